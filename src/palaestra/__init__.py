@@ -1,0 +1,1 @@
+"""Palaestra: one agent loop, one tool registry and one pool of isolated slots, for chat, batch generation and RL."""

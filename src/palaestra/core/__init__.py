@@ -1,0 +1,1 @@
+"""What every layer shares: types, errors, clock. No I/O happens here."""

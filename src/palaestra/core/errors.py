@@ -1,0 +1,107 @@
+"""The one error tree. A class names the boundary that was crossed, and also subclasses the builtin it resembles.
+
+    PalaestraError
+    ├── ConfigError (ValueError)            a flag, file, row or environment that cannot work        exit 2
+    │   └── TaskError                       one task or dataset row that cannot work
+    └── InfraError                          the world's failure: retried at its source, never scored
+        ├── EngineError                     whom the agent asks                                      exit 4
+        │   ├── EngineUnavailable (ConnectionError)   unreachable, overloaded, timed out: worth retrying
+        │   ├── EngineRefused (PermissionError)       wrong key, unknown model, bad request: retrying cannot help
+        │   └── EngineReplyError (ValueError)         the reply is not what the protocol promises
+        ├── SandboxError                    where commands run
+        │   ├── IsolationUnavailable        isolation was asked for and cannot be had                exit 5
+        │   ├── SlotLost (ConnectionError)  the slot or its server died under us
+        │   ├── StaleLease (PermissionError)  a former holder of a slot called late
+        │   └── AcquireTimeout (TimeoutError)  no slot came free in time
+        ├── PrepareError                    a task's set-up failed: the task is to blame, not the agent
+        └── GraderError                     the check did not run or did not report: no score, never 0.0
+
+Three outcomes are never mixed. The model's mistake is a tool result that the model reads. The world's failure is one of
+these errors, recorded on the trajectory and left unscored. Our own bug raises whatever Python raises.
+
+Expected file errors inside a slot (`FileNotFoundError`, `IsADirectoryError`, `PermissionError`, …) are plain builtins:
+tools show them to the model.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from palaestra.core.types import Blame
+
+
+class PalaestraError(Exception):
+    """Base of all errors that are not bugs. `exit_code` is what the command line returns for it."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(PalaestraError, ValueError):
+    """A flag, file or environment that cannot work; the message says how to mend it."""
+
+    exit_code = 2
+
+
+class TaskError(ConfigError):
+    """One task or dataset row that cannot work. The run leaves it out, says so, and goes on with the rest."""
+
+
+class InfraError(PalaestraError):
+    """The world's failure. `blame` says whose; a rollout that ends with it has no reward."""
+
+    blame: ClassVar[Blame] = Blame.RUN
+
+
+class EngineError(InfraError):
+    """The model server failed."""
+
+    blame = Blame.ENGINE
+    exit_code = 4
+
+
+class EngineUnavailable(EngineError, ConnectionError):
+    """Unreachable, overloaded or too slow; the client has already retried with back-off."""
+
+
+class EngineRefused(EngineError, PermissionError):
+    """The server understood and said no (key, model, parameters): retrying cannot help."""
+
+
+class EngineReplyError(EngineError, ValueError):
+    """The reply does not have the shape that the protocol promises."""
+
+
+class SandboxError(InfraError):
+    """A slot or its server failed."""
+
+    blame = Blame.SANDBOX
+
+
+class IsolationUnavailable(SandboxError):
+    """Isolation was asked for and this machine cannot give it. Raised before the first command runs."""
+
+    exit_code = 5
+
+
+class SlotLost(SandboxError, ConnectionError):
+    """The slot's init, its server or the connection to it is gone."""
+
+
+class StaleLease(SandboxError, PermissionError):
+    """The caller's lease has ended; the slot belongs to somebody else, or to nobody."""
+
+
+class AcquireTimeout(SandboxError, TimeoutError):
+    """No slot came free within the time allowed."""
+
+
+class PrepareError(InfraError):
+    """A task's set-up failed, so no rollout of it can start."""
+
+    blame = Blame.TASK
+
+
+class GraderError(InfraError):
+    """The check could not run, did not run its tests, or did not report."""
+
+    blame = Blame.GRADER

@@ -1,0 +1,140 @@
+"""The words of the project as types: Task, Outcome, Blame, Usage, Score. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+JSON: TypeAlias = Any
+"""A value that `json.dumps` accepts. The one place where `Any` is meant."""
+
+Message: TypeAlias = dict[str, JSON]
+"""One chat message in the OpenAI shape: role, content, and tool_calls or tool_call_id where they apply."""
+
+
+class Outcome(StrEnum):
+    """Why a rollout ended. Only what the agent itself brought about is scored."""
+
+    NATURAL = "natural"
+    MAX_TURNS = "max_turns"
+    LENGTH = "length"
+    BUDGET = "budget"
+    CANCELLED = "cancelled"
+    API_ERROR = "api_error"
+    INFRA_ERROR = "infra_error"
+
+    @property
+    def scored(self) -> bool:
+        """Whether a rollout that ended so gets a reward; the others are recorded without one."""
+        return self in _SCORED
+
+
+_SCORED = frozenset({Outcome.NATURAL, Outcome.MAX_TURNS, Outcome.LENGTH, Outcome.BUDGET})
+
+
+class Blame(StrEnum):
+    """Whose fault it was that a rollout did not finish cleanly."""
+
+    MODEL = "model"
+    TASK = "task"
+    TOOL = "tool"
+    SANDBOX = "sandbox"
+    ENGINE = "engine"
+    GRADER = "grader"
+    RUN = "run"
+
+
+class Network(StrEnum):
+    """What a slot may reach. `OFF` is an empty network namespace: not even the host's loopback."""
+
+    OFF = "off"
+    ON = "on"
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPolicy:
+    """The network of each phase of a rollout. Grading is off unless a task says otherwise."""
+
+    prepare: Network = Network.OFF
+    agent: Network = Network.OFF
+    grade: Network = Network.OFF
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one slot may use. Sizes in bytes; `cpus` in cores. None means the backend's default."""
+
+    memory_bytes: int | None = 2 << 30
+    cpus: float | None = None
+    pids: int | None = 512
+    disk_bytes: int | None = 2 << 30
+    open_files: int | None = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ToolStep:
+    """One tool call of a reference solution: what the scripted `oracle` policy plays in one turn."""
+
+    name: str
+    arguments: Mapping[str, JSON]
+
+
+Solution: TypeAlias = str | Sequence[ToolStep | str]
+"""A reference solution: a shell script (one terminal call), or steps in order, each a tool call or a command."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to do.
+
+    `prompt` is the user's message, or a whole list of messages. `files` maps paths (relative ones lie in the workspace)
+    to contents; `setup` is a shell script run once per group in the workspace. `image` is a root file system directory; None
+    means an allow-list of the host's system directories. `toolsets` None leaves the choice to the environment.
+
+    `data`, `solution` and `answer` never enter a slot that an agent has.
+    """
+
+    id: str
+    prompt: str | Sequence[Message]
+    image: str | None = None
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    setup: str | None = None
+    toolsets: Sequence[str] | None = None
+    network: NetworkPolicy = NetworkPolicy()
+    limits: Limits = Limits()
+    grading: str = "sealed"
+    data: JSON = None
+    solution: Solution | None = None
+    answer: JSON = None
+
+    def messages(self) -> list[Message]:
+        """The prompt as a fresh list of messages that the caller may extend."""
+        if isinstance(self.prompt, str):
+            return [{"role": "user", "content": self.prompt}]
+        return [dict(message) for message in self.prompt]
+
+
+@dataclass(slots=True)
+class Usage:
+    """What the model calls of a rollout cost, in tokens as the engine counted them, and how many calls there were."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    calls: int = 0
+
+    def add(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """Count one more model call."""
+        self.prompt_tokens += prompt_tokens
+        self.completion_tokens += completion_tokens
+        self.calls += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward and what it was made of. `metrics` are numbers to average; `detail` is anything worth keeping."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    detail: Mapping[str, JSON] = field(default_factory=dict)

@@ -1,0 +1,139 @@
+"""Whom the agent asks: engines, the sessions they open, and the completion they return. No I/O.
+
+Completions are OpenAI-shaped objects of our own. Every one reads as an object and as a dict (`call.function.name`,
+`call["function"]["name"]`), since environments written to either client exist.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from palaestra.core.types import JSON, Message, Task
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """A struct that also answers to `[]`, `get` and `in`, as the dict that came over the wire would."""
+
+    def __getitem__(self, key: str) -> JSON:
+        try:
+            return getattr(self, key)
+        except AttributeError:
+            raise KeyError(key) from None
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key in self.__struct_fields__
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.__struct_fields__)
+
+    def get(self, key: str, default: JSON = None) -> JSON:
+        """The field's value, or `default` where there is no such field."""
+        return getattr(self, key, default)
+
+    def model_dump(self) -> dict[str, JSON]:
+        """Plain dicts and lists, the name that users of vendor clients know."""
+        dumped: dict[str, JSON] = msgspec.to_builtins(self)
+        return dumped
+
+
+class FunctionCall(Record):
+    """`arguments` is the JSON text as the model wrote it: it may be malformed."""
+
+    name: str = ""
+    arguments: str = ""
+
+
+class ToolCallMessage(Record):
+    """One requested call in an assistant message."""
+
+    id: str = ""
+    type: str = "function"
+    function: FunctionCall = msgspec.field(default_factory=FunctionCall)
+
+
+class AssistantMessage(Record):
+    """What the model said. The three reasoning fields are the three that servers use."""
+
+    role: str = "assistant"
+    content: str | None = None
+    tool_calls: list[ToolCallMessage] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    reasoning_details: list[dict[str, JSON]] | None = None
+    refusal: str | None = None
+
+
+class Choice(Record):
+    """`finish_reason` as the engine gave it: `length` stays `length`."""
+
+    index: int = 0
+    message: AssistantMessage = msgspec.field(default_factory=AssistantMessage)
+    finish_reason: str | None = None
+    logprobs: JSON = None
+
+
+class CompletionUsage(Record):
+    """Token counts as the engine reported them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+
+
+class ChatCompletion(Record):
+    """One reply. Wire source: the OpenAI chat completions API, which vLLM, SGLang and most servers speak."""
+
+    id: str = ""
+    model: str = ""
+    choices: list[Choice]
+    usage: CompletionUsage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionContext:
+    """What an engine may know of the rollout that a session is for. Real engines ignore it; scripted ones play its task."""
+
+    rollout_id: str = ""
+    task: Task | None = None
+    index: int = 0
+    rng: random.Random = field(default_factory=random.Random)
+
+
+class ChatServer(Protocol):
+    """What the agent loop needs of a model server. Also the shape of `self.server` in contract environments."""
+
+    async def chat_completion(
+        self,
+        *,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, JSON]] | None = None,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+        n: int = 1,
+        extra_body: Mapping[str, JSON] | None = None,
+        **sampling: JSON,
+    ) -> ChatCompletion:
+        """One reply. Raises `EngineError` (already retried) when there is none."""
+        ...
+
+
+class Engine(Protocol):
+    """Something that samples. Opened once per run; every rollout gets a session of its own."""
+
+    @property
+    def name(self) -> str:
+        """The model's name as reports show it."""
+        ...
+
+    async def start(self) -> None:
+        """Connect and check. Raises `EngineUnavailable` or `EngineRefused` with the way out."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+    def session(self, context: SessionContext) -> ChatServer: ...
