@@ -35,8 +35,8 @@ class Turn:
 class AgentResult:
     """A finished conversation. `messages` is the very list that was passed to `run`, extended in place.
 
-    `outcome` says why it ended and `error` carries the text of what went wrong, if anything did. Every exit of the loop,
-    cancellation included, leaves one of these.
+    `outcome` says why it ended and `error` carries the text of what went wrong, if anything did. Every exit of the
+    loop, cancellation included, leaves one of these.
     """
 
     messages: list[Message]

@@ -90,8 +90,8 @@ class Task:
     """One thing to do.
 
     `prompt` is the user's message, or a whole list of messages. `files` maps paths (relative ones lie in the workspace)
-    to contents; `setup` is a shell script run once per group in the workspace. `image` is a root file system directory; None
-    means an allow-list of the host's system directories. `toolsets` None leaves the choice to the environment.
+    to contents; `setup` is a shell script run once per group in the workspace. `image` is a root file system directory;
+    None means an allow-list of the host's system directories. `toolsets` None leaves the choice to the environment.
 
     `data`, `solution` and `answer` never enter a slot that an agent has.
     """

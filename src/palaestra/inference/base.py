@@ -85,7 +85,7 @@ class CompletionUsage(Record):
     total_tokens: int = 0
 
 
-class ChatCompletion(Record):
+class ChatCompletion(Record, kw_only=True):
     """One reply. Wire source: the OpenAI chat completions API, which vLLM, SGLang and most servers speak."""
 
     id: str = ""
@@ -96,7 +96,7 @@ class ChatCompletion(Record):
 
 @dataclass(frozen=True, slots=True)
 class SessionContext:
-    """What an engine may know of the rollout that a session is for. Real engines ignore it; scripted ones play its task."""
+    """The rollout that a session is for. Real engines ignore it; scripted ones play its task."""
 
     rollout_id: str = ""
     task: Task | None = None

@@ -1,7 +1,7 @@
 """Slots and what provides them: the types and Protocols of the sandbox layer. No I/O.
 
-A *backend* creates slots; a *slot* is one isolated workspace; a *snapshot* is a sealed workspace from which any number of
-slots start. `pool.py` leases slots; everything above this layer sees only `Slot`, `Snapshot` and the pool.
+A *backend* creates slots; a *slot* is one isolated workspace; a *snapshot* is a sealed workspace from which any number
+of slots start. `pool.py` leases slots; everything above this layer sees only `Slot`, `Snapshot` and the pool.
 
 Paths are paths inside the slot. Relative ones start at `WORKSPACE`, which is also the directory where commands start.
 """
@@ -51,10 +51,10 @@ class Fork(StrEnum):
 class ExecutionResult:
     """What one command did.
 
-    `output` is stdout and stderr as they were interleaved, decoded as UTF-8 with replacement; when it was longer than the
-    bound it holds head and tail with a line between that says how much is missing. `metadata` always holds `exit_code` and
-    `returncode` (equal; 124 after a timeout, 128+n after signal n), `timeout` (bool), `rung`, `output_total_bytes`,
-    `truncated` (bool), `duration_s`; and, where the backend knows, `cpu_s`, `max_rss_bytes`, `oom` (bool).
+    `output` is stdout and stderr as they were interleaved, decoded as UTF-8 with replacement; when it was longer than
+    the bound it holds head and tail with a line between that says how much is missing. `metadata` always holds
+    `exit_code` and `returncode` (equal; 124 after a timeout, 128+n after signal n), `timeout` (bool), `rung`,
+    `output_total_bytes`, `truncated` (bool), `duration_s`; where the backend knows, `cpu_s`, `max_rss_bytes`, `oom`.
     `verdict` holds the bytes that the command wrote to descriptor 3 when the call asked for that channel.
 
     `success` is `exit_code == 0`. `error` is empty on success, else one line ("Exit code: 2", "Command timed out after 5s").
@@ -88,7 +88,7 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One path that a workspace changed against the snapshot it started from. `kind`: file, dir, symlink, other, deleted.
+    """One path that differs from the snapshot a workspace started from. `kind`: file, dir, symlink, other, deleted.
 
     A directory that replaced what was below it is one Change with `opaque` set, besides the Changes of its entries.
     """
@@ -109,7 +109,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A host directory that is readable, never writable, inside the slot, at `target`. For interpreters, wheels, test tools."""
+    """A host directory that a slot can read, never write, at `target`: interpreters, wheels, test tools."""
 
     source: str
     target: str
@@ -191,7 +191,7 @@ class Slot(Protocol):
         ...
 
     async def changes(self) -> list[Change]:
-        """What differs from the snapshot (or image) this slot started from; cost grows with the change, not the workspace."""
+        """What differs from the snapshot (or image) this slot started from. Cost grows with the change alone."""
         ...
 
 
@@ -226,7 +226,7 @@ class Backend(Protocol):
     def fork(self) -> Fork: ...
 
     async def start(self) -> None:
-        """Start the backend. Raises `IsolationUnavailable` before any slot exists when the rung asked for cannot be had."""
+        """Raises `IsolationUnavailable`, before any slot exists, when the rung asked for cannot be had."""
         ...
 
     async def aclose(self) -> None:
@@ -239,7 +239,7 @@ class Backend(Protocol):
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot: ...
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
-        """End the slot's processes (proved by pidfd) and make its change an immutable layer. The slot is gone afterwards."""
+        """End the slot and its processes (proved by pidfd); its change becomes an immutable layer."""
         ...
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
