@@ -1,0 +1,210 @@
+"""From the text that a model wrote as arguments to a dict that a tool may run with, or one error that it can act on.
+
+Not for repairing: text that is not JSON stays malformed, a wrong type is not coerced, a default is not filled in. What
+was sampled is what is recorded and what is judged.
+
+Invariant (A1): a tool runs only with an object that its schema accepts. Anything else raises `InvalidArguments`, whose
+message is written for the model to read.
+
+The good path is one C-level JSON decode and one compiled check, a few microseconds; all explaining happens on failure.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import NoReturn
+
+import fastjsonschema
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.tools.schema import ToolSchema
+
+_CACHED_SCHEMAS = 512
+_SHOWN_CHARS = 120
+
+
+class InvalidArguments(ValueError):
+    """The call must not run; the message says what is wrong with it and what the tool expects."""
+
+
+class ArgumentSchema:
+    """The compiled form of one tool's parameters. Building one takes about a millisecond, `parse` microseconds."""
+
+    def __init__(self, parameters: Mapping[str, JSON]) -> None:
+        self._properties: Mapping[str, JSON] = parameters.get("properties") or {}
+        self._required: tuple[str, ...] = tuple(parameters.get("required") or ())
+        closed = _closed(parameters)
+        self._refuses_unknown = closed.get("additionalProperties") is False
+        try:
+            self._check = fastjsonschema.compile(closed, use_default=False, handlers=_NO_REMOTE)
+        except Exception as error:  # third-party schemas fail in many ways inside the compiler
+            raise ConfigError(f"a tool's parameters are not a usable JSON schema: {error}") from error
+
+    def parse(self, raw: str | Mapping[str, JSON] | None) -> dict[str, JSON]:
+        """The arguments as a fresh dict. Raises `InvalidArguments`."""
+        arguments = self._object(raw)
+        try:
+            self._check(arguments)
+        except fastjsonschema.JsonSchemaValueException as error:
+            self._explain(arguments, error)
+        except RecursionError:
+            raise InvalidArguments("Invalid arguments: nested too deeply. " + self._expected()) from None
+        return arguments
+
+    def _object(self, raw: str | Mapping[str, JSON] | None) -> dict[str, JSON]:
+        if isinstance(raw, Mapping):
+            return dict(raw)
+        if raw is None or (isinstance(raw, str) and not raw.strip()):
+            if self._required:
+                raise InvalidArguments("Invalid arguments: none were given. " + self._expected())
+            return {}
+        if not isinstance(raw, str):  # a server may hand over an already decoded list or number
+            raise InvalidArguments(f"Invalid arguments: expected a JSON object, got {_kind(raw)}. {self._expected()}")
+        value = self._decode(raw)
+        if not isinstance(value, dict):
+            raise InvalidArguments(f"Invalid arguments: expected a JSON object, got {_kind(value)}. {self._expected()}")
+        return value
+
+    def _decode(self, raw: str) -> JSON:
+        try:
+            value = _DECODER.decode(raw)
+            raw.encode()
+            if "\\ud" in raw or "\\uD" in raw:  # half of a surrogate pair is text that cannot be written anywhere
+                json.dumps(value, ensure_ascii=False).encode()
+        except json.JSONDecodeError as error:
+            where = f"line {error.lineno} column {error.colno}"
+            raise InvalidArguments(
+                f"Invalid JSON in arguments: {error.msg} at {where}, near {_near(raw, error.pos)}. "
+                "The call was not executed. Send the arguments again as one complete JSON object."
+            ) from None
+        except UnicodeEncodeError:
+            raise InvalidArguments(
+                "Invalid JSON in arguments: half of a surrogate pair (\\ud800 to \\udfff) stands alone."
+            ) from None
+        except RecursionError:
+            raise InvalidArguments("Invalid JSON in arguments: nested too deeply.") from None
+        except ValueError as error:
+            raise InvalidArguments(f"Invalid JSON in arguments: {error}.") from None
+        return value
+
+    def _explain(self, arguments: Mapping[str, JSON], error: fastjsonschema.JsonSchemaValueException) -> NoReturn:
+        problems = [f"missing required argument '{name}'" for name in self._required if name not in arguments]
+        if self._refuses_unknown:
+            problems += [self._unknown(name) for name in arguments if name not in self._properties]
+        if not problems:
+            name = ".".join(str(part) for part in error.path[1:])
+            rule = str(error.message).removeprefix(str(error.name)).strip()
+            problems = [f"argument '{name}' {rule}, got {_show(error.value)}" if name else rule]
+        raise InvalidArguments(f"Invalid arguments: {'; '.join(problems)}. {self._expected()}") from None
+
+    def _unknown(self, name: str) -> str:
+        close = difflib.get_close_matches(name, list(self._properties), n=1, cutoff=0.5)
+        return f"unknown argument '{name[:_SHOWN_CHARS]}'" + (f" (did you mean '{close[0]}'?)" if close else "")
+
+    def _expected(self) -> str:
+        if not self._properties:
+            return "This tool takes no arguments."
+        parts = []
+        for name, schema in self._properties.items():
+            kind = schema.get("type", "any") if isinstance(schema, Mapping) else "any"
+            kind = "|".join(kind) if isinstance(kind, list) else kind
+            parts.append(f"{name} ({kind}{', required' if name in self._required else ''})")
+        return f"Expected: {', '.join(parts)}."
+
+
+_by_identity: OrderedDict[int, tuple[object, ArgumentSchema]] = OrderedDict()
+_by_content: OrderedDict[str, ArgumentSchema] = OrderedDict()
+
+
+def compiled(schema: Mapping[str, JSON] | ToolSchema) -> ArgumentSchema:
+    """The compiled form of a tool's schema, from a bounded cache.
+
+    `schema` is an OpenAI function schema, its `function` part, the parameters alone, or a `ToolSchema`. Do not change
+    it after its first use: the cache looks at its identity first. Raises `ConfigError` for what is no JSON schema.
+    """
+    held = _by_identity.get(id(schema))
+    if held is not None and held[0] is schema:
+        return held[1]
+    parameters = _parameters(schema)
+    key = json.dumps(parameters, sort_keys=True, default=str)
+    found = _by_content.get(key)
+    if found is None:
+        found = ArgumentSchema(parameters)
+        _remember(_by_content, key, found)
+    _remember(_by_identity, id(schema), (schema, found))  # holding the schema keeps its id from being used again
+    return found
+
+
+def parse_arguments(raw: str | Mapping[str, JSON] | None, schema: Mapping[str, JSON] | ToolSchema) -> dict[str, JSON]:
+    """What a model wrote as a call's arguments, checked against the tool's schema (any of the forms of `compiled`).
+
+    The empty string and None mean no arguments. Names that the schema does not list are refused, unless it says
+    `additionalProperties`. Raises `InvalidArguments` with a message for the model.
+    """
+    return compiled(schema).parse(raw)
+
+
+def _remember(cache: OrderedDict[JSON, JSON], key: object, value: object) -> None:
+    cache[key] = value
+    while len(cache) > _CACHED_SCHEMAS:
+        cache.popitem(last=False)
+
+
+def _parameters(schema: Mapping[str, JSON] | ToolSchema) -> Mapping[str, JSON]:
+    if isinstance(schema, ToolSchema):
+        schema = schema.to_dict()
+    function = schema.get("function")
+    if schema.get("type") == "function" and isinstance(function, Mapping):
+        schema = function
+    if "parameters" in schema and "name" in schema and "properties" not in schema:
+        schema = schema["parameters"] or {}
+    return schema
+
+
+def _closed(parameters: Mapping[str, JSON]) -> dict[str, JSON]:
+    """The schema with unknown names refused, where it does not speak about them itself."""
+    closed = {"type": "object", **parameters}
+    open_forms = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
+    if not any(form in closed for form in open_forms):
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _pairs(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {_show(twice)} is given twice in one object")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _no_remote(uri: str) -> NoReturn:
+    raise ConfigError(f"a tool's schema refers to {uri}; schemas must be complete in themselves")
+
+
+_NO_REMOTE = {"http": _no_remote, "https": _no_remote, "ftp": _no_remote, "file": _no_remote}
+_DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_no_constant)
+
+
+def _kind(value: JSON) -> str:
+    kinds = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number", type(None): "null"}
+    return kinds.get(type(value), type(value).__name__)
+
+
+def _show(value: JSON) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"
+
+
+def _near(raw: str, position: int) -> str:
+    start = max(0, position - 30)
+    return repr(raw[start : position + 10])

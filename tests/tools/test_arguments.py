@@ -1,0 +1,163 @@
+"""Invariant A1: a tool runs only with an object that its schema accepts; everything else is one error."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from palaestra.core.errors import ConfigError
+from palaestra.tools.arguments import InvalidArguments, compiled, parse_arguments
+from palaestra.tools.schema import ToolSchema
+
+COMMAND = {
+    "type": "object",
+    "properties": {
+        "command": {"type": "string"},
+        "timeout": {"type": "integer", "minimum": 1, "default": 60},
+        "mode": {"type": "string", "enum": ["fast", "slow"]},
+    },
+    "required": ["command"],
+}
+NOTHING_REQUIRED = {"type": "object", "properties": {"query": {"type": "string"}}, "required": []}
+
+
+def refusal(raw: object, schema: object = COMMAND) -> str:
+    with pytest.raises(InvalidArguments) as caught:
+        parse_arguments(raw, schema)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_valid_arguments_come_back_as_written_without_defaults() -> None:
+    assert parse_arguments('{"command": "ls"}', COMMAND) == {"command": "ls"}
+    assert parse_arguments({"command": "ls", "timeout": 5}, COMMAND) == {"command": "ls", "timeout": 5}
+
+
+def test_a_mapping_is_copied() -> None:
+    given_arguments = {"command": "ls"}
+    assert parse_arguments(given_arguments, COMMAND) is not given_arguments
+
+
+@pytest.mark.parametrize("raw", ["", "  \n", None])
+def test_empty_means_no_arguments_only_where_none_are_required(raw: str | None) -> None:
+    assert parse_arguments(raw, NOTHING_REQUIRED) == {}
+    assert "none were given" in refusal(raw)
+    assert "command (string, required)" in refusal(raw)
+
+
+@pytest.mark.parametrize("raw", ['{"command": "ls', '{"command": "a\nb"}', "{'command': 'ls'}", '{"command": "ls"} x'])
+def test_malformed_json_is_refused_with_the_place(raw: str) -> None:
+    message = refusal(raw)
+    assert message.startswith("Invalid JSON")
+    assert "line 1" in message
+    assert "not executed" in message
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind"), [("[1]", "a list"), ('"ls"', "a string"), ("3", "a number"), ("null", "null"), ("true", "boolean")]
+)
+def test_json_that_is_no_object_is_refused(raw: str, kind: str) -> None:
+    assert kind in refusal(raw)
+    assert kind in refusal(json.loads(raw)) or raw in {'"ls"', "null"}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        '{"command": NaN}',
+        '{"command": "a", "command": "b"}',
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        '{"timeout": ' + "1" * 9999,
+        '{"command": "\\ud800"}',
+        '{"command": "\ud800"}',
+    ],
+)
+def test_what_only_a_lenient_parser_accepts_is_refused(raw: str) -> None:
+    assert refusal(raw).startswith("Invalid")
+
+
+def test_an_escaped_surrogate_pair_is_text_like_any_other() -> None:
+    assert parse_arguments('{"command": "\\ud83d\\ude00"}', COMMAND) == {"command": "😀"}
+
+
+def test_unknown_names_are_refused_with_a_suggestion() -> None:
+    message = refusal('{"command": "ls", "timeot": 3}')
+    assert "unknown argument 'timeot' (did you mean 'timeout'?)" in message
+
+
+def test_all_wrong_names_are_told_at_once() -> None:
+    message = refusal('{"cmd": "ls"}')
+    assert "missing required argument 'command'" in message
+    assert "unknown argument 'cmd'" in message
+
+
+@pytest.mark.parametrize(
+    ("raw", "part"),
+    [
+        ('{"command": 3}', "argument 'command' must be string, got 3"),
+        ('{"command": "x", "timeout": "60"}', "argument 'timeout' must be integer, got \"60\""),
+        ('{"command": "x", "timeout": 0}', "argument 'timeout' must be bigger than or equal to 1"),
+        ('{"command": "x", "timeout": true}', "argument 'timeout' must be integer"),
+        ('{"command": "x", "mode": "medium"}', "argument 'mode' must be one of ['fast', 'slow']"),
+    ],
+)
+def test_nothing_is_coerced(raw: str, part: str) -> None:
+    assert part in refusal(raw)
+
+
+def test_a_schema_may_be_open_to_unknown_names() -> None:
+    assert parse_arguments('{"x": 1}', {**NOTHING_REQUIRED, "additionalProperties": True}) == {"x": 1}
+
+
+def test_every_form_of_a_schema_is_understood_and_compiled_once() -> None:
+    function = {"name": "terminal", "description": "", "parameters": COMMAND}
+    schema = ToolSchema("terminal", "", COMMAND["properties"], ("command",))
+    forms = [COMMAND, function, {"type": "function", "function": function}, schema, schema.to_dict()]
+    assert len({id(compiled(form)) for form in forms}) == 1  # type: ignore[arg-type]
+
+
+def test_a_tool_with_an_argument_called_parameters_is_not_mistaken_for_a_function() -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "string"}, "parameters": {"type": "object"}}}
+    assert parse_arguments('{"name": "x", "parameters": {"y": 1}}', schema) == {"name": "x", "parameters": {"y": 1}}
+
+
+@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "https://example.org/schema.json"}])
+def test_a_schema_that_cannot_be_used_is_a_configuration_error_and_fetches_nothing(schema: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="JSON schema"):
+        parse_arguments("{}", schema)
+
+
+def test_the_caches_stay_bounded() -> None:
+    from palaestra.tools import arguments
+
+    for number in range(600):
+        compiled({"type": "object", "properties": {}, "title": str(number % 5), "x-number": number % 3})
+    assert len(arguments._by_identity) <= 512
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(
+    st.one_of(
+        st.text(),
+        JSON_VALUES.map(json.dumps),
+        st.dictionaries(st.sampled_from(["command", "timeout", "mode"]), JSON_VALUES).map(json.dumps),
+    )
+)
+def test_any_text_gives_a_valid_object_or_one_refusal(raw: str) -> None:
+    try:
+        arguments = parse_arguments(raw, COMMAND)
+    except InvalidArguments:
+        return
+    assert isinstance(arguments["command"], str)
+    assert arguments.get("mode", "fast") in {"fast", "slow"}
+    assert set(arguments) <= set(COMMAND["properties"])
+    assert json.loads(raw) == arguments
