@@ -1,0 +1,115 @@
+"""What a rollout leaves behind: `Trajectory`, and `Group`, the trajectories of one task.
+
+These are records: they are written to the journal as they are, and everything else on disk is a projection of them. What a
+trajectory promises to reproduce from the same seed and answers stands in its own fields; wall times, hosts and slot ids
+stand in `beside`, outside that promise.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from palaestra.core.types import JSON, Blame, Message, Outcome
+
+TRAJECTORY_SCHEMA = "palaestra.trajectory/1"
+GROUP_SCHEMA = "palaestra.group/1"
+
+
+class TurnRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One model call: how it ended, what it cost in tokens, which tools it called."""
+
+    number: int
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    tools: tuple[str, ...] = ()
+
+
+class ToolErrorRecord(msgspec.Struct, kw_only=True):
+    """One call that failed: what the model asked for, and what it was told."""
+
+    turn: int
+    tool: str
+    arguments: str
+    error: str
+
+
+class Beside(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What differs from run to run. Seconds are wall time; `stages` has acquire, setup, model, tool, seal, grade."""
+
+    started_at: float = 0.0
+    duration_s: float = 0.0
+    stages: dict[str, float] = {}
+    turn_s: list[tuple[float, float]] = []
+    sandbox: dict[str, JSON] = {}
+
+
+class TokenRow(msgspec.Struct, kw_only=True):
+    """`tokens[T]`, `masks[T]` (-100 where nothing is trained, else the token id) and `logprobs[T]` or None.
+
+    `source` is `engine` when the ids are the ones that were sampled, `placeholder` when there were none to record; a
+    placeholder row trains nothing.
+    """
+
+    tokens: list[int]
+    masks: list[int]
+    logprobs: list[float] | None = None
+    source: str = "placeholder"
+
+
+class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One rollout from first message to reward. `reward` is None exactly when the rollout was not scored.
+
+    `blame` and `error` are set on every rollout that did not finish cleanly. `metrics` are numbers worth averaging,
+    `detail` is evidence (test results, the agent's patch).
+    """
+
+    schema: str = TRAJECTORY_SCHEMA
+    rollout_id: str
+    group_id: str
+    task_id: str
+    index: int
+    messages: list[Message]
+    outcome: Outcome
+    reward: float | None
+    blame: Blame | None = None
+    error: str = ""
+    metrics: dict[str, float] = {}
+    detail: dict[str, JSON] = {}
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    turns: list[TurnRecord] = []
+    tool_calls_attempted: int = 0
+    tool_calls_schema_valid: int = 0
+    tool_errors: list[ToolErrorRecord] = []
+    row: TokenRow | None = None
+    extra: dict[str, JSON] = {}
+    beside: Beside = msgspec.field(default_factory=Beside)
+
+    @property
+    def scored(self) -> bool:
+        """Whether there is a reward to train on."""
+        return self.reward is not None
+
+
+class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """All rollouts of one task, in index order. `number` is the task's place in the run, from 0.
+
+    `error` tells why there are no trajectories, when preparing the task failed.
+    """
+
+    schema: str = GROUP_SCHEMA
+    group_id: str
+    number: int
+    task_id: str
+    toolsets: tuple[str, ...] = ()
+    tools: list[dict[str, JSON]] = []
+    tools_hash: str = ""
+    trajectories: list[Trajectory] = []
+    error: str = ""
+    prepare_s: float = 0.0
+
+    @property
+    def scored(self) -> list[Trajectory]:
+        """The trajectories that have a reward."""
+        return [trajectory for trajectory in self.trajectories if trajectory.scored]
