@@ -1,0 +1,147 @@
+"""Settings that say where they came from: the base of every configuration class, and the merging of its layers.
+
+For: classes whose unknown keys are refused, and pure merging (defaults, then file, then environment, then flags) that
+remembers the layer of every value. Not for: reading files, the environment or the command line (see
+`palaestra.envs.flags`). Invariant: whatever is wrong with a setting is one `ConfigError` that names the key as the user
+wrote it, the value, where it came from and, for an unknown key, the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+
+T = TypeVar("T")
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+DEFAULT = "default"
+"""The source of a value that no layer set."""
+
+_NO_EFFECT = " (no effect yet)"
+
+
+class Settings(BaseModel):
+    """Base of configuration classes: unknown keys are refused, and a mistake raises `ConfigError`."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=False)
+
+    if not TYPE_CHECKING:  # type checkers keep the constructor that follows from the fields
+
+        def __init__(self, **values):
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise ConfigError(_explain(error, type(self), {}, {})) from error
+
+
+def later(default: T, description: str) -> T:
+    """A field that is accepted, so that existing scripts run, and has no effect in this version; its help says so."""
+    extra: dict[str, JSON] = {"no_effect": True}
+    declared: T = Field(default=default, description=description + _NO_EFFECT, json_schema_extra=extra)
+    return declared
+
+
+def has_effect(model_type: type[BaseModel], name: str) -> bool:
+    """Whether setting the field changes anything in this version."""
+    extra = model_type.model_fields[name].json_schema_extra
+    return not (isinstance(extra, dict) and extra.get("no_effect"))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Values from one place. A later layer wins, key by key.
+
+    A key is a field's name, or `field.entry.entry` for one entry of a mapping; a whole value replaces a whole value.
+    `spelled` maps a key to how the user wrote it (`--group`), where that differs from the key.
+    """
+
+    name: str
+    values: Mapping[str, JSON]
+    spelled: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Merged(Generic[ModelT]):
+    """A validated configuration, and for each field the place its value came from."""
+
+    value: ModelT
+    sources: Mapping[str, str]
+
+
+def merge(model_type: type[ModelT], layers: Sequence[Layer]) -> Merged[ModelT]:
+    """Apply `layers` in order, the last one winning, and validate. Raises `ConfigError`."""
+    values: dict[str, JSON] = {}
+    sources: dict[str, str] = dict.fromkeys(model_type.model_fields, DEFAULT)
+    spelled: dict[str, str] = {}
+    for layer in layers:
+        for key, value in layer.values.items():
+            name, _, rest = key.partition(".")
+            written = layer.spelled.get(key, key)
+            if name not in model_type.model_fields:
+                raise ConfigError(f"{layer.name}: unknown setting {written}.{nearest(name, model_type.model_fields)}")
+            values[name] = _assigned(values.get(name), rest, value)
+            shared = rest and sources[name] != DEFAULT and sources[name] != layer.name
+            sources[name] = f"{sources[name]}, {layer.name}" if shared else layer.name
+            spelled[name] = written
+    try:
+        return Merged(model_type(**values), sources)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, model_type, sources, spelled)) from None
+    except ConfigError as error:
+        if not isinstance(error.__cause__, ValidationError):
+            raise
+        raise ConfigError(_explain(error.__cause__, model_type, sources, spelled)) from None
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` Did you mean NAME?` for the closest of `known`, or the empty string: made to end a message with."""
+    candidates = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(word.lower(), list(candidates), n=1, cutoff=0.6)
+    return f" Did you mean {candidates[found[0]]}?" if found else ""
+
+
+def _assigned(old: JSON, path: str, value: JSON) -> JSON:
+    """`old` with `value` at the dotted `path`, which makes mappings where there are none. `old` stays as it was."""
+    if not path:
+        return value
+    name, _, rest = path.partition(".")
+    entries = dict(old) if isinstance(old, Mapping) else {}
+    entries[name] = _assigned(entries.get(name), rest, value)
+    return entries
+
+
+def _explain(
+    error: ValidationError, model_type: type[BaseModel], sources: Mapping[str, str], spelled: Mapping[str, str]
+) -> str:
+    """One line per mistake: the key as written, the value, what is wrong with it, and where it came from."""
+    lines: list[str] = []
+    for mistake in error.errors(include_url=False):
+        path = [str(part) for part in mistake["loc"]]
+        name = path[0] if path else ""
+        if mistake["type"] == "extra_forbidden" and len(path) == 1:
+            lines.append(f"unknown setting {name} of {model_type.__name__}.{nearest(name, model_type.model_fields)}")
+            continue
+        where = f" (from {sources[name]})" if sources.get(name, DEFAULT) != DEFAULT else ""
+        what = mistake["msg"].removeprefix("Value error, ")
+        written = spelled.get(name, ".".join(path)) or model_type.__name__
+        given = "" if mistake["type"] == "missing" or not path else f" {_short(name, mistake['input'])}"
+        lines.append(f"{written}{given}: {what[:1].lower()}{what[1:]}{where}")
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _short(name: str, value: JSON) -> str:
+    """The value for a message: short, and never a key."""
+    text = "(hidden)" if is_secret(name) else repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def is_secret(name: str) -> bool:
+    """Whether a setting of this name must not be shown or saved."""
+    return name.endswith(("api_key", "secret", "password", "env_vars"))

@@ -1,0 +1,179 @@
+"""What an environment can be told: `BaseEnvConfig` and `HermesAgentEnvConfig`.
+
+The fields and defaults are those that existing environment scripts and command lines use; a field of ours says why it
+is there. A field that is accepted for their sake and changes nothing in this version is declared with `later`, and its
+help says so. Not for: whom the agent asks, which is `palaestra.inference.config`.
+
+Sizes are tokens where a name says tokens, else megabytes where the contract says so; durations are seconds.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
+
+from palaestra.core.config import Settings, later
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+
+AVAILABLE_POOL_MODES = ("default", "local")
+"""Where slots can come from in this version."""
+
+
+class EvalHandlingEnum(Enum):
+    """What training does while an evaluation runs. The name and the values are the contract's."""
+
+    STOP_TRAIN = "STOP_TRAIN"
+    LIMIT_TRAIN = "LIMIT_TRAIN"
+    NONE = "NONE"
+
+
+class BaseEnvConfig(Settings):
+    """What every environment has: how many groups, how many at once, and where the results go."""
+
+    group_size: int = Field(default=4, ge=1, description="Rollouts per task.")
+    total_steps: int = Field(default=1000, ge=-1, description="Groups to process, at most; -1 means every task once.")
+    max_num_workers: int = Field(default=-1, ge=-1, description="Groups in flight at once; -1 suits this machine.")
+    max_token_length: int = Field(default=2048, ge=1, description="Most tokens that one model call may generate.")
+    data_path_to_save_groups: str | None = Field(
+        default=None, description="The JSONL file of the groups; a number is added rather than overwrite one."
+    )
+    data_dir_to_save_evals: str | None = Field(default=None, description="The folder that `evaluate` writes into.")
+    include_messages: bool = Field(default=False, description="Keep each rollout's messages in the JSONL file.")
+    ensure_scores_are_not_same: bool = Field(
+        default=True,
+        description="Leave groups of equal scores out of training data (off for groups of one).",
+    )
+    worker_timeout: float = Field(default=600, description="Seconds that one rollout may take; 0 or less: no limit.")
+    seed: int = Field(default=0, description="The seed of every random choice; equal seeds give equal runs.")
+    max_failures: int = Field(
+        default=0, ge=0, description="Unscored rollouts that a run may end with before its exit code becomes 3."
+    )
+
+    max_eval_workers: int = later(16, "Evaluation rollouts in flight at once.")
+    max_num_workers_per_node: int = later(8, "Groups in flight per model server.")
+    steps_per_eval: int = later(100, "Training steps between evaluations.")
+    eval_handling: EvalHandlingEnum = later(EvalHandlingEnum.STOP_TRAIN, "What training does during an evaluation.")
+    eval_limit_ratio: float = later(0.5, "Share of the workers an evaluation may take.")
+    inference_weight: float = later(1.0, "This environment's share of a trainer's batches.")
+    batch_size: int = later(-1, "Rollouts per trainer batch; -1 leaves it to the trainer.")
+    max_batches_offpolicy: int = later(3, "Batches that may wait for the trainer.")
+    min_batch_allocation: float | None = later(None, "Least share of a trainer's batch, 0 to 1.")
+    tokenizer_name: str = later("none", "The tokenizer of the trained model; nothing is loaded for `none`.")
+    use_wandb: bool = later(True, "Log to Weights & Biases.")
+    wandb_name: str | None = later(None, "The run's name there.")
+    rollout_server_url: str = later("http://localhost:8000", "The trainer's trajectory server.")
+    num_rollouts_to_keep: int = later(32, "Rollouts kept for logging.")
+    num_rollouts_per_group_for_logging: int = later(1, "Rollouts logged per group; -1 means all.")
+    min_items_sent_before_logging: int = later(2, "Groups between log entries.")
+    thinking_mode: bool = later(False, "Ask the model to think in its own tags.")
+    reasoning_effort: str | None = later(None, "How hard a reasoning model should think.")
+    max_reasoning_tokens: int | None = later(None, "Most tokens of reasoning per model call.")
+    custom_thinking_prompt: str | None = later(None, "The text that asks for thinking.")
+
+    @model_validator(mode="after")
+    def _a_group_of_one_is_kept(self) -> Self:
+        """All scores of a group of one are equal, so by default that must not drop it."""
+        if self.group_size == 1 and "ensure_scores_are_not_same" not in self.model_fields_set:
+            # Not an assignment: the field stays "unset", so that a larger group_size from a later layer gets True.
+            self.__dict__["ensure_scores_are_not_same"] = False
+        return self
+
+
+class HermesAgentEnvConfig(BaseEnvConfig):
+    """What environments with a tool-using agent have besides: tools, the agent's limits, slots, the data set."""
+
+    enabled_toolsets: list[str] | None = Field(
+        default=None, description="Toolsets the agent has, for example `terminal file`; None means all that work here."
+    )
+    disabled_toolsets: list[str] | None = Field(default=None, description="Toolsets taken away from those.")
+    max_agent_turns: int = Field(default=30, ge=1, description="Model calls per rollout, at most.")
+    system_prompt: str | None = Field(default=None, description="The system message; tools need not be named in it.")
+    agent_temperature: float = Field(default=1.0, ge=0, description="Sampling temperature of rollouts.")
+    extra_body: dict[str, JSON] | None = Field(
+        default=None, description="Further fields of every model request, as the provider names them."
+    )
+
+    tool_pool_mode: str = Field(
+        default="default", description="Where slots come from: `local`, or `default`, which means terminal_backend."
+    )
+    terminal_backend: str = Field(default="local", description="The backend that `default` stands for.")
+    terminal_timeout: int = Field(default=120, ge=1, description="Seconds a command may take, unless the call says.")
+    isolation: str = Field(
+        default="best",
+        description="Which rung of the ladder: best, full, userns, confined, or none (no protection).",
+    )
+    require_sandbox: bool = Field(default=False, description="Refuse to run below the `userns` rung.")
+    allow_network: bool = Field(default=True, description="Whether the agent's commands reach the network.")
+    acquire_timeout_s: float = Field(default=30, gt=0, description="Seconds to wait for a free slot.")
+    infra_retries: int = Field(
+        default=1, ge=0, description="Fresh attempts at a rollout that the world broke, before it stays unscored."
+    )
+    share_setup: bool = Field(
+        default=False, description="Run setup_trajectory_workspace once per group and fork, not once per rollout."
+    )
+
+    dataset_name: str | None = Field(default=None, description="The data set: a JSONL or Parquet file, or a name.")
+    dataset_split: str = Field(default="train", description="The split of a named data set.")
+    prompt_field: str = Field(default="prompt", description="The column that holds the prompt.")
+
+    distribution: str | None = later(None, "A named random draw of toolsets, one per group.")
+    terminal_lifetime: int = later(3600, "Seconds an idle sandbox lives.")
+    tool_pool_size: int = later(128, "Threads for tools; tools run on the event loop here.")
+    tool_call_parser: str = later("hermes", "The format of tool calls in raw model text.")
+    nomad_address: str = later("http://localhost:4646", "Nomad: its API.")
+    sandbox_job_id: str = later("atropos-sandbox", "Nomad: the job's name.")
+    sandbox_image: str = later("atropos-sandbox:local", "Nomad: the container image.")
+    slots_per_container: int = later(10, "Nomad: slots in one container.")
+    min_containers: int = later(1, "Nomad: containers kept running.")
+    max_containers: int = later(10, "Nomad: containers at most.")
+    privileged: bool = later(False, "Nomad: privileged containers.")
+    purge_job_on_start: bool = later(False, "Nomad: remove an old job first.")
+    purge_job_on_shutdown: bool = later(True, "Nomad: remove the job at the end.")
+    driver: str = later("docker", "Nomad: the task driver, `docker` or `singularity`.")
+    singularity_image: str | None = later(None, "Nomad: the image file for singularity.")
+    modal_app_name: str = later("atropos-sandbox", "Modal: the app.")
+    modal_image: str = later("python:3.11", "Modal: the image.")
+    modal_gpu: str | None = later(None, "Modal: the GPU type.")
+    modal_cpu: float = later(1.0, "Modal: cores per sandbox.")
+    modal_memory: int = later(2048, "Modal: megabytes per sandbox.")
+    modal_slots_per_sandbox: int = later(10, "Modal: slots in one sandbox.")
+    modal_min_sandboxes: int = later(1, "Modal: sandboxes kept running.")
+    modal_max_sandboxes: int = later(5, "Modal: sandboxes at most.")
+    modal_idle_timeout: int = later(120, "Modal: seconds until an idle sandbox ends.")
+    modal_max_lifetime: int = later(3600, "Modal: seconds a sandbox lives.")
+    modal_acquire_timeout: float = later(60, "Modal: seconds to wait for a slot.")
+    modal_execution_timeout: float = later(30, "Modal: seconds a command may take.")
+    modal_secrets: str = later("", "Modal: names of its secrets, separated by commas.")
+    modal_env_vars: str = later("", "Modal: variables, K=V;K=V.")
+    modal_workspace_base: str = later("/data", "Modal: where workspaces lie.")
+
+    @field_validator("tool_pool_mode")
+    @classmethod
+    def _pool_mode_is_available(cls, mode: str) -> str:
+        if mode not in AVAILABLE_POOL_MODES:
+            raise ConfigError(f"not available in this version, which has {' and '.join(AVAILABLE_POOL_MODES)}")
+        return mode
+
+    @field_validator("terminal_backend")
+    @classmethod
+    def _backend_is_available(cls, backend: str) -> str:
+        if backend != "local":
+            raise ConfigError("not available in this version, which has local")
+        return backend
+
+    @field_validator("isolation")
+    @classmethod
+    def _isolation_is_a_rung(cls, isolation: str) -> str:
+        rungs = ("best", "full", "userns", "confined", "none")
+        if isolation not in rungs:
+            raise ConfigError(f"not one of {', '.join(rungs)}")
+        return isolation
+
+    @model_validator(mode="after")
+    def _one_source_of_toolsets(self) -> Self:
+        if self.distribution and self.enabled_toolsets:
+            raise ConfigError("set either enabled_toolsets or distribution, not both")
+        return self
