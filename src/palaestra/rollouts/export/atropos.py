@@ -1,0 +1,207 @@
+"""Groups as JSON lines in the Atropos group shape: what a trainer, and a person with `jq`, reads.
+
+One line per group holds the scored trajectories, in index order. A rollout without a reward trains nobody, so it stands
+only in our own key `rollouts`, with its outcome and its blame. Not for keeping a run: the journal does that, and this
+file can be written again from it.
+
+It keeps: lines are in item order; a line whose turn has come is on disk when `add` returns; a file that was there
+before is never written to. Wire source: `ScoredData` of atroposlib 0.4, where every message has `role` and `content`
+and absent lists are empty.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from palaestra.core.types import JSON, Message
+from palaestra.rollouts.trajectory import Group, TokenRow, Trajectory
+
+GROUP_LINE_SCHEMA = "palaestra.atropos_group/1"
+
+_NO_TOKENS = TokenRow(tokens=[], masks=[])
+_ROW_KEYS = ("advantages", "ref_logprobs", "overrides", "images")
+"""Keys of an Atropos item that an environment of its own may leave in `Trajectory.extra`, one value per rollout."""
+
+
+def group_line(group: Group, *, env: str, model: str) -> dict[str, JSON] | None:
+    """The group as one JSON object, or None when nothing in it was scored.
+
+    `tokens[G][T]`, `masks[G][T]` (-100 where nothing is trained), `scores[G]`; `inference_logprobs[G][T]` only when
+    every row has them. Raises `ValueError` when the lengths of a row differ, a score is not finite or a message has no
+    role: none of these may reach a trainer.
+    """
+    trajectories = sorted(group.trajectories, key=lambda trajectory: trajectory.index)
+    scored = [trajectory for trajectory in trajectories if trajectory.scored]
+    if not scored:
+        return None
+    rows = [_checked_row(trajectory) for trajectory in scored]
+    line: dict[str, JSON] = {
+        "tokens": [row.tokens for row in rows],
+        "masks": [row.masks for row in rows],
+        "scores": [_checked_score(trajectory) for trajectory in scored],
+        "messages": [[_message(message, trajectory) for message in trajectory.messages] for trajectory in scored],
+        **{key: _from_extra(scored, key) for key in _ROW_KEYS},
+        "group_overrides": {} if len(scored) == len(trajectories) else {"group_size": len(scored)},
+        "generation_params": scored[0].extra.get("generation_params"),
+        "distill_token_ids": None,
+        "distill_logprobs": None,
+    }
+    if all(row.logprobs is not None for row in rows):
+        line["inference_logprobs"] = [row.logprobs for row in rows]
+    return line | {
+        "schema": GROUP_LINE_SCHEMA,
+        "env": env,
+        "model": model,
+        "group_id": group.group_id,
+        "task_id": group.task_id,
+        "toolsets": list(group.toolsets),
+        "tools_hash": group.tools_hash,
+        "token_source": _token_source(rows),
+        "rollouts": [_rollout(trajectory) for trajectory in trajectories],
+    }
+
+
+def _checked_row(trajectory: Trajectory) -> TokenRow:
+    row = trajectory.row or _NO_TOKENS
+    lengths = {len(row.tokens), len(row.masks)}
+    if row.logprobs is not None:
+        lengths.add(len(row.logprobs))
+    if len(lengths) != 1:
+        raise ValueError(f"rollout {trajectory.rollout_id}: tokens, masks and logprobs differ in length: {lengths}")
+    return row
+
+
+def _checked_score(trajectory: Trajectory) -> float:
+    if trajectory.reward is None or not math.isfinite(trajectory.reward):
+        raise ValueError(f"rollout {trajectory.rollout_id}: reward {trajectory.reward} is not a finite number")
+    return trajectory.reward
+
+
+def _message(message: Message, trajectory: Trajectory) -> Message:
+    """The message with the two keys that the API server insists on; some clients leave `content` out of a tool call."""
+    if not message.get("role"):
+        raise ValueError(f"rollout {trajectory.rollout_id}: a message has no role: {str(message)[:200]}")
+    return message if "content" in message else {**message, "content": None}
+
+
+def _from_extra(scored: list[Trajectory], key: str) -> list[JSON]:
+    """One value per row, or the empty list unless every row has one: a hole would shift the rows against each other."""
+    values = [trajectory.extra.get(key) for trajectory in scored]
+    return [] if any(value is None for value in values) else values
+
+
+def _token_source(rows: list[TokenRow]) -> str:
+    sources = {row.source for row in rows}
+    return sources.pop() if len(sources) == 1 else "mixed"
+
+
+def _rollout(trajectory: Trajectory) -> dict[str, JSON]:
+    return {
+        "rollout_id": trajectory.rollout_id,
+        "index": trajectory.index,
+        "outcome": trajectory.outcome.value,
+        "reward": trajectory.reward,
+        "blame": trajectory.blame.value if trajectory.blame else None,
+        "error": trajectory.error,
+        "metrics": trajectory.metrics,
+        "detail": trajectory.detail,
+        "prompt_tokens": trajectory.prompt_tokens,
+        "completion_tokens": trajectory.completion_tokens,
+        "turns": len(trajectory.turns),
+        "tool_errors": len(trajectory.tool_errors),
+    }
+
+
+def encode_line(line: dict[str, JSON]) -> bytes:
+    """The object as UTF-8 JSON with a newline. A lone surrogate, which UTF-8 cannot hold, is escaped."""
+    try:
+        return msgspec.json.encode(line) + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(msgspec.to_builtins(line)).encode() + b"\n"
+
+
+def claim_path(path: Path) -> Path:
+    """Create `path`, or the first free one of `path_1`, `path_2`, …, empty and for the caller alone.
+
+    Two processes that ask at the same moment get two files. Directories above it are made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    candidate, count = path, 0
+    while True:
+        try:
+            candidate.touch(exist_ok=False)
+            return candidate
+        except FileExistsError:
+            count += 1
+            candidate = path.with_name(f"{path.stem}_{count}{path.suffix}")
+
+
+class GroupsFile:
+    """The growing JSONL file of a run. Groups come in as they finish and go out in item order.
+
+    `path` is the file that was claimed. `add` and `skip` block for the write and its fsync, and may be called from
+    worker threads. A line that waits for an earlier group is held in memory, encoded.
+    """
+
+    def __init__(self, path: Path, *, env: str, model: str, first: int = 0) -> None:
+        self.path = claim_path(path)
+        self._env = env
+        self._model = model
+        self._next = first
+        self._waiting: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+        self._file: IO[bytes] | None = self.path.open("ab")
+
+    def __enter__(self) -> GroupsFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def add(self, group: Group) -> None:
+        """Take a finished group; a group without any score takes its turn but leaves no line."""
+        line = group_line(group, env=self._env, model=self._model)
+        self._take(group.number, b"" if line is None else encode_line(line))
+
+    def skip(self, number: int) -> None:
+        """Say that there will be no group of this number, so that those after it need not wait."""
+        self._take(number, b"")
+
+    def close(self) -> None:
+        """Write what still waits for a group that never came, in item order, and close the file. Idempotent."""
+        with self._lock:
+            if self._file is None:
+                return
+            try:
+                self._write(b"".join(self._waiting[number] for number in sorted(self._waiting)))
+            finally:
+                self._waiting.clear()
+                self._file.close()
+                self._file = None
+
+    def _take(self, number: int, line: bytes) -> None:
+        with self._lock:
+            if self._file is None:
+                raise ValueError(f"{self.path} is closed; group {number} came too late")
+            if number < self._next or number in self._waiting:
+                raise ValueError(f"group {number} was already given to {self.path}")
+            self._waiting[number] = line
+            ready = bytearray()
+            while self._next in self._waiting:
+                ready += self._waiting.pop(self._next)
+                self._next += 1
+            self._write(bytes(ready))
+
+    def _write(self, lines: bytes) -> None:
+        if lines:
+            assert self._file is not None
+            self._file.write(lines)
+            self._file.flush()
+            os.fsync(self._file.fileno())

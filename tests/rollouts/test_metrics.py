@@ -1,0 +1,112 @@
+import json
+
+import pytest
+
+from palaestra.core.types import Blame, Outcome
+from palaestra.rollouts.metrics import MetricsFile, quantile, summarise
+from palaestra.rollouts.trajectory import Beside, Group, ToolErrorRecord, Trajectory, TurnRecord
+
+
+class FixedClock:
+    def monotonic(self) -> float:
+        return 5.0
+
+    def wall(self) -> float:
+        return 1_700_000_000.5
+
+    async def sleep(self, seconds: float) -> None:
+        raise AssertionError("nothing here sleeps")
+
+
+def trajectory(index, reward, outcome=Outcome.NATURAL, **fields):
+    identity = {"rollout_id": f"r{index}", "group_id": "g", "task_id": "t", "index": index, "messages": []}
+    return Trajectory(**identity, reward=reward, outcome=outcome, **fields)
+
+
+def group(*trajectories):
+    return Group(group_id="g", number=0, task_id="t", trajectories=list(trajectories))
+
+
+def test_what_a_run_amounts_to():
+    numbers = summarise(
+        [
+            group(
+                trajectory(
+                    0,
+                    1.0,
+                    metrics={"f2p": 1.0},
+                    turns=[TurnRecord(number=1), TurnRecord(number=2)],
+                    prompt_tokens=100,
+                    completion_tokens=10,
+                    tool_calls_attempted=3,
+                    tool_calls_schema_valid=2,
+                    tool_errors=[ToolErrorRecord(turn=1, tool="x", arguments="", error="no such tool")],
+                    beside=Beside(duration_s=4.0, stages={"model": 1.0}),
+                ),
+                trajectory(1, 0.0, Outcome.MAX_TURNS, metrics={"f2p": 0.5}, beside=Beside(stages={"model": 3.0})),
+                trajectory(2, None, Outcome.INFRA_ERROR, blame=Blame.SANDBOX),
+            ),
+            group(),
+        ]
+    )
+    assert numbers == {
+        "groups": 2,
+        "groups_failed": 1,
+        "rollouts": 3,
+        "scored": 2,
+        "outcomes/natural": 1,
+        "outcomes/max_turns": 1,
+        "outcomes/infra_error": 1,
+        "blame/sandbox": 1,
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "percent_correct": 0.5,
+        "turns/mean": pytest.approx(2 / 3),
+        "tokens/prompt": 100,
+        "tokens/completion": 10,
+        "tool_errors_count": 1,
+        "tool_calls_attempted": 3,
+        "tool_calls_valid": 2,
+        "stage/model/p50": 2.0,
+        "stage/model/p95": pytest.approx(2.9),
+        "stage/rollout/p50": 4.0,
+        "stage/rollout/p95": 4.0,
+        "metric/f2p": 0.75,
+    }
+
+
+def test_nothing_measured_is_left_out_rather_than_zero():
+    numbers = summarise([group(trajectory(0, None, Outcome.API_ERROR))])
+    assert not {"reward/mean", "reward/std", "percent_correct"} & numbers.keys()
+    assert "turns/mean" not in summarise([])
+
+
+@pytest.mark.parametrize(("values", "q", "expected"), [([3], 0.95, 3), ([1, 2], 0.5, 1.5), ([4, 1, 2, 3], 1, 4)])
+def test_quantiles(values, q, expected):
+    assert quantile(values, q) == expected
+
+
+def test_lines_are_added_and_readable_at_once(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    with MetricsFile(path, clock=FixedClock()) as file:
+        file.append(3, {"reward/mean": 0.5})
+        assert json.loads(path.read_text()) == {
+            "schema": "palaestra.metrics/1",
+            "time": 1_700_000_000.5,
+            "step": 3,
+            "reward/mean": 0.5,
+        }
+
+
+def test_a_torn_last_line_does_not_swallow_the_next(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"ste')
+    with MetricsFile(path) as file:
+        file.append(2, {})
+    assert [line[:6] for line in path.read_text().splitlines()] == ['{"step', '{"ste', '{"sche']
+
+
+def test_a_number_json_cannot_hold_is_null(tmp_path):
+    with MetricsFile(tmp_path / "m.jsonl") as file:
+        file.append(0, {"loss": float("nan")})
+        assert json.loads(file.path.read_text())["loss"] is None
