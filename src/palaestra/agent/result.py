@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from palaestra.core.types import JSON, Message, Outcome, Usage
+from palaestra.core.types import JSON, Blame, Message, Outcome, Usage
 
 
 @dataclass(slots=True)
@@ -35,8 +35,8 @@ class Turn:
 class AgentResult:
     """A finished conversation. `messages` is the very list that was passed to `run`, extended in place.
 
-    `outcome` says why it ended and `error` carries the text of what went wrong, if anything did. Every exit of the
-    loop, cancellation included, leaves one of these.
+    `outcome` says why it ended; where something went wrong, `error` is the text of it and `blame` says whose fault it
+    was. Every exit of the loop, cancellation included, leaves one of these.
     """
 
     messages: list[Message]
@@ -47,6 +47,7 @@ class AgentResult:
     tool_errors: list[ToolError] = field(default_factory=list)
     outcome: Outcome = Outcome.NATURAL
     error: str = ""
+    blame: Blame | None = None
     usage: Usage = field(default_factory=Usage)
     turns: list[Turn] = field(default_factory=list)
     tool_calls_attempted: int = 0

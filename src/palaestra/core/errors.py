@@ -7,6 +7,7 @@
         ├── EngineError                     whom the agent asks                                      exit 4
         │   ├── EngineUnavailable (ConnectionError)   unreachable, overloaded, timed out: worth retrying
         │   ├── EngineRefused (PermissionError)       wrong key, unknown model, bad request: retrying cannot help
+    │   │   └── ContextExceeded                   the conversation no longer fits the model's window
         │   └── EngineReplyError (ValueError)         the reply is not what the protocol promises
         ├── SandboxError                    where commands run
         │   ├── IsolationUnavailable        isolation was asked for and cannot be had                exit 5
@@ -65,6 +66,10 @@ class EngineUnavailable(EngineError, ConnectionError):
 
 class EngineRefused(EngineError, PermissionError):
     """The server understood and said no (key, model, parameters): retrying cannot help."""
+
+
+class ContextExceeded(EngineRefused):
+    """The conversation does not fit the model's window. Once a rollout is under way, that is the agent's doing."""
 
 
 class EngineReplyError(EngineError, ValueError):

@@ -1,0 +1,234 @@
+"""THE loop: ask the model, run the calls it asks for, hand the results back, until it is done or a limit is reached.
+
+Not for sampling (that is the server's), for running tools (the handler's) or for scoring. Invariants: the history is
+the caller's own list and only ever grows (A2); however a rollout ends, cancellation included, `loop.result` is a
+complete trajectory with an outcome, and every call in it has an answer (A3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from palaestra.agent.budget import Budget, estimated_tokens
+from palaestra.agent.calls import ToolCalls, ToolHandler
+from palaestra.agent.replies import Reply, read_reply
+from palaestra.agent.result import AgentResult, Turn
+from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.errors import ConfigError, ContextExceeded, EngineError, InfraError, PalaestraError
+from palaestra.core.types import JSON, Blame, Message, Outcome
+from palaestra.inference.base import ChatServer
+
+OnTurn: TypeAlias = Callable[[Turn, list[Message]], Awaitable[None] | None]
+"""Called after every turn with the turn and the messages that it added. Not called for a turn that cancellation cut."""
+
+
+class _End(NamedTuple):
+    """Why a rollout ended."""
+
+    outcome: Outcome
+    error: str = ""
+    blame: Blame | None = None
+
+
+def _failed(outcome: Outcome, error: InfraError) -> _End:
+    return _End(outcome, f"{type(error).__name__}: {error}", error.blame)
+
+
+class HermesAgentLoop:
+    """One rollout of one agent. `run` may be called again after it returned, but not while it runs.
+
+    `tool_schemas` are OpenAI function schemas; `tool_handler` runs one call and returns the JSON text for the model.
+    `max_tokens` limits one reply, `max_context_tokens` the conversation, `budget` the whole rollout. `parallel_safe`
+    names the tools whose calls may run at the same time.
+    """
+
+    def __init__(
+        self,
+        server: ChatServer,
+        tool_schemas: Sequence[Mapping[str, JSON]],
+        valid_tool_names: Collection[str],
+        max_turns: int = 30,
+        task_id: str | None = None,
+        temperature: float = 1.0,
+        max_tokens: int | None = None,
+        extra_body: Mapping[str, JSON] | None = None,
+        tool_handler: ToolHandler | None = None,
+        max_context_tokens: int | None = None,
+        *,
+        parallel_safe: Collection[str] = frozenset(),
+        on_turn: OnTurn | None = None,
+        clock: Clock | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        if tool_handler is None and valid_tool_names:
+            raise ConfigError(
+                "HermesAgentLoop has tools but nothing to run them with: pass tool_handler=, an async function "
+                "of (name, arguments, task_id) that returns the JSON text for the model."
+            )
+        self.server = server
+        self.tool_schemas = tool_schemas
+        self.valid_tool_names = valid_tool_names
+        self.max_turns = max_turns
+        self.task_id = task_id
+        self.temperature = temperature
+        self.max_tokens = max_tokens
+        self.extra_body = extra_body
+        self.max_context_tokens = max_context_tokens
+        self.budget = budget or Budget()
+        self.result = AgentResult(messages=[], outcome=Outcome.CANCELLED)
+        self._calls = ToolCalls(tool_handler, tool_schemas, valid_tool_names, parallel_safe, task_id)
+        self._on_turn = on_turn
+        self._clock = clock or SystemClock()
+        self._started_s = 0.0
+        self._context_tokens = 0
+        self._unreported: tuple[Turn, int] | None = None
+
+    async def run(self, messages: list[Message]) -> AgentResult:
+        """Converse until the end, extending `messages` in place.
+
+        Failures of the model server or of the sandbox are outcomes of the result, not exceptions. Cancellation, errors
+        of configuration and bugs are raised, and `self.result` is complete then too.
+        """
+        result = self.result = AgentResult(messages=messages, outcome=Outcome.CANCELLED)
+        self._started_s, self._context_tokens, self._unreported = self._clock.monotonic(), 0, None
+        try:
+            result.outcome, result.error, result.blame = await self._within_time(result)
+            await self._report()
+        except BaseException as error:
+            cancelled = isinstance(error, asyncio.CancelledError)
+            result.outcome = Outcome.CANCELLED if cancelled else Outcome.INFRA_ERROR
+            result.error = "cancelled" if cancelled else f"{type(error).__name__}: {error}"
+            result.blame = None if cancelled else Blame.RUN
+            raise
+        finally:
+            result.finished_naturally = result.outcome is Outcome.NATURAL
+            result.managed_state = self._managed_state()
+        return result
+
+    def resize_tool_pool(self, size: int) -> None:
+        """Kept for callers of the thread-based loop. Does nothing: tools are coroutines and need no threads."""
+
+    async def _within_time(self, result: AgentResult) -> _End:
+        """Converse under the wall-clock budget; what the world did to the rollout becomes its outcome."""
+        try:
+            async with asyncio.timeout(self.budget.wall_s) as limit:
+                return await self._converse(result)
+        except ContextExceeded as error:
+            # A prompt that never fitted is a mistake of the run; a conversation that outgrew the window is the agent's.
+            return _End(Outcome.LENGTH, str(error)) if result.turns_used else _failed(Outcome.API_ERROR, error)
+        except EngineError as error:
+            return _failed(Outcome.API_ERROR, error)
+        except InfraError as error:
+            return _failed(Outcome.INFRA_ERROR, error)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return _End(Outcome.BUDGET, f"budget of {self.budget.wall_s:g} seconds used up")
+
+    async def _converse(self, result: AgentResult) -> _End:
+        end = self._limit_reached(result)
+        while end is None:
+            end = await self._turn(result) or self._limit_reached(result)
+        return end
+
+    def _limit_reached(self, result: AgentResult) -> _End | None:
+        """Why no further turn may start, if so."""
+        if result.turns_used >= self.max_turns:
+            return _End(Outcome.MAX_TURNS)
+        if used_up := self._budget_used_up(result):
+            return _End(Outcome.BUDGET, used_up)
+        if self.max_context_tokens is not None and self._context_tokens >= self.max_context_tokens:
+            full = f"context of {self.max_context_tokens} tokens is full ({self._context_tokens})"
+            return _End(Outcome.LENGTH, full)
+        return None
+
+    def _budget_used_up(self, result: AgentResult) -> str:
+        elapsed_s = self._clock.monotonic() - self._started_s
+        return self.budget.used_up(result.turns_used, result.usage.completion_tokens, elapsed_s)
+
+    async def _turn(self, result: AgentResult) -> _End | None:
+        """One model call and its tool calls. Says how the rollout ended, if it did."""
+        asked_s = self._clock.monotonic()
+        reply = await self._ask(result)
+        turn = self._record(result, reply, self._clock.monotonic() - asked_s)
+        any_valid = await self._answer(result, reply, turn) if reply.calls else False
+        self._measure_context(result, reply)
+        await self._report()
+        if any_valid:
+            return None
+        if reply.cut_off:
+            used_up = self._budget_used_up(result)  # the budget shortens the last reply, so it comes first
+            return (
+                (Outcome.BUDGET, used_up) if used_up else (Outcome.LENGTH, "the reply was cut off at its length limit")
+            )
+        return None if reply.calls else _End(Outcome.NATURAL)
+
+    async def _ask(self, result: AgentResult) -> Reply:
+        request: dict[str, JSON] = {"messages": result.messages, "n": 1, "temperature": self.temperature}
+        if self.tool_schemas:
+            request["tools"] = self.tool_schemas
+        max_tokens = self.budget.reply_tokens(self.max_tokens, result.usage.completion_tokens)
+        if max_tokens is not None:
+            request["max_tokens"] = max_tokens
+        if self.extra_body:
+            request["extra_body"] = self.extra_body
+        try:
+            completion = await self.server.chat_completion(**request)
+        except (PalaestraError, NotImplementedError):
+            raise
+        except Exception as error:  # an environment's own server may raise anything; it failed as a server all the same
+            raise EngineError(f"The model server raised {type(error).__name__}: {error}") from error
+        return read_reply(completion, result.turns_used + 1)
+
+    def _record(self, result: AgentResult, reply: Reply, model_s: float) -> Turn:
+        result.turns_used += 1
+        names = tuple(call.name for call in reply.calls)
+        used = reply.prompt_tokens, reply.completion_tokens
+        turn = Turn(result.turns_used, reply.finish_reason, *used, model_s, 0.0, names)
+        self._unreported = turn, len(result.messages)
+        result.messages.append(reply.message())
+        result.reasoning_per_turn.append(reply.reasoning)
+        result.usage.add(*used)
+        result.turns.append(turn)
+        return turn
+
+    async def _answer(self, result: AgentResult, reply: Reply, turn: Turn) -> bool:
+        """Run the calls and append their answers, whatever happens. True when at least one call was valid."""
+        answers = self._calls.check(reply.calls, cut_off=reply.cut_off)
+        valid = sum(answer.arguments is not None for answer in answers)
+        result.tool_calls_attempted += len(answers)
+        result.tool_calls_schema_valid += valid
+        started_s = self._clock.monotonic()
+        try:
+            await self._calls.run(answers)
+        finally:
+            turn.tool_s = self._clock.monotonic() - started_s
+            result.messages.extend(answer.message() for answer in answers)
+            result.tool_errors.extend(answer.tool_error(turn.number) for answer in answers if answer.error)
+        return valid > 0
+
+    def _measure_context(self, result: AgentResult, reply: Reply) -> None:
+        """How many tokens the next prompt will have: the engine's count, and an estimate of what came after it."""
+        if self.max_context_tokens is None:
+            return
+        counted = reply.prompt_tokens + reply.completion_tokens
+        fresh = result.messages[-len(reply.calls) :] if reply.calls else []
+        self._context_tokens = counted + estimated_tokens(fresh if counted else result.messages)
+
+    async def _report(self) -> None:
+        """Hand the latest turn to `on_turn`, once; also one that a budget or the world cut short."""
+        if self._unreported is None:
+            return
+        (turn, first), self._unreported = self._unreported, None
+        if self._on_turn is not None:
+            waiting = self._on_turn(turn, self.result.messages[first:])
+            if inspect.isawaitable(waiting):
+                await waiting
+
+    def _managed_state(self) -> dict[str, JSON] | None:
+        """The token record of a token-exact server; None for others."""
+        get_state = getattr(self.server, "get_state", None)
+        return get_state() if callable(get_state) else None

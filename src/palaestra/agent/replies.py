@@ -1,0 +1,129 @@
+"""What the model said, read from whatever shape the server hands over: our records, vendor objects or plain dicts.
+
+Not for judging it: names may be unknown and arguments malformed. Invariant: the text of a call's arguments and of the
+content is kept as the server gave it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from palaestra.core.errors import EngineReplyError
+from palaestra.core.types import JSON, Message
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedCall:
+    """One call that the model asks for. `arguments` is the raw text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One assistant turn. Token counts are the engine's; 0 where it gave none."""
+
+    content: str
+    reasoning: str | None
+    calls: tuple[RequestedCall, ...]
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the reply ended because it ran out of room."""
+        return self.finish_reason == "length"
+
+    def message(self) -> Message:
+        """The assistant message that goes into the history."""
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.calls
+            ]
+        return message
+
+
+def read_reply(completion: object, turn: int) -> Reply:
+    """The first choice of a chat completion. `turn` (from 1) goes into the ids of calls that have none.
+
+    Raises `EngineReplyError` when there is no choice or no message in it.
+    """
+    choices = part(completion, "choices")
+    if not isinstance(choices, Sequence) or not choices:
+        raise EngineReplyError("The model server's reply has no choices.")
+    message = part(choices[0], "message")
+    if message is None:
+        raise EngineReplyError("The model server's reply has a choice without a message.")
+    usage = part(completion, "usage")
+    finish_reason = part(choices[0], "finish_reason")
+    return Reply(
+        content=text_of(part(message, "content")) or text_of(part(message, "refusal")),
+        reasoning=_reasoning(message),
+        calls=_calls(part(message, "tool_calls"), turn),
+        finish_reason=finish_reason if isinstance(finish_reason, str) else None,
+        prompt_tokens=_count(part(usage, "prompt_tokens")),
+        completion_tokens=_count(part(usage, "completion_tokens")),
+    )
+
+
+def part(value: object, name: str) -> JSON:
+    """A field of an object or of a dict; None where there is none."""
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
+def text_of(content: JSON) -> str:
+    """Message content as text: a string as it is, a list of parts as the text parts joined."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        texts = (piece if isinstance(piece, str) else part(piece, "text") for piece in content)
+        return "".join(text for text in texts if isinstance(text, str))
+    return ""
+
+
+def _reasoning(message: object) -> str | None:
+    """Servers name it in three ways; the first that holds text counts."""
+    for name in ("reasoning_content", "reasoning"):
+        value = part(message, name)
+        if isinstance(value, str) and value:
+            return value
+    details = part(message, "reasoning_details")
+    if not isinstance(details, Sequence):
+        return None
+    texts = (part(detail, "text") for detail in details)
+    return "\n".join(text for text in texts if isinstance(text, str) and text) or None
+
+
+def _calls(raw_calls: JSON, turn: int) -> tuple[RequestedCall, ...]:
+    if not isinstance(raw_calls, Sequence) or isinstance(raw_calls, str):
+        return ()
+    calls: list[RequestedCall] = []
+    seen: set[str] = set()
+    for index, raw in enumerate(raw_calls):
+        function = part(raw, "function")
+        call_id, name = part(raw, "id"), part(function, "name")
+        if not isinstance(call_id, str) or not call_id or call_id in seen:
+            call_id = f"call_{turn}_{index}"  # two calls of one id could not be told apart by their answers
+        seen.add(call_id)
+        calls.append(RequestedCall(call_id, name if isinstance(name, str) else "", _raw(part(function, "arguments"))))
+    return tuple(calls)
+
+
+def _raw(arguments: JSON) -> str:
+    """Some servers send the object itself instead of its text."""
+    if isinstance(arguments, str):
+        return arguments
+    return "" if arguments is None else json.dumps(arguments, ensure_ascii=False, default=str)
+
+
+def _count(value: JSON) -> int:
+    return value if isinstance(value, int) and value > 0 else 0
