@@ -9,7 +9,7 @@ wrote it, the value, where it came from and, for an unknown key, the nearest kno
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -20,6 +20,7 @@ from palaestra.core.types import JSON
 
 T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=BaseModel)
+ModelT_co = TypeVar("ModelT_co", bound=BaseModel, covariant=True)
 
 DEFAULT = "default"
 """The source of a value that no layer set."""
@@ -68,14 +69,14 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Merged(Generic[ModelT]):
+class Merged(Generic[ModelT_co]):
     """A validated configuration, and for each field the place its value came from."""
 
-    value: ModelT
+    value: ModelT_co
     sources: Mapping[str, str]
 
 
-def merge(model_type: type[ModelT], layers: Sequence[Layer]) -> Merged[ModelT]:
+def merge(model_type: type[ModelT], layers: Iterable[Layer]) -> Merged[ModelT]:
     """Apply `layers` in order, the last one winning, and validate. Raises `ConfigError`."""
     values: dict[str, JSON] = {}
     sources: dict[str, str] = dict.fromkeys(model_type.model_fields, DEFAULT)

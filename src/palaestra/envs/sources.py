@@ -1,0 +1,106 @@
+"""Where settings come from besides flags: YAML files and environment variables, as layers to merge.
+
+For: reading them into layers for `env` and `openai`. Not for: the command line itself (`flags`) or the precedence
+between layers (`flags.CommandLine.parse`). Invariant: a key that nobody reads is refused where it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from palaestra.core.config import Layer, nearest
+from palaestra.core.errors import ConfigError
+from palaestra.core.literals import read_words
+from palaestra.core.types import JSON
+
+_TOP_KEYS = ("env", "openai", "slurm", "testing")
+
+_CONTRACT_VARIABLES = {
+    "ATROPOS_SERVER_BASE_URL": "base_url",
+    "ATROPOS_SERVER_MODEL": "model_name",
+    "ATROPOS_SERVER_API_KEY": "api_key",
+    "ATROPOS_SERVER_TIMEOUT_S": "timeout",
+    "ATROPOS_TOKENIZER_NAME": "tokenizer_name",
+}
+"""Names that existing scripts and job files export for the model server."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSettings:
+    """One configuration file. `servers` has one layer for a mapping (`shared`), or one per entry for a list."""
+
+    env: Layer
+    servers: tuple[Layer, ...] = ()
+    shared: bool = True
+    switches: Mapping[str, bool] = field(default_factory=dict)
+
+
+def read_file(path: Path) -> FileSettings:
+    """Read a YAML file with the keys env, openai, slurm and testing. Raises `ConfigError`."""
+    content = _load(path)
+    for key in content:
+        if key not in _TOP_KEYS:
+            raise ConfigError(f"{path}: unknown key {key}; known are {', '.join(_TOP_KEYS)}.{nearest(key, _TOP_KEYS)}")
+    servers = content.get("openai") or {}
+    shared = not isinstance(servers, list)
+    entries = [servers] if shared else servers
+    switches = {key: content[key] for key in ("slurm", "testing") if content.get(key) is not None}
+    for key, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{path}: {key} must be true or false, not {value!r}")
+    return FileSettings(
+        env=_layer(path, "env", content.get("env") or {}),
+        servers=tuple(_layer(path, "openai", entry) for entry in entries),
+        shared=shared,
+        switches=switches,
+    )
+
+
+def read_environ(environ: Mapping[str, str], prefix: str, model_type: type[BaseModel]) -> Layer:
+    """The layer of `PALAESTRA_<PREFIX>_<FIELD>` variables; `openai` also has the contract's. Raises `ConfigError`."""
+    start = f"PALAESTRA_{prefix.upper()}_"
+    named = dict(_CONTRACT_VARIABLES) if prefix == "openai" else {}
+    named |= {variable: variable.removeprefix(start).lower() for variable in environ if variable.startswith(start)}
+    values: dict[str, JSON] = {}
+    spelled: dict[str, str] = {}
+    for variable, name in named.items():
+        if not environ.get(variable):
+            continue
+        if name not in model_type.model_fields:
+            known = [start + known_name.upper() for known_name in model_type.model_fields]
+            raise ConfigError(f"environment: {variable} sets nothing.{nearest(variable, known)}")
+        try:
+            values[name] = read_words(model_type.model_fields[name].annotation, [environ[variable]])
+        except ValueError as error:
+            raise ConfigError(f"environment: {variable}: {error}") from None
+        spelled[name] = variable
+    return Layer("environment", values, spelled)
+
+
+def _load(path: Path) -> dict[str, JSON]:
+    import yaml  # here, because most runs have no file
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{path}: expected a mapping with the keys {', '.join(_TOP_KEYS)}")
+    return content
+
+
+def _layer(path: Path, key: str, values: JSON) -> Layer:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: {key} must be a mapping, not {type(values).__name__}")
+    for name in values:
+        if not isinstance(name, str) or "." in name:
+            raise ConfigError(f"{path}: {name!r} under {key} is not the name of a setting")
+    return Layer(str(path), values, {name: f"{key}.{name}" for name in values})
