@@ -1,0 +1,31 @@
+# Everything sets itself up: `make demo` and `make test` need only Python 3.11 or newer, git and make.
+# PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default 2).
+.DEFAULT_GOAL := help
+.PHONY: help demo test check interop constraints setup
+WORKERS ?= 2
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+setup:
+	@scripts/bootstrap
+
+demo: setup ## roll out real bug-fixing tasks with the oracle and with doing nothing, and print the table
+	@.venv/bin/python scripts/demo.py
+
+test: setup ## run the tests
+	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup
+
+check: setup ## lint, format, types, layers, and what must not be committed
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy
+	@.venv/bin/lint-imports
+	@.venv/bin/python scripts/guard.py
+
+interop: ## run under the original runtime (not built yet)
+	@echo "make interop is not built yet: nothing runs against another runtime in this version" >&2; exit 1
+
+constraints: setup ## pin the newest allowed versions again (needs uv)
+	@uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
+	    --extra data --group dev --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o constraints.txt

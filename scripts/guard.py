@@ -1,0 +1,50 @@
+"""Refuse to commit what belongs to one machine: registry addresses, home directories, absolute workspace paths.
+
+Looks at every tracked text file. Prints each offending line and exits with 1 when there is one.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+_PATTERNS = {
+    "registry address": re.compile(
+        r"https?://(?:[\w.-]+\.)?(?:pypi\.org|pythonhosted\.org|artifactory[\w.-]*)|://[^\s\"']*/simple\b"
+    ),
+    "index option": re.compile(r"--(?:extra-)?index-url[= ]|--find-links[= ]"),
+    "machine path": re.compile(r"(?<![\w.])/(?:home|Users)/(?!agent\b|user\b)\w+|(?<![\w./-])/work/(?:main|shared)\b"),
+    "key": re.compile(r"\bsk-[A-Za-z0-9]{20,}|-----BEGIN [A-Z ]*PRIVATE KEY"),
+}
+_ITSELF = Path("scripts/guard.py")
+
+
+def offences(path: Path, text: str) -> list[str]:
+    """`path:line: what: text` for each line that must not be committed."""
+    return [
+        f"{path}:{number}: {what}: {line.strip()[:100]}"
+        for number, line in enumerate(text.splitlines(), 1)
+        for what, pattern in _PATTERNS.items()
+        if pattern.search(line)
+    ]
+
+
+def main() -> int:
+    """Check all tracked files."""
+    listed = subprocess.run(["git", "ls-files", "-z"], check=True, capture_output=True).stdout
+    found: list[str] = []
+    for name in filter(None, listed.decode().split("\0")):
+        path = Path(name)
+        if path == _ITSELF or not path.is_file():
+            continue
+        data = path.read_bytes()
+        if b"\0" not in data:
+            found += offences(path, data.decode(errors="replace"))
+    print("\n".join(found) or "nothing of one machine is committed")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
