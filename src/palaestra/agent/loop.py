@@ -161,9 +161,7 @@ class HermesAgentLoop:
             return None
         if reply.cut_off:
             used_up = self._budget_used_up(result)  # the budget shortens the last reply, so it comes first
-            return (
-                (Outcome.BUDGET, used_up) if used_up else (Outcome.LENGTH, "the reply was cut off at its length limit")
-            )
+            return _End(Outcome.BUDGET, used_up) if used_up else _End(Outcome.LENGTH, "the reply was cut off")
         return None if reply.calls else _End(Outcome.NATURAL)
 
     async def _ask(self, result: AgentResult) -> Reply:
