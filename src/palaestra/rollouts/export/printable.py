@@ -1,0 +1,115 @@
+"""Text from models, commands and data sets, made safe to look at, on a page or on a terminal.
+
+Not HTML escaping: the template engine does that. It keeps: what comes out holds no escape sequence, no control
+character but tab and newline, no character that reorders its neighbours, and nothing that UTF-8 cannot hold. Colours
+survive as names of CSS classes. Source of the sequences: ECMA-48, and xterm's control sequences for OSC.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+_ESCAPE = re.compile(
+    r"\x1b(?:\[(?P<params>[0-?]*)[ -/]*(?P<final>[@-~])"  # CSI: colours, cursor movement
+    r"|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC and its kin: titles, links, the clipboard
+    r"|[ -/]*[0-~])"  # two-character and character-set sequences
+)
+
+_BIDI = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_SHOWN: dict[int, str] = {
+    **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"},
+    0x7F: "\u2421",
+    **dict.fromkeys(range(0x80, 0xA0), "\ufffd"),
+    **{code: f"\u27e8U+{code:04X}\u27e9" for code in _BIDI},
+    **dict.fromkeys(range(0xD800, 0xE000), "\ufffd"),
+}
+
+
+class Span(NamedTuple):
+    """A stretch of text in one style. `css` is a space-separated list of classes, empty for plain text."""
+
+    text: str
+    css: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Style:
+    bold: bool = False
+    dim: bool = False
+    italic: bool = False
+    underline: bool = False
+    colour: int | None = None
+    background: int | None = None
+
+    @property
+    def css(self) -> str:
+        names = [name for name in ("bold", "dim", "italic", "underline") if getattr(self, name)]
+        names += [f"fg{self.colour}"] if self.colour is not None else []
+        names += [f"bg{self.background}"] if self.background is not None else []
+        return " ".join(f"t-{name}" for name in names)
+
+
+_SWITCHES: dict[int, dict[str, bool | int | None]] = {
+    1: {"bold": True},
+    2: {"dim": True},
+    3: {"italic": True},
+    4: {"underline": True},
+    22: {"bold": False, "dim": False},
+    23: {"italic": False},
+    24: {"underline": False},
+    39: {"colour": None},
+    49: {"background": None},
+    **{30 + n: {"colour": n} for n in range(8)},
+    **{90 + n: {"colour": 8 + n} for n in range(8)},
+    **{40 + n: {"background": n} for n in range(8)},
+    **{100 + n: {"background": 8 + n} for n in range(8)},
+}
+
+
+def printable(text: str) -> str:
+    """The text without escape sequences and with its control characters made visible."""
+    return _visible(_ESCAPE.sub("", text))
+
+
+def spans(text: str) -> Iterator[Span]:
+    """The text in stretches of one style. Concealed text is shown: a log must not hide anything from its reader."""
+    style, start = _Style(), 0
+    for escape in _ESCAPE.finditer(text):
+        if escape.start() > start:
+            yield Span(_visible(text[start : escape.start()]), style.css)
+        start = escape.end()
+        if escape["final"] == "m":
+            style = _restyled(style, escape["params"])
+    if start < len(text):
+        yield Span(_visible(text[start:]), style.css)
+
+
+def _visible(text: str) -> str:
+    return text.replace("\r\n", "\n").translate(_SHOWN)
+
+
+def _restyled(style: _Style, params: str) -> _Style:
+    codes = iter(int(code) if code.isdecimal() else 0 for code in params[:200].replace(":", ";").split(";"))
+    for code in codes:
+        if code == 0:
+            style = _Style()
+        elif code in (38, 48):
+            number = _palette(codes)
+            style = replace(style, colour=number) if code == 38 else replace(style, background=number)
+        else:
+            style = replace(style, **_SWITCHES.get(code, {}))  # type: ignore[arg-type]
+    return style
+
+
+def _palette(codes: Iterator[int]) -> int | None:
+    """The colour that 38 or 48 introduces, when it is one of the sixteen that the page has."""
+    kind = next(codes, 0)
+    if kind == 2:
+        for _ in range(3):
+            next(codes, 0)
+        return None
+    number = next(codes, 16) if kind == 5 else 16
+    return number if number < 16 else None

@@ -1,0 +1,193 @@
+"""What a run shows while it goes: `Observer`, what the runner tells, and three who listen.
+
+`make_progress` picks: a live view on a terminal, plain lines in a log, nothing when asked for. Not a record: whatever
+is shown here may be lost. It keeps: an observer does not wait, writes only to the stream it was given, and does not
+bring a run down because that stream has gone or because of what a task or a model wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from palaestra.core.clock import Clock, SystemClock
+from palaestra.rollouts.export.printable import printable
+from palaestra.rollouts.tally import Tally, describe, duration
+from palaestra.rollouts.trajectory import Group, Trajectory
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+
+STATUS_EVERY_S = 10.0
+"""How often a log gets a status line at most; short enough to see that a run is alive."""
+
+REFRESH_PER_S = 4.0
+"""How often the live view is drawn: smooth enough to the eye, and a fraction of a percent of one core."""
+
+
+class Observer(Protocol):
+    """Told by the runner, on its event loop, as things happen. Every method returns at once."""
+
+    def run_started(self, total_groups: int | None, group_size: int) -> None: ...
+
+    def group_started(self, number: int, task_id: str) -> None: ...
+
+    def stage(self, rollout_id: str, stage: str) -> None:
+        """A rollout, or a group by its own id, has come to this stage."""
+        ...
+
+    def rollout_finished(self, trajectory: Trajectory) -> None: ...
+
+    def group_finished(self, group: Group) -> None: ...
+
+    def note(self, text: str) -> None:
+        """Something that a person at the screen should read now."""
+        ...
+
+    def run_finished(self) -> None: ...
+
+
+class Progress(Observer, AbstractContextManager["Progress"], Protocol):
+    """An observer with a display that is put away on exit, whatever ended the run."""
+
+
+class NullObserver(AbstractContextManager["NullObserver"]):
+    """Shows nothing."""
+
+    def run_started(self, total_groups: int | None, group_size: int) -> None: ...
+
+    def group_started(self, number: int, task_id: str) -> None: ...
+
+    def stage(self, rollout_id: str, stage: str) -> None: ...
+
+    def rollout_finished(self, trajectory: Trajectory) -> None: ...
+
+    def group_finished(self, group: Group) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def run_finished(self) -> None: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class PlainProgress(Tally, AbstractContextManager["PlainProgress"]):
+    """Lines for logs: one per finished group, and a status line when something moves after a quiet while."""
+
+    def __init__(self, stream: TextIO, clock: Clock) -> None:
+        super().__init__(clock)
+        self._stream = stream
+        self._said_at = clock.monotonic()
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def group_started(self, number: int, task_id: str) -> None:
+        self._status()
+
+    def stage(self, rollout_id: str, stage: str) -> None:
+        super().stage(rollout_id, stage)
+        self._status()
+
+    def rollout_finished(self, trajectory: Trajectory) -> None:
+        super().rollout_finished(trajectory)
+        self._status()
+
+    def group_finished(self, group: Group) -> None:
+        super().group_finished(group)
+        total = "" if self.groups_total is None else f"/{self.groups_total}"
+        self._say(f"[{self.groups_done}{total}] {describe(group)}")
+
+    def note(self, text: str) -> None:
+        self._say(printable(text))
+
+    def run_finished(self) -> None:
+        self._say(_joined(f"done: {self.counts()} in {duration(self.elapsed_s)}", self.results()))
+
+    def _status(self) -> None:
+        if self._clock.monotonic() - self._said_at < STATUS_EVERY_S:
+            return
+        running = ", ".join(f"{count} {stage}" for stage, count in self.running())
+        eta = "" if self.eta_s is None else f"ETA {duration(self.eta_s)}"
+        self._say(_joined(self.counts(), f"running {running}" if running else "", self.results(), eta))
+
+    def _say(self, line: str) -> None:
+        self._said_at = self._clock.monotonic()
+        with contextlib.suppress(OSError):  # nobody reads the log any more; the run itself is fine
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+
+class LiveProgress(Tally, AbstractContextManager["LiveProgress"]):
+    """Three lines at the bottom of the terminal that follow the run; notes and groups with trouble scroll by above."""
+
+    def __init__(self, stream: TextIO, clock: Clock) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        super().__init__(clock)
+        self._console = Console(file=stream, force_terminal=True)
+        self._live: Live = Live(
+            console=self._console,
+            get_renderable=self._view,
+            refresh_per_second=REFRESH_PER_S,
+            redirect_stdout=False,  # standard output is data and may well be a file
+            redirect_stderr=stream is sys.stderr,
+        )
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.stop()
+
+    def run_started(self, total_groups: int | None, group_size: int) -> None:
+        super().run_started(total_groups, group_size)
+        self._live.start()
+
+    def group_started(self, number: int, task_id: str) -> None: ...
+
+    def group_finished(self, group: Group) -> None:
+        super().group_finished(group)
+        if len(group.scored) < len(group.trajectories) or not group.trajectories:
+            self.note(describe(group))
+
+    def note(self, text: str) -> None:
+        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+    def run_finished(self) -> None:
+        self._live.stop()
+
+    def _view(self) -> RenderableType:
+        from rich.console import Group as Lines
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        eta = "" if self.eta_s is None else f"ETA {duration(self.eta_s)}"
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(
+            ProgressBar(total=self.rollouts_total, completed=self.rollouts_done, width=24),
+            Text(self.counts()),
+            Text(_joined(duration(self.elapsed_s), eta), "dim"),
+        )
+        running = "  ".join(f"{stage} {count}" for stage, count in self.running())
+        return Lines(bar, Text(f"running  {running or '–'}"), Text(f"results  {self.results() or '–'}"))
+
+
+def make_progress(stream: TextIO | None = None, enabled: bool | None = None, *, clock: Clock | None = None) -> Progress:
+    """Who shows this run on `stream` (standard error unless given).
+
+    `enabled` None picks the live view on a terminal and plain lines otherwise; True insists on the live view; False
+    shows nothing. Rich is imported for the live view alone.
+    """
+    stream = stream or sys.stderr
+    clock = clock or SystemClock()
+    if enabled is False:
+        return NullObserver()
+    if enabled or stream.isatty():
+        return LiveProgress(stream, clock)
+    return PlainProgress(stream, clock)
+
+
+def _joined(*parts: str) -> str:
+    return " · ".join(part for part in parts if part)
