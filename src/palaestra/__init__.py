@@ -1,1 +1,95 @@
-"""Palaestra: one agent loop, one tool registry and one pool of isolated slots, for chat, batch generation and RL."""
+"""Palaestra: one agent loop, one tool registry and one pool of isolated slots, for chat, batch generation and RL.
+
+Every public name is imported from here. Importing the package loads none of them: each is loaded when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from palaestra.agent.loop import HermesAgentLoop
+    from palaestra.agent.result import AgentResult, ToolError
+    from palaestra.core.types import Outcome, Score, Task, ToolStep
+    from palaestra.envs.config import BaseEnvConfig, HermesAgentEnvConfig
+    from palaestra.envs.function import environment
+    from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
+    from palaestra.inference.config import APIServerConfig
+    from palaestra.rollouts.context import ToolContext
+    from palaestra.sandbox.base import ExecutionResult, Slot
+    from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+    from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
+    from palaestra.tools.registry import ToolRegistry, build_tool_registry, get_tool_definitions
+    from palaestra.tools.schema import ToolSchema
+    from palaestra.tools.wire import ToolCall, ToolResult
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "APIServerConfig",
+    "AgentResult",
+    "BaseEnvConfig",
+    "ExecutionResult",
+    "HermesAgentBaseEnv",
+    "HermesAgentEnvConfig",
+    "HermesAgentLoop",
+    "Outcome",
+    "Score",
+    "Slot",
+    "SlotPool",
+    "SlotPoolConfig",
+    "Task",
+    "ToolCall",
+    "ToolContext",
+    "ToolError",
+    "ToolExecutor",
+    "ToolExecutorConfig",
+    "ToolRegistry",
+    "ToolResult",
+    "ToolSchema",
+    "ToolStep",
+    "build_tool_registry",
+    "environment",
+    "get_tool_definitions",
+]
+
+_MODULES = {
+    "APIServerConfig": "inference.config",
+    "AgentResult": "agent.result",
+    "BaseEnvConfig": "envs.config",
+    "ExecutionResult": "sandbox.base",
+    "HermesAgentBaseEnv": "envs.hermes_base_env",
+    "HermesAgentEnvConfig": "envs.config",
+    "HermesAgentLoop": "agent.loop",
+    "Outcome": "core.types",
+    "Score": "core.types",
+    "Slot": "sandbox.base",
+    "SlotPool": "sandbox.pool",
+    "SlotPoolConfig": "sandbox.pool",
+    "Task": "core.types",
+    "ToolCall": "tools.wire",
+    "ToolContext": "rollouts.context",
+    "ToolError": "agent.result",
+    "ToolExecutor": "tools.executor",
+    "ToolExecutorConfig": "tools.executor",
+    "ToolRegistry": "tools.registry",
+    "ToolResult": "tools.wire",
+    "ToolSchema": "tools.schema",
+    "ToolStep": "core.types",
+    "build_tool_registry": "tools.registry",
+    "environment": "envs.function",
+    "get_tool_definitions": "tools.registry",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'palaestra' has no attribute {name!r}")
+    value: object = getattr(import_module(f"palaestra.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,1 @@
+"""The `palaestra` command: one file per subcommand, loaded when it is used."""

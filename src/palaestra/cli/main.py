@@ -1,0 +1,86 @@
+"""The `palaestra` command itself: which subcommands there are, help, version, suggestions.
+
+Subcommands live in one module each, as its `command`, and are imported only when used, so that `palaestra --help`
+stays fast. Invariant: a word that names nothing is answered with the nearest one that does, and exit code 2.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import click
+
+from palaestra import __version__
+from palaestra.cli.exits import run_guarded
+from palaestra.core.errors import ConfigError
+
+COMMANDS = {
+    "run": "Roll out an environment and write its groups.",
+    "env": "List environments.",
+    "tasks": "Make verifiable tasks.",
+    "tools": "List the tools and toolsets an agent can have.",
+    "doctor": "Show what this machine can isolate, and why not more.",
+}
+"""Each subcommand is `palaestra.cli.<name>.command`."""
+
+_EXAMPLES = """\b
+  palaestra run environments/swe_smith_oracle_env.py --policy oracle --tasks 2
+  palaestra run my_env.py --base-url http://localhost:8000/v1 --model NAME
+  palaestra doctor
+"""
+
+_EXIT_CODES = """\b
+Exit codes: 0 done, 1 failed, 2 usage or settings, 3 more unscored rollouts than allowed,
+4 model server unreachable or refused, 5 isolation unavailable, 130 interrupted."""
+
+
+class LazyGroup(click.Group):
+    """A group whose subcommands are imported when they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"palaestra.cli.{cmd_name}").command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            raise ConfigError(_unknown(args[0]))
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As click does, from the table instead of the modules."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help=f"Train and evaluate tool-using agents in isolated slots.\n\n{_EXAMPLES}",
+    epilog=_EXIT_CODES,
+)
+@click.version_option(__version__, prog_name="palaestra")
+def cli() -> None:
+    pass
+
+
+def main() -> None:
+    """The console script. Ends the process with an exit code of `palaestra.core.exits`."""
+    sys.exit(run_guarded(lambda: cli.main(standalone_mode=False)))
+
+
+def _unknown(word: str) -> str:
+    from palaestra.core.config import nearest  # pydantic is only loaded for this message
+
+    return f"there is no command {word!r}; there are {', '.join(COMMANDS)}.{nearest(word, COMMANDS)}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""`palaestra run ENV [flags]`: roll out an environment. Everything after ENV is for the environment's command line."""
+
+from __future__ import annotations
+
+import click
+
+from palaestra.core.errors import ConfigError
+
+
+@click.command(
+    "run",
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+        "help_option_names": ["-h", "--help"],
+    },
+    help="""Roll out an environment and write its groups.
+
+    \b
+      palaestra run my_env.py --policy oracle                  # play the reference solutions
+      palaestra run my_env.py:count_lines --tasks 5 --group 4
+      palaestra run swe_smith_oracle --base-url http://localhost:8000/v1 --model NAME
+      palaestra run my_env.py --help                           # the settings of that environment
+
+    ENV is the path of a file, path.py:name for one of several environments in it, or a name that
+    `palaestra env list` shows. It is followed by `evaluate`, or by `process`, which is the default, and settings:
+
+    \b
+      --policy NAME      a scripted policy: oracle, noop, patch:FILE, replay:FILE
+      --base-url URL     an OpenAI-compatible server      --model NAME   its model
+      --tasks N          groups, at most                  --group N      rollouts per task
+      --concurrency N    groups at once                   --backend B    where slots come from
+      --env.FIELD V, --openai.FIELD V, --config FILE.yaml, --show-config
+    """,
+)
+@click.argument("environment", metavar="ENV")
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(context: click.Context, environment: str, settings: tuple[str, ...]) -> None:
+    if environment.startswith("-"):
+        raise ConfigError(f"settings come after the environment: palaestra run ENV {environment} …")
+    from palaestra.envs.running import run_environment
+
+    context.exit(run_environment(environment, list(settings), prog=f"palaestra run {environment}"))

@@ -1,0 +1,67 @@
+"""What a failure means at the end of a process: its exit code and the one message that explains it.
+
+The only place where errors become exit codes; `palaestra.cli` and environment scripts both end through it. Invariant:
+an expected failure is one message and no traceback, a bug is a traceback and never looks expected.
+
+    0 done                       3 finished with more unscored rollouts than allowed
+    1 failed, or a bug           4 the model server is unreachable or refused
+    2 wrong usage or settings    5 the isolation asked for cannot be had        130 interrupted
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from palaestra.core.errors import PalaestraError
+
+DONE = 0
+FAILED = 1
+USAGE = 2
+TOO_MANY_FAILURES = 3
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a process ends that could not do its work."""
+
+    exit_code: int
+    message: str
+
+
+def read_failure(error: BaseException) -> Failure | None:
+    """What `error` means to a user, or None for a bug. Groups of errors are looked into: one bug makes it a bug."""
+    leaves = list(_leaves(error))
+    if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
+        return Failure(INTERRUPTED, "interrupted; what was finished is kept")
+    known = [leaf for leaf in leaves if isinstance(leaf, PalaestraError)]
+    others = [leaf for leaf in leaves if not isinstance(leaf, (PalaestraError, asyncio.CancelledError))]
+    if others or not known:
+        return None
+    messages = dict.fromkeys(str(leaf) or type(leaf).__name__ for leaf in known)
+    return Failure(known[0].exit_code, "\n".join(messages))
+
+
+def run_guarded(main: Callable[[], int | None], report: Callable[[str], None]) -> int:
+    """Run `main` and return the exit code: its own, or that of the failure, after `report` has said what it was.
+
+    Bugs are raised as they are.
+    """
+    try:
+        return main() or DONE
+    except BaseException as error:
+        failure = read_failure(error)
+        if failure is None:
+            raise
+        report(failure.message)
+        return failure.exit_code
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
