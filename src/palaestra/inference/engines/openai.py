@@ -1,0 +1,180 @@
+"""Any server that speaks OpenAI chat completions with native tool calls: vLLM, SGLang, llama.cpp, OpenRouter, OpenAI.
+
+Not token-exact: the server renders the template and parses the calls, and only text comes back. Invariant: a reply is
+what the server said, with its own `finish_reason`; what the model wrote is never repaired.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from yarl import URL
+
+from palaestra.core.clock import Clock
+from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused
+from palaestra.core.types import JSON, Message
+from palaestra.inference.base import ChatCompletion, ChatServer, SessionContext
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.refusals import refused, shown
+from palaestra.inference.retry import AT_START, RetryPolicy
+from palaestra.inference.transport import Transport
+from palaestra.inference.wire import decode_completion, plainer_history
+
+logger = logging.getLogger(__name__)
+
+LOOK_TIMEOUT_S = 10.0
+
+
+class OpenAIEngine:
+    """One chat completions server. All rollouts share it: a conversation's whole state is its messages."""
+
+    def __init__(
+        self,
+        config: APIServerConfig,
+        *,
+        clock: Clock | None = None,
+        retry: RetryPolicy | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.config = config
+        self.base_url = parse_base_url(config.base_url)
+        self._url = self.base_url / "chat" / "completions"
+        self._strict_history = ""
+        self.transport = Transport(
+            model=config.model_name,
+            headers={"Authorization": f"Bearer {config.api_key}"} if config.api_key else None,
+            lanes={"train": config.num_max_requests_at_once, "eval": config.num_requests_for_eval},
+            timeout_s=config.timeout,
+            retry=retry,
+            clock=clock,
+            rng=rng,
+            remembered=config.rolling_buffer_length,
+        )
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.config.model_name
+
+    async def start(self) -> None:
+        """One look at the server, which costs no tokens. A server without a list of models is as good as any.
+
+        Raises `EngineUnavailable` within seconds when nothing answers, `EngineRefused` when the key is refused.
+        """
+        if not self.config.health_check:
+            return
+        url = self.base_url / "models"
+        response = await self.transport.request("GET", url, retry=AT_START, timeout_s=LOOK_TIMEOUT_S)
+        if response.status in (401, 403):
+            raise refused(url, response.status, response.body, self.name)
+        if response.status == 200 and (models := _model_names(response.body)) and self.name not in models:
+            logger.warning("%s does not list model '%s'; it lists %s", shown(url), self.name, ", ".join(models[:10]))
+
+    async def aclose(self) -> None:
+        """Close the connections. Idempotent."""
+        await self.transport.aclose()
+
+    def session(self, context: SessionContext) -> ChatServer:
+        """The engine itself."""
+        return self
+
+    async def chat_completion(
+        self,
+        *,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, JSON]] | None = None,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+        n: int = 1,
+        extra_body: Mapping[str, JSON] | None = None,
+        split: str = "train",
+        **sampling: JSON,
+    ) -> ChatCompletion:
+        """One reply with `n` choices. `split` train or eval picks whose in-flight limit counts.
+
+        `sampling` and then `extra_body` are merged into the request, so either may replace what stands there. Raises
+        `EngineUnavailable`, `EngineRefused`, `ContextExceeded` or `EngineReplyError`.
+        """
+        body: dict[str, JSON] = {"model": self.name, "messages": messages}
+        if tools:
+            body["tools"] = tools
+        if temperature is not None:
+            body["temperature"] = temperature
+        if max_tokens is not None:
+            body["max_tokens"] = max_tokens
+        if n > 1 and not self.config.n_kwarg_is_ignored:
+            body["n"] = n
+        body.update(sampling)
+        body.update(extra_body or {})
+        if n > 1 and self.config.n_kwarg_is_ignored:
+            return await self._asked_again(body, split, n)
+        return await self._complete(body, split)
+
+    async def _complete(self, body: dict[str, JSON], lane: str) -> ChatCompletion:
+        messages: Sequence[Message] = body["messages"]
+        if self._strict_history:
+            body["messages"] = plainer_history(messages, self._strict_history) or messages
+        try:
+            raw = await self.transport.post_json(self._url, body, lane=lane)
+        except ContextExceeded:
+            raise
+        except EngineRefused as error:
+            plain = None if self._strict_history else plainer_history(messages, str(error))
+            if plain is None:
+                raise
+            raw = await self.transport.post_json(self._url, {**body, "messages": plain}, lane=lane)
+            self._strict_history = str(error)
+            logger.warning("The server refuses parts of the history; from now on they are rewritten for it: %s", error)
+        turn = 1 + sum(message.get("role") == "assistant" for message in messages)
+        return decode_completion(raw, turn, f"The model server at {shown(self._url)} (model '{self.name}')")
+
+    async def _asked_again(self, body: dict[str, JSON], lane: str, n: int) -> ChatCompletion:
+        """`n` choices from a server that gives one at a time."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                asked = [group.create_task(self._complete(dict(body), lane)) for _ in range(n)]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        completion, *others = (task.result() for task in asked)
+        for other in others:
+            for choice in other.choices:
+                choice.index = len(completion.choices)
+                completion.choices.append(choice)
+            if completion.usage and other.usage:
+                completion.usage.completion_tokens += other.usage.completion_tokens
+                completion.usage.total_tokens += other.usage.completion_tokens
+        return completion
+
+
+def parse_base_url(base_url: str | None) -> URL:
+    """Where the API begins: a bare host gets `/v1`, a path is taken as it is. Raises `ConfigError`."""
+    if not base_url:
+        raise ConfigError("No model server was named. Set --openai.base_url, for example http://127.0.0.1:8000/v1.")
+    try:
+        url = URL(base_url.rstrip("/"))
+    except ValueError as error:
+        raise ConfigError(f"--openai.base_url '{base_url}' is not an address: {error}.") from None
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ConfigError(f"--openai.base_url '{base_url}' must begin with http:// or https:// and name a host.")
+    if url.path.endswith("/chat/completions"):
+        url = url.parent.parent
+    return url / "v1" if url.path in ("", "/") else url
+
+
+class _Listed(msgspec.Struct):
+    id: str
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_Listed]
+
+
+def _model_names(body: bytes) -> list[str]:
+    try:
+        return [model.id for model in msgspec.json.decode(body, type=_ModelList).data]
+    except (msgspec.DecodeError, RecursionError):
+        return []

@@ -1,0 +1,147 @@
+"""The one HTTP client: JSON requests to a model server, pooled, bounded, retried, with errors that name the way out.
+
+Not for what is in the bodies: engines encode and decode. Invariants: retries happen here and nowhere above; in each
+lane at most so many requests are under way, the rest wait in the order they came; every failure is an engine error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import aiohttp
+from yarl import URL
+
+from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.errors import EngineUnavailable
+from palaestra.core.types import JSON
+from palaestra.inference.refusals import overloaded, refused, shown, unreachable
+from palaestra.inference.retry import RETRIED_STATUSES, RetryPolicy, retry_after_s
+from palaestra.inference.wire import encode_json
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 10.0
+KEEP_ALIVE_S = 4.0
+"""Shorter than the 5 s after which uvicorn, under most model servers, closes an idle connection: no races with it."""
+
+_HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What came back, whatever the status."""
+
+    status: int
+    body: bytes
+    retry_after: str | None = None
+
+
+class Transport:
+    """A pool of connections to one model server. Opens on first use; `aclose` is idempotent.
+
+    `lanes` maps a lane's name to how many of its requests may be under way at once. `timeout_s` is for one request with
+    its retries. `model` is only for messages.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str = "",
+        headers: Mapping[str, str] | None = None,
+        lanes: Mapping[str, int] | None = None,
+        timeout_s: float = 1200.0,
+        retry: RetryPolicy | None = None,
+        clock: Clock | None = None,
+        rng: random.Random | None = None,
+        remembered: int = 1000,
+    ) -> None:
+        self.model = model
+        self.timeout_s = timeout_s
+        self.retry = retry or RetryPolicy()
+        self.requests = self.retries = self.failures = self.in_flight = 0
+        self.latencies_s: deque[float] = deque(maxlen=remembered)
+        self._headers = {**_HEADERS, **(headers or {})}
+        self._lanes = {name: asyncio.Semaphore(limit) for name, limit in (lanes or {"train": 512}).items()}
+        self._clock = clock or SystemClock()
+        self._rng = rng or random.Random()
+        self._session: aiohttp.ClientSession | None = None
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def post_json(self, url: URL, payload: JSON, *, lane: str = "train") -> bytes:
+        """The body of a successful reply to a POST.
+
+        Raises `EngineUnavailable` when the retries are used up, `EngineRefused` or `ContextExceeded` at once when the
+        server says no.
+        """
+        response = await self.request("POST", url, encode_json(payload), lane=lane)
+        if not 200 <= response.status < 300:
+            self.failures += 1
+            raise refused(url, response.status, response.body, self.model)
+        return response.body
+
+    async def request(
+        self,
+        method: str,
+        url: URL,
+        body: bytes | None = None,
+        *,
+        lane: str = "train",
+        retry: RetryPolicy | None = None,
+        timeout_s: float | None = None,
+    ) -> Response:
+        """Send until there is a reply that trying again would not change. Raises `EngineUnavailable`."""
+        retry, timeout_s = retry or self.retry, timeout_s or self.timeout_s
+        started_s, left_s, tries = self._clock.monotonic(), timeout_s, 0
+        while True:
+            tries += 1
+            asked_s: float | None = None
+            problem: EngineUnavailable
+            try:
+                response = await self._send(method, url, body, lane, left_s)
+                if response.status not in RETRIED_STATUSES:
+                    return response
+                asked_s = retry_after_s(response.retry_after, self._clock.wall())
+                problem = overloaded(url, response.status, response.body, self.model, tries)
+            except (aiohttp.ClientError, OSError) as error:
+                problem = unreachable(url, error, self.model, tries, timeout_s)
+            wait_s = retry.wait_s(tries, asked_s, self._rng)
+            left_s = timeout_s - (self._clock.monotonic() - started_s) - wait_s
+            if tries >= retry.attempts or left_s <= 0:
+                self.failures += 1
+                raise problem
+            self.retries += 1
+            logger.info("Trying %s again in %.1f s: %s", shown(url), wait_s, problem)
+            await self._clock.sleep(wait_s)
+
+    async def _send(self, method: str, url: URL, body: bytes | None, lane: str, timeout_s: float) -> Response:
+        async with self._lanes[lane]:
+            session = self._session or self._open()
+            timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+            self.requests += 1
+            self.in_flight += 1
+            started_s = self._clock.monotonic()
+            try:
+                async with session.request(method, url, data=body, timeout=timeout, allow_redirects=False) as reply:
+                    content = await reply.read()
+                    self.latencies_s.append(self._clock.monotonic() - started_s)
+                    return Response(reply.status, content, reply.headers.get("Retry-After"))
+            finally:
+                self.in_flight -= 1
+
+    def _open(self) -> aiohttp.ClientSession:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ttl_dns_cache=300),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=self._headers,
+        )
+        return self._session
