@@ -1,8 +1,8 @@
 """What a rollout leaves behind: `Trajectory`, and `Group`, the trajectories of one task.
 
-These are records: they are written to the journal as they are, and everything else on disk is a projection of them. What a
-trajectory promises to reproduce from the same seed and answers stands in its own fields; wall times, hosts and slot ids
-stand in `beside`, outside that promise.
+These are records: they are written to the journal as they are, and everything else on disk is a projection of them.
+What a trajectory promises to reproduce from the same seed and answers stands in its own fields; wall times, hosts and
+slot ids stand in `beside`, outside that promise.
 """
 
 from __future__ import annotations

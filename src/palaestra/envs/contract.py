@@ -1,0 +1,166 @@
+"""The adapter between `HermesAgentBaseEnv` subclasses and the runner's Environment protocol."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from copy import copy
+
+from palaestra.agent.result import AgentResult
+from palaestra.core.bridge import bridged
+from palaestra.core.errors import ConfigError, GraderError
+from palaestra.core.types import JSON, Score, Task
+from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item
+from palaestra.envs.settings import agent_settings, network_policy
+from palaestra.rollouts.base import AgentSettings, Environment, Kit, Projection
+from palaestra.rollouts.context import ToolContext
+from palaestra.rollouts.exec_tool import ExecTool
+from palaestra.rollouts.grading import Grading
+from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.trajectory import TokenRow
+from palaestra.sandbox.base import Slot
+from palaestra.tools.binding import SlotTools
+
+NOT_CALLED = ("collect_trajectory", "collect_trajectories")
+"""What subclasses of the old base class could replace and this runner does not call."""
+
+ROW_KEYS = frozenset({"tokens", "masks", "scores", "messages", "token_source", "inference_logprobs"})
+
+
+class ContractEnvironment(Environment):
+    """Runs one instance of a class environment. Item and metadata travel in the rollout, never on the instance."""
+
+    def __init__(self, inner: HermesAgentBaseEnv) -> None:
+        self.inner = inner
+        self._items: Sequence[Item] | None = None
+        self._first = 0
+        for method in NOT_CALLED:
+            if hasattr(type(inner), method):
+                raise ConfigError(
+                    f"{type(inner).__name__}.{method} would not be called: this version runs groups itself. Move what it "
+                    f"does to setup_trajectory_workspace, _run_agent_loop, compute_reward or verify_and_score_trajectory"
+                )
+        self._settings = agent_settings(inner.config)
+        self._policy = network_policy(inner.config.allow_network)
+        self._verifies = overrides(inner, "verify_and_score_trajectory")
+
+    @property
+    def name(self) -> str:
+        return self.inner.name or type(self.inner).__name__
+
+    @property
+    def agent(self) -> AgentSettings:
+        return self._settings
+
+    async def open(self) -> None:
+        await self.inner.setup()
+
+    async def tasks(self) -> AsyncIterator[Task]:
+        if self._items is not None:
+            for number, item in enumerate(self._items, self._first):
+                yield self.task(item, number)
+            return
+        number = 0
+        while (item := await self.inner.get_next_item()) is not None:
+            yield self.task(item, number)
+            number += 1
+
+    def over(self, items: Sequence[Item], first: int) -> ContractEnvironment:
+        """The same environment over these items, numbered from `first`, instead of its data set."""
+        other = copy(self)
+        other._items, other._first = items, first
+        return other
+
+    def task(self, item: Item, number: int) -> Task:
+        """The task of an item. Items drawn again are tasks of their own, told apart by their number."""
+        return Task(
+            id=item_id(item, number),
+            prompt=self.inner.format_prompt(item),
+            network=self._policy,
+            data=item,
+            solution=self.inner.reference_solution(item),
+        )
+
+    def kit(self, task: Task, rng: random.Random) -> Kit:
+        return self.inner.tool_kit(rng)
+
+    def prepares(self, task: Task) -> bool:
+        return self.inner.config.share_setup or overrides(self.inner, "prepare_group")
+
+    async def prepare(self, task: Task, sandbox: Slot) -> None:
+        async def slot() -> Slot:
+            return sandbox
+
+        def tools() -> SlotTools:
+            registry = self.inner.tool_kit(random.Random(0)).registry
+            return SlotTools(registry, slot, task_id=task.id, timeout_s=self._settings.tool_timeout_s)
+
+        exec_tool = ExecTool(slot, tools)
+        await self.inner.prepare_group(task.data, exec_tool)
+        if self.inner.config.share_setup:
+            await self.inner.setup_trajectory_workspace(task.data, trajectory_id=task.id, exec_tool=exec_tool)
+
+    async def begin(self, rollout: Rollout) -> None:
+        if self.inner.config.share_setup or not overrides(self.inner, "setup_trajectory_workspace"):
+            return
+        exec_tool = ExecTool(rollout.sandbox, lambda: rollout.tools)
+        rollout.meta["workspace_meta"] = await self.inner.setup_trajectory_workspace(
+            rollout.task.data, trajectory_id=rollout.rollout_id, exec_tool=exec_tool
+        )
+
+    async def act(self, rollout: Rollout) -> AgentResult:
+        return await self.inner._run_agent_loop(rollout, rollout.opening())
+
+    async def score(self, rollout: Rollout, grading: Grading) -> Score:
+        assert rollout.result is not None
+        tools = grading.tools(self._settings.tool_timeout_s)
+        if self._verifies:
+            reward, detail = await self.inner.verify_and_score_trajectory(
+                rollout.task.data,
+                rollout.result,
+                trajectory_id=rollout.rollout_id,
+                exec_tool=ExecTool(grading.slot, lambda: tools),
+                workspace_meta=rollout.meta.get("workspace_meta"),
+            )
+        else:
+            context = ToolContext(rollout.rollout_id, slot=grading.slot, tools=tools)
+            reward = await bridged(self.inner.compute_reward(rollout.task.data, rollout.result, context))
+            detail = {}
+        return Score(_number(reward), numbers(detail), detail)
+
+    def project(self, rollout: Rollout, score: Score | None) -> Projection:
+        if score is None or rollout.result is None:
+            return Projection()
+        item = self.inner._build_scored_item(rollout.task.data, rollout.result, score.reward)
+        row = TokenRow(
+            tokens=list(item["tokens"]),
+            masks=list(item["masks"]),
+            logprobs=item.get("inference_logprobs"),
+            source=item.get("token_source", "placeholder"),
+        )
+        return Projection(row, {key: value for key, value in item.items() if key not in ROW_KEYS})
+
+
+def overrides(inner: HermesAgentBaseEnv, method: str) -> bool:
+    """Whether the subclass has its own version of a method."""
+    return getattr(type(inner), method) is not getattr(HermesAgentBaseEnv, method)
+
+
+def item_id(item: Item, number: int) -> str:
+    """A readable id for an item: its own where it has one."""
+    if isinstance(item, Mapping):
+        for key in ("instance_id", "task_id", "task_name", "id"):
+            if item.get(key):
+                return str(item[key])
+    return f"item-{number}"
+
+
+def numbers(detail: Mapping[str, JSON]) -> dict[str, float]:
+    """What of a detail can be averaged."""
+    return {key: float(value) for key, value in detail.items() if isinstance(value, (bool, int, float))}
+
+
+def _number(reward: object) -> float:
+    if isinstance(reward, (bool, int, float)):
+        return float(reward)
+    raise GraderError(f"the reward is {type(reward).__name__} ({reward!r:.100}), not a number")

@@ -1,0 +1,97 @@
+"""The two forms of an environment behind one face: what `running.py` needs to know of either."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Protocol
+
+from palaestra.core.errors import ConfigError
+from palaestra.envs.config import HermesAgentEnvConfig
+from palaestra.envs.contract import ContractEnvironment
+from palaestra.envs.function import FunctionEnvConfig, FunctionForm
+from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
+from palaestra.inference.base import ChatServer
+from palaestra.inference.config import APIServerConfig
+from palaestra.rollouts.base import Environment
+
+
+class Form(Protocol):
+    """Something that can be run from a command line. `command` is used when the line names none."""
+
+    name: str
+    about: str
+    command: str | None
+
+    def config_type(self) -> type[HermesAgentEnvConfig]: ...
+
+    def defaults(self) -> tuple[HermesAgentEnvConfig | None, Sequence[APIServerConfig]]:
+        """What the environment itself sets; None where it sets nothing."""
+        ...
+
+    def build(
+        self, config: HermesAgentEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer
+    ) -> Environment: ...
+
+
+class FunctionFace:
+    """A function environment; `process` is what its script does when nothing else is said."""
+
+    command: str | None = "process"
+
+    def __init__(self, form: FunctionForm) -> None:
+        self.form = form
+        self.name = form.name
+        self.about = inspect.getdoc(form.source) or ""
+        self._config_type = form.config_type()
+
+    def config_type(self) -> type[HermesAgentEnvConfig]:
+        return self._config_type
+
+    def defaults(self) -> tuple[HermesAgentEnvConfig | None, Sequence[APIServerConfig]]:
+        return None, ()
+
+    def build(
+        self, config: HermesAgentEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer
+    ) -> Environment:
+        assert isinstance(config, FunctionEnvConfig)
+        return self.form.build(config)
+
+
+class ClassFace:
+    """A subclass of `HermesAgentBaseEnv`."""
+
+    command: str | None = None
+
+    def __init__(self, cls: type[HermesAgentBaseEnv]) -> None:
+        self.cls = cls
+        self.name = cls.name or cls.__name__
+        self.about = inspect.getdoc(cls) or ""
+
+    def config_type(self) -> type[HermesAgentEnvConfig]:
+        return self.cls.env_config_cls
+
+    def defaults(self) -> tuple[HermesAgentEnvConfig | None, Sequence[APIServerConfig]]:
+        return self.cls.config_init()
+
+    def build(
+        self, config: HermesAgentEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer
+    ) -> Environment:
+        inner = self.cls(config, list(servers))
+        inner._server = server
+        return ContractEnvironment(inner)
+
+
+def form_of(environment: object) -> Form:
+    """The form of what a file offers. Raises `ConfigError` for anything that is no environment."""
+    if isinstance(environment, FunctionForm):
+        return FunctionFace(environment)
+    if inspect.isclass(environment) and issubclass(environment, HermesAgentBaseEnv):
+        missing = sorted(getattr(environment, "__abstractmethods__", ()))
+        if missing:
+            raise ConfigError(f"{environment.__name__} lacks {', '.join(missing)}")
+        return ClassFace(environment)
+    raise ConfigError(
+        f"{environment!r} is not an environment: it must be a function with @environment or a subclass of "
+        f"HermesAgentBaseEnv"
+    )

@@ -1,0 +1,225 @@
+"""The function form of an environment: one generator of tasks, and hooks as decorators on it.
+
+    @environment(toolsets=["terminal"])
+    def count_lines(n: int = 100):
+        for i in range(n):
+            yield Task(id=f"lines-{i}", prompt=..., files=..., solution=..., answer=str(i))
+
+    @count_lines.score
+    async def correct(task, sandbox):
+        return (await sandbox.read_text("answer.txt", missing="")).strip() == task.answer
+
+The generator's parameters become settings (`--env.n 20`). Each task is rolled out once unless `--group` says
+otherwise. The network is off unless a task's policy or `--env.allow_network true` turns it on. Hooks ask for `task,
+rollout, sandbox, rng` by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, overload
+
+from pydantic import Field, create_model
+
+from palaestra.core.errors import ConfigError, GraderError, TaskError
+from palaestra.core.types import JSON, NetworkPolicy, Score, Task
+from palaestra.envs.config import HermesAgentEnvConfig
+from palaestra.envs.hooks import Hook, HookFunction, Source, declare
+from palaestra.envs.settings import agent_settings, kit, network_policy
+from palaestra.rollouts.base import AgentSettings, Environment, Kit
+from palaestra.rollouts.grading import Grading
+from palaestra.rollouts.rollout import Rollout
+from palaestra.sandbox.base import Slot
+
+F = TypeVar("F", bound=HookFunction)
+
+TaskSource = Callable[..., Iterable[Task] | AsyncIterator[Task]]
+
+
+class FunctionEnvConfig(HermesAgentEnvConfig):
+    """Settings of a function environment: those of every agent environment, with each task once and no network."""
+
+    group_size: int = Field(default=1, ge=1, description="Rollouts per task.")
+    total_steps: int = Field(default=-1, ge=-1, description="Groups to process, at most; -1 means every task once.")
+    include_messages: bool = Field(default=True, description="Keep each rollout's messages in the JSONL file.")
+    allow_network: bool = Field(default=False, description="Whether the agent's commands reach the network.")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreHook:
+    """One score and its weight in the reward."""
+
+    hook: Hook
+    weight: float
+
+
+class FunctionForm:
+    """What `@environment` makes of a function: collects the hooks, and builds the environment of a run."""
+
+    def __init__(self, source: TaskSource, *, name: str | None, toolsets: Sequence[str]) -> None:
+        self.source = source
+        self.name = name if name is not None else str(getattr(source, "__name__", "environment"))
+        self.toolsets = tuple(toolsets)
+        self.scores: list[ScoreHook] = []
+        self.preparation: Hook | None = None
+        self.__doc__ = source.__doc__
+
+    @overload
+    def score(self, function: F) -> F: ...
+    @overload
+    def score(self, *, weight: float) -> Callable[[F], F]: ...
+    def score(self, function: F | None = None, *, weight: float = 1.0) -> F | Callable[[F], F]:
+        """Declare a score: a number, a bool, a `Score`, or (number, metrics). The reward is the weighted mean of all."""
+
+        def keep(given: F) -> F:
+            hook = declare(given, "score", ("task", "rollout", "sandbox", "rng"))
+            self.scores.append(ScoreHook(hook, weight))
+            return given
+
+        return keep if function is None else keep(function)
+
+    def prepare(self, function: F) -> F:
+        """Declare how a task's workspace is prepared, once per group, after its `files` and `setup`."""
+        if self.preparation is not None:
+            raise ConfigError(f"environment {self.name} has two prepare hooks: {self.preparation.name} is the first")
+        self.preparation = declare(function, "prepare", ("task", "sandbox", "rng"))
+        return function
+
+    def config_type(self) -> type[FunctionEnvConfig]:
+        """The settings of this environment: the common ones and the function's own parameters."""
+        fields: dict[str, Any] = {}
+        for parameter in inspect.signature(self.source, eval_str=True).parameters.values():
+            if parameter.name in FunctionEnvConfig.model_fields:
+                raise ConfigError(
+                    f"environment {self.name}: its parameter {parameter.name!r} is a setting of every environment; "
+                    f"give it another name"
+                )
+            required = parameter.default is inspect.Parameter.empty
+            annotation = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
+            default = ... if required else parameter.default
+            fields[parameter.name] = (annotation, Field(default=default, description=f"Parameter of {self.name}."))
+        return create_model(f"{self.name}_config", __base__=FunctionEnvConfig, **fields)
+
+    def build(self, config: FunctionEnvConfig) -> FunctionEnvironment:
+        """The environment of one run. Raises `ConfigError` when there is nothing to score with."""
+        if not self.scores:
+            raise ConfigError(f"environment {self.name} has no score: add one with @{self.name}.score")
+        return FunctionEnvironment(self, config)
+
+
+class FunctionEnvironment(Environment):
+    """One run's view of a function environment."""
+
+    def __init__(self, form: FunctionForm, config: FunctionEnvConfig) -> None:
+        self.form = form
+        self.config = config
+        self._settings = agent_settings(config)
+        self._policy = network_policy(config.allow_network)
+
+    @property
+    def name(self) -> str:
+        return self.form.name
+
+    @property
+    def agent(self) -> AgentSettings:
+        return self._settings
+
+    async def tasks(self) -> AsyncIterator[Task]:
+        own = type(self.config).model_fields.keys() - FunctionEnvConfig.model_fields.keys()
+        produced = self.form.source(**{name: getattr(self.config, name) for name in own})
+        seen: set[str] = set()
+        async for task in _each(produced):
+            yield self._checked(task, seen)
+
+    def _checked(self, task: Task, seen: set[str]) -> Task:
+        if not isinstance(task, Task):
+            raise TaskError(
+                f"environment {self.name} yielded {type(task).__name__} where a Task belongs: {task!r:.200}"
+            )
+        if task.id in seen:
+            raise TaskError(f"environment {self.name} yielded two tasks with the id {task.id!r}; ids must differ")
+        seen.add(task.id)
+        if self.config.allow_network and task.network == NetworkPolicy():
+            return replace(task, network=self._policy)
+        return task
+
+    def kit(self, task: Task, rng: random.Random) -> Kit:
+        return kit(self.config, task.toolsets or self.form.toolsets, rng)
+
+    def prepares(self, task: Task) -> bool:
+        return self.form.preparation is not None or super().prepares(task)
+
+    async def prepare(self, task: Task, sandbox: Slot) -> None:
+        if self.form.preparation is not None:
+            rng = random.Random(f"{self.config.seed}:{task.id}:prepare")
+            await self.form.preparation({"task": _known(task), "sandbox": _known(sandbox), "rng": _known(rng)})
+
+    async def score(self, rollout: Rollout, grading: Grading) -> Score:
+        sources: dict[str, Source] = {
+            "task": _known(rollout.task),
+            "rollout": _known(rollout),
+            "sandbox": grading.slot,
+            "rng": _known(rollout.rng),
+        }
+        parts = [
+            (each.hook.name, each.weight, _score(await each.hook(sources), each.hook)) for each in self.form.scores
+        ]
+        if len(parts) == 1:
+            return parts[0][2]
+        total = sum(weight for _, weight, _ in parts) or 1.0
+        reward = sum(weight * part.reward for _, weight, part in parts) / total
+        metrics = {name: part.reward for name, _, part in parts}
+        for _, _, part in parts:
+            metrics.update(part.metrics)
+        return Score(reward, metrics, {key: value for _, _, part in parts for key, value in part.detail.items()})
+
+
+@overload
+def environment(source: TaskSource) -> FunctionForm: ...
+@overload
+def environment(
+    *, name: str | None = None, toolsets: Sequence[str] = ("default",)
+) -> Callable[[TaskSource], FunctionForm]: ...
+def environment(
+    source: TaskSource | None = None, *, name: str | None = None, toolsets: Sequence[str] = ("default",)
+) -> FunctionForm | Callable[[TaskSource], FunctionForm]:
+    """Make an environment of a function that yields tasks."""
+
+    def make(given: TaskSource) -> FunctionForm:
+        return FunctionForm(given, name=name, toolsets=toolsets)
+
+    return make if source is None else make(source)
+
+
+async def _each(produced: Iterable[Task] | AsyncIterator[Task]) -> AsyncIterator[Task]:
+    if isinstance(produced, AsyncIterator):
+        async for task in produced:
+            yield task
+    else:
+        for task in produced:
+            yield task
+
+
+def _known(value: object) -> Source:
+    async def source() -> object:
+        return value
+
+    return source
+
+
+def _score(answer: JSON, hook: Hook) -> Score:
+    """A hook's answer as a `Score`."""
+    match answer:
+        case Score():
+            return answer
+        case bool() | int() | float():
+            return Score(float(answer))
+        case (bool() | int() | float() as number, dict() as metrics):
+            return Score(float(number), {str(key): float(value) for key, value in metrics.items()})
+    raise GraderError(
+        f"the score {hook.name} gave {type(answer).__name__} ({answer!r:.100}); it must give a number, a bool, a Score "
+        f"or (number, metrics)"
+    )

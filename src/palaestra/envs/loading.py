@@ -1,0 +1,68 @@
+"""Finding an environment by what a user types: `path/to/my_env.py`, `path.py:name`, or a name of the catalogue."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from palaestra.core.config import nearest
+from palaestra.core.errors import ConfigError
+from palaestra.envs.catalog import known_environments
+from palaestra.envs.function import FunctionForm
+from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
+
+
+def load_environment(reference: str, start: Path) -> object:
+    """The environment that `reference` means. Raises `ConfigError` that says what there is instead."""
+    path, _, name = reference.partition(":")
+    if path.endswith(".py") or "/" in path:
+        return _pick(_load(Path(path)), name, path)
+    known = known_environments(start)
+    if path not in known:
+        there_is = f" There are {', '.join(known)}." if known else " No `environments` folder is here or above."
+        raise ConfigError(f"no environment is called {path!r}.{nearest(path, known)}{there_is}")
+    return _pick(_load(known[path].path), name, path)
+
+
+def _load(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}")
+    module_name = f"palaestra_environment_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    sys.path.insert(0, str(path.resolve().parent))  # a script's neighbours are importable, as when it is run
+    try:
+        spec.loader.exec_module(module)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _pick(module: ModuleType, name: str, path: str) -> object:
+    found = {key: value for key, value in vars(module).items() if isinstance(value, FunctionForm) or _is_class(value)}
+    if name:
+        if name not in found:
+            raise ConfigError(f"{path} has no environment {name!r}.{nearest(name, found)} It has {_list(found)}")
+        return found[name]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{path} has {_list(found)}; say which one as {path}:NAME" if found else f"{path} has {_list(found)}"
+        )
+    return next(iter(found.values()))
+
+
+def _is_class(value: object) -> bool:
+    """Whether it is a class environment that can be run, defined here or imported by a thin script."""
+    return inspect.isclass(value) and issubclass(value, HermesAgentBaseEnv) and not inspect.isabstract(value)
+
+
+def _list(found: dict[str, object]) -> str:
+    return ", ".join(found) if found else "no environment: a function with @environment, or a class"

@@ -1,0 +1,90 @@
+"""Where a run writes: its folder, and the projections of its journal.
+
+The folder holds the journal, the settings and `metrics.jsonl`. The groups file (JSONL in the Atropos shape) and the
+report lie beside each other: in the folder, or at the path that was asked for, numbered rather than overwritten.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.rollouts.export.atropos import GroupsFile
+from palaestra.rollouts.export.html import write_report
+from palaestra.rollouts.journal import Journal, read_groups
+from palaestra.rollouts.metrics import MetricsFile, summarise
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The files of one run."""
+
+    path: Path
+    run_id: str
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.json"
+
+
+def claim_folder(root: Path, env: str, model: str) -> RunFolder:
+    """Make a new, empty folder `root/env--model/<UTC time>-<id>`. Raises `ConfigError` where none can be made."""
+    run_id = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(2).hex()}"
+    path = root / f"{_plain(env)}--{_plain(model)}" / run_id
+    try:
+        path.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the run folder {path}: {error.strerror}; run where you may write") from error
+    return RunFolder(path, run_id)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name.strip("/")).strip("-") or "unnamed"
+
+
+class Output:
+    """The open files of a run. `close` writes what is made from the whole: the report and the last metrics."""
+
+    def __init__(
+        self, folder: RunFolder, *, env: str, model: str, groups_path: Path | None, settings: Mapping[str, JSON]
+    ) -> None:
+        self.folder = folder
+        self.env = env
+        self.model = model
+        self.journal = Journal(folder.journal)
+        self.groups = GroupsFile(groups_path or folder.path / "groups.jsonl", env=env, model=model)
+        self.metrics = MetricsFile(folder.metrics)
+        folder.config.write_bytes(msgspec.json.format(msgspec.json.encode(settings), indent=2) + b"\n")
+
+    @property
+    def report(self) -> Path:
+        """The report, beside the groups file and of its name."""
+        return self.groups.path.with_suffix(".html")
+
+    def close(self) -> dict[str, float]:
+        """Close everything and write the report from the journal. Returns the run's figures."""
+        self.groups.close()
+        self.journal.close()
+        finished = read_groups(self.folder.journal)
+        figures = summarise(finished)
+        self.metrics.append(len(finished), figures)
+        self.metrics.close()
+        meta = {"env": self.env, "model": self.model, "run_id": self.folder.run_id, "folder": str(self.folder.path)}
+        write_report(self.report, finished, meta)
+        return figures

@@ -1,0 +1,200 @@
+"""Running an environment from a command line: one assembly of engine, pool, journal and display for every form.
+
+`main` is what `palaestra run` and every environment script call. It returns the exit code: 0 done, 3 finished with more
+unscored rollouts than allowed; errors raise and are turned into their code by `guarded`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from palaestra.core.exits import run_guarded
+from palaestra.core.types import JSON
+from palaestra.envs.config import HermesAgentEnvConfig
+from palaestra.envs.contract import ContractEnvironment
+from palaestra.envs.evaluation import Evaluation
+from palaestra.envs.flags import Answer, CommandLine, Parsed, set_fields
+from palaestra.envs.forms import Form, form_of
+from palaestra.envs.loading import load_environment
+from palaestra.envs.output import Output, claim_folder
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.servers import ServerGroup
+from palaestra.rollouts.admission import AdmittedSlots
+from palaestra.rollouts.foundations import Foundations
+from palaestra.rollouts.group import Services
+from palaestra.rollouts.journal import RunEnded, RunStarted, without_secrets
+from palaestra.rollouts.progress import Observer, make_progress
+from palaestra.rollouts.runner import Runner, Tally
+from palaestra.rollouts.trajectory import Group
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+
+UNFINISHED = 3
+"""Exit code of a run that finished with more unscored rollouts than `max_failures` allows."""
+
+RunLine = Parsed[HermesAgentEnvConfig, APIServerConfig]
+
+
+def main(environment: object, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:
+    """Run an environment (a function form or a class) as the command line says, and return the exit code."""
+    return run_guarded(lambda: _main(environment, sys.argv[1:] if argv is None else argv, prog), _report)
+
+
+def run_environment(reference: str, argv: Sequence[str], *, prog: str) -> int:
+    """Run the environment that `reference` names. Errors are the caller's to report."""
+    return _main(load_environment(reference, Path.cwd()), argv, prog)
+
+
+def _report(message: str) -> None:
+    sys.stderr.write(f"error: {message}\n")
+
+
+def _main(environment: object, argv: Sequence[str], prog: str | None) -> int:
+    form = form_of(environment)
+    config, servers = form.defaults()
+    parsed = CommandLine(
+        prog=prog or f"python {Path(sys.argv[0]).name}",
+        env_type=form.config_type(),
+        server_type=APIServerConfig,
+        env_values=set_fields(config) if config is not None else {},
+        server_values=[set_fields(server) for server in servers],
+        name=form.name,
+        command=form.command,
+        about=form.about,
+    ).parse(argv, os.environ)
+    if isinstance(parsed, Answer):
+        sys.stdout.write(parsed.text)
+        return 0
+    for notice in parsed.notices:
+        sys.stderr.write(f"note: {notice}\n")
+    return asyncio.run(run(form, parsed))
+
+
+async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream: TextIO | None = None) -> int:
+    """Run to the end and say where things lie. What was finished is kept, whatever ends the run."""
+    stream = stream or sys.stderr
+    engine = ServerGroup(parsed.server_configs)
+    pool = make_pool(parsed.env_config)
+    await engine.start()
+    try:
+        async with pool:
+            return await _with_output(form, parsed, engine, pool, root, stream)
+    finally:
+        await engine.aclose()
+
+
+def make_pool(config: HermesAgentEnvConfig) -> SlotPool:
+    """The slots of a run, on this machine. Raises `ConfigError` for a rung that is none."""
+    backend = LocalBackend.from_isolation(config.isolation, require_sandbox=config.require_sandbox)
+    return SlotPool(SlotPoolConfig(acquire_timeout=config.acquire_timeout_s), backend)
+
+
+async def _with_output(
+    form: Form, parsed: RunLine, engine: ServerGroup, pool: SlotPool, root: Path, stream: TextIO
+) -> int:
+    config = parsed.env_config
+    folder = claim_folder(root, form.name, engine.name)
+    settings = _settings(parsed)
+    groups_path = Path(config.data_path_to_save_groups) if config.data_path_to_save_groups else None
+    output = Output(folder, env=form.name, model=engine.name, groups_path=groups_path, settings=settings)
+    stream.write(f"run {folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")
+    reason = "failed"
+    try:
+        output.journal.append(
+            RunStarted(run_id=folder.run_id, env=form.name, model=engine.name, seed=config.seed, config=settings)
+        )
+        with make_progress(stream) as progress:
+            tally = await Batch(form, parsed, engine, pool, output, progress).run()
+        reason = "done"
+    except asyncio.CancelledError:
+        reason = "interrupted"
+        raise
+    finally:
+        output.journal.append(RunEnded(reason=reason))
+        _say_where(output, output.close(), reason, stream)
+    return UNFINISHED if _unfinished(tally, config) else 0
+
+
+@dataclass(slots=True)
+class Batch:
+    """One command of one environment: process or evaluate."""
+
+    form: Form
+    parsed: RunLine
+    engine: ServerGroup
+    pool: SlotPool
+    output: Output
+    observer: Observer
+
+    async def run(self) -> Tally:
+        """Open the environment, run the command, close the environment."""
+        config = self.parsed.env_config
+        environment = self.form.build(config, self.parsed.server_configs, self.engine)
+        limit = config.total_steps if config.total_steps >= 0 else None
+        self.observer.run_started(limit, config.group_size)
+        slots = AdmittedSlots(self.pool, self.pool.max_slots)
+        foundations = Foundations(slots)
+        services = Services(
+            engine=self.engine,
+            pool=slots,
+            foundations=foundations,
+            journal=self.output.journal,
+            observer=self.observer,
+            seed=config.seed,
+            group_size=config.group_size,
+            infra_retries=config.infra_retries,
+        )
+        workers = concurrency(config)
+        await environment.open()
+        try:
+            if self.parsed.command == "evaluate" and isinstance(environment, ContractEnvironment):
+                return await Evaluation(environment, services, workers, self._keep).run()
+            return await Runner(environment, services, concurrency=workers, limit=limit, on_group=self._keep).run()
+        finally:
+            self.observer.run_finished()
+            await foundations.aclose()
+            await environment.aclose()
+
+    def _keep(self, group: Group) -> None:
+        self.output.groups.add(group)
+
+
+def concurrency(config: HermesAgentEnvConfig) -> int:
+    """Groups in flight: as asked, or enough to keep this machine's cores busy."""
+    if config.max_num_workers > 0:
+        return config.max_num_workers
+    return max(2, 2 * (os.cpu_count() or 1))
+
+
+def _unfinished(tally: Tally, config: HermesAgentEnvConfig) -> bool:
+    return tally.failed + tally.failed_groups * config.group_size > config.max_failures
+
+
+def _settings(parsed: RunLine) -> dict[str, JSON]:
+    """The merged configuration with the source of each value, secrets left out."""
+    values = {
+        "command": parsed.command,
+        "env": parsed.env_config.model_dump(mode="json"),
+        "openai": [server.model_dump(mode="json") for server in parsed.server_configs],
+        "sources": dict(parsed.sources),
+    }
+    cleaned: dict[str, JSON] = msgspec.to_builtins(without_secrets(values))
+    return cleaned
+
+
+def _say_where(output: Output, figures: dict[str, float], reason: str, stream: TextIO) -> None:
+    rollouts, scored = int(figures.get("rollouts", 0)), int(figures.get("scored", 0))
+    mean = figures.get("reward/mean")
+    reward = "no reward" if mean is None else f"mean reward {mean:.3f}"
+    stream.write(
+        f"{reason}: {int(figures.get('groups', 0))} groups, {rollouts} rollouts, {rollouts - scored} unscored, {reward}\n"
+        f"  groups  {output.groups.path}\n  report  {output.report}\n  run     {output.folder.path}\n"
+    )

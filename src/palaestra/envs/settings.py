@@ -1,0 +1,38 @@
+"""From an environment's configuration to what the runner takes: the agent's settings, its tools, its network."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from palaestra.agent.budget import Budget
+from palaestra.core.types import Network, NetworkPolicy
+from palaestra.envs.config import HermesAgentEnvConfig
+from palaestra.rollouts.base import AgentSettings, Kit
+from palaestra.tools.registry import build_tool_registry
+
+
+def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
+    """How the configuration wants the agent run."""
+    return AgentSettings(
+        max_turns=config.max_agent_turns,
+        temperature=config.agent_temperature,
+        max_tokens=config.max_token_length,
+        system_prompt=config.system_prompt,
+        extra_body=config.extra_body,
+        tool_timeout_s=float(config.terminal_timeout),
+        budget=Budget(wall_s=config.worker_timeout if config.worker_timeout > 0 else None),
+    )
+
+
+def kit(config: HermesAgentEnvConfig, toolsets: Sequence[str] | None, rng: random.Random) -> Kit:
+    """The tools of one group: the configuration's toolsets where it names some, else those given."""
+    enabled = config.enabled_toolsets if config.enabled_toolsets is not None else toolsets
+    registry = build_tool_registry(enabled_toolsets=enabled, disabled_toolsets=config.disabled_toolsets)
+    return Kit(registry, tuple(enabled or ()))
+
+
+def network_policy(allowed: bool) -> NetworkPolicy:
+    """The same network for preparation and agent; grading never has one unless its task says so."""
+    network = Network.ON if allowed else Network.OFF
+    return NetworkPolicy(prepare=network, agent=network, grade=Network.OFF)

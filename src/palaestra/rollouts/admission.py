@@ -1,0 +1,58 @@
+"""Admission to the slots of a run: nobody asks the pool for a slot before there is one to be had.
+
+Waiting here is not charged to the pool's `acquire_timeout` (invariant S4), so a long queue of rollouts never looks
+like a pool that does not answer. Waiters are admitted first come, first served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from palaestra.sandbox.base import Change, Slot, SlotSource, SlotSpec, Snapshot, View
+
+
+class AdmittedSlots:
+    """A `SlotSource` over another, with at most `capacity` slots out at once."""
+
+    def __init__(self, pool: SlotSource, capacity: int) -> None:
+        self._pool = pool
+        self._places = asyncio.Semaphore(capacity)
+
+    async def acquire(
+        self,
+        trajectory_id: str,
+        *,
+        spec: SlotSpec | None = None,
+        snapshot: Snapshot | None = None,
+        timeout_s: float | None = None,
+    ) -> Slot:
+        """Wait for a place, then for the pool. `timeout_s` counts from admission on."""
+        await self._places.acquire()
+        try:
+            return await self._pool.acquire(trajectory_id, spec=spec, snapshot=snapshot, timeout_s=timeout_s)
+        except BaseException:
+            self._places.release()
+            raise
+
+    async def release(self, slot: Slot) -> None:
+        """Give the slot back; the place is free again whatever the pool says."""
+        try:
+            await self._pool.release(slot)
+        finally:
+            self._places.release()
+
+    async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
+        """Seal the slot, which ends it and frees its place."""
+        try:
+            return await self._pool.seal(slot, view)
+        finally:
+            self._places.release()
+
+    async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
+        return await self._pool.view(snapshot, view)
+
+    async def changes(self, snapshot: Snapshot) -> list[Change]:
+        return await self._pool.changes(snapshot)
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        await self._pool.forget(snapshot)

@@ -1,0 +1,178 @@
+"""One rollout from start to record, and the only place where what went wrong becomes an outcome and a blame.
+
+The order is fixed: set up, act, seal, score. Whatever happens, cancellation included, the slot is given back and a
+complete `Trajectory` comes out (invariant A3); a fault of the world never becomes a reward (invariant R1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from palaestra.agent.result import AgentResult
+from palaestra.core.errors import EngineError, GraderError, InfraError, PalaestraError, PrepareError, TaskError
+from palaestra.core.types import Blame, Outcome, Score
+from palaestra.rollouts.base import Environment, Phase, Projection
+from palaestra.rollouts.grading import Grading
+from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.trajectory import Beside, ToolErrorRecord, Trajectory, TurnRecord
+
+logger = logging.getLogger(__name__)
+
+CLEAN_UP_S = 30.0
+"""How long giving back a slot may take; after that the backend's own end-of-run clean-up has it."""
+
+T = TypeVar("T")
+
+
+class Attempt:
+    """One try at one rollout. `run` does it once; `trajectory` is complete from then on, however `run` ended."""
+
+    def __init__(self, env: Environment, rollout: Rollout) -> None:
+        self.env = env
+        self.rollout = rollout
+        self.started_at = time.time()
+        self.outcome = Outcome.CANCELLED
+        self.blame: Blame | None = Blame.RUN
+        self.error = "the run was interrupted"
+        self.score: Score | None = None
+        self.projection = Projection()
+        self.duration_s = 0.0
+
+    async def run(self) -> None:
+        """Play the rollout. Only cancellation and our own bugs get out; all else is in the record."""
+        started = time.perf_counter()
+        grading: Grading | None = None
+        try:
+            grading = Grading(self.rollout, self.env.slot_spec(self.rollout.task, Phase.GRADE))
+            await self._play(grading)
+        except InfraError as error:
+            self._failed(error, error.blame)
+        except TaskError as error:
+            self._failed(error, Blame.TASK)
+        finally:
+            await self._give_back(grading)
+            self.duration_s = time.perf_counter() - started
+
+    async def _play(self, grading: Grading) -> None:
+        rollout = self.rollout
+        with rollout.stage("setup"):
+            await blaming(PrepareError, self.env.begin(rollout), f"setting up {rollout.rollout_id}")
+        with rollout.stage("agent"):
+            result = await self.env.act(rollout)
+        rollout.result = result
+        if result.outcome.scored:
+            with rollout.stage("grade"):
+                score = await blaming(GraderError, self.env.score(rollout, grading), f"scoring {rollout.rollout_id}")
+            if not math.isfinite(score.reward):
+                raise GraderError(f"scoring {rollout.rollout_id} gave {score.reward}, which is no reward")
+            self.score = score
+        self._acted(result)
+        self.projection = self.env.project(rollout, self.score)
+
+    def _acted(self, result: AgentResult) -> None:
+        self.outcome, self.error, self.blame = result.outcome, result.error, None
+        if result.outcome is Outcome.API_ERROR:
+            self.blame = Blame.ENGINE
+        elif result.outcome is Outcome.INFRA_ERROR:
+            self.blame = result.blame or Blame.SANDBOX
+        elif result.outcome is not Outcome.NATURAL:
+            self.blame = Blame.MODEL
+
+    def _failed(self, error: Exception, blame: Blame) -> None:
+        self.score = None
+        self.outcome = Outcome.API_ERROR if isinstance(error, EngineError) else Outcome.INFRA_ERROR
+        self.blame = blame
+        self.error = f"{type(error).__name__}: {error}"
+
+    async def _give_back(self, grading: Grading | None) -> None:
+        """Shielded, so that a cancelled rollout still returns its slot, and bounded, so that it cannot hang the run."""
+
+        async def both() -> None:
+            try:
+                if grading is not None:
+                    await grading.aclose()
+            finally:
+                await self.rollout.aclose()
+
+        try:
+            async with asyncio.timeout(CLEAN_UP_S):
+                await asyncio.shield(both())
+        except (PalaestraError, TimeoutError) as error:
+            logger.warning("giving back the slot of %s failed: %s", self.rollout.rollout_id, error)
+
+    def trajectory(self) -> Trajectory:
+        """The record."""
+        rollout = self.rollout
+        result = rollout.result or AgentResult(messages=rollout.opening())
+        return Trajectory(
+            rollout_id=rollout.rollout_id,
+            group_id=rollout.group_id,
+            task_id=rollout.task.id,
+            index=rollout.index,
+            messages=result.messages,
+            outcome=self.outcome,
+            reward=self.score.reward if self.score else None,
+            blame=self.blame,
+            error=self.error,
+            metrics=dict(self.score.metrics) if self.score else {},
+            detail=dict(self.score.detail) if self.score else {},
+            prompt_tokens=result.usage.prompt_tokens,
+            completion_tokens=result.usage.completion_tokens,
+            turns=_turns(result),
+            tool_calls_attempted=result.tool_calls_attempted,
+            tool_calls_schema_valid=result.tool_calls_schema_valid,
+            tool_errors=_tool_errors(result),
+            row=self.projection.row,
+            extra=self.projection.extra,
+            beside=self._beside(result),
+        )
+
+    def _beside(self, result: AgentResult) -> Beside:
+        stages = {name: round(seconds, 6) for name, seconds in self.rollout.stages.items()}
+        rung = self.rollout.rung
+        return Beside(
+            started_at=self.started_at,
+            duration_s=round(self.duration_s, 6),
+            stages=stages,
+            turn_s=[(round(turn.model_s, 6), round(turn.tool_s, 6)) for turn in result.turns],
+            sandbox={"rung": rung.label} if rung is not None else {},
+        )
+
+
+async def blaming(kind: type[InfraError], hook: Awaitable[T], doing: str) -> T:
+    """Await an environment's hook; an exception of its author's becomes `kind`, with the original as its cause.
+
+    Errors that already say whose fault they are pass through.
+    """
+    try:
+        return await hook
+    except PalaestraError:
+        raise
+    except Exception as error:
+        logger.debug("%s failed", doing, exc_info=True)
+        raise kind(f"{doing} failed with {type(error).__name__}: {error}") from error
+
+
+def _turns(result: AgentResult) -> list[TurnRecord]:
+    return [
+        TurnRecord(
+            number=turn.number,
+            finish_reason=turn.finish_reason,
+            prompt_tokens=turn.prompt_tokens,
+            completion_tokens=turn.completion_tokens,
+            tools=turn.tool_names,
+        )
+        for turn in result.turns
+    ]
+
+
+def _tool_errors(result: AgentResult) -> list[ToolErrorRecord]:
+    return [
+        ToolErrorRecord(turn=error.turn, tool=error.tool_name, arguments=error.arguments, error=error.error)
+        for error in result.tool_errors
+    ]

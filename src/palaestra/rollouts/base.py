@@ -1,0 +1,131 @@
+"""The Environment protocol: all that the runner knows of where tasks come from and how they are scored. No I/O.
+
+`envs/function.py` and `envs/contract.py` adapt the two ways of writing an environment to it. It is an abstract class
+rather than a `typing.Protocol` since most of its hooks have a default that does nothing; `name`, `tasks`, `kit` and
+`score` are always the environment's own.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from palaestra.agent.budget import Budget
+from palaestra.agent.result import AgentResult
+from palaestra.core.types import JSON, Network, Score, Task
+from palaestra.rollouts.trajectory import TokenRow
+from palaestra.sandbox.base import Slot, SlotSpec
+from palaestra.tools.registry import ToolRegistry
+
+if TYPE_CHECKING:
+    from palaestra.rollouts.grading import Grading
+    from palaestra.rollouts.rollout import Rollout
+
+
+class Phase(StrEnum):
+    """The three times at which a task has a slot; each has its own network policy."""
+
+    PREPARE = "prepare"
+    AGENT = "agent"
+    GRADE = "grade"
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """How the agent of a rollout is run. `max_tokens` is per reply; `tool_timeout_s` is a command's default limit."""
+
+    max_turns: int = 30
+    temperature: float = 1.0
+    max_tokens: int | None = None
+    system_prompt: str | None = None
+    extra_body: Mapping[str, JSON] | None = None
+    tool_timeout_s: float = 120.0
+    max_context_tokens: int | None = None
+    budget: Budget = field(default_factory=Budget)
+
+
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """The tools of one group, resolved once and passed as a value: every rollout of the group has the same."""
+
+    registry: ToolRegistry
+    toolsets: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Projection:
+    """What an environment adds to a trajectory's record: the token row and keys of its own."""
+
+    row: TokenRow | None = None
+    extra: dict[str, JSON] = field(default_factory=dict)
+
+
+class Environment(ABC):
+    """Where tasks come from, how a workspace is prepared, how a result is scored."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Names the run folder and the output files."""
+
+    @property
+    def agent(self) -> AgentSettings:
+        """How the agent is run."""
+        return AgentSettings()
+
+    async def open(self) -> None:
+        """Load what the environment needs. Called once, before the first task."""
+
+    async def aclose(self) -> None:
+        """Let go of it again. Called once, whatever happened."""
+
+    @abstractmethod
+    def tasks(self) -> AsyncIterator[Task]:
+        """The tasks of the run, in order."""
+
+    @abstractmethod
+    def kit(self, task: Task, rng: random.Random) -> Kit:
+        """The tools of this task's group. `rng` is the group's own."""
+
+    def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
+        """What the task's slots are made from."""
+        return SlotSpec(image=task.image, limits=task.limits, network=network_of(task, phase))
+
+    def foundation(self, task: Task) -> str | None:
+        """The key of the preparation that this task shares with others; None where it shares none."""
+        return None
+
+    async def lay(self, task: Task, sandbox: Slot) -> None:
+        """Do the shared preparation, once per key in a run. The task's own preparation then starts from it."""
+
+    def prepares(self, task: Task) -> bool:
+        """Whether the task has a workspace to prepare. Without one, rollouts start from the bare image."""
+        return bool(task.files or task.setup)
+
+    async def prepare(self, task: Task, sandbox: Slot) -> None:
+        """Prepare the workspace, once per group. Every rollout starts from a fork of it."""
+
+    async def begin(self, rollout: Rollout) -> None:
+        """Set up one rollout, in its own fork, before the agent starts."""
+
+    async def act(self, rollout: Rollout) -> AgentResult:
+        """Let the agent work."""
+        return await rollout.run_agent()
+
+    @abstractmethod
+    async def score(self, rollout: Rollout, grading: Grading) -> Score:
+        """Score the sealed result. Raises `GraderError` when the check itself could not be made."""
+
+    def project(self, rollout: Rollout, score: Score | None) -> Projection:
+        """What to record besides."""
+        return Projection()
+
+
+def network_of(task: Task, phase: Phase) -> Network:
+    """The network of a phase as the task says."""
+    policy = task.network
+    return {Phase.PREPARE: policy.prepare, Phase.AGENT: policy.agent, Phase.GRADE: policy.grade}[phase]

@@ -1,0 +1,87 @@
+"""The view in which a score is computed.
+
+Sealed, by default (invariant R2): every process of the agent is dead, its change is an immutable layer, and the check
+runs in a fresh slot over that layer. An environment may leave parts of the change out of the view, so that pristine
+tests show through. A task that says `grading="live"` is checked in the agent's own slot, for work that is a running
+service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from palaestra.core.errors import GraderError, TaskError
+from palaestra.rollouts.rollout import Rollout
+from palaestra.sandbox.base import Change, Slot, SlotSpec, Snapshot, View
+from palaestra.tools.binding import SlotTools
+
+SEALED, LIVE = "sealed", "live"
+
+
+class Grading:
+    """Leases the grading slot when the check first asks for it, and gives everything back in `aclose`."""
+
+    def __init__(self, rollout: Rollout, spec: SlotSpec) -> None:
+        if rollout.task.grading not in (SEALED, LIVE):
+            raise TaskError(f"task {rollout.task.id}: grading must be sealed or live, not {rollout.task.grading!r}")
+        self.rollout = rollout
+        self.pool = rollout.pool
+        self.spec = spec
+        self.live = rollout.task.grading == LIVE
+        self._slot: Slot | None = None
+        self._sealed: Snapshot | None = None
+        self._made: list[Snapshot] = []
+        self._seal_done = False
+
+    async def seal(self, view: View | None = None) -> Snapshot | None:
+        """The agent's sealed work; None where the agent never had a slot. Only the first call's `view` counts."""
+        if self.live:
+            raise GraderError(f"task {self.rollout.task.id} is graded live: there is nothing sealed to look at")
+        if not self._seal_done:
+            self._sealed = await self.rollout.seal(view)
+            self._seal_done = True
+            if self._sealed is not None:
+                self._made.append(self._sealed)
+        return self._sealed
+
+    async def changes(self) -> Sequence[Change]:
+        """What the agent changed, from the sealed layer."""
+        sealed = await self.seal()
+        return [] if sealed is None else await self.pool.changes(sealed)
+
+    async def slot(self, view: View | None = None) -> Slot:
+        """The grading slot. `view` narrows what of the agent's change it shows; only the first call's counts."""
+        if self.live:
+            return await self.rollout.sandbox()
+        if self._slot is None:
+            base = await self._base(view)
+            with self.rollout.stage("acquire"):
+                self._slot = await self.pool.acquire(f"{self.rollout.rollout_id}:grade", spec=self.spec, snapshot=base)
+        return self._slot
+
+    async def _base(self, view: View | None) -> Snapshot | None:
+        sealed = await self.seal()
+        if sealed is None:
+            return self.rollout.snapshot
+        if view is None:
+            return sealed
+        narrowed = await self.pool.view(sealed, view)
+        self._made.append(narrowed)
+        return narrowed
+
+    def tools(self, timeout_s: float) -> SlotTools:
+        """The group's tools, pointing at the grading slot: what `exec_tool` and `ToolContext` call."""
+        return SlotTools(
+            self.rollout.kit.registry,
+            self.slot,
+            task_id=f"{self.rollout.rollout_id}:grade",
+            timeout_s=timeout_s,
+        )
+
+    async def aclose(self) -> None:
+        """Release the grading slot and drop the layers that were made for it. Idempotent."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            await self.pool.release(slot)
+        while self._made:
+            await self.pool.forget(self._made.pop())

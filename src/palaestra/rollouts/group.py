@@ -1,0 +1,182 @@
+"""One group: prepare the task's workspace once, then let `group_size` rollouts start from forks of it.
+
+A preparation that fails ends the group with an error and no trajectory: nothing was rolled out, so nothing is scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from palaestra.agent.result import Turn
+from palaestra.core.errors import InfraError, PrepareError, TaskError
+from palaestra.core.types import Blame, Message, Task
+from palaestra.inference.base import Engine, SessionContext
+from palaestra.rollouts.attempt import Attempt, blaming
+from palaestra.rollouts.base import Environment, Kit, Phase
+from palaestra.rollouts.foundations import Foundations
+from palaestra.rollouts.journal import AttemptDiscarded, GroupEnded, GroupStarted, Journal, Messages, RolloutEnded
+from palaestra.rollouts.progress import Observer
+from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.trajectory import Group
+from palaestra.sandbox.base import Slot, SlotSource, Snapshot
+from palaestra.tools.registry import schema_hash
+
+RETRIED = frozenset({Blame.SANDBOX, Blame.GRADER})
+"""Whose failures are worth a fresh attempt. The engine's client has already retried its own."""
+
+SETUP_TIMEOUT_S = 600.0
+"""How long a task's own `setup` script may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What all groups of a run share."""
+
+    engine: Engine
+    pool: SlotSource
+    journal: Journal
+    observer: Observer
+    seed: int = 0
+    group_size: int = 1
+    infra_retries: int = 0
+    foundations: Foundations = field(kw_only=True)
+
+
+class GroupRun:
+    """Runs one group to its end."""
+
+    def __init__(self, env: Environment, services: Services, number: int, task: Task) -> None:
+        self.env = env
+        self.services = services
+        self.task = task
+        self.group = Group(group_id=f"{number:06d}-{task.id}", number=number, task_id=task.id)
+        self._kit: Kit | None = None
+
+    async def run(self) -> Group:
+        """The finished group, already in the journal. Raises only on cancellation and on our own bugs."""
+        services, group = self.services, self.group
+        services.observer.group_started(group.number, group.task_id)
+        snapshot: Snapshot | None = None
+        try:
+            self._kit = self._resolve_tools()
+            snapshot = await self._prepare()
+            services.journal.append(GroupStarted(at=time.time(), group=group))
+            await self._roll_out(snapshot)
+        except (InfraError, TaskError) as error:
+            group.error = f"{type(error).__name__}: {error}"
+            services.journal.append(GroupStarted(at=time.time(), group=group))
+        finally:
+            if snapshot is not None:
+                await asyncio.shield(services.pool.forget(snapshot))
+        services.journal.append(
+            GroupEnded(at=time.time(), group_id=group.group_id, number=group.number, error=group.error)
+        )
+        await services.journal.commit()
+        return group
+
+    def _rng(self, *parts: object) -> random.Random:
+        """A generator of its own for each purpose, derived from the run's seed and the item alone."""
+        return random.Random(":".join(map(str, (self.services.seed, self.group.group_id, *parts))))
+
+    def _resolve_tools(self) -> Kit:
+        kit = self.env.kit(self.task, self._rng("tools"))
+        self.group.toolsets = kit.toolsets
+        self.group.tools = kit.registry.definitions()
+        self.group.tools_hash = schema_hash(self.group.tools)
+        return kit
+
+    async def _prepare(self) -> Snapshot | None:
+        """The group's own snapshot, over the foundation it shares; None when the bare image will do."""
+        key = self.env.foundation(self.task)
+        foundation = None
+        if key is not None:
+            lay = partial(self._in_slot, self.env.lay, None, f"laying the foundation {key}")
+            foundation = await self.services.foundations.get(key, lay)
+        if foundation is None and not self.env.prepares(self.task):
+            return None
+        started = time.perf_counter()
+        snapshot = await self._in_slot(self._fill, foundation, f"preparing task {self.task.id}")
+        self.group.prepare_s = round(time.perf_counter() - started, 6)
+        return snapshot
+
+    async def _in_slot(
+        self, work: Callable[[Task, Slot], Awaitable[None]], base: Snapshot | None, doing: str
+    ) -> Snapshot:
+        """Do preparation work in a slot and seal it. What goes wrong in it is the task's fault."""
+        pool = self.services.pool
+        spec = self.env.slot_spec(self.task, Phase.PREPARE)
+        slot = await pool.acquire(f"{self.group.group_id}:prepare", spec=spec, snapshot=base)
+        try:
+            await blaming(PrepareError, work(self.task, slot), doing)
+        except BaseException:
+            await asyncio.shield(pool.release(slot))
+            raise
+        return await pool.seal(slot)
+
+    async def _fill(self, task: Task, slot: Slot) -> None:
+        for path, content in task.files.items():
+            await slot.write_bytes(path, content.encode() if isinstance(content, str) else content)
+        if task.setup:
+            done = await slot.execute(task.setup, timeout_s=SETUP_TIMEOUT_S)
+            if not done.success:
+                raise PrepareError(f"the setup script of {task.id} failed ({done.error}):\n{done.output[-2000:]}")
+        await self.env.prepare(task, slot)
+
+    async def _roll_out(self, snapshot: Snapshot | None) -> None:
+        async with asyncio.TaskGroup() as rollouts:
+            for index in range(self.services.group_size):
+                rollouts.create_task(self._one(index, snapshot), name=f"{self.group.group_id}/{index}")
+        self.group.trajectories.sort(key=lambda trajectory: trajectory.index)
+
+    async def _one(self, index: int, snapshot: Snapshot | None) -> None:
+        journal = self.services.journal
+        for remaining in range(self.services.infra_retries, -1, -1):
+            attempt = Attempt(self.env, self._rollout(index, snapshot))
+            try:
+                await attempt.run()
+            finally:
+                trajectory = attempt.trajectory()
+                kept = remaining == 0 or trajectory.blame not in RETRIED
+                event = RolloutEnded if kept else AttemptDiscarded
+                journal.append(event(at=time.time(), trajectory=trajectory))
+            if kept:
+                break
+        self.group.trajectories.append(trajectory)
+        await journal.commit()
+        self.services.observer.rollout_finished(trajectory)
+
+    def _rollout(self, index: int, snapshot: Snapshot | None) -> Rollout:
+        assert self._kit is not None
+        rollout_id = f"{self.group.group_id}/{index}"
+        rng = self._rng("rollout", index)
+        context = SessionContext(rollout_id=rollout_id, task=self.task, index=index, rng=rng)
+        return Rollout(
+            rollout_id=rollout_id,
+            group_id=self.group.group_id,
+            index=index,
+            task=self.task,
+            rng=rng,
+            server=self.services.engine.session(context),
+            kit=self._kit,
+            pool=self.services.pool,
+            spec=self.env.slot_spec(self.task, Phase.AGENT),
+            snapshot=snapshot,
+            settings=self.env.agent,
+            on_turn=self._journal_turn,
+            on_stage=self.services.observer.stage,
+        )
+
+    def _journal_turn(self, rollout: Rollout, turn: Turn, messages: list[Message]) -> None:
+        self.services.journal.append(
+            Messages(at=time.time(), rollout_id=rollout.rollout_id, turn=turn.number, messages=messages)
+        )
+
+
+def failed_for_the_engine(group: Group) -> bool:
+    """Whether every rollout of the group ended because the model server failed."""
+    return bool(group.trajectories) and all(rollout.blame is Blame.ENGINE for rollout in group.trajectories)

@@ -1,0 +1,167 @@
+"""The journal: the append-only record of everything that happened in a run, and the only truth on disk (invariant D1).
+
+One JSON object per line. A line is handed to the kernel when it is appended, so it survives the death of this
+process; `commit` returns once everything appended before it is on the disk, and concurrent commits share one fsync.
+JSONL files, reports and metrics are projections of it. A torn last line, which a power cut can leave, is ignored by
+`read_journal`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from palaestra.core.config import is_secret
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON, Message
+from palaestra.rollouts.trajectory import Group, Trajectory
+
+JOURNAL_SCHEMA = "palaestra.journal/1"
+
+
+class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event"):
+    """One thing that happened. `at` is seconds since the epoch."""
+
+    at: float = 0.0
+
+
+class RunStarted(Event, tag="run", kw_only=True):
+    """The first line: what is being run, and with which configuration."""
+
+    schema: str = JOURNAL_SCHEMA
+    run_id: str
+    env: str
+    model: str
+    seed: int
+    config: dict[str, JSON] = {}
+
+
+class GroupStarted(Event, tag="group", kw_only=True):
+    """A group's tools and preparation; its trajectories are still empty."""
+
+    group: Group
+
+
+class Messages(Event, tag="messages", kw_only=True):
+    """Messages that a rollout's conversation grew by. `turn` 0 is what it started from."""
+
+    rollout_id: str
+    turn: int
+    messages: list[Message]
+
+
+class RolloutEnded(Event, tag="rollout", kw_only=True):
+    """A rollout's complete record."""
+
+    trajectory: Trajectory
+
+
+class AttemptDiscarded(Event, tag="discarded", kw_only=True):
+    """The record of an attempt that the world broke and that was tried again on a fresh slot."""
+
+    trajectory: Trajectory
+
+
+class GroupEnded(Event, tag="group_end", kw_only=True):
+    """Every rollout of the group has ended; `error` tells why there were none."""
+
+    group_id: str
+    number: int
+    error: str = ""
+
+
+class RunEnded(Event, tag="end", kw_only=True):
+    """The last line of a run that was not killed. `reason` is done, failed or interrupted."""
+
+    reason: str
+
+
+AnyEvent = RunStarted | GroupStarted | Messages | RolloutEnded | AttemptDiscarded | GroupEnded | RunEnded
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+class Journal:
+    """Appends events to one file. Owned by one event loop."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._appended = 0
+        self._committed = 0
+        self._committing = asyncio.Lock()
+
+    def append(self, event: AnyEvent) -> None:
+        """Hand one event to the kernel. Raises `OSError` when the disk is full: a run without a journal must stop."""
+        line = _encoder.encode(event) + b"\n"
+        written = os.write(self._fd, line)
+        while written < len(line):
+            written += os.write(self._fd, line[written:])
+        self._appended += 1
+
+    async def commit(self) -> None:
+        """Return once everything appended so far is on the disk."""
+        wanted = self._appended
+        async with self._committing:
+            if self._committed >= wanted:
+                return
+            covered = self._appended
+            await asyncio.to_thread(os.fsync, self._fd)
+            self._committed = covered
+
+    def close(self) -> None:
+        """Flush and close. Idempotent."""
+        if self._fd >= 0:
+            os.fsync(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def read_journal(path: Path) -> Iterator[AnyEvent]:
+    """The events of a journal. A torn last line is left out; damage anywhere else raises `ConfigError`."""
+    with path.open("rb") as lines:
+        torn: tuple[int, Exception] | None = None
+        for number, line in enumerate(lines, 1):
+            if torn is not None:
+                raise ConfigError(f"{path}: line {torn[0]} is damaged: {torn[1]}")
+            try:
+                yield _decoder.decode(line)
+            except msgspec.MsgspecError as error:
+                torn = (number, error)
+
+
+def read_groups(path: Path) -> list[Group]:
+    """The finished groups of a journal, in item order, with their trajectories."""
+    groups: dict[str, Group] = {}
+    ended: list[Group] = []
+    for event in read_journal(path):
+        match event:
+            case GroupStarted(group=group):
+                groups[group.group_id] = group
+            case RolloutEnded(trajectory=trajectory):
+                groups[trajectory.group_id].trajectories.append(trajectory)
+            case GroupEnded(group_id=group_id, error=error):
+                group = groups[group_id]
+                group.error = error
+                group.trajectories.sort(key=lambda trajectory: trajectory.index)
+                ended.append(group)
+            case _:
+                pass
+    return sorted(ended, key=lambda group: group.number)
+
+
+def without_secrets(values: Mapping[str, JSON]) -> dict[str, JSON]:
+    """A configuration as the journal keeps it: the values of secrets are replaced, at any depth."""
+    return {key: "***" if value and is_secret(key) else _cleaned(value) for key, value in values.items()}
+
+
+def _cleaned(value: JSON) -> JSON:
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    return [_cleaned(entry) for entry in value] if isinstance(value, list) else value

@@ -1,0 +1,181 @@
+"""One rollout while it lives: its task, its session with the engine, its tools, its slot.
+
+The slot is leased when something first needs it and given back exactly once, whatever happens. Environments' hooks
+get the rollout by the name `rollout`; what is left of it afterwards is a `Trajectory`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from palaestra.agent.loop import HermesAgentLoop
+from palaestra.agent.result import AgentResult, Turn
+from palaestra.core.types import JSON, Message, Task
+from palaestra.inference.base import ChatServer
+from palaestra.rollouts.base import AgentSettings, Kit
+from palaestra.sandbox.base import Rung, Slot, SlotSource, SlotSpec, Snapshot, View
+from palaestra.tools.binding import SlotTools
+
+TurnRecorder = Callable[["Rollout", Turn, list[Message]], None]
+
+
+class Rollout:
+    """A rollout in flight. `meta` is whatever the environment wants to carry from set-up to scoring."""
+
+    def __init__(
+        self,
+        *,
+        rollout_id: str,
+        group_id: str,
+        index: int,
+        task: Task,
+        rng: random.Random,
+        server: ChatServer,
+        kit: Kit,
+        pool: SlotSource,
+        spec: SlotSpec,
+        snapshot: Snapshot | None,
+        settings: AgentSettings,
+        on_turn: TurnRecorder | None = None,
+        on_stage: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self.rollout_id = rollout_id
+        self.group_id = group_id
+        self.index = index
+        self.task = task
+        self.rng = rng
+        self.server = server
+        self.kit = kit
+        self.pool = pool
+        self.spec = spec
+        self.snapshot = snapshot
+        self.settings = settings
+        self.meta: dict[str, JSON] = {}
+        self.result: AgentResult | None = None
+        self.stages: dict[str, float] = {}
+        self.rung: Rung | None = None
+        self._on_turn = on_turn
+        self._on_stage = on_stage
+        self._slot: Slot | None = None
+        self._leasing = asyncio.Lock()
+        self._tools: SlotTools | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far."""
+        return self.result.messages if self.result is not None else []
+
+    @property
+    def final_response(self) -> str:
+        """The agent's last words."""
+        return self.result.final_response if self.result is not None else ""
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a part of the rollout and tell the display about it."""
+        if self._on_stage is not None:
+            self._on_stage(self.rollout_id, name)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - started
+
+    async def sandbox(self) -> Slot:
+        """The rollout's slot, leased at the first call: a fork of the group's prepared workspace."""
+        async with self._leasing:
+            if self._slot is None:
+                with self.stage("acquire"):
+                    self._slot = await self.pool.acquire(self.rollout_id, spec=self.spec, snapshot=self.snapshot)
+                self.rung = self._slot.rung
+            return self._slot
+
+    @property
+    def tools(self) -> SlotTools:
+        """The group's tools, bound to this rollout's slot."""
+        if self._tools is None:
+            self._tools = SlotTools(
+                self.kit.registry,
+                self.sandbox,
+                task_id=self.rollout_id,
+                user_task=_first_user_text(self.task.messages()),
+                timeout_s=self.settings.tool_timeout_s,
+            )
+        return self._tools
+
+    def opening(self) -> list[Message]:
+        """The messages the agent starts from: the system prompt, if there is one, and the task's."""
+        messages = self.task.messages()
+        if self.settings.system_prompt:
+            messages.insert(0, {"role": "system", "content": self.settings.system_prompt})
+        return messages
+
+    async def run_agent(
+        self,
+        messages: list[Message] | None = None,
+        *,
+        server: ChatServer | None = None,
+        tool_handler: Callable[[str, Mapping[str, JSON], str | None], Awaitable[str]] | None = None,
+    ) -> AgentResult:
+        """Run the one agent loop over this rollout's conversation. `result` is kept even when the call is cancelled."""
+        loop = self.loop(server=server, tool_handler=tool_handler)
+        opening = self.opening() if messages is None else messages
+        self.record(None, opening)
+        try:
+            return await loop.run(opening)
+        finally:
+            self.result = loop.result
+
+    def loop(
+        self,
+        *,
+        server: ChatServer | None = None,
+        tool_handler: Callable[[str, Mapping[str, JSON], str | None], Awaitable[str]] | None = None,
+    ) -> HermesAgentLoop:
+        """The agent loop, set up for this rollout."""
+        settings, registry = self.settings, self.kit.registry
+        return HermesAgentLoop(
+            server if server is not None else self.server,
+            registry.definitions(),
+            set(registry.list_tools()),
+            max_turns=settings.max_turns,
+            task_id=self.rollout_id,
+            temperature=settings.temperature,
+            max_tokens=settings.max_tokens,
+            extra_body=settings.extra_body,
+            tool_handler=tool_handler or self.tools.handle,
+            max_context_tokens=settings.max_context_tokens,
+            parallel_safe=self.tools.parallel_safe,
+            on_turn=self.record,
+            budget=settings.budget,
+        )
+
+    def record(self, turn: Turn | None, messages: list[Message]) -> None:
+        """Note the messages that were added, in the journal."""
+        if self._on_turn is not None:
+            self._on_turn(self, turn or Turn(0, None, 0, 0, 0.0, 0.0), messages)
+
+    async def seal(self, view: View | None = None) -> Snapshot | None:
+        """End the agent's slot; its change becomes a layer. None where no slot was ever leased."""
+        slot, self._slot = self._slot, None
+        if slot is None:
+            return None
+        with self.stage("seal"):
+            return await self.pool.seal(slot, view)
+
+    async def aclose(self) -> None:
+        """Give the slot back, if one is held."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            await self.pool.release(slot)
+
+
+def _first_user_text(messages: list[Message]) -> str:
+    for message in messages:
+        if message.get("role") == "user":
+            return str(message.get("content") or "")[:500]
+    return ""

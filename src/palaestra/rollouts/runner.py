@@ -1,0 +1,128 @@
+"""The runner: takes tasks from an environment, runs groups of rollouts a bounded number at a time, and hands each
+finished group on, after it is on disk.
+
+It stops early in two cases: when it is cancelled (what was finished is kept), and when the model server has failed
+every rollout of several groups in a row, since going on would only burn tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from palaestra.core.errors import EngineUnavailable, PalaestraError
+from palaestra.core.types import Task
+from palaestra.rollouts.base import Environment
+from palaestra.rollouts.group import GroupRun, Services, failed_for_the_engine
+from palaestra.rollouts.trajectory import Group
+
+GIVE_UP_AFTER = 3
+"""How many groups in a row may fail for the engine alone before the run stops."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a run came to, kept in constant memory."""
+
+    groups: int = 0
+    failed_groups: int = 0
+    rollouts: int = 0
+    scored: int = 0
+    reward_sum: float = 0.0
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> int:
+        """Rollouts that ended without a reward."""
+        return self.rollouts - self.scored
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Over the scored rollouts; None when there is none."""
+        return self.reward_sum / self.scored if self.scored else None
+
+    def add(self, group: Group) -> None:
+        """Count one finished group."""
+        scored = group.scored
+        self.groups += 1
+        self.failed_groups += bool(group.error)
+        self.rollouts += len(group.trajectories)
+        self.scored += len(scored)
+        self.reward_sum += sum(trajectory.reward or 0.0 for trajectory in scored)
+        for error in [group.error, *(t.error for t in group.trajectories if not t.scored)]:
+            if error and error not in self.errors and len(self.errors) < 5:
+                self.errors.append(error)
+
+
+class Runner:
+    """Runs an environment's tasks, numbered from `first`. `on_group` gets every finished group, as they finish."""
+
+    def __init__(
+        self,
+        env: Environment,
+        services: Services,
+        *,
+        concurrency: int = 1,
+        limit: int | None = None,
+        first: int = 0,
+        on_group: Callable[[Group], None] = lambda group: None,
+    ) -> None:
+        self.env = env
+        self.services = services
+        self.concurrency = concurrency
+        self.limit = limit
+        self.first = first
+        self.on_group = on_group
+        self.tally = Tally()
+        self._taken = 0
+        self._taking = asyncio.Lock()
+        self._engine_failures = 0
+
+    async def run(self) -> Tally:
+        """Run to the last task. Raises `EngineUnavailable` when the model server is gone for good."""
+        tasks = self.env.tasks()
+        try:
+            async with asyncio.TaskGroup() as workers:
+                for number in range(self.concurrency):
+                    workers.create_task(self._work(tasks), name=f"groups-{number}")
+        except* PalaestraError as failures:
+            raise _first(failures) from None
+        return self.tally
+
+    async def _work(self, tasks: AsyncIterator[Task]) -> None:
+        while (taken := await self._take(tasks)) is not None:
+            number, task = taken
+            group = await GroupRun(self.env, self.services, number, task).run()
+            self.tally.add(group)
+            self.on_group(group)
+            self.services.observer.group_finished(group)
+            self._watch_engine(group)
+
+    async def _take(self, tasks: AsyncIterator[Task]) -> tuple[int, Task] | None:
+        async with self._taking:
+            if self.limit is not None and self._taken >= self.limit:
+                return None
+            try:
+                task = await anext(tasks)
+            except StopAsyncIteration:
+                return None
+            self._taken += 1
+            return self.first + self._taken - 1, task
+
+    def _watch_engine(self, group: Group) -> None:
+        if not failed_for_the_engine(group):
+            self._engine_failures = 0
+            return
+        self._engine_failures += 1
+        if self._engine_failures >= GIVE_UP_AFTER:
+            raise EngineUnavailable(
+                f"every rollout of {self._engine_failures} groups in a row failed at the model server; the last error was: "
+                f"{group.trajectories[-1].error}. What was finished is kept; check the server and start again"
+            )
+
+
+def _first(failures: BaseExceptionGroup[PalaestraError]) -> PalaestraError:
+    for failure in failures.exceptions:
+        return _first(failure) if isinstance(failure, BaseExceptionGroup) else failure
+    raise AssertionError("an exception group is never empty")
