@@ -55,7 +55,7 @@ def usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
         parts += ["", f"{title}:", *fields]
     if not everything:
         parts += ["", f"  {line.prog} --help-all lists every setting."]
-    return "\n".join(parts)
+    return "\n".join(parts) + "\n"
 
 
 def merged(env: Merged[BaseModel], servers: Sequence[Merged[BaseModel]]) -> str:
@@ -64,7 +64,7 @@ def merged(env: Merged[BaseModel], servers: Sequence[Merged[BaseModel]]) -> str:
     for index, server in enumerate(servers):
         rows += _rows("openai" if len(servers) == 1 else f"openai[{index}]", server)
     width = min(max(len(left) for left, _ in rows), 70)
-    return "\n".join(f"{left:<{width}}  # {source}" for left, source in rows)
+    return "".join(f"{left:<{width}}  # {source}\n" for left, source in rows)
 
 
 def _rows(group: str, config: Merged[BaseModel]) -> Iterator[tuple[str, str]]:

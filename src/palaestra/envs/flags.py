@@ -44,7 +44,7 @@ _PROCESS = {"ensure_scores_are_not_same": False, "include_messages": True}
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The command line asked a question (`--help`, `--show-config`): print this and stop with exit code 0."""
+    """The command line asked a question (`--help`, `--show-config`): write this to stdout and stop with exit code 0."""
 
     text: str
 

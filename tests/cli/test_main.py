@@ -1,0 +1,130 @@
+"""The `palaestra` command as a user meets it: help, version, suggestions, exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from palaestra import __version__
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import COMMANDS, cli
+from palaestra.core.errors import EngineUnavailable
+
+
+def run(*argv: str) -> int:
+    return run_guarded(lambda: cli.main(list(argv), standalone_mode=False))
+
+
+HELP = [
+    [],
+    *([name] for name in COMMANDS),
+    ["env", "list"],
+    ["tasks", "build"],
+    ["tasks", "build", "swe"],
+]
+
+
+@pytest.mark.parametrize("command", HELP, ids=" ".join)
+def test_every_help_fits_a_screen(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("-h", "--help"):
+        assert run(*command, flag) == 0
+        text = capsys.readouterr().out
+        assert len(text.splitlines()) <= 40
+        assert "palaestra " in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["rnu"], "Did you mean run?"),
+        (["doctor", "--jsn"], "Did you mean '--json'?"),
+        (["run"], "Missing argument 'ENV'"),
+        (["run", "--policy", "oracle", "my_env.py"], "settings come after the environment"),
+        (["tasks", "build", "swe"], "--out"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_with_the_way_out(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*argv) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_a_failure_is_one_message_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> int:
+        raise EngineUnavailable("http://127.0.0.1:9/v1 does not answer")
+
+    assert run_guarded(fails) == 4
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "error: http://127.0.0.1:9/v1 does not answer\n")
+
+
+def test_clicks_endings_become_exit_codes() -> None:
+    def aborts() -> int:
+        raise click.Abort
+
+    def exits() -> int:
+        raise click.exceptions.Exit(3)
+
+    assert run_guarded(aborts) == 130
+    assert run_guarded(exits) == 3
+
+
+def test_tools_are_listed_as_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("tools", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {"terminal", "read_file", "write_file", "patch", "search_files"} <= {t["name"] for t in listed["tools"]}
+    default = next(toolset for toolset in listed["toolsets"] if toolset["name"] == "default")
+    assert "terminal" in default["tools"]
+    assert run("tools") == 0
+    assert "search_files" in capsys.readouterr().out
+
+
+def test_environments_are_listed_without_running_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "environments"
+    folder.mkdir()
+    (folder / "toy_env.py").write_text('"""A toy.\n\nMore."""\nraise SystemExit(9)\n')
+    (folder / "broken_env.py").write_text("def (\n")
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    assert run("env", "list", "--json") == 0
+    rows = {row["name"]: row["summary"] for row in json.loads(capsys.readouterr().out)}
+    assert rows["toy"] == "A toy."
+    assert rows["broken"].startswith("(cannot be read")
+
+
+def test_no_environments_is_not_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("env", "list") == 0
+    assert "by its path" in capsys.readouterr().err
+
+
+def cpu_seconds(*argv: str) -> float:
+    """CPU seconds of the quickest of three runs; the others may pay for a cold disk."""
+    times = []
+    for _ in range(3):
+        before = os.times()
+        subprocess.run([sys.executable, *argv], check=True, stdout=subprocess.DEVNULL)
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    return min(times)
+
+
+def test_the_command_and_the_package_start_fast() -> None:
+    assert cpu_seconds("-c", "import palaestra") < 0.3
+    assert cpu_seconds("-m", "palaestra.cli.main", "--help") < 0.4

@@ -1,0 +1,99 @@
+"""Merging layers of settings: who wins, where a value came from, and what a mistake says."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+
+from palaestra.core.config import DEFAULT, Layer, Settings, has_effect, later, merge, nearest
+from palaestra.core.errors import ConfigError
+
+
+class Oven(Settings):
+    degrees: int = Field(default=180, ge=0, description="Heat in Celsius.")
+    name: str = "oven"
+    extra: dict[str, object] | None = None
+    api_key: str = "none"
+    timer: int = later(5, "Minutes.")
+
+
+def test_a_later_layer_wins_and_the_source_says_which() -> None:
+    merged = merge(Oven, [Layer("file", {"degrees": 200, "name": "f"}), Layer("flags", {"degrees": 220})])
+    assert (merged.value.degrees, merged.value.name) == (220, "f")
+    assert merged.sources == {
+        "degrees": "flags",
+        "name": "file",
+        "extra": DEFAULT,
+        "api_key": DEFAULT,
+        "timer": DEFAULT,
+    }
+
+
+def test_no_layers_give_the_defaults() -> None:
+    assert merge(Oven, []).value == Oven()
+
+
+def test_a_dotted_key_sets_one_entry_and_leaves_the_layer_below_as_it_was() -> None:
+    below = {"extra": {"provider": {"sort": "price"}, "x": 1}}
+    merged = merge(Oven, [Layer("file", below), Layer("flags", {"extra.provider.order": ["a"]})])
+    assert merged.value.extra == {"provider": {"sort": "price", "order": ["a"]}, "x": 1}
+    assert merged.sources["extra"] == "file, flags"
+    assert below == {"extra": {"provider": {"sort": "price"}, "x": 1}}
+
+
+def test_a_whole_mapping_replaces_the_one_below() -> None:
+    merged = merge(Oven, [Layer("file", {"extra": {"a": 1}}), Layer("flags", {"extra": {"b": 2}})])
+    assert merged.value.extra == {"b": 2}
+    assert merged.sources["extra"] == "flags"
+
+
+def test_an_unknown_key_names_its_layer_and_the_nearest_key() -> None:
+    with pytest.raises(ConfigError, match=r"oven\.yaml: unknown setting degree\. Did you mean degrees\?"):
+        merge(Oven, [Layer("oven.yaml", {"degree": 200})])
+
+
+def test_a_bad_value_names_the_key_as_written_the_value_and_the_source() -> None:
+    with pytest.raises(ConfigError, match=r"--heat 'hot': input should be a valid integer.*\(from command line\)"):
+        merge(Oven, [Layer("command line", {"degrees": "hot"}, {"degrees": "--heat"})])
+
+
+def test_every_mistake_is_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        merge(Oven, [Layer("file", {"degrees": -1, "name": 3})])
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == ["degrees", "name"]
+
+
+def test_a_secret_is_not_in_the_message() -> None:
+    with pytest.raises(ConfigError) as caught:
+        merge(Oven, [Layer("file", {"api_key": ["sk-very-secret"]})])
+    assert "sk-very" not in str(caught.value)
+    assert "api_key (hidden)" in str(caught.value)
+
+
+def test_making_settings_by_hand_raises_the_same_error() -> None:
+    with pytest.raises(ConfigError, match=r"unknown setting degres of Oven\. Did you mean degrees\?"):
+        Oven(degres=3)  # type: ignore[call-arg]
+
+
+def test_a_field_without_effect_says_so() -> None:
+    assert not has_effect(Oven, "timer")
+    assert has_effect(Oven, "degrees")
+    assert "no effect yet" in (Oven.model_fields["timer"].description or "")
+    assert Oven().timer == 5
+
+
+def test_nearest_is_silent_when_nothing_is_near() -> None:
+    assert nearest("zzz", ["group_size"]) == ""
+    assert nearest("Group_Sise", ["group_size"]) == " Did you mean group_size?"
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(["degrees", "name"]), st.just(None)), max_size=4))
+def test_each_field_comes_from_the_last_layer_that_names_it(shapes: list[dict[str, None]]) -> None:
+    layers = [
+        Layer(f"layer{i}", {key: i if key == "degrees" else str(i) for key in shape}) for i, shape in enumerate(shapes)
+    ]
+    merged = merge(Oven, layers)
+    for key in ("degrees", "name"):
+        last = max((i for i, shape in enumerate(shapes) if key in shape), default=None)
+        assert merged.sources[key] == (DEFAULT if last is None else f"layer{last}")
+        assert str(getattr(merged.value, key)) == str({"degrees": 180, "name": "oven"}[key] if last is None else last)

@@ -1,0 +1,85 @@
+"""Every failure has one exit code and one message; bugs keep their traceback."""
+
+import asyncio
+
+import pytest
+
+from palaestra.core.errors import (
+    ConfigError,
+    EngineRefused,
+    EngineUnavailable,
+    GraderError,
+    IsolationUnavailable,
+    PalaestraError,
+    TaskError,
+)
+from palaestra.core.exits import read_failure, run_guarded
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("x"), 2),
+        (TaskError("x"), 2),
+        (EngineUnavailable("x"), 4),
+        (EngineRefused("x"), 4),
+        (IsolationUnavailable("x"), 5),
+        (GraderError("x"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_a_failure_has_the_designs_exit_code(error: BaseException, code: int) -> None:
+    failure = read_failure(error)
+    assert failure is not None
+    assert failure.exit_code == code
+
+
+def test_a_bug_is_not_a_failure() -> None:
+    assert read_failure(KeyError("x")) is None
+    assert read_failure(SystemExit(3)) is None
+
+
+def test_a_group_of_failures_is_one_failure_that_says_each_thing_once() -> None:
+    group = BaseExceptionGroup(
+        "tasks", [EngineUnavailable("down"), ExceptionGroup("inner", [EngineUnavailable("down")])]
+    )
+    failure = read_failure(group)
+    assert failure is not None
+    assert (failure.exit_code, failure.message) == (4, "down")
+
+
+def test_one_bug_in_a_group_makes_it_a_bug() -> None:
+    assert read_failure(ExceptionGroup("tasks", [ConfigError("x"), TypeError("bug")])) is None
+
+
+def test_an_interrupt_in_a_group_is_an_interrupt() -> None:
+    group = BaseExceptionGroup("tasks", [KeyboardInterrupt(), asyncio.CancelledError()])
+    failure = read_failure(group)
+    assert failure is not None
+    assert failure.exit_code == 130
+
+
+def test_running_guarded_reports_and_returns() -> None:
+    said: list[str] = []
+
+    def fails() -> int:
+        raise ConfigError("no such file")
+
+    assert run_guarded(fails, said.append) == 2
+    assert said == ["no such file"]
+    assert run_guarded(lambda: None, said.append) == 0
+    assert run_guarded(lambda: 3, said.append) == 3
+
+
+def test_running_guarded_lets_bugs_through() -> None:
+    def buggy() -> int:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_guarded(buggy, print)
+
+
+def test_an_error_without_a_message_is_still_named() -> None:
+    failure = read_failure(PalaestraError())
+    assert failure is not None
+    assert failure.message == "PalaestraError"

@@ -1,0 +1,29 @@
+"""The public names of the package, and what importing it costs."""
+
+import subprocess
+import sys
+
+import pytest
+
+import palaestra
+
+
+@pytest.mark.parametrize("name", palaestra.__all__)
+def test_every_public_name_resolves(name: str) -> None:
+    assert getattr(palaestra, name) is not None
+
+
+def test_the_names_are_sorted_and_listed() -> None:
+    assert palaestra.__all__ == sorted(palaestra.__all__)
+    assert set(palaestra.__all__) <= set(dir(palaestra))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Taks'"):
+        palaestra.Taks  # noqa: B018
+
+
+def test_importing_the_package_loads_nothing_else() -> None:
+    script = "import sys, palaestra; print([m for m in sys.modules if m.startswith('palaestra.')])"
+    loaded = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert loaded.strip() == "[]"
