@@ -97,7 +97,9 @@ def describe(group: Group) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`0.4s`, `12s`, `3m05s`, `2h07m`"""
+    """`40ms`, `0.4s`, `12s`, `3m05s`, `2h07m`"""
+    if seconds < 0.0995:
+        return f"{max(0.0, seconds) * 1000:.0f}ms"
     if seconds < 9.95:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
