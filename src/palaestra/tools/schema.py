@@ -1,4 +1,7 @@
-"""The vocabulary of tools: `ToolSchema`, `ToolCall`, `ToolResult`, `Tool`, and what a running tool is given."""
+"""The vocabulary of tools: `ToolSchema`, `Tool`, and what a running tool is given. No I/O.
+
+`ToolCall` and `ToolResult`, calls and results as values, live in `wire.py` and are importable from here too.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from typing import Protocol, TypeAlias
 
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
+from palaestra.tools.wire import ToolCall as ToolCall
+from palaestra.tools.wire import ToolResult as ToolResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,17 @@ class ToolRun(Protocol):
         ...
 
     async def slot(self) -> Slot: ...
+
+
+class ToolMistake(ValueError):
+    """What a tool raises when the call cannot be done as asked: the model reads the message as the reply's `error`.
+
+    `details` are further keys of that reply, such as the names of similar files.
+    """
+
+    def __init__(self, message: str, **details: JSON) -> None:
+        super().__init__(message)
+        self.details = details
 
 
 ToolReply: TypeAlias = Mapping[str, JSON] | str

@@ -1,0 +1,121 @@
+"""Tools bound to one rollout: `SlotTools` runs them in the rollout's slot and answers the agent loop.
+
+Not for sharing slots among trajectories (`executor.py`) and not for deciding which tools there are (`registry.py`).
+
+Invariant (R1): the model sees its own mistakes and a tool's failure as a reply; `InfraError`, the world's failure,
+always propagates. The slot is acquired when a tool first needs one, once, however many calls run at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from palaestra.core.errors import InfraError
+from palaestra.core.types import JSON
+from palaestra.sandbox.base import Slot
+from palaestra.tools.arguments import InvalidArguments, parse_arguments
+from palaestra.tools.registry import ToolRegistry
+from palaestra.tools.schema import ToolMistake, ToolReply
+
+logger = logging.getLogger(__name__)
+
+
+class SlotTools:
+    """The tools of a registry, bound to one rollout. Implements `ToolRun`.
+
+    `slot_source` hands out the rollout's slot; it is awaited at most once. `timeout_s` is the default time limit of a
+    command.
+    """
+
+    def __init__(
+        self,
+        registry: ToolRegistry,
+        slot_source: Callable[[], Awaitable[Slot]],
+        task_id: str,
+        user_task: str = "",
+        timeout_s: float = 120.0,
+    ) -> None:
+        self.registry = registry
+        self.parallel_safe: frozenset[str] = registry.parallel_safe()
+        self._slot_source = slot_source
+        self._slot: Slot | None = None
+        self._acquiring = asyncio.Lock()
+        self._task_id = task_id
+        self._user_task = user_task
+        self._timeout_s = timeout_s
+
+    @property
+    def task_id(self) -> str:
+        return self._task_id
+
+    @property
+    def user_task(self) -> str:
+        return self._user_task
+
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s
+
+    async def slot(self) -> Slot:
+        """The rollout's slot, acquired on the first call."""
+        async with self._acquiring:
+            if self._slot is None:
+                self._slot = await self._slot_source()
+            return self._slot
+
+    async def reply(self, name: str, arguments: Mapping[str, JSON], *, timeout_s: float | None = None) -> ToolReply:
+        """Run one tool and return what it returned; its mistakes and failures come back as a dict with `error`.
+
+        `timeout_s` replaces the default time limit for this call. Raises `InfraError`.
+        """
+        tool = self.registry.get(name)
+        if tool is None:
+            return {"error": f"Unknown tool '{name}'. Available tools: {self.registry.list_tools()}"}
+        try:
+            checked = parse_arguments(arguments, tool.schema)
+            return await tool.run(checked, self if timeout_s is None else _Timed(self, timeout_s))
+        except InvalidArguments as mistake:
+            return {"error": str(mistake)}
+        except ToolMistake as mistake:
+            return {"error": str(mistake), **mistake.details}
+        except InfraError:
+            raise
+        except Exception as error:
+            logger.warning("tool %s failed in task %s", name, self._task_id, exc_info=True)
+            return {"error": f"Tool execution failed: {type(error).__name__}: {error}"}
+
+    async def handle(self, name: str, args: Mapping[str, JSON], task_id: str | None = None) -> str:
+        """The agent loop's `tool_handler`: one call, answered with the JSON text that goes into the conversation.
+
+        `task_id` is part of the loop's signature; the binding already knows whose slot it is. Raises `InfraError`.
+        """
+        return reply_text(await self.reply(name, args))
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """A rollout's tools as one call sees them, with a time limit of its own."""
+
+    tools: SlotTools
+    timeout_s: float
+
+    @property
+    def task_id(self) -> str:
+        return self.tools.task_id
+
+    @property
+    def user_task(self) -> str:
+        return self.tools.user_task
+
+    async def slot(self) -> Slot:
+        return await self.tools.slot()
+
+
+def reply_text(reply: ToolReply) -> str:
+    """A tool's reply as text that can be encoded; odd file names may hold what UTF-8 cannot."""
+    text = reply if isinstance(reply, str) else json.dumps(dict(reply), ensure_ascii=False)
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

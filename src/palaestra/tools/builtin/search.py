@@ -1,0 +1,140 @@
+"""The `search_files` tool: lines that match a pattern, or files by name.
+
+Not for running a regular expression over model-chosen text outside the slot: the matching happens inside, by ripgrep
+where the slot has it, else by GNU grep (`search_engines.py`), with the same results.
+
+Invariant: results are sorted by path and line, pages never overlap or leave a gap, and totals count everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from palaestra.core.types import JSON
+from palaestra.sandbox.base import WORKSPACE, Slot
+from palaestra.tools.builtin.globs import name_filter
+from palaestra.tools.builtin.search_engines import Query, count_matches, list_files, matching_lines
+from palaestra.tools.builtin.text import not_found
+from palaestra.tools.schema import Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
+
+MAX_LIMIT = 500
+MAX_LINE_CHARS = 500
+MAX_SEARCH_S = 60.0
+
+SCHEMA = ToolSchema(
+    name="search_files",
+    description=(
+        "Search the contents of files, or find files by name. target content: every line that matches `pattern`, a "
+        "regular expression (Perl style, case-sensitive, (?i) for any case; escape ( [ { . and the like to mean them "
+        "literally), line by line. target files: files whose name matches `pattern`, a glob such as *.py or "
+        "src/**/*_test.go; without wildcards, every file whose name contains it. Hidden files are searched; .git "
+        "directories and binary files are not. Results are sorted by path and come in pages of `limit` from `offset`. "
+        "Prefer this to grep, rg, find and ls in the terminal."
+    ),
+    parameters={
+        "pattern": {"type": "string", "description": "Regular expression, or glob for target files.", "minLength": 1},
+        "target": {
+            "type": "string",
+            "enum": ["content", "files"],
+            "description": "Search inside files, or for file names.",
+            "default": "content",
+        },
+        "path": {
+            "type": "string",
+            "description": f"Directory or file to search, absolute or relative to {WORKSPACE}.",
+            "default": ".",
+        },
+        "file_glob": {
+            "type": "string",
+            "description": "Only files that match this glob, e.g. *.py or *.{ts,tsx}; with a /, relative to `path`.",
+        },
+        "limit": {
+            "type": "integer",
+            "description": f"How many results to return, at most {MAX_LIMIT}.",
+            "default": 50,
+            "minimum": 1,
+            "maximum": MAX_LIMIT,
+        },
+        "offset": {"type": "integer", "description": "How many results to skip.", "default": 0, "minimum": 0},
+        "output_mode": {
+            "type": "string",
+            "enum": ["content", "files_only", "count"],
+            "description": "For target content: matching lines, only the files that match, or matches per file.",
+            "default": "content",
+        },
+        "context": {
+            "type": "integer",
+            "description": "Lines to show before and after each matching line.",
+            "default": 0,
+            "minimum": 0,
+            "maximum": 20,
+        },
+    },
+    required=("pattern",),
+)
+
+
+async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    """One page of results, `total_count` of all, and a `hint` how to go on when there are more."""
+    slot, path = await run.slot(), arguments.get("path", ".") or "."
+    if "\0" in path or "\0" in arguments["pattern"]:
+        raise ToolMistake("path and pattern cannot hold NUL characters")
+    root = await slot.stat(path)
+    if root is None:
+        raise await not_found(slot, path)
+    wanted = name_filter(arguments.get("file_glob"), path, root.kind == "dir")
+    timeout_s = min(run.timeout_s, MAX_SEARCH_S)
+    if arguments.get("target", "content") == "files":
+        named = name_filter(arguments["pattern"], path, root.kind == "dir", loose=True)
+        found = await list_files(slot, path, timeout_s)
+        return _page("files", [name for name in found if wanted(name) and named(name)], arguments)
+    query = Query(arguments["pattern"], path, arguments.get("file_glob"), timeout_s)
+    counts = {name: count for name, count in (await count_matches(slot, query)).items() if wanted(name)}
+    mode = arguments.get("output_mode", "content")
+    if mode == "files_only":
+        return _page("files", list(counts), arguments)
+    if mode == "count":
+        page = _page("counts", list(counts.items()), arguments)
+        return {**page, "counts": dict(page["counts"]), "total_matches": sum(counts.values())}
+    return await _lines(slot, query, counts, arguments)
+
+
+async def _lines(slot: Slot, query: Query, counts: Mapping[str, int], arguments: Mapping[str, JSON]) -> ToolReply:
+    """The page of matching lines: only the files that it touches are read again."""
+    offset, limit = int(arguments.get("offset", 0)), int(arguments.get("limit", 50))
+    before, files, reached = 0, [], 0
+    for name, count in counts.items():
+        if reached + count <= offset:
+            before += count
+        elif reached < offset + limit:
+            files.append(name)
+        reached += count
+    context = int(arguments.get("context", 0))
+    last = offset - before + limit
+    matches = await matching_lines(slot, query, files, context, last) if files else []
+    page = [
+        {"path": match.path, "line": match.line, "content": _cut(match.text)}
+        | ({"before": [*map(_cut, match.before)], "after": [*map(_cut, match.after)]} if context else {})
+        for match in matches[offset - before : last]
+    ]
+    return _reply("matches", page, sum(counts.values()), offset)
+
+
+def _page(key: str, items: Sequence[JSON], arguments: Mapping[str, JSON]) -> dict[str, JSON]:
+    offset, limit = int(arguments.get("offset", 0)), int(arguments.get("limit", 50))
+    return _reply(key, list(items[offset : offset + limit]), len(items), offset)
+
+
+def _reply(key: str, page: list[JSON], total: int, offset: int) -> dict[str, JSON]:
+    after = offset + len(page)
+    reply: dict[str, JSON] = {key: page, "total_count": total, "truncated": after < total}
+    if page and after < total:
+        reply["hint"] = f"Results {offset + 1} to {after} of {total} are shown; go on with offset={after}"
+    return reply
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= MAX_LINE_CHARS else line[:MAX_LINE_CHARS] + "... [line cut]"
+
+
+SEARCH_FILES = Tool(schema=SCHEMA, run=run_search_files, toolset="file", parallel_safe=True)

@@ -1,0 +1,156 @@
+"""Matching inside the slot: ripgrep or GNU grep, called so that both give the same answer.
+
+Commands are argv, never shell text. Both engines search regular files below a directory, hidden and ignored ones too,
+follow no symlinks, skip `.git` and files with NUL bytes, and take bytes as text: patterns of ASCII characters match
+bytewise, others as UTF-8. Differences that remain: a NUL byte after the first 32 KiB (ripgrep stops there), and the few
+constructs that only one of Rust's regex and PCRE knows, where ripgrep itself falls back to PCRE.
+
+Invariant: the order of results is that of sorted paths, whatever order an engine found them in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from palaestra.sandbox.base import ExecutionResult, Slot
+from palaestra.tools.builtin.globs import simple_names
+from palaestra.tools.schema import ToolMistake
+
+MAX_LISTING_BYTES = 16 << 20
+"""How much an engine may print; beyond that the search must be narrowed."""
+RIPGREP_PATHS = ("/usr/bin/rg", "/usr/local/bin/rg", "/bin/rg")
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A search for a regular expression below `root`, limited in seconds."""
+
+    pattern: str
+    root: str
+    file_glob: str | None
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """One matching line (counted from 1) with the lines around it."""
+
+    path: str
+    line: int
+    text: str
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+
+async def count_matches(slot: Slot, query: Query) -> dict[str, int]:
+    """Matching lines per file, for files that have any, sorted by path. Raises `ToolMistake` for a bad pattern."""
+    _check_pattern(query.pattern)
+    engine = await _ripgrep(slot)
+    names = simple_names(query.file_glob)
+    if engine:
+        argv = [*_rg(engine, query), "--count", *(f"--glob={name}" for name in names), "--glob=!.git"]
+    else:
+        argv = [*_grep(query), "--recursive", "--count", "--exclude-dir=.git", *(f"--include={name}" for name in names)]
+    result = await _run(slot, [*argv, "--regexp", query.pattern, "--", _safe(query.root)], query)
+    counts = {}
+    for record in result.output.split("\n"):
+        path, nul, count = record.partition("\0")
+        if nul and count.isdigit() and count != "0" and ".git" not in path.split("/"):
+            counts[_shown(path)] = int(count)
+    if not counts and result.exit_code > 1:
+        raise ToolMistake(_engine_error(result))
+    return dict(sorted(counts.items()))
+
+
+async def matching_lines(slot: Slot, query: Query, files: Sequence[str], context: int, most: int) -> list[Match]:
+    """The matching lines of these files, at most `most` per file, in order of path and line."""
+    engine = await _ripgrep(slot)
+    argv = _rg(engine, query) if engine else _grep(query)
+    options = ["--line-number", f"--context={context}", f"--max-count={most}", "--regexp", query.pattern, "--"]
+    result = await _run(slot, [*argv, *options, *map(_safe, files)], query)
+    lines: dict[str, dict[int, tuple[bool, str]]] = {}
+    for record in result.output.split("\n"):
+        path, nul, rest = record.partition("\0")
+        found = _NUMBERED.fullmatch(rest) if nul else None
+        if found is not None:
+            lines.setdefault(_shown(path), {})[int(found[1])] = (found[2] == ":", found[3].removesuffix("\r"))
+    return [match for path in sorted(lines) for match in _matches(path, lines[path], context)]
+
+
+async def list_files(slot: Slot, root: str, timeout_s: float) -> list[str]:
+    """Files and symlinks below `root`, sorted, without what is in `.git`."""
+    argv = ["find", _safe(root), "-name", ".git", "-prune", "-o", "(", "-type", "f", "-o", "-type", "l", ")", "-print0"]
+    result = await slot.execute(argv, timeout_s=timeout_s, max_output_bytes=MAX_LISTING_BYTES)
+    _check(result)
+    return sorted(_shown(path) for path in result.output.split("\0")[:-1])
+
+
+def _matches(path: str, lines: dict[int, tuple[bool, str]], context: int) -> Iterator[Match]:
+    for number, (is_match, text) in sorted(lines.items()):
+        if is_match:
+            before = tuple(lines[n][1] for n in range(number - context, number) if n in lines)
+            after = tuple(lines[n][1] for n in range(number + 1, number + context + 1) if n in lines)
+            yield Match(path, number, text, before, after)
+
+
+def _rg(engine: str, query: Query) -> list[str]:
+    scope = ["--hidden", "--no-ignore", "--no-messages", "--no-config", "--encoding=none"]
+    form = ["--null", "--no-heading", "--with-filename", "--color=never", "--engine=auto"]
+    return [engine, *scope, *form, *(["--no-unicode"] if query.pattern.isascii() else [])]
+
+
+def _grep(query: Query) -> list[str]:
+    return ["grep", "--perl-regexp", "--null", "--with-filename", "--color=never", "--no-messages", "-I"]
+
+
+async def _run(slot: Slot, argv: list[str], query: Query) -> ExecutionResult:
+    locale = "C" if query.pattern.isascii() else "C.UTF-8"
+    result = await slot.execute(
+        argv, env={"LC_ALL": locale}, timeout_s=query.timeout_s, max_output_bytes=MAX_LISTING_BYTES
+    )
+    _check(result)
+    return result
+
+
+def _check(result: ExecutionResult) -> None:
+    if result.metadata.get("timeout"):
+        raise ToolMistake("The search took too long and was stopped. Narrow it with path or file_glob.")
+    if result.metadata.get("truncated"):
+        raise ToolMistake("The search found too much to list. Narrow it with path, file_glob or a stricter pattern.")
+    if result.exit_code in (126, 127):
+        raise ToolMistake(
+            "This sandbox has neither ripgrep nor GNU grep and find; search with terminal commands instead."
+        )
+
+
+def _check_pattern(pattern: str) -> None:
+    if "\n" in pattern or _NEWLINE_ESCAPE.search(pattern):
+        raise ToolMistake("The search goes line by line, so a pattern cannot match a line end; search for one line.")
+
+
+def _engine_error(result: ExecutionResult) -> str:
+    said = " ".join(result.output.split())[:300]
+    return f"The pattern cannot be used: {said}. Escape characters such as ( [ { * + ? with a backslash to mean them."
+
+
+async def _ripgrep(slot: Slot) -> str | None:
+    """Where ripgrep is in the slot. Looking costs less than a failing command."""
+    for path in RIPGREP_PATHS:
+        if await slot.stat(path) is not None:
+            return path
+    return None
+
+
+def _safe(path: str) -> str:
+    """A path that no program takes for an option."""
+    return f"./{path}" if path.startswith("-") else path
+
+
+def _shown(path: str) -> str:
+    return path.removeprefix("./")
+
+
+_NUMBERED = re.compile(r"(\d+)([:-])(.*)", re.DOTALL)
+_NEWLINE_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\[nrR]")
