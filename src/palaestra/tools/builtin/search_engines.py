@@ -132,7 +132,9 @@ def _check_pattern(pattern: str) -> None:
 
 def _engine_error(result: ExecutionResult) -> str:
     said = " ".join(result.output.split())[:300]
-    return f"The pattern cannot be used: {said}. Escape characters such as ( [ { * + ? with a backslash to mean them."
+    return (
+        f"The pattern cannot be used: {said}. To mean characters such as ( [ * + ? literally, put a backslash before."
+    )
 
 
 async def _ripgrep(slot: Slot) -> str | None:

@@ -12,7 +12,7 @@ _CONTEXT = 3
 
 
 def unified_diff(before: str | None, after: str | None, path: str) -> str:
-    """How `path` changed, in git's notation; None stands for no file. A diff over `MAX_DIFF_CHARS` is cut and says so."""
+    """How `path` changed, in git's notation; None stands for no file. Cut beyond `MAX_DIFF_CHARS`, visibly."""
     old_name = "/dev/null" if before is None else f"a/{path}"
     new_name = "/dev/null" if after is None else f"b/{path}"
     old, new = _lines(before), _lines(after)
