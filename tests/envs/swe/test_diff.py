@@ -25,8 +25,7 @@ def git_diff(tmp_path: Path, before: str, after: str) -> str:
     for side, text in (("a", before), ("b", after)):
         (tmp_path / side).mkdir(exist_ok=True)
         (tmp_path / side / "f.txt").write_bytes(text.encode("utf-8", "surrogateescape"))
-    text = git("diff", "--no-index", "--no-prefix", "a", "b", cwd=tmp_path, check=False)
-    return text
+    return git("diff", "--no-index", "--no-prefix", "a", "b", cwd=tmp_path, check=False)
 
 
 @SLOW

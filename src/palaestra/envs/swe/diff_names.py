@@ -14,8 +14,8 @@ class DiffError(ValueError):
 def header_paths(line: str) -> tuple[str, str]:
     """The two paths of a `diff --git` line. Unquoted names with spaces are read by the two halves being equal."""
     rest = line[len("diff --git ") :].rstrip("\r\n")
-    if rest.startswith('"'):
-        match = re.match(r'("(?:[^"\\]|\\.)*") ("?.*)', rest)
+    if '"' in rest:
+        match = re.fullmatch(r'("(?:[^"\\]|\\.)*"|.+?) ("(?:[^"\\]|\\.)*"|.+)', rest)
         if match:
             return _drop_side(unquote(match[1])), _drop_side(unquote(match[2]))
     half = len(rest) // 2
