@@ -23,7 +23,15 @@ def command() -> None:
     pass
 
 
-@command.group("build", context_settings=_CONTEXT, help="Build tasks of one kind. There is one kind: swe.")
+@command.group(
+    "build",
+    context_settings=_CONTEXT,
+    help="""Build tasks of one kind. There is one kind in this version: swe.
+
+    \b
+      palaestra tasks build swe --out tasks.jsonl
+    """,
+)
 def build_group() -> None:
     pass
 
