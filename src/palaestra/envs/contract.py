@@ -37,8 +37,9 @@ class ContractEnvironment(Environment):
         for method in NOT_CALLED:
             if hasattr(type(inner), method):
                 raise ConfigError(
-                    f"{type(inner).__name__}.{method} would not be called: this version runs groups itself. Move what it "
-                    f"does to setup_trajectory_workspace, _run_agent_loop, compute_reward or verify_and_score_trajectory"
+                    f"{type(inner).__name__}.{method} would not be called: this version runs groups itself. Move what "
+                    f"it does to setup_trajectory_workspace, _run_agent_loop, compute_reward or "
+                    f"verify_and_score_trajectory"
                 )
         self._settings = agent_settings(inner.config)
         self._policy = network_policy(inner.config.allow_network)
@@ -74,7 +75,7 @@ class ContractEnvironment(Environment):
     def task(self, item: Item, number: int) -> Task:
         """The task of an item. Items drawn again are tasks of their own, told apart by their number."""
         return Task(
-            id=item_id(item, number),
+            id=self.inner.item_id(item, number),
             prompt=self.inner.format_prompt(item),
             network=self._policy,
             data=item,
@@ -144,15 +145,6 @@ class ContractEnvironment(Environment):
 def overrides(inner: HermesAgentBaseEnv, method: str) -> bool:
     """Whether the subclass has its own version of a method."""
     return getattr(type(inner), method) is not getattr(HermesAgentBaseEnv, method)
-
-
-def item_id(item: Item, number: int) -> str:
-    """A readable id for an item: its own where it has one."""
-    if isinstance(item, Mapping):
-        for key in ("instance_id", "task_id", "task_name", "id"):
-            if item.get(key):
-                return str(item[key])
-    return f"item-{number}"
 
 
 def numbers(detail: Mapping[str, JSON]) -> dict[str, float]:

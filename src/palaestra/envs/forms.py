@@ -8,7 +8,6 @@ from typing import Protocol
 
 from palaestra.core.errors import ConfigError
 from palaestra.envs.config import HermesAgentEnvConfig
-from palaestra.envs.contract import ContractEnvironment
 from palaestra.envs.function import FunctionEnvConfig, FunctionForm
 from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
 from palaestra.inference.base import ChatServer
@@ -79,7 +78,7 @@ class ClassFace:
     ) -> Environment:
         inner = self.cls(config, list(servers))
         inner._server = server
-        return ContractEnvironment(inner)
+        return inner.as_environment()
 
 
 def form_of(environment: object) -> Form:

@@ -72,7 +72,7 @@ class FunctionForm:
     @overload
     def score(self, *, weight: float) -> Callable[[F], F]: ...
     def score(self, function: F | None = None, *, weight: float = 1.0) -> F | Callable[[F], F]:
-        """Declare a score: a number, a bool, a `Score`, or (number, metrics). The reward is the weighted mean of all."""
+        """Declare a score: a number, bool, `Score` or (number, metrics). The reward is the weighted mean of all."""
 
         def keep(given: F) -> F:
             hook = declare(given, "score", ("task", "rollout", "sandbox", "rng"))

@@ -20,7 +20,7 @@ from palaestra.envs.config import HermesAgentEnvConfig
 from palaestra.envs.settings import kit
 from palaestra.inference.base import ChatServer
 from palaestra.inference.config import APIServerConfig
-from palaestra.rollouts.base import Kit
+from palaestra.rollouts.base import Environment, Kit
 from palaestra.rollouts.context import ToolContext
 from palaestra.rollouts.exec_tool import ExecTool
 from palaestra.rollouts.rollout import Rollout
@@ -117,6 +117,20 @@ class HermesAgentBaseEnv(ABC):
         """Score a rollout in its sealed workspace: a reward and what is worth recording. Overriding it replaces
         `compute_reward`."""
         raise NotImplementedError
+
+    def item_id(self, item: Item, number: int) -> str:
+        """A readable id for the `number`th item drawn: its own where it has one."""
+        if isinstance(item, Mapping):
+            for key in ("instance_id", "task_id", "task_name", "id"):
+                if item.get(key):
+                    return str(item[key])
+        return f"item-{number}"
+
+    def as_environment(self) -> Environment:
+        """This instance as the runner sees it."""
+        from palaestra.envs.contract import ContractEnvironment
+
+        return ContractEnvironment(self)
 
     def reference_solution(self, item: Item) -> JSON:
         """How the item is solved, for the scripted `oracle` policy: see `Task.solution`. None where nobody knows."""

@@ -191,10 +191,10 @@ def _settings(parsed: RunLine) -> dict[str, JSON]:
 
 
 def _say_where(output: Output, figures: dict[str, float], reason: str, stream: TextIO) -> None:
-    rollouts, scored = int(figures.get("rollouts", 0)), int(figures.get("scored", 0))
+    groups, rollouts, scored = (int(figures.get(name, 0)) for name in ("groups", "rollouts", "scored"))
     mean = figures.get("reward/mean")
     reward = "no reward" if mean is None else f"mean reward {mean:.3f}"
     stream.write(
-        f"{reason}: {int(figures.get('groups', 0))} groups, {rollouts} rollouts, {rollouts - scored} unscored, {reward}\n"
+        f"{reason}: {groups} groups, {rollouts} rollouts, {rollouts - scored} unscored, {reward}\n"
         f"  groups  {output.groups.path}\n  report  {output.report}\n  run     {output.folder.path}\n"
     )

@@ -95,6 +95,10 @@ class Environment(ABC):
         """What the task's slots are made from."""
         return SlotSpec(image=task.image, limits=task.limits, network=network_of(task, phase))
 
+    async def resolve(self, task: Task) -> Task:
+        """Complete the task on the host, when its group starts. What fails here fails this task alone."""
+        return task
+
     def foundation(self, task: Task) -> str | None:
         """The key of the preparation that this task shares with others; None where it shares none."""
         return None

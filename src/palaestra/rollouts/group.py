@@ -63,6 +63,7 @@ class GroupRun:
         services.observer.group_started(group.number, group.task_id)
         snapshot: Snapshot | None = None
         try:
+            self.task = await blaming(PrepareError, self.env.resolve(self.task), f"resolving task {self.task.id}")
             self._kit = self._resolve_tools()
             snapshot = await self._prepare()
             services.journal.append(GroupStarted(at=time.time(), group=group))

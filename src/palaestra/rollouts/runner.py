@@ -117,7 +117,7 @@ class Runner:
         self._engine_failures += 1
         if self._engine_failures >= GIVE_UP_AFTER:
             raise EngineUnavailable(
-                f"every rollout of {self._engine_failures} groups in a row failed at the model server; the last error was: "
+                f"every rollout of {self._engine_failures} groups in a row failed at the model server, the last with: "
                 f"{group.trajectories[-1].error}. What was finished is kept; check the server and start again"
             )
 

@@ -1,0 +1,271 @@
+"""`SweSmithOracleEnv`: fix a bug in a real repository; the repository's own tests decide.
+
+What an agent gets is the tree of one commit with the bug in it and a history of one commit. What is graded is its
+change to that tree, without anything that could decide its own grade (`protected.py`), in a fresh slot with no
+network, by running the named tests (`testing.py`). The reward is 1.0 when every named test passes, else 0.0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from palaestra.agent.result import AgentResult
+from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
+from palaestra.envs.config import HermesAgentEnvConfig
+from palaestra.envs.contract import ContractEnvironment, numbers
+from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item
+from palaestra.envs.swe import diff
+from palaestra.envs.swe.install import DependencyCache, Toolchain, install_editable, venv_toolchain
+from palaestra.envs.swe.protected import hidden_files, protected_paths
+from palaestra.envs.swe.repository import RepositoryCache
+from palaestra.envs.swe.rows import SweRow
+from palaestra.envs.swe.solution import solution_steps
+from palaestra.envs.swe.testing import run_tests, verdict
+from palaestra.envs.swe.workspace import add_tests, agent_texts, prepare_repository, restore_files, unpack
+from palaestra.inference.config import APIServerConfig
+from palaestra.rollouts.base import Phase
+from palaestra.rollouts.context import ToolContext
+from palaestra.rollouts.grading import Grading
+from palaestra.rollouts.rollout import Rollout
+from palaestra.sandbox.base import WORKSPACE, Slot, SlotSpec, View
+
+REPOSITORY = WORKSPACE
+"""Where the repository lies in a slot: the agent's commands start in it."""
+
+BUILT_IN = "built-in"
+"""The data set that comes with the package: tasks made from real packages by its own manifest."""
+
+PATCH_BYTES = 100_000
+"""How much of an agent's patch is kept in its record."""
+
+PROMPT = """\
+There is a bug in the Python repository in {repository}. This is what a user reports:
+
+{problem}
+
+Find the cause and fix it in the source. Do not change the tests: they are restored before your work is checked, and a \
+hidden run of the test suite decides. Say briefly what you changed when you are done."""
+
+
+class SweSmithOracleEnvConfig(HermesAgentEnvConfig):
+    """Settings of the environment; the data set's columns are those of SWE-smith or SWE-bench."""
+
+    dataset_name: str | None = Field(
+        default=BUILT_IN,
+        description=f"A JSONL, JSON or Parquet file, a hub name, or {BUILT_IN}: tasks made from real packages.",
+    )
+    max_items: int = Field(default=0, ge=0, description="Tasks to take from the data set, at most; 0 means all.")
+    shuffle: bool = Field(default=True, description="Take the tasks in an order drawn from the seed.")
+    python_only: bool = Field(default=True, description="Leave out rows whose tests are not pytest's.")
+    score_include_fail_to_pass: bool = Field(
+        default=True, description="Require the failing tests to pass, not only the passing ones to go on."
+    )
+    prompt_mode: Literal["problem_statement", "problem_statement+text"] = Field(
+        default="problem_statement", description="What of a row the agent is told."
+    )
+    repo_base_url: str = Field(
+        default="https://github.com", description="Where repositories come from that a row brings no path for."
+    )
+    install_timeout_s: float = Field(default=600, gt=0, description="Seconds that installing a repository may take.")
+    test_timeout_s: float = Field(default=600, gt=0, description="Seconds that running the named tests may take.")
+    cache_dir: str = Field(
+        default="~/.cache/palaestra", description="Repositories, test tools and built tasks, on the host only."
+    )
+    enabled_toolsets: list[str] | None = Field(default=["default"], description="Toolsets the agent has.")
+    allow_network: bool = Field(
+        default=False, description="Whether the agent reaches the network; the fixed release is a download away."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A row and what its tests run with."""
+
+    row: SweRow
+    toolchain: Toolchain
+
+
+class SweEnvironment(ContractEnvironment):
+    """How the tasks are prepared and graded."""
+
+    def __init__(self, inner: SweSmithOracleEnv) -> None:
+        super().__init__(inner)
+        self.settings = inner.settings
+        cache = Path(self.settings.cache_dir).expanduser()
+        timeout_s = self.settings.install_timeout_s
+        self.repositories = RepositoryCache(cache / "repositories", self.settings.repo_base_url, timeout_s=timeout_s)
+        self.dependencies = DependencyCache(cache / "dependencies", timeout_s=timeout_s)
+
+    async def resolve(self, task: Task) -> Task:
+        row: SweRow = task.data
+        if row.install.editable:
+            toolchain = venv_toolchain(row.install)
+        else:
+            toolchain = await self.dependencies.toolchain(row.install)
+        return replace(task, data=Work(row, toolchain), solution=await self._solution(row), network=self._network(row))
+
+    async def _solution(self, row: SweRow) -> JSON:
+        if not row.fix_patch:
+            return None
+        try:
+            return solution_steps(row.fix_patch, await agent_texts(self.repositories, row), REPOSITORY)
+        except diff.DiffError as error:
+            raise TaskError(f"{row.instance_id}: its reference patch does not fit the repository: {error}") from error
+
+    def _network(self, row: SweRow) -> NetworkPolicy:
+        agent = Network.ON if self.settings.allow_network else Network.OFF
+        return NetworkPolicy(prepare=Network.ON if row.install.editable else Network.OFF, agent=agent)
+
+    def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
+        work: Work = task.data
+        environment = work.toolchain.environment(REPOSITORY) if phase is Phase.AGENT else {}
+        return replace(
+            super().slot_spec(task, phase),
+            mounts=work.toolchain.mounts,
+            env=tuple(sorted(environment.items())),
+        )
+
+    def foundation(self, task: Task) -> str | None:
+        row = task.data.row
+        if not row.install.editable:
+            return None
+        install = hashlib.sha256(json.dumps(row.install.to_json(), sort_keys=True).encode()).hexdigest()[:12]
+        return f"{row.repo}@{row.base_commit}+{install}"
+
+    async def lay(self, task: Task, sandbox: Slot) -> None:
+        row = task.data.row
+        await unpack(sandbox, await self.repositories.export_tree(row), REPOSITORY)
+        await install_editable(sandbox, REPOSITORY, row.install, timeout_s=self.settings.install_timeout_s)
+
+    def prepares(self, task: Task) -> bool:
+        return True
+
+    async def prepare(self, task: Task, sandbox: Slot) -> None:
+        await prepare_repository(sandbox, self.repositories, task.data.row, REPOSITORY)
+
+    async def score(self, rollout: Rollout, grading: Grading) -> Score:
+        work: Work = rollout.task.data
+        row = work.row
+        slot = await self._graded_view(row, grading)
+        patch = await _patch_of(slot)
+        names = row.node_ids if self.settings.score_include_fail_to_pass else row.pass_to_pass
+        run = await run_tests(slot, work.toolchain, REPOSITORY, names, timeout_s=self.settings.test_timeout_s)
+        found = verdict(run, row if self.settings.score_include_fail_to_pass else replace(row, fail_to_pass=()))
+        detail: dict[str, JSON] = {
+            "resolved": found.resolved,
+            "f2p_passed": found.fail_to_pass[0],
+            "f2p_total": found.fail_to_pass[1],
+            "p2p_passed": found.pass_to_pass[0],
+            "p2p_total": found.pass_to_pass[1],
+            "not_passed": {name: status.value for name, status in list(found.not_passed.items())[:50]},
+            "timed_out": run.timed_out,
+            "patch": patch,
+        }
+        return Score(1.0 if found.resolved else 0.0, numbers(detail), detail)
+
+    async def _graded_view(self, row: SweRow, grading: Grading) -> Slot:
+        """The agent's change to the repository over the prepared one, everything protected as it was prepared."""
+        changes = await grading.changes()
+        pristine = await self.repositories.list_files(row)
+        without = protected_paths(changes, row, pristine, REPOSITORY)
+        slot = await grading.slot(View(only=(REPOSITORY,), without=without))
+        hidden = hidden_files(changes, row, pristine, REPOSITORY)
+        await restore_files(slot, self.repositories, row, REPOSITORY, hidden)
+        await add_tests(slot, self.repositories, row, REPOSITORY)
+        return slot
+
+
+async def _patch_of(slot: Slot) -> str:
+    """What is being graded, as a diff, for the record. Empty where the slot has no git."""
+    git = ["git", "-c", f"safe.directory={REPOSITORY}", "-c", "core.fsmonitor=false"]
+    await slot.execute([*git, "add", "--all", "--intent-to-add"], cwd=REPOSITORY)
+    done = await slot.execute([*git, "diff", "--no-ext-diff"], cwd=REPOSITORY, max_output_bytes=PATCH_BYTES)
+    return done.output if done.success else ""
+
+
+class SweSmithOracleEnv(HermesAgentBaseEnv):
+    """Fix bugs in real repositories, scored by the repositories' own tests.
+
+    Without a data set it makes tasks from real packages (the first run asks the package index for them).
+    """
+
+    name: ClassVar[str | None] = "swe_smith_oracle"
+    env_config_cls: ClassVar[type[HermesAgentEnvConfig]] = SweSmithOracleEnvConfig
+
+    def __init__(
+        self,
+        config: HermesAgentEnvConfig,
+        server_configs: Sequence[APIServerConfig],
+        slurm: bool = False,
+        testing: bool = False,
+    ) -> None:
+        super().__init__(config, server_configs, slurm, testing)
+        if not isinstance(config, SweSmithOracleEnvConfig):
+            raise ConfigError(f"SweSmithOracleEnv takes a SweSmithOracleEnvConfig, not {type(config).__name__}")
+        self.settings = config
+        self.rows: list[SweRow] = []
+        self._given = 0
+
+    def as_environment(self) -> SweEnvironment:
+        return SweEnvironment(self)
+
+    async def setup(self) -> None:
+        self.rows = self._chosen(await self._load())
+        if not self.rows:
+            raise ConfigError(f"{self.settings.dataset_name} has no task that can be used")
+
+    async def _load(self) -> list[SweRow]:
+        raise NotImplementedError
+
+    def _chosen(self, rows: list[SweRow]) -> list[SweRow]:
+        if self.settings.python_only:
+            rows = [row for row in rows if all(path.endswith(".py") for path in row.test_files)]
+        if self.settings.shuffle:
+            random.Random(self.settings.seed).shuffle(rows)
+        return rows[: self.settings.max_items] if self.settings.max_items else rows
+
+    async def get_next_item(self) -> Item:
+        """The rows in order, again and again; once only when `total_steps` is -1."""
+        if self._given >= len(self.rows) and self.settings.total_steps < 0:
+            return None
+        row = self.rows[self._given % len(self.rows)]
+        self._given += 1
+        return row
+
+    def item_id(self, item: Item, number: int) -> str:
+        return str(item.instance_id)
+
+    def format_prompt(self, item: Item) -> str:
+        problem = item.problem_statement
+        if self.settings.prompt_mode == "problem_statement+text" and item.text and item.text != problem:
+            problem = f"{problem}\n\n{item.text}"
+        return PROMPT.format(repository=REPOSITORY, problem=problem.strip())
+
+    async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
+        raise NotImplementedError("rollouts of this environment are graded by SweEnvironment.score")
+
+    async def evaluate(self, *args: JSON, **kwargs: JSON) -> JSON:
+        """Roll every task out `group_size` times and log the share that was resolved."""
+        done = await self.evaluate_items(self.rows, self.settings.group_size)
+        scored = [trajectory for trajectory in done if trajectory.reward is not None]
+        resolved = sum(trajectory.reward == 1.0 for trajectory in scored)
+        metrics = {
+            "resolved": resolved / len(scored) if scored else None,
+            "rollouts": len(done),
+            "unscored": len(done) - len(scored),
+        }
+        samples = [
+            {"task_id": each.task_id, "index": each.index, "reward": each.reward, "outcome": each.outcome.value}
+            for each in done
+        ]
+        await self.evaluate_log(metrics, samples, task_name=self.name)
+        return metrics
