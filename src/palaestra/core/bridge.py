@@ -1,9 +1,9 @@
 """Synchronous calls inside an async function, on the one event loop, without blocking it.
 
-`await bridged(coroutine)` runs the coroutine in a greenlet. Inside it, `wait_for_sync(awaitable)` looks like a blocking
-call: it switches to the parent greenlet, which awaits on the loop, and comes back with the value. This is how a reward
-function written as `async def` may call `ctx.terminal(...)` without `await`. The mechanism is the one SQLAlchemy uses for
-its asyncio extension.
+`await bridged(coroutine)` runs the coroutine in a greenlet. Inside it, `wait_for_sync(awaitable)` looks like a
+blocking call: it switches to the parent greenlet, which awaits on the loop, and comes back with the value. This is
+how a reward function written as `async def` may call `ctx.terminal(...)` without `await`. The mechanism is the one
+SQLAlchemy uses for its asyncio extension.
 
 It keeps: the loop runs on while a sync call waits; cancellation reaches the waiting call; context variables are shared.
 """
@@ -97,9 +97,9 @@ async def bridged(coroutine: Coroutine[Any, Any, T]) -> T:
 def wait_for_sync(coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEventLoop, twin: str) -> T:
     """Wait for `coroutine` from synchronous code, without blocking `loop`.
 
-    Inside `bridged` it switches to the loop; from another thread it posts to the loop and blocks that thread only. On the
-    loop's own thread outside the bridge (a task the caller started itself) it would deadlock, so it raises `RuntimeError`
-    naming `twin`, the async method to await instead.
+    Inside `bridged` it switches to the loop; from another thread it posts to the loop and blocks that thread only. On
+    the loop's own thread outside the bridge (a task the caller started itself) it would deadlock, so it raises
+    `RuntimeError` naming `twin`, the async method to await instead.
     """
     current = getcurrent()
     if isinstance(current, _Driver):
