@@ -1,0 +1,229 @@
+"""Run tool calls for many trajectories at once: `ToolExecutor`, the contract's front door to tools in slots.
+
+Not the agent loop's way to tools, which is one `SlotTools` per rollout. This is for code that names trajectories by id
+and lets the executor lease, keep and give back their slots.
+
+Invariant: calls of one trajectory run one at a time in the order they were made; calls of different trajectories never
+wait for each other. A trajectory keeps one slot from its first call to its release. What a call may do (network,
+isolation) comes from the configuration, never from the model's arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from palaestra.core.errors import ConfigError, IsolationUnavailable, StaleLease
+from palaestra.core.types import JSON, Network
+from palaestra.sandbox.base import Rung, Slot, SlotSource, SlotSpec
+from palaestra.tools.binding import SlotTools
+from palaestra.tools.builtin.terminal import clamp_timeout
+from palaestra.tools.registry import ToolRegistry
+from palaestra.tools.schema import ToolReply
+from palaestra.tools.wire import ToolCall, ToolResult
+
+POLICY_ARGUMENTS = frozenset({"allow_network", "require_sandbox", "require_stateful_sandbox"})
+"""Argument names that are dropped from every call: they are the configuration's to decide."""
+ALIASES: Mapping[str, str] = {"bash": "terminal"}
+_KEPT_LATENCIES = 1024
+
+
+class ToolExecutorConfig(BaseModel):
+    """What every call of an executor may do. Field names and defaults are the contract's."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    batch_window_ms: int = Field(
+        20, ge=0, description="Kept for old configurations; calls are sent one by one, at once"
+    )
+    max_batch_size: int = Field(200, ge=1, description="Kept for old configurations, like batch_window_ms")
+    allow_network: bool = Field(True, description="Whether slots have a network; the contract's default is yes")
+    require_sandbox: bool = Field(False, description="Refuse slots that are isolated less well than rung userns")
+    require_stateful_sandbox: bool = Field(False, description="Not supported yet: there is no stateful terminal")
+    tool_server_url: str | None = Field(None, description="Not supported yet: external tool server")
+    tool_server_token: str | None = Field(None, description="Not supported yet: bearer token of the tool server")
+
+
+@dataclass(slots=True)
+class ExecutorStats:
+    """Counts since the start, and the latest latencies in seconds."""
+
+    total_requests: int
+    total_errors: int
+    latencies_s: deque[float]
+
+
+class ToolExecutor:
+    """Binds tool calls to trajectories' slots. An async context manager; `close` gives every slot back.
+
+    `backend` (or `pool`, the same) hands out the slots. `spec` is what they are made from; the configuration decides its
+    network.
+    """
+
+    def __init__(
+        self,
+        backend: SlotSource | None = None,
+        tools: ToolRegistry | None = None,
+        config: ToolExecutorConfig | None = None,
+        *,
+        pool: SlotSource | None = None,
+        spec: SlotSpec | None = None,
+    ) -> None:
+        source = backend if backend is not None else pool
+        if source is None:
+            raise ConfigError("ToolExecutor needs backend= or pool=: what hands out its slots")
+        self._source = source
+        self._tools = tools if tools is not None else ToolRegistry()
+        self._config = config or ToolExecutorConfig()
+        _refuse_unsupported(self._config)
+        self._spec = _with_network(spec or SlotSpec(), self._config.allow_network)
+        self._bindings: dict[str, _Binding] = {}
+        self._in_flight = 0
+        self._closed = False
+        self.stats = ExecutorStats(0, 0, deque(maxlen=_KEPT_LATENCIES))
+
+    async def start(self) -> None:
+        """Nothing to do: calls are dispatched by the tasks that make them. Kept for the contract."""
+
+    async def __aenter__(self) -> ToolExecutor:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def queue_size(self) -> int:
+        """Calls that are running or waiting for a slot or for their turn."""
+        return self._in_flight
+
+    async def execute(self, trajectory_id: str, call: ToolCall, timeout_s: float | None = None) -> ToolResult:
+        """Run one call in the trajectory's slot. Cancelling it kills the command.
+
+        The time limit is `timeout_s`, else the call's own `timeout`, within 1 to 600 seconds. Mistakes of the model and
+        failures of a tool are results; the world's failure raises `InfraError`.
+        """
+        started = time.monotonic()
+        self.stats.total_requests += 1
+        self._in_flight += 1
+        succeeded = False
+        try:
+            result = await self._execute(trajectory_id, call, timeout_s)
+            succeeded = result.success
+            return result
+        finally:
+            self._in_flight -= 1
+            self.stats.total_errors += not succeeded
+            self.stats.latencies_s.append(time.monotonic() - started)
+
+    async def _execute(self, trajectory_id: str, call: ToolCall, timeout_s: float | None) -> ToolResult:
+        if call.error:
+            return ToolResult(False, error=call.error, uniq_id=call.uniq_id)
+        name = ALIASES.get(call.name, call.name) if self._tools.get(call.name) is None else call.name
+        if self._tools.get(name) is None:
+            return ToolResult(False, error=f"Unknown tool: {call.name}", uniq_id=call.uniq_id)
+        arguments = {key: value for key, value in call.arguments.items() if key not in POLICY_ARGUMENTS}
+        if timeout_s is not None:
+            timeout_s = clamp_timeout(timeout_s)
+            arguments.pop("timeout", None)
+        reply = await self._binding(trajectory_id).run(name, arguments, timeout_s)
+        return result_of(reply, call.uniq_id)
+
+    def _binding(self, trajectory_id: str) -> _Binding:
+        if self._closed:
+            raise StaleLease(f"The executor is closed; trajectory {trajectory_id} cannot make further calls")
+        if trajectory_id not in self._bindings:
+            self._bindings[trajectory_id] = _Binding(self, trajectory_id)
+        return self._bindings[trajectory_id]
+
+    async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = False) -> None:
+        """Give the trajectory's slot back. Its unfinished calls raise `StaleLease`; a later call gets a new slot.
+
+        `reset_workspace` is the contract's: a slot that was given back is never handed out again as it was.
+        """
+        binding = self._bindings.pop(trajectory_id, None)
+        if binding is not None:
+            await binding.release()
+
+    async def close(self) -> None:
+        """Give all slots back. Unfinished calls raise `StaleLease`. Idempotent."""
+        self._closed = True
+        while self._bindings:
+            await self.release_trajectory(next(iter(self._bindings)))
+
+    async def lease(self, trajectory_id: str) -> Slot:
+        """A fresh slot that meets the configuration."""
+        slot = await self._source.acquire(trajectory_id, spec=self._spec)
+        if self._config.require_sandbox and slot.rung < Rung.USERNS:
+            await self._source.release(slot)
+            raise IsolationUnavailable(
+                f"require_sandbox asks for rung userns or better, but this slot has rung {slot.rung.label}"
+            )
+        return slot
+
+    async def give_back(self, slot: Slot) -> None:
+        """End a lease."""
+        await self._source.release(slot)
+
+
+class _Binding:
+    """One trajectory: its tools, its slot once it has one, and the turn order of its calls."""
+
+    def __init__(self, executor: ToolExecutor, trajectory_id: str) -> None:
+        self._executor = executor
+        self._trajectory_id = trajectory_id
+        self._tools = SlotTools(executor._tools, self._lease, trajectory_id)
+        self._turn = asyncio.Lock()  # asyncio locks are first come, first served
+        self._slot: Slot | None = None
+        self._released = False
+
+    async def run(self, name: str, arguments: Mapping[str, JSON], timeout_s: float | None) -> ToolReply:
+        async with self._turn:
+            self._check()
+            return await self._tools.reply(name, arguments, timeout_s=timeout_s)
+
+    async def release(self) -> None:
+        self._released = True
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            await self._executor.give_back(slot)
+
+    async def _lease(self) -> Slot:
+        slot = await self._executor.lease(self._trajectory_id)
+        if self._released:  # while this call waited for a slot
+            await self._executor.give_back(slot)
+            self._check()
+        self._slot = slot
+        return slot
+
+    def _check(self) -> None:
+        if self._released:
+            raise StaleLease(f"Trajectory {self._trajectory_id} was released while this call was waiting")
+
+
+def result_of(reply: ToolReply, uniq_id: str | None = None) -> ToolResult:
+    """A tool's reply in the contract's shape: its main text as output, all else as metadata."""
+    if isinstance(reply, str):
+        return ToolResult(True, reply, uniq_id=uniq_id)
+    rest = dict(reply)
+    error = str(rest.pop("error", None) or "")
+    success = not error and rest.get("exit_code", 0) == 0
+    key = next((key for key in ("output", "content", "diff") if isinstance(rest.get(key), str)), None)
+    output = rest.pop(key) if key is not None else json.dumps(rest, ensure_ascii=False) if rest else ""
+    return ToolResult(success, output, error, rest, uniq_id)
+
+
+def _with_network(spec: SlotSpec, allow: bool) -> SlotSpec:
+    return replace(spec, network=Network.ON if allow else Network.OFF)
+
+
+def _refuse_unsupported(config: ToolExecutorConfig) -> None:
+    if config.require_stateful_sandbox:
+        raise ConfigError("require_stateful_sandbox: there is no stateful terminal yet; leave it off")
+    if config.tool_server_url is not None:
+        raise ConfigError("tool_server_url: external tool servers are not supported yet; leave it unset")
