@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable, StaleLease
 from palaestra.core.types import JSON, Network
@@ -39,15 +39,20 @@ class ToolExecutorConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    batch_window_ms: int = Field(
-        20, ge=0, description="Kept for old configurations; calls are sent one by one, at once"
-    )
-    max_batch_size: int = Field(200, ge=1, description="Kept for old configurations, like batch_window_ms")
-    allow_network: bool = Field(True, description="Whether slots have a network; the contract's default is yes")
-    require_sandbox: bool = Field(False, description="Refuse slots that are isolated less well than rung userns")
-    require_stateful_sandbox: bool = Field(False, description="Not supported yet: there is no stateful terminal")
-    tool_server_url: str | None = Field(None, description="Not supported yet: external tool server")
-    tool_server_token: str | None = Field(None, description="Not supported yet: bearer token of the tool server")
+    batch_window_ms: int = 20
+    """Accepted for old configurations; calls are sent one by one, at once."""
+    max_batch_size: int = 200
+    """Accepted for old configurations, like `batch_window_ms`."""
+    allow_network: bool = True
+    """Whether slots have a network. The contract's default is yes."""
+    require_sandbox: bool = False
+    """Refuse slots that are isolated less well than rung userns."""
+    require_stateful_sandbox: bool = False
+    """Not supported yet: there is no stateful terminal."""
+    tool_server_url: str | None = None
+    """Not supported yet: an external tool server."""
+    tool_server_token: str | None = None
+    """Not supported yet: the bearer token of that server."""
 
 
 @dataclass(slots=True)
@@ -62,8 +67,8 @@ class ExecutorStats:
 class ToolExecutor:
     """Binds tool calls to trajectories' slots. An async context manager; `close` gives every slot back.
 
-    `backend` (or `pool`, the same) hands out the slots. `spec` is what they are made from; the configuration decides its
-    network.
+    `backend` (or `pool`, the same) hands out the slots. `spec` is what they are made from; the configuration
+    decides its network.
     """
 
     def __init__(
@@ -138,7 +143,7 @@ class ToolExecutor:
         if self._closed:
             raise StaleLease(f"The executor is closed; trajectory {trajectory_id} cannot make further calls")
         if trajectory_id not in self._bindings:
-            self._bindings[trajectory_id] = _Binding(self, trajectory_id)
+            self._bindings[trajectory_id] = _Binding(self, self._tools, trajectory_id)
         return self._bindings[trajectory_id]
 
     async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = False) -> None:
@@ -174,10 +179,10 @@ class ToolExecutor:
 class _Binding:
     """One trajectory: its tools, its slot once it has one, and the turn order of its calls."""
 
-    def __init__(self, executor: ToolExecutor, trajectory_id: str) -> None:
+    def __init__(self, executor: ToolExecutor, tools: ToolRegistry, trajectory_id: str) -> None:
         self._executor = executor
         self._trajectory_id = trajectory_id
-        self._tools = SlotTools(executor._tools, self._lease, trajectory_id)
+        self._tools = SlotTools(tools, self._lease, trajectory_id)
         self._turn = asyncio.Lock()  # asyncio locks are first come, first served
         self._slot: Slot | None = None
         self._released = False

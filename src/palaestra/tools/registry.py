@@ -102,9 +102,12 @@ def schema_hash(schemas: Sequence[Mapping[str, JSON]]) -> str:
 
 def builtin_tools() -> tuple[Tool, ...]:
     """All tools that come with the package, in the order in which models see them."""
-    from palaestra.tools.builtin import edits, files, search, terminal
+    from palaestra.tools.builtin.edits import PATCH
+    from palaestra.tools.builtin.files import READ_FILE, WRITE_FILE
+    from palaestra.tools.builtin.search import SEARCH_FILES
+    from palaestra.tools.builtin.terminal import TERMINAL
 
-    return (terminal.TERMINAL, files.READ_FILE, files.WRITE_FILE, edits.PATCH, search.SEARCH_FILES)
+    return (TERMINAL, READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES)
 
 
 def _usable(tool: Tool) -> bool:
