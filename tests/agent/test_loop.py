@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from palaestra.agent import AgentResult, Budget, HermesAgentLoop, Turn
+from palaestra.core.clock import ManualClock
 from palaestra.core.errors import (
     ConfigError,
     ContextExceeded,
@@ -369,22 +370,6 @@ def test_cancellation_leaves_a_complete_result() -> None:
     assert all("Not finished" in text["error"] for text in tool_texts(result)[1:])
 
 
-class HandClock:
-    """Time that moves only when told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def wall(self) -> float:
-        return self.now
-
-    async def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def test_budgets() -> None:
     again = calls(("add", '{"a": 1}'))
     by_turns = run(make(again, budget=Budget(turns=2))[0])
@@ -397,7 +382,7 @@ def test_budgets() -> None:
 
 
 def test_the_wall_clock_budget_is_looked_at_between_turns() -> None:
-    clock = HandClock()
+    clock = ManualClock()
 
     async def slow(name: str, arguments: dict[str, JSON], task_id: str | None) -> str:
         await clock.sleep(40)
