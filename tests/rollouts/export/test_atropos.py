@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_groups import group, trajectory
 
 from palaestra.core.types import Blame, Outcome
 from palaestra.rollouts.export.atropos import GroupsFile, claim_path, encode_line, group_line
@@ -15,17 +14,21 @@ from palaestra.rollouts.trajectory import Group, TokenRow, ToolErrorRecord, Turn
 ENGINE_ROW = TokenRow(tokens=[5, 6, 7], masks=[-100, 6, 7], logprobs=[1.0, -0.5, -0.25], source="engine")
 
 
-def line_of(*trajectories, **fields):
-    line = group_line(group(*trajectories, **fields), env="count", model="m")
-    assert line is not None
-    return line
+@pytest.fixture
+def line_of(group):
+    def make(*trajectories, **fields):
+        line = group_line(group(*trajectories, **fields), env="count", model="m")
+        assert line is not None
+        return line
+
+    return make
 
 
 def lines_in(path: Path) -> list[str]:
     return [json.loads(line)["task_id"] for line in path.read_text().splitlines()]
 
 
-def test_a_group_in_the_shape_that_the_api_server_takes():
+def test_a_group_in_the_shape_that_the_api_server_takes(line_of, trajectory):
     line = line_of(trajectory(0, 1.0, row=ENGINE_ROW), trajectory(1, 0.0, row=ENGINE_ROW), toolsets=("terminal",))
     assert json.loads(encode_line(line)) == {
         "tokens": [[5, 6, 7], [5, 6, 7]],
@@ -53,7 +56,7 @@ def test_a_group_in_the_shape_that_the_api_server_takes():
     }
 
 
-def test_an_unscored_rollout_is_told_of_but_not_trained_on():
+def test_an_unscored_rollout_is_told_of_but_not_trained_on(line_of, trajectory):
     failed = trajectory(
         0,
         None,
@@ -87,12 +90,12 @@ def test_an_unscored_rollout_is_told_of_but_not_trained_on():
     assert [rollout["index"] for rollout in line["rollouts"]] == [0, 1, 2]
 
 
-def test_a_group_without_a_score_has_no_line():
+def test_a_group_without_a_score_has_no_line(group, trajectory):
     assert group_line(group(trajectory(0, None)), env="e", model="m") is None
     assert group_line(group(error="setup failed"), env="e", model="m") is None
 
 
-def test_logprobs_are_left_out_unless_every_row_has_them():
+def test_logprobs_are_left_out_unless_every_row_has_them(line_of, trajectory):
     line = line_of(trajectory(0, row=ENGINE_ROW), trajectory(1))
     assert "inference_logprobs" not in line
     assert line["tokens"] == [[5, 6, 7], []]
@@ -100,7 +103,7 @@ def test_logprobs_are_left_out_unless_every_row_has_them():
     assert line_of(trajectory(0))["token_source"] == "placeholder"
 
 
-def test_every_message_has_role_and_content():
+def test_every_message_has_role_and_content(line_of, trajectory):
     call = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "terminal", "arguments": "{}"}}]}
     kept = trajectory(0, messages=[call])
     assert line_of(kept)["messages"] == [[call | {"content": None}]]
@@ -117,18 +120,18 @@ def test_every_message_has_role_and_content():
         TokenRow(tokens=[], masks=[], logprobs=[0.0]),
     ],
 )
-def test_a_row_of_unequal_lengths_reaches_no_trainer(row):
+def test_a_row_of_unequal_lengths_reaches_no_trainer(row, line_of, trajectory):
     with pytest.raises(ValueError, match="differ in length"):
         line_of(trajectory(0, row=row))
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_a_score_that_json_cannot_hold_is_refused(reward):
+def test_a_score_that_json_cannot_hold_is_refused(reward, line_of, trajectory):
     with pytest.raises(ValueError, match="not a finite number"):
         line_of(trajectory(0, reward))
 
 
-def test_what_an_environment_of_its_own_adds_per_rollout_is_kept_when_it_is_there_for_all():
+def test_what_an_environment_of_its_own_adds_per_rollout_is_kept_when_it_is_there_for_all(line_of, trajectory):
     line = line_of(
         trajectory(0, extra={"overrides": {"weight": 2}, "advantages": [0.5], "generation_params": {"temperature": 1}}),
         trajectory(1, extra={"overrides": {}}),
@@ -138,7 +141,7 @@ def test_what_an_environment_of_its_own_adds_per_rollout_is_kept_when_it_is_ther
     assert line["generation_params"] == {"temperature": 1}
 
 
-def test_text_that_utf8_cannot_hold_does_not_lose_the_line():
+def test_text_that_utf8_cannot_hold_does_not_lose_the_line(line_of, trajectory):
     line = line_of(trajectory(0, messages=[{"role": "user", "content": "a\ud800b"}]))
     assert json.loads(encode_line(line))["messages"][0][0]["content"] == "a\ud800b"
 
@@ -165,7 +168,7 @@ def test_claims_at_the_same_moment_get_different_files(tmp_path):
     assert len(set(claimed)) == 8
 
 
-def test_lines_go_out_in_item_order_as_soon_as_their_turn_comes(tmp_path):
+def test_lines_go_out_in_item_order_as_soon_as_their_turn_comes(tmp_path, group, trajectory):
     def one(number: int) -> Group:
         return group(trajectory(0), number=number)
 
@@ -181,7 +184,7 @@ def test_lines_go_out_in_item_order_as_soon_as_their_turn_comes(tmp_path):
         assert lines_in(file.path) == ["task-0", "task-1", "task-4"]
 
 
-def test_close_after_an_interruption_writes_what_waits(tmp_path):
+def test_close_after_an_interruption_writes_what_waits(tmp_path, group, trajectory):
     file = GroupsFile(tmp_path / "x.jsonl", env="e", model="m")
     for number in (7, 3):
         file.add(group(trajectory(0), number=number))
@@ -192,7 +195,7 @@ def test_close_after_an_interruption_writes_what_waits(tmp_path):
         file.skip(0)
 
 
-def test_a_number_counts_once(tmp_path):
+def test_a_number_counts_once(tmp_path, group, trajectory):
     with GroupsFile(tmp_path / "x.jsonl", env="e", model="m") as file:
         file.add(group(trajectory(0), number=0))
         for number in (0, 5):
@@ -201,14 +204,14 @@ def test_a_number_counts_once(tmp_path):
                 file.add(group(trajectory(0), number=number))
 
 
-def test_a_line_is_in_the_file_before_add_returns(tmp_path):
+def test_a_line_is_in_the_file_before_add_returns(tmp_path, group, trajectory):
     with GroupsFile(tmp_path / "x.jsonl", env="e", model="m") as file:
         file.add(group(trajectory(0), number=0))
         assert os.stat(file.path).st_size > 0
 
 
 @given(st.permutations(range(6)), st.sets(st.integers(0, 5)))
-def test_any_order_of_finishing_gives_the_same_file(tmp_path_factory, order, skipped):
+def test_any_order_of_finishing_gives_the_same_file(tmp_path_factory, group, trajectory, order, skipped):
     folder = tmp_path_factory.mktemp("order")
     with GroupsFile(folder / "x.jsonl", env="e", model="m") as file:
         for number in order:
