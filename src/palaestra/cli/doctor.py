@@ -33,8 +33,8 @@ from palaestra.sandbox.base import Rung, Step
       palaestra doctor --json | jq '.ladder[] | select(.available)'
 
     The rungs, best first: full (all namespaces and cgroup limits; root in a slot is nobody outside), userns (no root
-    needed; no cgroup limits), confined (inside ordinary containers), none (commands run as you, unprotected; used only
-    when asked for by name).
+    needed; no cgroup limits), confined (for ordinary containers), none (commands run as you, unprotected; never
+    chosen unless asked for by name). The table says which of them this version has.
     """,
 )
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
@@ -55,7 +55,7 @@ def command(as_json: bool) -> None:
     if not as_json:
         click.echo(verdict(ladder))
     if not any(step.available and step.rung > Rung.NONE for step in ladder):
-        raise IsolationUnavailable("no rung of the ladder protects here; --env.isolation none runs without protection")
+        raise IsolationUnavailable("no rung of the ladder can be had here; the reasons are above")
 
 
 def verdict(ladder: Sequence[Step]) -> str:

@@ -103,7 +103,7 @@ class HermesAgentEnvConfig(BaseEnvConfig):
     terminal_timeout: int = Field(default=120, ge=1, description="Seconds a command may take, unless the call says.")
     isolation: str = Field(
         default="best",
-        description="Which rung of the ladder: best, full, userns, confined, or none (no protection).",
+        description="Which rung of the ladder (see `palaestra doctor`): best, full, userns, confined, none.",
     )
     require_sandbox: bool = Field(default=False, description="Refuse to run below the `userns` rung.")
     allow_network: bool = Field(default=True, description="Whether the agent's commands reach the network.")
