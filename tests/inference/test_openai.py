@@ -1,0 +1,197 @@
+"""The chat completions engine against a real server on the loopback: requests, the look at the start, odd servers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import pytest
+
+from palaestra.core.clock import ManualClock
+from palaestra.core.errors import ConfigError, EngineRefused, EngineReplyError, EngineUnavailable
+from palaestra.core.types import JSON, Message
+from palaestra.inference.base import ChatCompletion, SessionContext
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engines.openai import OpenAIEngine, parse_base_url
+from palaestra.inference.loopback import Answer, LoopbackServer, completion
+
+T = TypeVar("T")
+HI: list[Message] = [{"role": "user", "content": "hi"}]
+
+
+def with_engine(server: LoopbackServer, work: Callable[[OpenAIEngine], Awaitable[T]], **config: JSON) -> T:
+    async def go() -> T:
+        async with server:
+            engine = OpenAIEngine(APIServerConfig(base_url=server.url, model_name="m", **config), clock=ManualClock())
+            try:
+                return await work(engine)
+            finally:
+                await engine.aclose()
+
+    return asyncio.run(go())
+
+
+def ask(server: LoopbackServer, **request: JSON) -> ChatCompletion:
+    config = request.pop("config", {})
+    return with_engine(server, lambda engine: engine.chat_completion(**{"messages": HI, **request}), **config)
+
+
+def test_a_request_holds_what_was_asked_and_nothing_more() -> None:
+    server = LoopbackServer(Answer(completion("hello")))
+    reply = ask(server)
+    assert reply.choices[0].message.content == "hello"
+    assert (server.seen[0].method, server.seen[0].path) == ("POST", "/v1/chat/completions")
+    assert server.seen[0].body == {"model": "m", "messages": HI}
+    assert "Authorization" not in server.seen[0].headers
+
+
+def test_every_setting_arrives_and_extra_body_wins() -> None:
+    server = LoopbackServer(Answer(completion()))
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    ask(
+        server,
+        tools=[tool],
+        temperature=0.5,
+        max_tokens=9,
+        n=2,
+        top_p=0.9,
+        split="eval",
+        extra_body={"temperature": 0.1, "chat_template_kwargs": {"enable_thinking": False}},
+        config={"api_key": "k"},
+    )
+    assert server.seen[0].body == {
+        "model": "m",
+        "messages": HI,
+        "tools": [tool],
+        "temperature": 0.1,
+        "max_tokens": 9,
+        "n": 2,
+        "top_p": 0.9,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    assert server.seen[0].headers["Authorization"] == "Bearer k"
+
+
+@pytest.mark.parametrize(
+    ("given", "api"),
+    [
+        ("http://h:1", "http://h:1/v1"),
+        ("http://h:1/", "http://h:1/v1"),
+        ("http://h:1/v1/", "http://h:1/v1"),
+        ("https://h/api/v1", "https://h/api/v1"),
+        ("https://h/v1beta/openai", "https://h/v1beta/openai"),
+        ("http://h/v1/chat/completions", "http://h/v1"),
+    ],
+)
+def test_base_urls(given: str, api: str) -> None:
+    assert str(parse_base_url(given)) == api
+
+
+@pytest.mark.parametrize("given", [None, "", "localhost:8000", "ftp://h/v1", "http://", "http://[::1", "http://h:x/"])
+def test_what_is_no_base_url(given: str | None) -> None:
+    with pytest.raises(ConfigError, match="base_url"):
+        parse_base_url(given)
+
+
+def test_the_look_at_the_start_is_one_cheap_request() -> None:
+    server = LoopbackServer(Answer(completion()))
+    with_engine(server, OpenAIEngine.start)
+    assert [(seen.method, seen.path) for seen in server.seen] == [("GET", "/v1/models")]
+
+
+def test_no_look_when_told_not_to() -> None:
+    server = LoopbackServer(Answer(completion()))
+    with_engine(server, OpenAIEngine.start, health_check=False)
+    assert server.seen == []
+
+
+@pytest.mark.parametrize("models", [Answer({}, 404), Answer({}, 405), Answer({}, 400), Answer(b"hello"), Answer([])])
+def test_servers_without_a_list_of_models_are_fine(models: Answer) -> None:
+    with_engine(LoopbackServer(Answer(completion()), models=models), OpenAIEngine.start)
+
+
+def test_a_model_that_is_not_listed_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    models = Answer({"data": [{"id": "other"}]})
+    with caplog.at_level(logging.WARNING):
+        with_engine(LoopbackServer(Answer(completion()), models=models), OpenAIEngine.start)
+    assert "does not list model 'm'; it lists other" in caplog.text
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_key_ends_the_start(status: int) -> None:
+    models = Answer({"error": {"message": "bad key"}}, status)
+    with pytest.raises(EngineRefused, match="bad key"):
+        with_engine(LoopbackServer(Answer(completion()), models=models), OpenAIEngine.start)
+
+
+def test_an_unreachable_server_ends_the_start_within_seconds() -> None:
+    clock = ManualClock()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+        async def go() -> None:
+            engine = OpenAIEngine(APIServerConfig(base_url=f"http://127.0.0.1:{port}"), clock=clock)
+            try:
+                await engine.start()
+            finally:
+                await engine.aclose()
+
+        with pytest.raises(EngineUnavailable, match=f"127.0.0.1:{port}") as caught:
+            asyncio.run(go())
+    assert sum(clock.slept) < 5
+    assert caught.value.exit_code == 4
+
+
+def test_garbage_is_not_tried_again() -> None:
+    server = LoopbackServer(Answer(b"<html>"))
+    with pytest.raises(EngineReplyError, match=r"model 'm'.*not JSON.*<html>"):
+        ask(server)
+    assert len(server.seen) == 1
+
+
+def test_ids_of_calls_follow_from_the_conversation() -> None:
+    calls = [{"function": {"name": "f", "arguments": "{}"}}] * 2
+    messages = [*HI, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    reply = ask(LoopbackServer(Answer(completion(None, tool_calls=calls))), messages=messages)
+    assert [call.id for call in reply.choices[0].message.tool_calls or ()] == ["call_2_0", "call_2_1"]
+
+
+def test_n_from_a_server_that_ignores_it() -> None:
+    server = LoopbackServer(Answer(completion()))
+    reply = ask(server, n=3, config={"n_kwarg_is_ignored": True})
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    assert len(server.seen) == 3
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (7, 9, 16)
+
+
+def test_a_server_that_refuses_malformed_history_is_given_it_wrapped() -> None:
+    bad = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
+    history = [*HI, {"role": "assistant", "content": "", "tool_calls": [bad]}]
+    server = LoopbackServer(Answer({"detail": "Expecting value"}, 400), Answer(completion()))
+
+    async def twice(engine: OpenAIEngine) -> None:
+        await engine.chat_completion(messages=history)
+        await engine.chat_completion(messages=history)
+
+    with_engine(server, twice)
+    sent = [seen.body["messages"][1]["tool_calls"][0]["function"]["arguments"] for seen in server.seen]
+    assert sent == ['{"a": ', '{"malformed":"{\\"a\\": "}', '{"malformed":"{\\"a\\": "}']
+    assert bad["function"]["arguments"] == '{"a": '  # type: ignore[index]
+
+
+def test_a_plain_refusal_is_not_asked_twice() -> None:
+    server = LoopbackServer(Answer({"detail": "no such parameter"}, 400))
+    with pytest.raises(EngineRefused, match="no such parameter"):
+        ask(server)
+    assert len(server.seen) == 1
+
+
+def test_a_session_is_the_engine() -> None:
+    engine = OpenAIEngine(APIServerConfig(base_url="http://h"))
+    assert engine.session(SessionContext()) is engine
+    assert engine.name == "default"
