@@ -12,7 +12,8 @@ from pathlib import Path
 
 _PATTERNS = {
     "registry address": re.compile(
-        r"https?://(?:[\w.-]+\.)?(?:pypi\.org|pythonhosted\.org|artifactory[\w.-]*)|://[^\s\"']*/simple\b"
+        r"https?://(?:[\w.-]+\.)?(?:pypi\.org|pythonhosted\.org|artifactory[\w.-]*)"
+        r"|://(?!localhost|127\.|[\w.-]+\.(?:test|invalid|example)\b)[^\s\"'\[\]()]*/simple(?![-\w])"
     ),
     "index option": re.compile(r"--(?:extra-)?index-url[= ]|--find-links[= ]"),
     "machine path": re.compile(r"(?<![\w.])/(?:home|Users)/(?!agent\b|user\b)\w+|(?<![\w./-])/work/(?:main|shared)\b"),
