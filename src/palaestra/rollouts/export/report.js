@@ -23,7 +23,8 @@
     }
     for (const group of all(".group")) {
       const inside = all(".rollout", group);
-      const itself = !inside.length && !outcome.value && group.textContent.toLowerCase().includes(words);
+      const itself = !inside.length && !outcome.value && !verdict.value &&
+        group.textContent.toLowerCase().includes(words);
       group.hidden = filtering && !itself && inside.every((rollout) => rollout.hidden);
     }
     one("#count").textContent = filtering ? `${count} of ${rollouts.length} rollouts` : "";
