@@ -20,7 +20,7 @@ check: setup ## lint, format, types, layers, and what must not be committed
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
-	@.venv/bin/lint-imports
+	@.venv/bin/lint-imports --no-logo
 	@.venv/bin/python scripts/guard.py
 
 interop: ## run under the original runtime (not built yet)

@@ -1,0 +1,34 @@
+"""Tests marked `network` run where the package index answers, and say so where it does not."""
+
+import asyncio
+import functools
+import socket
+import urllib.request
+from urllib.parse import urlsplit
+
+import pytest
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("network") is not None:
+        problem = _index_problem()
+        if problem is not None:
+            pytest.skip(problem)
+
+
+@functools.cache
+def _index_problem() -> str | None:
+    """Why the package index cannot be reached, or None. Asks for a connection only; what it serves is for the tests."""
+    from palaestra.envs.swe.build.index import configured_url
+
+    address = urlsplit(asyncio.run(configured_url()))
+    proxy = urllib.request.getproxies().get(address.scheme)
+    target = urlsplit(proxy) if proxy else address
+    if target.hostname is None:
+        return None
+    port = target.port or {"https": 443, "http": 80}.get(target.scheme, 443)
+    try:
+        socket.create_connection((target.hostname, port), timeout=10).close()
+    except OSError as error:
+        return f"the package index at {target.hostname} is not reachable: {error}"
+    return None
