@@ -192,7 +192,8 @@ def test_rich_is_not_loaded_for_a_log():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0ms"), (0.04, "40ms"), (0.0999, "0.1s"), (9.96, "10s"), (59.6, "1m00s"), (185, "3m05s"), (7620, "2h07m")]
+    ("seconds", "text"),
+    [(0, "0ms"), (0.04, "40ms"), (0.0999, "0.1s"), (9.96, "10s"), (59.6, "1m00s"), (185, "3m05s"), (7620, "2h07m")],
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
