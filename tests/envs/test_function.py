@@ -1,0 +1,149 @@
+"""The function form: parameters become settings, hooks ask by name, mistakes are told where they are made."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from palaestra import Score, Task, environment
+from palaestra.core.errors import ConfigError, GraderError, TaskError
+from palaestra.envs.function import FunctionForm
+from palaestra.envs.loading import load_environment
+from palaestra.rollouts.base import Environment
+
+
+def form(*answers: object, weights: tuple[float, ...] = ()) -> FunctionForm:
+    """An environment of one task whose scores answer so."""
+
+    @environment
+    def toy() -> Iterator[Task]:
+        yield Task(id="one", prompt="?")
+
+    for number, answer in enumerate(answers):
+
+        def score(task: Task, answer: object = answer) -> object:
+            return answer
+
+        score.__name__ = f"score_{number}"
+        toy.score(weight=weights[number] if weights else 1.0)(score)
+    return toy
+
+
+def scored(toy: FunctionForm) -> Score:
+    """What the environment makes of its scores. None of them asks for a slot or the rollout."""
+
+    class OnlyTask:
+        task = Task(id="one", prompt="?")
+        rng = random.Random(0)
+
+    class NoView:
+        async def slot(self) -> None:
+            raise AssertionError("no hook asked for the sandbox")
+
+    built = toy.build(toy.config_type()())
+    return asyncio.run(built.score(OnlyTask(), NoView()))  # type: ignore[arg-type]
+
+
+def tasks_of(built: Environment) -> list[Task]:
+    async def main() -> list[Task]:
+        return [task async for task in built.tasks()]
+
+    return asyncio.run(main())
+
+
+def test_parameters_become_settings_with_their_types() -> None:
+    @environment(toolsets=["terminal"])
+    def lines(n: int = 3, word: str = "x") -> Iterator[Task]:
+        for number in range(n):
+            yield Task(id=f"{word}-{number}", prompt="?")
+
+    lines.score(lambda task: 1.0)
+    config = lines.config_type()(n=2, word="y")
+    assert (config.group_size, config.total_steps, config.allow_network) == (1, -1, False)
+    assert [task.id for task in tasks_of(lines.build(config))] == ["y-0", "y-1"]
+    with pytest.raises(ConfigError, match="n"):
+        lines.config_type()(n="many")
+
+
+def test_an_async_generator_will_do() -> None:
+    @environment
+    async def toy() -> AsyncIterator[Task]:
+        yield Task(id="one", prompt="?")
+
+    toy.score(lambda task: True)
+    assert [task.id for task in tasks_of(toy.build(toy.config_type()()))] == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [(True, 1.0), (False, 0.0), (0.5, 0.5), (2, 2.0), ((1, {"a": 0.25}), 1.0), (Score(0.75), 0.75)],
+)
+def test_what_a_score_may_give(answer: object, reward: float) -> None:
+    assert scored(form(answer)).reward == reward
+
+
+@pytest.mark.parametrize("answer", [None, "1.0", [1], (1, 2, 3)])
+def test_what_is_no_score_is_the_graders_failure(answer: object) -> None:
+    with pytest.raises(GraderError, match="score_0"):
+        scored(form(answer))
+
+
+def test_several_scores_are_a_weighted_mean_and_recorded() -> None:
+    score = scored(form(1.0, (0.0, {"found": 3.0}), weights=(3.0, 1.0)))
+    assert score.reward == 0.75
+    assert score.metrics == {"score_0": 1.0, "score_1": 0.0, "found": 3.0}
+
+
+def test_a_hook_that_asks_for_what_there_is_not_is_refused_when_declared() -> None:
+    toy = form(1.0)
+    with pytest.raises(ConfigError, match=r"asks for 'sandbx'.*Did you mean sandbox\?"):
+
+        @toy.score
+        async def bad(task: Task, sandbx: object) -> float:
+            return 0.0
+
+
+def test_no_score_and_clashing_parameters_are_refused() -> None:
+    with pytest.raises(ConfigError, match="has no score"):
+        form().build(form().config_type()())
+
+    @environment
+    def clash(group_size: int = 3) -> Iterator[Task]:
+        yield Task(id="one", prompt="?")
+
+    with pytest.raises(ConfigError, match="'group_size' is a setting of every environment"):
+        clash.config_type()
+
+
+@pytest.mark.parametrize("produced", [["one"], [Task(id="a", prompt="?"), Task(id="a", prompt="?")]])
+def test_tasks_that_are_none_or_share_an_id_are_refused(produced: list[object]) -> None:
+    @environment
+    def toy() -> Iterator[Task]:
+        yield from produced  # type: ignore[misc]
+
+    toy.score(lambda task: 1.0)
+    with pytest.raises(TaskError):
+        tasks_of(toy.build(toy.config_type()()))
+
+
+def test_loading_by_path_and_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from palaestra import Task, environment\n"
+        "@environment\ndef first():\n    yield Task(id='a', prompt='?')\n"
+        "@environment\ndef second():\n    yield Task(id='b', prompt='?')\n"
+    )
+    assert isinstance(load_environment(f"{path}:second", tmp_path), FunctionForm)
+    with pytest.raises(ConfigError, match="first, second"):
+        load_environment(str(path), tmp_path)
+    with pytest.raises(ConfigError, match="Did you mean second"):
+        load_environment(f"{path}:secnd", tmp_path)
+    with pytest.raises(ConfigError, match="there is no file"):
+        load_environment(str(tmp_path / "absent.py"), tmp_path)
+    path.write_text("1 / 0\n")
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        load_environment(str(path), tmp_path)

@@ -1,0 +1,144 @@
+"""Shared preparation is done once, whoever asks, and admission never asks the pool for more than it has."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from toy import NoSlots
+
+from palaestra.core.errors import PrepareError
+from palaestra.rollouts.admission import AdmittedSlots
+from palaestra.rollouts.foundations import Foundations
+from palaestra.sandbox.base import Slot, SlotSpec, Snapshot, View
+
+
+def snapshot(name: str) -> Snapshot:
+    return Snapshot(name, (name,), SlotSpec())
+
+
+class Forgetful(NoSlots):
+    """Remembers what it was told to forget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forgotten: list[str] = []
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        self.forgotten.append(snapshot.snapshot_id)
+
+
+def test_many_ask_and_one_lays() -> None:
+    async def main() -> tuple[int, list[str]]:
+        source, laid = Forgetful(), 0
+        foundations = Foundations(source)
+
+        async def lay() -> Snapshot:
+            nonlocal laid
+            laid += 1
+            await asyncio.sleep(0)
+            return snapshot("base")
+
+        await asyncio.gather(*(foundations.get("key", lay) for _ in range(10)))
+        await foundations.aclose()
+        return laid, source.forgotten
+
+    assert asyncio.run(main()) == (1, ["base"])
+
+
+def test_a_failure_is_everybodys_and_is_not_tried_again() -> None:
+    async def main() -> tuple[int, int]:
+        foundations, laid = Foundations(NoSlots()), 0
+
+        async def lay() -> Snapshot:
+            nonlocal laid
+            laid += 1
+            await asyncio.sleep(0)
+            raise PrepareError("no such package")
+
+        answers = await asyncio.gather(*(foundations.get("key", lay) for _ in range(4)), return_exceptions=True)
+        with pytest.raises(PrepareError):
+            await foundations.get("key", lay)
+        await foundations.aclose()
+        return laid, sum(isinstance(answer, PrepareError) for answer in answers)
+
+    assert asyncio.run(main()) == (1, 4)
+
+
+def test_when_the_layer_is_cancelled_a_waiter_takes_over() -> None:
+    async def main() -> str:
+        foundations, started = Foundations(NoSlots()), asyncio.Event()
+
+        async def hang() -> Snapshot:
+            started.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def lay() -> Snapshot:
+            return snapshot("second")
+
+        first = asyncio.create_task(foundations.get("key", hang))
+        await started.wait()
+        second = asyncio.create_task(foundations.get("key", lay))
+        await asyncio.sleep(0)
+        first.cancel()
+        return (await second).snapshot_id
+
+    assert asyncio.run(main()) == "second"
+
+
+class Counting(NoSlots):
+    """Hands out stand-ins and counts how many are out; only identity matters here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = 0
+        self.most = 0
+
+    async def acquire(
+        self,
+        trajectory_id: str,
+        *,
+        spec: SlotSpec | None = None,
+        snapshot: Snapshot | None = None,
+        timeout_s: float | None = None,
+    ) -> Slot:
+        self.out += 1
+        self.most = max(self.most, self.out)
+        await asyncio.sleep(0)
+        return object()  # type: ignore[return-value]
+
+    async def release(self, slot: Slot) -> None:
+        self.out -= 1
+
+    async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
+        self.out -= 1
+        return snapshot("sealed")
+
+
+def test_never_more_slots_out_than_places() -> None:
+    async def main() -> tuple[int, int]:
+        source = Counting()
+        slots = AdmittedSlots(source, 3)
+
+        async def rollout(number: int) -> None:
+            slot = await slots.acquire(f"r{number}")
+            await asyncio.sleep(0)
+            await (slots.release(slot) if number % 2 else slots.seal(slot))
+
+        await asyncio.gather(*(rollout(number) for number in range(40)))
+        return source.most, source.out
+
+    assert asyncio.run(main()) == (3, 0)
+
+
+def test_a_failed_lease_gives_its_place_back() -> None:
+    async def main() -> int:
+        source = NoSlots()
+        slots = AdmittedSlots(source, 1)
+        for number in range(5):
+            with pytest.raises(Exception, match="no slot"):
+                await slots.acquire(f"r{number}")
+        return source.asked
+
+    assert asyncio.run(main()) == 5

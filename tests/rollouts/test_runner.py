@@ -1,0 +1,190 @@
+"""The runner over an environment without slots: order, limits, failures, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from toy import NoSlots, Sums, services, until_cancelled
+
+from palaestra.core.errors import EngineUnavailable, GraderError
+from palaestra.core.types import Blame, Outcome, Task
+from palaestra.rollouts.group import Services
+from palaestra.rollouts.journal import read_groups, read_journal
+from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.runner import Runner, Tally
+from palaestra.rollouts.trajectory import Group
+from palaestra.sandbox.base import Slot
+
+
+def run(env: Sums, shared: Services, *, concurrency: int = 2, limit: int | None = None) -> tuple[Tally, list[Group]]:
+    """Run to the end; the groups come back from the journal, which is the truth."""
+
+    async def main() -> Tally:
+        try:
+            return await Runner(env, shared, concurrency=concurrency, limit=limit).run()
+        finally:
+            shared.journal.close()
+
+    return asyncio.run(main()), read_groups(shared.journal.path)
+
+
+def test_oracle_scores_full_and_noop_nothing(tmp_path: Path) -> None:
+    tally, groups = run(Sums(3), services(tmp_path, policy="oracle"))
+    assert (tally.groups, tally.rollouts, tally.scored, tally.mean_reward) == (3, 6, 6, 1.0)
+    assert [group.number for group in groups] == [0, 1, 2]
+    assert [t.index for t in groups[0].trajectories] == [0, 1]
+    first = groups[0].trajectories[0]
+    assert [message["role"] for message in first.messages] == ["user", "assistant", "tool", "assistant"]
+    assert first.outcome is Outcome.NATURAL
+    assert first.blame is None
+
+    tally, _ = run(Sums(3), services(tmp_path / "noop", policy="noop"))
+    assert tally.mean_reward == 0.0
+
+
+def test_limit_takes_that_many_tasks(tmp_path: Path) -> None:
+    tally, groups = run(Sums(5), services(tmp_path, group_size=1), limit=2)
+    assert tally.groups == 2
+    assert {group.task_id for group in groups} == {"sum-0", "sum-1"}
+
+
+def test_two_runs_of_one_seed_tell_the_same_story(tmp_path: Path) -> None:
+    stories = []
+    for name in ("a", "b"):
+        _, groups = run(Sums(4), services(tmp_path / name), concurrency=4)
+        for group in groups:
+            for trajectory in group.trajectories:
+                trajectory.beside = type(trajectory.beside)()
+        stories.append([group.trajectories for group in groups])
+    assert stories[0] == stories[1]
+
+
+def test_a_score_that_raises_is_the_graders_fault_and_no_zero(tmp_path: Path) -> None:
+    async def broken(rollout: Rollout) -> float:
+        raise KeyError("missing column")
+
+    tally, groups = run(Sums(1, score=broken), services(tmp_path))
+    trajectory = groups[0].trajectories[0]
+    assert tally.scored == 0
+    assert trajectory.reward is None
+    assert (trajectory.outcome, trajectory.blame) == (Outcome.INFRA_ERROR, Blame.GRADER)
+    assert "KeyError: 'missing column'" in trajectory.error
+    assert len(trajectory.messages) == 4
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_not_one(tmp_path: Path, reward: float) -> None:
+    async def odd(rollout: Rollout) -> float:
+        return reward
+
+    _, groups = run(Sums(1, score=odd), services(tmp_path))
+    assert groups[0].trajectories[0].reward is None
+    assert groups[0].trajectories[0].blame is Blame.GRADER
+
+
+def test_a_grader_failure_is_tried_again_and_the_discarded_attempt_is_kept(tmp_path: Path) -> None:
+    attempts = 0
+
+    async def flaky(rollout: Rollout) -> float:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            raise GraderError("the tests did not start")
+        return 1.0
+
+    shared = services(tmp_path, group_size=1, infra_retries=1)
+    tally, groups = run(Sums(1, score=flaky), shared)
+    assert (tally.rollouts, tally.scored) == (1, 1)
+    assert groups[0].trajectories[0].reward == 1.0
+    assert [event.trajectory.error for event in read_journal(shared.journal.path) if hasattr(event, "trajectory")] == [
+        "GraderError: the tests did not start",
+        "",
+    ]
+
+
+def test_a_preparation_that_fails_ends_its_group_alone(tmp_path: Path) -> None:
+    class Prepared(Sums):
+        def prepares(self, task: Task) -> bool:
+            return task.id == "sum-1"
+
+    shared = services(tmp_path)
+    tally, groups = run(Prepared(3), shared)
+    assert isinstance(shared.pool, NoSlots)
+    assert shared.pool.asked == 1
+    assert (tally.groups, tally.failed_groups, tally.scored) == (3, 1, 4)
+    assert "no slot for" in groups[1].error
+    assert groups[1].trajectories == []
+
+
+def test_a_lost_slot_is_unscored_and_blamed_on_the_sandbox(tmp_path: Path) -> None:
+    class NeedsSlot(Sums):
+        async def begin(self, rollout: Rollout) -> None:
+            slot: Slot = await rollout.sandbox()
+            raise AssertionError(slot)
+
+    _, groups = run(NeedsSlot(1), services(tmp_path, infra_retries=1))
+    trajectory = groups[0].trajectories[0]
+    assert trajectory.reward is None
+    assert trajectory.blame is Blame.SANDBOX
+
+
+def test_a_task_without_solution_is_the_tasks_fault(tmp_path: Path) -> None:
+    class Unsolved(Sums):
+        async def resolve(self, task: Task) -> Task:
+            return Task(id=task.id, prompt="?", answer=0)
+
+    _, groups = run(Unsolved(1), services(tmp_path))
+    assert groups[0].trajectories[0].blame is Blame.TASK
+    assert "solution" in groups[0].trajectories[0].error
+
+
+def test_cancelling_keeps_what_was_finished_and_records_the_rest(tmp_path: Path) -> None:
+    shared = services(tmp_path, group_size=1)
+
+    async def main() -> None:
+        entered = asyncio.Event()
+
+        async def first_only(rollout: Rollout) -> float:
+            return 1.0 if rollout.task.id == "sum-0" else await until_cancelled(entered)
+
+        running = asyncio.create_task(Runner(Sums(3, score=first_only), shared, concurrency=1).run())
+        await entered.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        shared.journal.close()
+
+    asyncio.run(main())
+    groups = read_groups(shared.journal.path)
+    assert [group.task_id for group in groups] == ["sum-0"]
+    ended = [event.trajectory for event in read_journal(shared.journal.path) if hasattr(event, "trajectory")]
+    assert [(t.task_id, t.outcome, t.reward) for t in ended] == [
+        ("sum-0", Outcome.NATURAL, 1.0),
+        ("sum-1", Outcome.CANCELLED, None),
+    ]
+
+
+def test_a_model_server_that_is_gone_stops_the_run(tmp_path: Path, unused_tcp_port: int) -> None:
+    shared = services(tmp_path, group_size=1)
+    from palaestra.inference.config import APIServerConfig
+    from palaestra.inference.servers import ServerGroup
+
+    url = f"http://127.0.0.1:{unused_tcp_port}/v1"
+    server = ServerGroup([APIServerConfig(base_url=url, model_name="m", timeout=1, health_check=False)])
+
+    async def main() -> None:
+        from dataclasses import replace
+
+        try:
+            await Runner(Sums(50), replace(shared, engine=server), concurrency=2).run()
+        finally:
+            await server.aclose()
+            shared.journal.close()
+
+    with pytest.raises(EngineUnavailable, match="groups in a row"):
+        asyncio.run(main())
+    finished = read_groups(shared.journal.path)
+    assert 3 <= len(finished) < 50
+    assert all(t.reward is None and t.blame is Blame.ENGINE for group in finished for t in group.trajectories)

@@ -1,0 +1,130 @@
+"""A small environment for tests of the runner: arithmetic with an in-process tool, no slot needed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+
+from palaestra.core.errors import SandboxError
+from palaestra.core.types import JSON, Score, Task, ToolStep
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.servers import ServerGroup
+from palaestra.rollouts.base import Environment, Kit
+from palaestra.rollouts.foundations import Foundations
+from palaestra.rollouts.grading import Grading
+from palaestra.rollouts.group import Services
+from palaestra.rollouts.journal import Journal
+from palaestra.rollouts.progress import NullObserver
+from palaestra.rollouts.rollout import Rollout
+from palaestra.sandbox.base import Change, Slot, SlotSpec, Snapshot, View
+from palaestra.tools.registry import ToolRegistry
+from palaestra.tools.schema import Tool, ToolRun, ToolSchema
+
+
+async def add(arguments: Mapping[str, JSON], run: ToolRun) -> Mapping[str, JSON]:
+    return {"result": arguments["a"] + arguments["b"]}
+
+
+ADD = Tool(
+    ToolSchema("add", "Add two integers.", {"a": {"type": "integer"}, "b": {"type": "integer"}}, ("a", "b")),
+    add,
+    toolset="arithmetic",
+    parallel_safe=True,
+)
+
+
+class NoSlots:
+    """A slot source of a machine that has none: every lease fails as a broken sandbox would."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def acquire(
+        self,
+        trajectory_id: str,
+        *,
+        spec: SlotSpec | None = None,
+        snapshot: Snapshot | None = None,
+        timeout_s: float | None = None,
+    ) -> Slot:
+        self.asked += 1
+        raise SandboxError(f"no slot for {trajectory_id}: this machine has none")
+
+    async def release(self, slot: Slot) -> None:
+        raise AssertionError("nothing was leased")
+
+    async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
+        raise AssertionError("nothing was leased")
+
+    async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
+        raise AssertionError("nothing was sealed")
+
+    async def changes(self, snapshot: Snapshot) -> list[Change]:
+        raise AssertionError("nothing was sealed")
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        raise AssertionError("nothing was sealed")
+
+
+def sum_task(number: int) -> Task:
+    """Add two numbers; the oracle knows how."""
+    return Task(
+        id=f"sum-{number}",
+        prompt=f"What is {number} + 1?",
+        solution=[ToolStep("add", {"a": number, "b": 1})],
+        answer=number + 1,
+    )
+
+
+ScoreHook = Callable[[Rollout], Awaitable[float]]
+
+
+async def by_last_tool_result(rollout: Rollout) -> float:
+    """1.0 when the right sum came back from the tool."""
+    wanted = f'{{"result": {rollout.task.answer}}}'
+    return float(any(message.get("content") == wanted for message in rollout.messages if message["role"] == "tool"))
+
+
+class Sums(Environment):
+    """Yields `tasks`; hooks can be swapped for ones that misbehave."""
+
+    def __init__(self, tasks: int = 3, score: ScoreHook = by_last_tool_result) -> None:
+        self._tasks = tasks
+        self._score = score
+
+    @property
+    def name(self) -> str:
+        return "sums"
+
+    async def tasks(self) -> AsyncIterator[Task]:
+        for number in range(self._tasks):
+            yield sum_task(number)
+
+    def kit(self, task: Task, rng: random.Random) -> Kit:
+        return Kit(ToolRegistry([ADD]), ("arithmetic",))
+
+    async def score(self, rollout: Rollout, grading: Grading) -> Score:
+        return Score(await self._score(rollout))
+
+
+def services(folder: Path, *, policy: str = "oracle", group_size: int = 2, infra_retries: int = 0) -> Services:
+    """What a run shares, with a scripted policy and no slots. The caller closes the journal."""
+    slots = NoSlots()
+    return Services(
+        engine=ServerGroup([APIServerConfig(server_type="scripted", model_name=policy)]),
+        pool=slots,
+        journal=Journal(folder / "journal.jsonl"),
+        observer=NullObserver(),
+        group_size=group_size,
+        infra_retries=infra_retries,
+        foundations=Foundations(slots),
+    )
+
+
+async def until_cancelled(entered: asyncio.Event) -> float:
+    """A score that never comes."""
+    entered.set()
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
