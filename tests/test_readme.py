@@ -1,0 +1,47 @@
+"""The README's environment runs as it is printed there, with the rewards that are promised there."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import cli
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def written_example(folder: Path) -> Path:
+    block = re.search(r"```python\n# my_env\.py\n(.*?)```", README.read_text(), re.DOTALL)
+    assert block is not None
+    path = folder / "my_env.py"
+    path.write_text(block.group(1))
+    return path
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize(("policy", "reward"), [("oracle", 1.0), ("noop", 0.0)])
+def test_the_example_gives_the_promised_rewards(
+    policy: str, reward: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ["run", str(written_example(tmp_path)), "--policy", policy, "--env.n", "3"]
+    assert run_guarded(lambda: cli.main(argv, standalone_mode=False)) == 0
+    lines = (tmp_path / "data" / "count_lines.jsonl").read_text().splitlines()
+    assert [json.loads(line)["scores"] for line in lines] == [[reward]] * 3
+
+
+def test_every_folder_in_the_readmes_tree_is_there() -> None:
+    tree = re.search(r"```\nsrc/palaestra/\n(.*?)```", README.read_text(), re.DOTALL)
+    assert tree is not None
+    root, package = README.parent, README.parent / "src" / "palaestra"
+    outer = ""
+    for line in tree.group(1).splitlines():
+        name = line.split()[0]
+        if not name.endswith("/"):
+            continue
+        indent = len(line) - len(line.lstrip())
+        outer = name if indent == 2 else outer
+        path = {0: root / name, 2: package / name}.get(indent, package / outer / name)
+        assert path.is_dir(), line
