@@ -75,10 +75,22 @@ def _main(environment: object, argv: Sequence[str], prog: str | None) -> int:
         return 0
     for notice in parsed.notices:
         sys.stderr.write(f"note: {notice}\n")
-    return asyncio.run(run(form, parsed))
+    return asyncio.run(run(form, parsed)).exit_code
 
 
-async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream: TextIO | None = None) -> int:
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What a run came to and where it lies."""
+
+    exit_code: int
+    tally: Tally
+    folder: Path
+    journal: Path
+    groups: Path
+    report: Path
+
+
+async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream: TextIO | None = None) -> RunReport:
     """Run to the end and say where things lie. What was finished is kept, whatever ends the run."""
     stream = stream or sys.stderr
     engine = ServerGroup(parsed.server_configs)
@@ -99,7 +111,7 @@ def make_pool(config: HermesAgentEnvConfig) -> SlotPool:
 
 async def _with_output(
     form: Form, parsed: RunLine, engine: ServerGroup, pool: SlotPool, root: Path, stream: TextIO
-) -> int:
+) -> RunReport:
     config = parsed.env_config
     folder = claim_folder(root, form.name, engine.name)
     settings = _settings(parsed)
@@ -120,7 +132,14 @@ async def _with_output(
     finally:
         output.journal.append(RunEnded(reason=reason))
         _say_where(output, output.close(), reason, stream)
-    return UNFINISHED if _unfinished(tally, config) else 0
+    return RunReport(
+        exit_code=UNFINISHED if _unfinished(tally, config) else 0,
+        tally=tally,
+        folder=folder.path,
+        journal=folder.journal,
+        groups=output.groups.path,
+        report=output.report,
+    )
 
 
 @dataclass(slots=True)

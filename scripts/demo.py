@@ -1,0 +1,134 @@
+"""The main job, shown: real bug-fixing tasks, rolled out and scored in local slots, by the oracle and by doing nothing.
+
+Ends with exit code 0 only when the oracle scores 1.0 and doing nothing 0.0 on every rollout of every task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from palaestra.envs.flags import CommandLine, Parsed
+from palaestra.envs.forms import form_of
+from palaestra.envs.running import RunLine, RunReport, run
+from palaestra.envs.swe.build.command import build
+from palaestra.envs.swe.env import SweSmithOracleEnv, SweSmithOracleEnvConfig
+from palaestra.inference.config import APIServerConfig
+from palaestra.rollouts.journal import read_groups
+from palaestra.rollouts.trajectory import Group, Trajectory
+
+TASKS = Path("data/demo/tasks.jsonl")
+GROUP_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Played:
+    """One policy's run over all tasks."""
+
+    policy: str
+    wanted: float
+    report: RunReport
+    groups: dict[str, Group]
+
+    @property
+    def right(self) -> bool:
+        """Whether every rollout of every task got the reward that it must get."""
+        return self.report.exit_code == 0 and all(
+            len(group.trajectories) == GROUP_SIZE and all(t.reward == self.wanted for t in group.trajectories)
+            for group in self.groups.values()
+        )
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--tasks", type=int, default=12, help="how many tasks (default 12)")
+    wanted = arguments.parse_args()
+    started = time.monotonic()
+    print(f"building {wanted.tasks} tasks from real packages (the first time asks the package index) …", flush=True)
+    asyncio.run(build([], manifest=None, out=TASKS, limit=wanted.tasks))
+    built = time.monotonic()
+    played = [play("oracle", 1.0), play("noop", 0.0)]
+    Console().print(table(played))
+    for each in played:
+        print(f"{each.policy:7} groups {each.report.groups}\n        report {each.report.report}")
+    tasks, rollouts = len(played[0].groups), sum(each.report.tally.rollouts for each in played)
+    print(
+        f"{tasks} tasks, {rollouts} rollouts; building took {built - started:.0f} s, "
+        f"rolling out {time.monotonic() - built:.0f} s"
+    )
+    return verdict(played)
+
+
+def play(policy: str, wanted: float) -> Played:
+    """Run the environment over the tasks with one policy."""
+    form = form_of(SweSmithOracleEnv)
+    parsed = CommandLine("demo", SweSmithOracleEnvConfig, APIServerConfig, name=f"demo_{policy}").parse(
+        ["process", "--policy", policy]
+        + ["--env.dataset_name", str(TASKS), "--env.shuffle", "false", "--env.total_steps", "-1"]
+        + ["--env.group_size", str(GROUP_SIZE)]
+    )
+    assert isinstance(parsed, Parsed)
+    line: RunLine = parsed
+    report = asyncio.run(run(form, line))
+    return Played(policy, wanted, report, {group.task_id: group for group in read_groups(report.journal)})
+
+
+def table(played: list[Played]) -> Table:
+    """One row per task. Seconds are one rollout's, slot and fork milliseconds the group's median."""
+    shown = Table(title="Real bugs, fixed and left alone")
+    for column in ("task", "F2P", "P2P", "oracle", "noop", "seconds", "prepare ms", "fork ms"):
+        shown.add_column(column, justify="left" if column == "task" else "right")
+    oracle, noop = played
+    for task_id, group in oracle.groups.items():
+        first = group.trajectories[0] if group.trajectories else None
+        shown.add_row(
+            task_id,
+            _passed(first, "f2p"),
+            _passed(first, "p2p"),
+            _rewards(group),
+            _rewards(noop.groups.get(task_id)),
+            f"{_median([t.beside.duration_s for t in group.trajectories]):.2f}",
+            f"{group.prepare_s * 1000:.0f}",
+            f"{_median([t.beside.stages.get('acquire', 0.0) for t in group.trajectories]) * 1000:.1f}",
+        )
+    return shown
+
+
+def _passed(trajectory: Trajectory | None, kind: str) -> str:
+    if trajectory is None or trajectory.reward is None:
+        return "-"
+    return f"{trajectory.detail[f'{kind}_passed']}/{trajectory.detail[f'{kind}_total']}"
+
+
+def _rewards(group: Group | None) -> str:
+    if group is None or not group.trajectories:
+        return "-"
+    return " ".join("?" if t.reward is None else f"{t.reward:g}" for t in group.trajectories)
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values) if values else 0.0
+
+
+def verdict(played: list[Played]) -> int:
+    """0 when every reward is what it must be; else 1, with what went wrong."""
+    for each in played:
+        if not each.right:
+            print(f"{each.policy}: not every reward is {each.wanted:g}", file=sys.stderr)
+            for error in each.report.tally.errors:
+                print(f"  {error}", file=sys.stderr)
+    good = all(each.right for each in played)
+    print("oracle 1.0 and noop 0.0 on every rollout" if good else "FAILED")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
