@@ -70,11 +70,10 @@ def main() -> int:
 def play(policy: str, wanted: float) -> Played:
     """Run the environment over the tasks with one policy."""
     form = form_of(SweSmithOracleEnv)
-    parsed = CommandLine("demo", SweSmithOracleEnvConfig, APIServerConfig, name=f"demo_{policy}").parse(
-        ["process", "--policy", policy]
-        + ["--env.dataset_name", str(TASKS), "--env.shuffle", "false", "--env.total_steps", "-1"]
-        + ["--env.group_size", str(GROUP_SIZE)]
-    )
+    command_line = CommandLine("demo", SweSmithOracleEnvConfig, APIServerConfig, name=f"demo_{policy}")
+    settings = {"dataset_name": TASKS, "shuffle": "false", "total_steps": -1, "group_size": GROUP_SIZE}
+    flags = [f"--env.{name}={value}" for name, value in settings.items()]
+    parsed = command_line.parse(["process", "--policy", policy, *flags])
     assert isinstance(parsed, Parsed)
     line: RunLine = parsed
     report = asyncio.run(run(form, line))

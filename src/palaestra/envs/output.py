@@ -67,6 +67,7 @@ class Output:
         self.folder = folder
         self.env = env
         self.model = model
+        self._started_at = time.time()
         self.journal = Journal(folder.journal)
         self.groups = GroupsFile(groups_path or folder.path / "groups.jsonl", env=env, model=model)
         self.metrics = MetricsFile(folder.metrics)
@@ -85,6 +86,11 @@ class Output:
         figures = summarise(finished)
         self.metrics.append(len(finished), figures)
         self.metrics.close()
-        meta = {"env": self.env, "model": self.model, "run_id": self.folder.run_id, "folder": str(self.folder.path)}
+        meta = {
+            "env": self.env,
+            "model": self.model,
+            "started_at": self._started_at,
+            "run": str(self.folder.path),
+        }
         write_report(self.report, finished, meta)
         return figures
