@@ -1,0 +1,42 @@
+"""How the tests of an unpacked package are found and run: from its files alone, nothing is executed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import PurePosixPath
+
+_TEST_DIRECTORIES = frozenset({"test", "tests", "testing"})
+_NOT_SOURCES = _TEST_DIRECTORIES | {"docs", "doc", "examples", "benchmarks", "benchmark", "scripts", "tools", "misc"}
+
+
+def python_path(paths: Collection[str]) -> tuple[str, ...]:
+    """Where the package's modules are imported from: `src` in that layout, else the root."""
+    in_src = any(path.startswith("src/") and path.endswith(".py") for path in paths)
+    return ("src",) if in_src else (".",)
+
+
+def test_files(paths: Collection[str]) -> tuple[str, ...]:
+    """Files that pytest would collect by its default names, sorted."""
+    return tuple(sorted(path for path in paths if is_test_file(path)))
+
+
+def is_test_file(path: str) -> bool:
+    """Whether a file is named like tests: `test_*.py` or `*_test.py`."""
+    name = PurePosixPath(path).name
+    return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
+
+
+def source_files(paths: Collection[str]) -> tuple[str, ...]:
+    """Modules of the package itself, where bugs may be put, sorted."""
+    top = python_path(paths)[0]
+    found = []
+    for path in paths:
+        parts = PurePosixPath(path).parts
+        inside = parts[1:] if top == "src" else parts
+        if not path.endswith(".py") or (top == "src" and parts[0] != "src") or is_test_file(path):
+            continue
+        if inside[-1] not in ("setup.py", "conftest.py", "noxfile.py", "conf.py") and not _NOT_SOURCES & set(
+            inside[:-1]
+        ):
+            found.append(path)
+    return tuple(sorted(found))

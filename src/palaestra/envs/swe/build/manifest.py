@@ -1,0 +1,102 @@
+"""The manifest: which packages, and which bugs in them. With it tasks are rebuilt without any search.
+
+A package is pinned by its sdist's sha256, a bug by file, byte span, the text that must stand there, and its
+replacement. Nothing of a package's content is in it but those few replaced characters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+
+from palaestra.core.errors import ConfigError
+
+SCHEMA = "palaestra.swe-manifest/1"
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedMutation:
+    """One bug. `tests` are the test files to run; `fail_to_pass` how many of their tests notice it."""
+
+    id: str
+    path: str
+    kind: str
+    start: int
+    end: int
+    before: str
+    replacement: str
+    tests: tuple[str, ...]
+    fail_to_pass: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPackage:
+    """One release. `requirements` are needed besides those of the manifest, `flaky` tests are never named."""
+
+    name: str
+    version: str
+    sha256: str
+    python_path: tuple[str, ...]
+    requirements: tuple[str, ...] = ()
+    pytest_args: tuple[str, ...] = ()
+    flaky: tuple[str, ...] = ()
+    mutations: tuple[PinnedMutation, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All pinned packages. `requirements` is pytest with what it imports, the same for all of them."""
+
+    requirements: tuple[str, ...]
+    packages: tuple[PinnedPackage, ...]
+
+
+def load_manifest(path: Path | None = None) -> Manifest:
+    """Read a manifest; None is the one that comes with the package. Raises `ConfigError`."""
+    name = path or "the manifest that comes with the package"
+    try:
+        text = path.read_text() if path else resources.files(__package__).joinpath("manifest.json").read_text()
+        raw = json.loads(text)
+        if raw.get("schema") != SCHEMA:
+            raise ConfigError(f"{name}: schema {raw.get('schema')!r} is not {SCHEMA!r}; use a matching version")
+        return Manifest(tuple(raw["requirements"]), tuple(_package(entry) for entry in raw["packages"]))
+    except OSError as problem:
+        raise ConfigError(f"the manifest cannot be read: {problem}") from None
+    except (ValueError, TypeError, KeyError) as problem:
+        if isinstance(problem, ConfigError):
+            raise
+        raise ConfigError(f"{name} is not a manifest: {type(problem).__name__}: {problem}") from problem
+
+
+def dump_manifest(manifest: Manifest) -> str:
+    """The manifest as text: one line per bug, so that a review sees one change per line."""
+    head = json.dumps({"schema": SCHEMA, "requirements": list(manifest.requirements)})[:-1]
+    packages = ",\n".join(_dump_package(package) for package in manifest.packages)
+    return f'{head}, "packages": [\n{packages}\n]}}\n'
+
+
+def _dump_package(package: PinnedPackage) -> str:
+    fields = asdict(package)
+    mutations = fields.pop("mutations")
+    lines = ",\n".join("  " + json.dumps(mutation) for mutation in mutations)
+    return f'{json.dumps(fields)[:-1]}, "mutations": [\n{lines}\n]}}'
+
+
+def _package(raw: dict[str, object]) -> PinnedPackage:
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
+    mutations = raw.get("mutations", [])
+    values["mutations"] = tuple(_mutation(entry) for entry in _entries(mutations))
+    return PinnedPackage(**values)  # type: ignore[arg-type]  # wrong keys and shapes raise TypeError, reported above
+
+
+def _mutation(raw: dict[str, object]) -> PinnedMutation:
+    return PinnedMutation(**{key: tuple(v) if isinstance(v, list) else v for key, v in raw.items()})  # type: ignore[arg-type]
+
+
+def _entries(value: object) -> Iterable[dict[str, object]]:
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise TypeError("mutations must be a list of objects")
+    return value
