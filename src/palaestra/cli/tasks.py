@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+from palaestra.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from palaestra.envs.swe.build.command import BuildOptions, BuildReport
+
+CACHE = "~/.cache/palaestra"
+"""Where downloads and installed test requirements are kept: the same place that the SWE environment uses."""
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
@@ -44,20 +55,57 @@ def build_group() -> None:
     \b
       palaestra tasks build swe --out tasks.jsonl                       # the tasks of the manifest
       palaestra tasks build swe --out ten.jsonl --limit 10
-      palaestra tasks build swe --package iniconfig==2.1.0 --out own.jsonl
+      palaestra tasks build swe --package NAME==VERSION --out own.jsonl # a package of your own is searched
 
     Takes source distributions from the package index (nothing else touches the network) and runs their tests in local
     slots without network. The rows have the SWE-smith schema.
     """,
 )
-@click.option("--package", "packages", multiple=True, metavar="NAME==VERSION", help="Search this package for bugs.")
-@click.option("--manifest", type=click.Path(path_type=Path), help="Rebuild the tasks pinned here, without a search.")
+@click.option("--package", "packages", multiple=True, metavar="NAME==VERSION", help="Only this package; repeatable.")
+@click.option("--manifest", type=click.Path(path_type=Path), help="Pinned packages and bugs, if not our own.")
+@click.option("--save-manifest", type=click.Path(path_type=Path), help="Write what was found, pinned, to this file.")
+@click.option("--select", multiple=True, metavar="NAME", help="Only this package or bug; repeatable.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The JSONL file to write.")
 @click.option("--limit", type=click.IntRange(min=1), help="Tasks, at most.")
-@click.pass_context
+@click.option("--parallel", type=click.IntRange(min=1), default=2, show_default=True, help="Test runs at once.")
+@click.option("--cache", type=click.Path(path_type=Path), default=CACHE, show_default=True, help="Downloads.")
+@click.option("--index-url", metavar="URL", help="The package index, if not pip's.")
 def build_swe(
-    context: click.Context, packages: tuple[str, ...], manifest: Path | None, out: Path, limit: int | None
+    packages: tuple[str, ...],
+    manifest: Path | None,
+    save_manifest: Path | None,
+    select: tuple[str, ...],
+    out: Path,
+    limit: int | None,
+    parallel: int,
+    cache: Path,
+    index_url: str | None,
 ) -> None:
+    from palaestra.envs.swe.build.command import BuildOptions
+    from palaestra.envs.swe.build.manifest import dump_manifest
+
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    options = BuildOptions(
+        out=out,
+        cache=cache.expanduser(),
+        limit=limit or 0,
+        select=select,
+        index_url=index_url,
+        parallel=parallel,
+    )
+    report = asyncio.run(_build(packages, manifest, options))
+    if save_manifest is not None:
+        save_manifest.write_text(dump_manifest(report.manifest), encoding="utf-8")
+    click.echo(f"{len(report.rows)} tasks in {out}, {len(report.problems)} problems", err=True)
+    if not report.rows:
+        raise ConfigError("no task was built; the lines above say why")
+
+
+async def _build(packages: Sequence[str], manifest: Path | None, options: BuildOptions) -> BuildReport:
+    from palaestra.envs.config import HermesAgentEnvConfig
+    from palaestra.envs.running import make_pool
     from palaestra.envs.swe.build.command import build
 
-    context.exit(build(list(packages), manifest, out, limit=limit))
+    async with make_pool(HermesAgentEnvConfig()) as pool:
+        return await build(packages, manifest, pool, options, progress=lambda line: click.echo(line, err=True))
