@@ -59,7 +59,7 @@ def main() -> int:
     Console().print(table(played))
     for each in played:
         print(f"{each.policy:7} groups {each.report.groups}\n        report {each.report.report}")
-    tasks, rollouts = len(played[0].groups), sum(each.report.tally.rollouts for each in played)
+    tasks, rollouts = len(played[0].groups), sum(each.report.totals.rollouts for each in played)
     print(
         f"{tasks} tasks, {rollouts} rollouts; building took {built - started:.0f} s, "
         f"rolling out {time.monotonic() - built:.0f} s"
@@ -122,7 +122,7 @@ def verdict(played: list[Played]) -> int:
     for each in played:
         if not each.right:
             print(f"{each.policy}: not every reward is {each.wanted:g}", file=sys.stderr)
-            for error in each.report.tally.errors:
+            for error in each.report.totals.errors:
                 print(f"  {error}", file=sys.stderr)
     good = all(each.right for each in played)
     print("oracle 1.0 and noop 0.0 on every rollout" if good else "FAILED")

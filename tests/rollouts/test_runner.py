@@ -13,15 +13,15 @@ from palaestra.core.types import Blame, Outcome, Task
 from palaestra.rollouts.group import Services
 from palaestra.rollouts.journal import read_groups, read_journal
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.runner import Runner, Tally
+from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.trajectory import Group
 from palaestra.sandbox.base import Slot
 
 
-def run(env: Sums, shared: Services, *, concurrency: int = 2, limit: int | None = None) -> tuple[Tally, list[Group]]:
+def run(env: Sums, shared: Services, *, concurrency: int = 2, limit: int | None = None) -> tuple[Totals, list[Group]]:
     """Run to the end; the groups come back from the journal, which is the truth."""
 
-    async def main() -> Tally:
+    async def main() -> Totals:
         try:
             return await Runner(env, shared, concurrency=concurrency, limit=limit).run()
         finally:
@@ -31,8 +31,8 @@ def run(env: Sums, shared: Services, *, concurrency: int = 2, limit: int | None 
 
 
 def test_oracle_scores_full_and_noop_nothing(tmp_path: Path) -> None:
-    tally, groups = run(Sums(3), services(tmp_path, policy="oracle"))
-    assert (tally.groups, tally.rollouts, tally.scored, tally.mean_reward) == (3, 6, 6, 1.0)
+    totals, groups = run(Sums(3), services(tmp_path, policy="oracle"))
+    assert (totals.groups, totals.rollouts, totals.scored, totals.mean_reward) == (3, 6, 6, 1.0)
     assert [group.number for group in groups] == [0, 1, 2]
     assert [t.index for t in groups[0].trajectories] == [0, 1]
     first = groups[0].trajectories[0]
@@ -40,13 +40,13 @@ def test_oracle_scores_full_and_noop_nothing(tmp_path: Path) -> None:
     assert first.outcome is Outcome.NATURAL
     assert first.blame is None
 
-    tally, _ = run(Sums(3), services(tmp_path / "noop", policy="noop"))
-    assert tally.mean_reward == 0.0
+    totals, _ = run(Sums(3), services(tmp_path / "noop", policy="noop"))
+    assert totals.mean_reward == 0.0
 
 
 def test_limit_takes_that_many_tasks(tmp_path: Path) -> None:
-    tally, groups = run(Sums(5), services(tmp_path, group_size=1), limit=2)
-    assert tally.groups == 2
+    totals, groups = run(Sums(5), services(tmp_path, group_size=1), limit=2)
+    assert totals.groups == 2
     assert {group.task_id for group in groups} == {"sum-0", "sum-1"}
 
 
@@ -65,9 +65,9 @@ def test_a_score_that_raises_is_the_graders_fault_and_no_zero(tmp_path: Path) ->
     async def broken(rollout: Rollout) -> float:
         raise KeyError("missing column")
 
-    tally, groups = run(Sums(1, score=broken), services(tmp_path))
+    totals, groups = run(Sums(1, score=broken), services(tmp_path))
     trajectory = groups[0].trajectories[0]
-    assert tally.scored == 0
+    assert totals.scored == 0
     assert trajectory.reward is None
     assert (trajectory.outcome, trajectory.blame) == (Outcome.INFRA_ERROR, Blame.GRADER)
     assert "KeyError: 'missing column'" in trajectory.error
@@ -95,8 +95,8 @@ def test_a_grader_failure_is_tried_again_and_the_discarded_attempt_is_kept(tmp_p
         return 1.0
 
     shared = services(tmp_path, group_size=1, infra_retries=1)
-    tally, groups = run(Sums(1, score=flaky), shared)
-    assert (tally.rollouts, tally.scored) == (1, 1)
+    totals, groups = run(Sums(1, score=flaky), shared)
+    assert (totals.rollouts, totals.scored) == (1, 1)
     assert groups[0].trajectories[0].reward == 1.0
     assert [event.trajectory.error for event in read_journal(shared.journal.path) if hasattr(event, "trajectory")] == [
         "GraderError: the tests did not start",
@@ -110,10 +110,10 @@ def test_a_preparation_that_fails_ends_its_group_alone(tmp_path: Path) -> None:
             return task.id == "sum-1"
 
     shared = services(tmp_path)
-    tally, groups = run(Prepared(3), shared)
+    totals, groups = run(Prepared(3), shared)
     assert isinstance(shared.pool, NoSlots)
     assert shared.pool.asked == 1
-    assert (tally.groups, tally.failed_groups, tally.scored) == (3, 1, 4)
+    assert (totals.groups, totals.failed_groups, totals.scored) == (3, 1, 4)
     assert "no slot for" in groups[1].error
     assert groups[1].trajectories == []
 

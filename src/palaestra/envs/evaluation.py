@@ -11,7 +11,7 @@ import msgspec
 from palaestra.envs.contract import ContractEnvironment
 from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item
 from palaestra.rollouts.group import Services
-from palaestra.rollouts.runner import Runner, Tally
+from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.trajectory import Group, Trajectory
 
 
@@ -29,16 +29,16 @@ class Evaluation:
         self.services = services
         self.concurrency = concurrency
         self.on_group = on_group
-        self.tally = Tally()
+        self.totals = Totals()
         self._rolled_out = 0
 
-    async def run(self) -> Tally:
+    async def run(self) -> Totals:
         """Call it, with `evaluate_items` at its disposal, and save what it logged."""
         inner = self.environment.inner
         inner._run_items = self.run_items
         await inner.evaluate()
         save_evaluation(inner)
-        return self.tally
+        return self.totals
 
     async def run_items(self, items: Sequence[Item], samples: int) -> list[Trajectory]:
         """Roll every item out `samples` times; the trajectories come in item order."""
@@ -46,7 +46,7 @@ class Evaluation:
 
         def keep(group: Group) -> None:
             done.append(group)
-            self.tally.add(group)
+            self.totals.add(group)
             self.on_group(group)
 
         runner = Runner(

@@ -32,7 +32,7 @@ from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.group import Services
 from palaestra.rollouts.journal import RunEnded, RunStarted, without_secrets
 from palaestra.rollouts.progress import Observer, make_progress
-from palaestra.rollouts.runner import Runner, Tally
+from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.trajectory import Group
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
@@ -83,7 +83,7 @@ class RunReport:
     """What a run came to and where it lies."""
 
     exit_code: int
-    tally: Tally
+    totals: Totals
     folder: Path
     journal: Path
     groups: Path
@@ -124,7 +124,7 @@ async def _with_output(
             RunStarted(run_id=folder.run_id, env=form.name, model=engine.name, seed=config.seed, config=settings)
         )
         with make_progress(stream) as progress:
-            tally = await Batch(form, parsed, engine, pool, output, progress).run()
+            totals = await Batch(form, parsed, engine, pool, output, progress).run()
         reason = "done"
     except asyncio.CancelledError:
         reason = "interrupted"
@@ -133,8 +133,8 @@ async def _with_output(
         output.journal.append(RunEnded(reason=reason))
         _say_where(output, output.close(), reason, stream)
     return RunReport(
-        exit_code=UNFINISHED if _unfinished(tally, config) else 0,
-        tally=tally,
+        exit_code=UNFINISHED if _unfinished(totals, config) else 0,
+        totals=totals,
         folder=folder.path,
         journal=folder.journal,
         groups=output.groups.path,
@@ -153,7 +153,7 @@ class Batch:
     output: Output
     observer: Observer
 
-    async def run(self) -> Tally:
+    async def run(self) -> Totals:
         """Open the environment, run the command, close the environment."""
         config = self.parsed.env_config
         environment = self.form.build(config, self.parsed.server_configs, self.engine)
@@ -193,8 +193,8 @@ def concurrency(config: HermesAgentEnvConfig) -> int:
     return max(2, 2 * (os.cpu_count() or 1))
 
 
-def _unfinished(tally: Tally, config: HermesAgentEnvConfig) -> bool:
-    return tally.failed + tally.failed_groups * config.group_size > config.max_failures
+def _unfinished(totals: Totals, config: HermesAgentEnvConfig) -> bool:
+    return totals.failed + totals.failed_groups * config.group_size > config.max_failures
 
 
 def _settings(parsed: RunLine) -> dict[str, JSON]:

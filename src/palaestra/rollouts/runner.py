@@ -22,7 +22,7 @@ GIVE_UP_AFTER = 3
 
 
 @dataclass(slots=True)
-class Tally:
+class Totals:
     """What a run came to, kept in constant memory."""
 
     groups: int = 0
@@ -74,12 +74,12 @@ class Runner:
         self.limit = limit
         self.first = first
         self.on_group = on_group
-        self.tally = Tally()
+        self.totals = Totals()
         self._taken = 0
         self._taking = asyncio.Lock()
         self._engine_failures = 0
 
-    async def run(self) -> Tally:
+    async def run(self) -> Totals:
         """Run to the last task. Raises `EngineUnavailable` when the model server is gone for good."""
         tasks = self.env.tasks()
         try:
@@ -88,13 +88,13 @@ class Runner:
                     workers.create_task(self._work(tasks), name=f"groups-{number}")
         except* PalaestraError as failures:
             raise _first(failures) from None
-        return self.tally
+        return self.totals
 
     async def _work(self, tasks: AsyncIterator[Task]) -> None:
         while (taken := await self._take(tasks)) is not None:
             number, task = taken
             group = await GroupRun(self.env, self.services, number, task).run()
-            self.tally.add(group)
+            self.totals.add(group)
             self.on_group(group)
             self.services.observer.group_finished(group)
             self._watch_engine(group)
