@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from typing import Literal, TypeAlias
+
+Opcode: TypeAlias = tuple[Literal["replace", "delete", "insert", "equal"], int, int, int, int]
 
 MAX_DIFF_CHARS = 20_000
 """How much of a diff a reply carries."""
-_MAX_COMPARED_LINES = 3_000
+_MAX_EXACT_LINES, _MAX_COMPARED_LINES = 3_000, 50_000
+"""Up to how many lines (of both texts) the changed part is compared exactly, and at all."""
 _CONTEXT = 3
 
 
@@ -38,26 +42,40 @@ def _lines(text: str | None) -> list[str]:
 
 
 def _hunks(old: list[str], new: list[str]) -> Iterator[str]:
-    """Hunks of the part that changed; equal head and tail are never compared in depth."""
-    head = _common(old, new)
-    tail = _common(old[head:][::-1], new[head:][::-1])
-    head, tail = max(0, head - _CONTEXT), max(0, tail - _CONTEXT)
-    inner_old, inner_new = old[head : len(old) - tail], new[head : len(new) - tail]
-    if len(inner_old) + len(inner_new) > _MAX_COMPARED_LINES:
-        groups = [[("replace", 0, len(inner_old), 0, len(inner_new))]]
-    else:
-        groups = list(difflib.SequenceMatcher(None, inner_old, inner_new, autojunk=False).get_grouped_opcodes(_CONTEXT))
-    for group in groups:
+    for group in _Trimmed(old, new).get_grouped_opcodes(_CONTEXT):
         first, last = group[0], group[-1]
-        old_range = _range(head + first[1], last[2] - first[1])
-        new_range = _range(head + first[3], last[4] - first[3])
-        yield f"@@ -{old_range} +{new_range} @@\n"
+        yield f"@@ -{_range(first[1], last[2])} +{_range(first[3], last[4])} @@\n"
         for kind, old_start, old_end, new_start, new_end in group:
             if kind == "equal":
-                yield from (" " + line for line in inner_old[old_start:old_end])
+                yield from (" " + line for line in old[old_start:old_end])
                 continue
-            yield from ("-" + line for line in inner_old[old_start:old_end])
-            yield from ("+" + line for line in inner_new[new_start:new_end])
+            yield from ("-" + line for line in old[old_start:old_end])
+            yield from ("+" + line for line in new[new_start:new_end])
+
+
+class _Trimmed(difflib.SequenceMatcher[str]):
+    """A comparison that spends its time on the part that changed: an equal head and tail are set aside first."""
+
+    def __init__(self, old: list[str], new: list[str]) -> None:
+        self._head = _common(old, new)
+        self._tail = _common(old[self._head :][::-1], new[self._head :][::-1])
+        self._sizes = len(old), len(new)
+        inner_old, inner_new = (lines[self._head : len(lines) - self._tail] for lines in (old, new))
+        size = len(inner_old) + len(inner_new)
+        self._too_large = size > _MAX_COMPARED_LINES
+        super().__init__(None, inner_old, inner_new, autojunk=size > _MAX_EXACT_LINES)
+
+    def get_opcodes(self) -> list[Opcode]:
+        """The edit script of the whole texts; beyond the limit the changed part is one replacement."""
+        old_end, new_end = (size - self._tail for size in self._sizes)
+        if self._too_large:
+            inner: list[Opcode] = [("replace", self._head, old_end, self._head, new_end)]
+        else:
+            shift = self._head
+            inner = [(kind, a + shift, b + shift, c + shift, d + shift) for kind, a, b, c, d in super().get_opcodes()]
+        head: list[Opcode] = [("equal", 0, self._head, 0, self._head)] if self._head else []
+        tail: list[Opcode] = [("equal", old_end, self._sizes[0], new_end, self._sizes[1])] if self._tail else []
+        return head + inner + tail
 
 
 def _common(a: list[str], b: list[str]) -> int:
@@ -65,8 +83,8 @@ def _common(a: list[str], b: list[str]) -> int:
     return next((index for index, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
-def _range(start: int, length: int) -> str:
+def _range(start: int, end: int) -> str:
     """A hunk range as `diff -u` writes it: an empty one names the line before it."""
-    if length == 1:
+    if end - start == 1:
         return str(start + 1)
-    return f"{start + 1 if length else start},{length}"
+    return f"{start + 1 if end > start else start},{end - start}"

@@ -1,0 +1,62 @@
+"""One meaning of globs, whatever engine does the search."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from palaestra.tools.builtin.globs import name_filter, simple_names
+from palaestra.tools.schema import ToolMistake
+
+
+@pytest.mark.parametrize(
+    ("glob", "path", "expected"),
+    [
+        ("*.py", "src/a/b.py", True),
+        ("*.py", "src/a/b.pyc", False),
+        ("*.{ts,tsx}", "src/a.tsx", True),
+        ("src/*.py", "src/a.py", True),
+        ("src/*.py", "src/a/b.py", False),
+        ("src/**/*.py", "src/a/b/c.py", True),
+        ("src/**/*.py", "src/c.py", True),
+        ("**/test_*.py", "test_a.py", True),
+        ("./src/**", "src/a/b", True),
+        ("[ab].py", "a.py", True),
+        ("[!ab].py", "a.py", False),
+        ("[!ab].py", "c.py", True),
+        ("a[1.py", "a[1.py", True),
+        ("?.py", "ab.py", False),
+        ("a+b.py", "a+b.py", True),
+        ("*", ".hidden", True),
+    ],
+)
+def test_globs_match_base_names_or_paths(glob: str, path: str, expected: bool) -> None:
+    assert name_filter(glob, ".", True)(path) is expected
+
+
+def test_paths_are_taken_from_the_root_of_the_search() -> None:
+    assert name_filter("a/*.py", "src", True)("src/a/b.py")
+    assert name_filter("a/*.py", "/workspace/src/", True)("/workspace/src/a/b.py")
+    assert name_filter("b.py", "src/a/b.py", False)("src/a/b.py")
+
+
+def test_a_loose_glob_without_wildcards_is_a_part_of_the_name() -> None:
+    assert name_filter("test", ".", True, loose=True)("src/my_tests.py")
+    assert not name_filter("src", ".", True, loose=True)("src/a.py")
+    assert not name_filter("test", ".", True)("src/my_tests.py")
+
+
+def test_only_plain_globs_are_given_to_engines() -> None:
+    assert simple_names("*.{py,pyi}") == ["*.py", "*.pyi"]
+    assert [simple_names(glob) for glob in (None, "src/*.py", "[ab].py", "*.{py,a b}")] == [[], [], [], []]
+
+
+def test_alternatives_are_bounded() -> None:
+    with pytest.raises(ToolMistake):
+        simple_names("{a,b}" * 20)
+
+
+@given(st.text(alphabet="ab*?[]{},!^/\\-.", max_size=12), st.text(alphabet="ab/.", max_size=8))
+def test_any_glob_is_a_filter(glob: str, path: str) -> None:
+    assert name_filter(glob, ".", True)(path or "a") in {True, False}
