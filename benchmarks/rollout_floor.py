@@ -1,0 +1,237 @@
+"""What the agent loop costs when nothing else does: python benchmarks/rollout_floor.py [--quick] [--json FILE]
+
+A rollout of five turns with a tool that runs in this process, against a server that answers at once, at concurrency 1,
+64 and 512. Three cases take turns: `bare` is an aiohttp loop that calls the same server and knows nothing of limits,
+validation, retries or records; `palaestra` is `HermesAgentLoop` over the chat completions engine; `no http` is the same
+loop over a server object in the same process, which is what the loop alone costs.
+
+The server runs in a process of its own; CPU and memory are those of the client. Memory is how far the resident set
+rises above where it was when the rollouts began, divided by how many are in flight: connections and tasks included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import _measure as measure
+import aiohttp
+
+if TYPE_CHECKING:  # the bare case must not pay for importing any of it
+    from palaestra.inference.base import ChatCompletion, ChatServer
+
+TURNS = 5
+PROMPT = "Add 1 and 2 with the tool, several times. " + "x" * 960
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two integers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+ROLLOUTS = {1: 200, 64: 1280, 512: 2048}
+QUICK = {1: 40, 64: 128, 512: 512}
+CPU_TARGET_MS = 0.5
+MEMORY_TARGET_KB = 64.0
+
+OneRollout = Callable[[], Awaitable[int]]
+"""Runs one rollout and says how many turns it had."""
+
+
+def completion(turn: int) -> bytes:
+    """What the server answers in a turn from 0: a tool call, and a plain answer in the last."""
+    if turn < TURNS - 1:
+        function = {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+        calls = [{"id": f"call_{turn}", "type": "function", "function": function}]
+        choice = {"message": {"role": "assistant", "content": None, "tool_calls": calls}, "finish_reason": "tool_calls"}
+    else:
+        choice = {"message": {"role": "assistant", "content": "The answer is 3."}, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}
+    return json.dumps({"id": "c", "model": "m", "choices": [{"index": 0, **choice}], "usage": usage}).encode()
+
+
+def tool_reply(a: int, b: int) -> str:
+    """What the tool gives: its sum and some padding, 200 bytes in all."""
+    return json.dumps({"result": a + b, "pad": "y" * 176})
+
+
+class InstantServer(asyncio.Protocol):
+    """Enough HTTP to answer POST requests with a Content-Length at once. The turn is read from the conversation."""
+
+    _REPLIES = tuple(completion(turn) for turn in range(TURNS))
+
+    def __init__(self) -> None:
+        self._buffer = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while (head_end := self._buffer.find(b"\r\n\r\n")) >= 0:
+            length_at = self._buffer[:head_end].lower().find(b"content-length:") + len(b"content-length:")
+            end = head_end + 4 + int(self._buffer[length_at:head_end].split(b"\r\n", 1)[0])
+            if len(self._buffer) < end:
+                return
+            body, self._buffer = self._buffer[head_end + 4 : end], self._buffer[end:]
+            reply = self._REPLIES[min(body.count(b'"assistant"'), TURNS - 1)]
+            head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(reply)
+            self._transport.write(head + reply)
+
+
+async def serve() -> None:
+    """Say where it listens, and answer until standard input ends."""
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(InstantServer, "127.0.0.1", 0, backlog=2048)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await loop.run_in_executor(None, sys.stdin.read)
+    server.close()
+
+
+async def bare(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
+    """The floor: what anybody would write in ten minutes."""
+
+    async def one() -> int:
+        messages: list[dict[str, object]] = [{"role": "user", "content": PROMPT}]
+        turns = 0
+        while turns < TURNS:
+            turns += 1
+            body = {"model": "m", "messages": messages, "tools": [ADD], "max_tokens": 256, "temperature": 1.0}
+            async with client.post(f"{url}/v1/chat/completions", json=body) as reply:
+                message = (await reply.json())["choices"][0]["message"]
+            messages.append(message)
+            if not message.get("tool_calls"):
+                break
+            for call in message["tool_calls"]:
+                text = tool_reply(**json.loads(call["function"]["arguments"]))
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+        return turns
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+        await work(one)
+
+
+async def palaestra(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
+    """The agent loop over the chat completions engine."""
+    from palaestra.inference.base import SessionContext
+    from palaestra.inference.config import APIServerConfig
+    from palaestra.inference.servers import ServerGroup
+
+    servers = ServerGroup(APIServerConfig(base_url=url, model_name="m", health_check=False))
+    await servers.start()
+    try:
+        await work(_looping(lambda: servers.session(SessionContext())))
+    finally:
+        await servers.aclose()
+
+
+async def no_http(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
+    """The agent loop over a server object that decodes the same bytes without a connection."""
+    from palaestra.inference.wire import decode_completion, encode_json
+
+    class InProcess:
+        async def chat_completion(self, **request: object) -> ChatCompletion:
+            turn = encode_json(request).count(b'"assistant"')
+            return decode_completion(completion(turn), turn + 1, "here")
+
+    await work(_looping(InProcess))
+
+
+def _looping(server: Callable[[], ChatServer]) -> OneRollout:
+    from palaestra.agent import HermesAgentLoop
+
+    async def add(name: str, arguments: dict[str, int], task_id: str | None) -> str:
+        return tool_reply(**arguments)
+
+    async def one() -> int:
+        loop = HermesAgentLoop(server(), [ADD], {"add"}, max_tokens=256, tool_handler=add)
+        return (await loop.run([{"role": "user", "content": PROMPT}])).turns_used
+
+    return one
+
+
+CASES = {"bare": bare, "palaestra": palaestra, "no http": no_http}
+
+
+async def sample(case: str, url: str, concurrency: int, rollouts: int) -> measure.Sample:
+    """Run one case in this process, after one rollout to warm up."""
+    meter = measure.Meter()
+
+    async def work(one: OneRollout) -> None:
+        assert await one() == TURNS
+        left = iter(range(rollouts))
+
+        async def worker() -> None:
+            for _ in left:
+                assert await one() == TURNS
+
+        meter.start()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(worker())
+        found.update(meter.sample())
+
+    found: dict[str, float] = {}
+    await CASES[case](url, work)
+    return {
+        "cpu_ms": found["cpu_s"] * 1e3 / (rollouts * TURNS),
+        "per_s": rollouts / found["wall_s"],
+        "kb": found["peak_kb"] / concurrency,
+    }
+
+
+def rows(found: dict[str, dict[str, float]]) -> list[measure.Row]:
+    """The table: per concurrency, what each case cost, beside the bare loop."""
+    table: list[measure.Row] = []
+    for key, numbers in found.items():
+        case, _, concurrency = key.rpartition(" at ")
+        floor = found[f"bare at {concurrency}"]
+        cpu = measure.Row(f"{key}: CPU", numbers["cpu_ms"], "ms/turn", numbers["cpu_ms"] / floor["cpu_ms"])
+        rate = measure.Row(f"{key}: rate", numbers["per_s"], "rollouts/s", numbers["per_s"] / floor["per_s"])
+        memory = measure.Row(f"{key}: memory", numbers["kb"], "KB/rollout", numbers["kb"] / max(floor["kb"], 0.1))
+        if case == "no http":
+            table.append(cpu)
+        elif concurrency == "1":  # one rollout's memory drowns in what the interpreter allocates for itself
+            table += [cpu, rate]
+        elif case == "bare":
+            table += [cpu, rate, memory]
+        else:
+            table += [measure.with_ceiling(cpu, CPU_TARGET_MS), rate, measure.with_ceiling(memory, MEMORY_TARGET_KB)]
+    return table
+
+
+def main() -> int:
+    """Measure all cases in turns and print the table."""
+    options = measure.parse_options(__doc__)
+    sizes = QUICK if options.quick else ROLLOUTS
+    with measure.serving(__file__, "--serve") as url:
+        cases = {
+            f"{case} at {concurrency}": lambda case=case, concurrency=concurrency: measure.fresh_process(
+                __file__, "--sample", case, url, str(concurrency), str(sizes[concurrency])
+            )
+            for concurrency in sizes
+            for case in CASES
+        }
+        found = measure.interleaved(cases, options.rounds)
+    return measure.report(
+        f"Rollouts of {TURNS} turns, instant server, median of {options.rounds}", rows(found), options.json
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        asyncio.run(serve())
+    elif sys.argv[1:2] == ["--sample"]:
+        name, url, concurrency, rollouts = sys.argv[2:]
+        print(json.dumps(asyncio.run(sample(name, url, int(concurrency), int(rollouts)))))
+    else:
+        sys.exit(main())
