@@ -62,14 +62,22 @@ class Output:
     """The open files of a run. `close` writes what is made from the whole: the report and the last metrics."""
 
     def __init__(
-        self, folder: RunFolder, *, env: str, model: str, groups_path: Path | None, settings: Mapping[str, JSON]
+        self,
+        folder: RunFolder,
+        *,
+        env: str,
+        model: str,
+        groups_path: Path | None,
+        settings: Mapping[str, JSON],
+        messages: bool = True,
     ) -> None:
         self.folder = folder
         self.env = env
         self.model = model
         self._started_at = time.time()
         self.journal = Journal(folder.journal)
-        self.groups = GroupsFile(groups_path or folder.path / "groups.jsonl", env=env, model=model)
+        path = groups_path or folder.path / "groups.jsonl"
+        self.groups = GroupsFile(path, env=env, model=model, messages=messages)
         self.metrics = MetricsFile(folder.metrics)
         folder.config.write_bytes(msgspec.json.format(msgspec.json.encode(settings), indent=2) + b"\n")
 

@@ -116,7 +116,14 @@ async def _with_output(
     folder = claim_folder(root, form.name, engine.name)
     settings = _settings(parsed)
     groups_path = Path(config.data_path_to_save_groups) if config.data_path_to_save_groups else None
-    output = Output(folder, env=form.name, model=engine.name, groups_path=groups_path, settings=settings)
+    output = Output(
+        folder,
+        env=form.name,
+        model=engine.name,
+        groups_path=groups_path,
+        settings=settings,
+        messages=config.include_messages,
+    )
     stream.write(f"run {folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")
     reason = "failed"
     try:
@@ -183,7 +190,11 @@ class Batch:
             await environment.aclose()
 
     def _keep(self, group: Group) -> None:
-        self.output.groups.add(group)
+        rewards = {trajectory.reward for trajectory in group.scored}
+        if self.parsed.env_config.ensure_scores_are_not_same and len(rewards) == 1:
+            self.output.groups.skip(group.number)
+        else:
+            self.output.groups.add(group)
 
 
 def concurrency(config: HermesAgentEnvConfig) -> int:

@@ -30,11 +30,11 @@ _ROW_KEYS = ("advantages", "ref_logprobs", "overrides", "images")
 """Keys of an Atropos item that an environment of its own may leave in `Trajectory.extra`, one value per rollout."""
 
 
-def group_line(group: Group, *, env: str, model: str) -> dict[str, JSON] | None:
+def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> dict[str, JSON] | None:
     """The group as one JSON object, or None when nothing in it was scored.
 
     `tokens[G][T]`, `masks[G][T]` (-100 where nothing is trained), `scores[G]`; `inference_logprobs[G][T]` only when
-    every row has them. Raises `ValueError` when the lengths of a row differ, a score is not finite or a message has no
+    every row has them; `messages` False leaves that list empty. Raises `ValueError` when the lengths of a row differ, a score is not finite or a message has no
     role: none of these may reach a trainer.
     """
     trajectories = sorted(group.trajectories, key=lambda trajectory: trajectory.index)
@@ -46,7 +46,7 @@ def group_line(group: Group, *, env: str, model: str) -> dict[str, JSON] | None:
         "tokens": [row.tokens for row in rows],
         "masks": [row.masks for row in rows],
         "scores": [_checked_score(trajectory) for trajectory in scored],
-        "messages": [[_message(message, trajectory) for message in trajectory.messages] for trajectory in scored],
+        "messages": [_messages(trajectory) for trajectory in scored] if messages else [],
         **{key: _from_extra(scored, key) for key in _ROW_KEYS},
         "group_overrides": {} if len(scored) == len(trajectories) else {"group_size": len(scored)},
         "generation_params": scored[0].extra.get("generation_params"),
@@ -82,6 +82,10 @@ def _checked_score(trajectory: Trajectory) -> float:
     if trajectory.reward is None or not math.isfinite(trajectory.reward):
         raise ValueError(f"rollout {trajectory.rollout_id}: reward {trajectory.reward} is not a finite number")
     return trajectory.reward
+
+
+def _messages(trajectory: Trajectory) -> list[Message]:
+    return [_message(message, trajectory) for message in trajectory.messages]
 
 
 def _message(message: Message, trajectory: Trajectory) -> Message:
@@ -150,10 +154,11 @@ class GroupsFile:
     worker threads. A line that waits for an earlier group is held in memory, encoded.
     """
 
-    def __init__(self, path: Path, *, env: str, model: str, first: int = 0) -> None:
+    def __init__(self, path: Path, *, env: str, model: str, first: int = 0, messages: bool = True) -> None:
         self.path = claim_path(path)
         self._env = env
         self._model = model
+        self._messages = messages
         self._next = first
         self._waiting: dict[int, bytes] = {}
         self._lock = threading.Lock()
@@ -167,7 +172,7 @@ class GroupsFile:
 
     def add(self, group: Group) -> None:
         """Take a finished group; a group without any score takes its turn but leaves no line."""
-        line = group_line(group, env=self._env, model=self._model)
+        line = group_line(group, env=self._env, model=self._model, messages=self._messages)
         self._take(group.number, b"" if line is None else encode_line(line))
 
     def skip(self, number: int) -> None:
