@@ -1,14 +1,10 @@
-"""Makes `toy` importable, and hands out ports that nobody listens on."""
+"""Hands out ports that nobody listens on."""
 
 from __future__ import annotations
 
 import socket
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture

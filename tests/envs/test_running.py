@@ -1,0 +1,158 @@
+"""Environments from their command lines: what a user types, what lies on disk afterwards, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from envs import scripts
+
+pytestmark = pytest.mark.slots
+
+PYTHON = sys.executable
+RUN = [PYTHON, "-m", "palaestra", "run"]
+
+
+def ours() -> set[str]:
+    """Processes and host mounts of the slot server, by what nobody else has."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if "slotd" in command and "pytest" not in command:
+                found.add(f"{entry.name} {command[:80]}")
+    return found
+
+
+def invoke(folder: Path, argv: Sequence[str], *, check: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=100)
+    assert done.returncode == check, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def script(folder: Path, text: str, name: str = "my_env.py") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_the_function_form_runs_by_path(tmp_path: Path) -> None:
+    script(tmp_path, scripts.COUNT_LINES)
+    invoke(tmp_path, [*RUN, "my_env.py", "--policy", "oracle", "--env.n", "3", "--group", "2"])
+    groups = lines(tmp_path / "data/count_lines.jsonl")
+    assert [group["task_id"] for group in groups] == ["lines-0", "lines-1", "lines-2"]
+    assert [group["scores"] for group in groups] == [[1.0, 1.0]] * 3
+    report = (tmp_path / "data/count_lines.html").read_text()
+    assert "wc -l" in report
+
+    invoke(tmp_path, [*RUN, "my_env.py", "--policy", "noop", "--env.n", "2"])
+    assert [group["scores"] for group in lines(tmp_path / "data/count_lines_1.jsonl")] == [[0.0], [0.0]]
+    (metrics,) = (tmp_path / "runs").glob("count_lines--noop/*/metrics.jsonl")
+    assert lines(metrics)[-1]["reward/mean"] == 0.0
+
+
+def test_a_class_environment_runs_with_process(tmp_path: Path) -> None:
+    path = script(tmp_path, scripts.CLASS_ENV, "words_env.py")
+    done = invoke(tmp_path, [PYTHON, str(path), "process", "--env.use_wandb", "false", "--policy", "oracle"])
+    groups = lines(tmp_path / "data/words.jsonl")
+    assert [group["task_id"] for group in groups] == ["alpha", "beta", "gamma"]
+    assert all(group["scores"] == [1.0, 1.0] for group in groups)
+    assert groups[0]["token_source"] == "placeholder"
+    assert all(mask == -100 for masks in groups[0]["masks"] for mask in masks)  # type: ignore[attr-defined]
+    assert "data/words.jsonl" in done.stderr
+
+
+def test_a_class_environment_evaluates(tmp_path: Path) -> None:
+    path = script(tmp_path, scripts.CLASS_ENV, "words_env.py")
+    flags = ["--env.data_dir_to_save_evals", "evals", "--policy", "oracle"]
+    invoke(tmp_path, [PYTHON, str(path), "evaluate", *flags])
+    results = json.loads((tmp_path / "evals/metrics.json").read_text())["results"]
+    assert results["all"] == {"mean": 1.0}
+    assert len(lines(tmp_path / "evals/samples.jsonl")) == 6
+
+
+def test_both_shapes_of_exec_tool_and_the_sealed_view(tmp_path: Path) -> None:
+    path = script(tmp_path, scripts.HOOKS_ENV.replace("cat seed.txt", "(sleep 987 &) ; cat seed.txt"), "hooks_env.py")
+    flags = ["--env.group_size", "2", "--env.enabled_toolsets", "terminal", "--policy", "oracle"]
+    invoke(tmp_path, [PYTHON, str(path), "process", *flags])
+    groups = lines(tmp_path / "data/hooks.jsonl")
+    assert [group["scores"] for group in groups] == [[1.0, 1.0]] * 2
+    rollout = groups[0]["rollouts"][0]  # type: ignore[index]
+    assert rollout["detail"]["alive"] == "0", "a process of the agent outlived the seal"
+
+
+def test_a_setup_that_fails_leaves_the_rest_and_says_so(tmp_path: Path) -> None:
+    script(tmp_path, scripts.BAD_SETUP)
+    done = invoke(tmp_path, [*RUN, "my_env.py", "--policy", "oracle"], check=3)
+    assert "no such thing" in done.stderr
+    assert [group["task_id"] for group in lines(tmp_path / "data/half_broken.jsonl")] == ["good"]
+
+
+def test_ctrl_c_keeps_what_was_finished_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    script(tmp_path, scripts.SLEEPER)
+    before = ours()
+    running = subprocess.Popen(
+        [*RUN, "my_env.py", "--policy", "oracle", "--concurrency", "1"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert running.stderr is not None
+    for line in running.stderr:
+        if "quick" in line:
+            break
+    wait_for_turn(tmp_path, "sleep 300")
+    os.killpg(running.pid, signal.SIGINT)
+    rest = running.stderr.read()
+    assert running.wait(timeout=30) == 130
+    running.stderr.close()
+    assert "Traceback" not in rest
+    assert [group["task_id"] for group in lines(tmp_path / "data/sleeper.jsonl")] == ["quick"]
+    assert ours() <= before
+
+
+def wait_for_turn(folder: Path, text: str) -> None:
+    """Until the journal shows that the slow command has been asked for."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        journals = list((folder / "runs").glob("*/*/journal.jsonl"))
+        if journals and text in journals[0].read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError("the slow rollout never started")
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
+        (["--base-url", "http://127.0.0.1:9/v1", "--model", "m"], 4, "127.0.0.1:9"),
+        (["--env.gruop_size", "2"], 2, "group_size"),
+        (["--polcy", "oracle"], 2, "--policy"),
+        (["--policy", "oracl"], 2, "oracle"),
+        (["--env.enabled_toolsets", "terminl", "--policy", "oracle"], 2, "terminal"),
+        (["--env.isolation", "confined", "--policy", "oracle"], 5, "confined"),
+        (["--config", "absent.yaml"], 2, "absent.yaml"),
+    ],
+)
+def test_what_cannot_work_is_one_clear_message(tmp_path: Path, flags: list[str], code: int, says: str) -> None:
+    script(tmp_path, scripts.COUNT_LINES)
+    done = invoke(tmp_path, [*RUN, "my_env.py", *flags], check=code)
+    assert says in done.stderr
+    assert done.stderr.count("error:") == 1
