@@ -2,29 +2,31 @@
 
 Not for background processes: they come with the process registry; until then `background` is answered with an error.
 
-Invariant (S5): the reply is bounded whatever a command prints, tells the true total, and where the middle was cut out
-and the whole was small enough to keep, names a file in the slot that holds all of it. A command is never run twice.
+Invariant (S5): the reply is bounded whatever a command prints and tells the true total. Where the middle was cut out
+and the whole was small enough to keep, a file in the slot holds all of it. A command is never run twice.
 """
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 from collections.abc import Mapping
 
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
-from palaestra.sandbox.base import DEFAULT_OUTPUT_BYTES, WORKSPACE, ExecutionResult, Slot
+from palaestra.sandbox.base import WORKSPACE, ExecutionResult, Slot
 from palaestra.tools.schema import Tool, ToolReply, ToolRun, ToolSchema
 
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1.0, 600.0
-MAX_SPILL_BYTES = 8 << 20
-"""How much output is kept on the way, to be written into the slot when the reply cannot hold it."""
+MAX_OUTPUT_CHARS = 50_000
+"""How much output a reply holds, head and tail together."""
+HEAD_CHARS = 20_000
+MAX_KEPT_BYTES = 2 << 20
+"""How much output is captured; what a reply cannot hold of it is written to a file in the slot."""
 SPILL_DIR = "/tmp/terminal-output"  # noqa: S108 - a path inside the slot, which nobody else shares
 
 _NO_BACKGROUND = (
-    "background=true is not supported yet and the command was not run. Run it in the foreground with a timeout, "
-    "or start it with nohup and & and look at its log file in a later call."
+    "background=true is not supported yet, so nothing was run. Run the command in the foreground with a timeout, or "
+    "start it with 'nohup … > log.txt 2>&1 &' and read the log in a later call."
 )
 
 SCHEMA = ToolSchema(
@@ -32,9 +34,9 @@ SCHEMA = ToolSchema(
     description=(
         "Run a shell command (bash) in the sandbox and return its combined stdout and stderr with its exit code. "
         f"Every call starts a fresh shell in {WORKSPACE}: cd, variables and activated environments do not carry over, "
-        "files do. There is no terminal and no stdin, so use non-interactive flags and avoid editors and pagers. "
-        "Long output keeps its beginning and end. To read, edit or search files prefer read_file, patch and "
-        "search_files where you have them."
+        "files do. There is no terminal and no stdin: use non-interactive flags, no editors and no pagers. Of long "
+        "output you see the beginning and the end, and full_output_path names a file with all of it. To read, edit or "
+        "search files prefer read_file, patch and search_files where you have them."
     ),
     parameters={
         "command": {"type": "string", "description": "The command line, passed to bash -c as it is."},
@@ -65,58 +67,50 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
     if arguments.get("background"):
         return _reply("", -1, _NO_BACKGROUND)
     timeout_s = clamp_timeout(arguments.get("timeout", run.timeout_s))
-    slot, seen = await run.slot(), OutputRecord()
+    slot, workdir = await run.slot(), arguments.get("workdir") or WORKSPACE
     try:
         result = await slot.execute(
-            arguments["command"],
-            cwd=arguments.get("workdir", WORKSPACE),
-            timeout_s=timeout_s,
-            max_output_bytes=DEFAULT_OUTPUT_BYTES,
-            on_output=seen.add,
+            arguments["command"], cwd=workdir, timeout_s=timeout_s, max_output_bytes=MAX_KEPT_BYTES
         )
     except (FileNotFoundError, NotADirectoryError):
-        return _reply("", 1, f"workdir {arguments.get('workdir', WORKSPACE)} is not a directory; nothing was run")
-    reply = _reply(result.output, result.exit_code, _stopped(result, timeout_s))
+        return _reply("", 1, f"workdir {workdir} is not a directory; nothing was run")
+    output, extra = await _bounded(slot, result)
+    return {**_reply(output, result.exit_code, _stopped(result, timeout_s)), **extra}
+
+
+async def _bounded(slot: Slot, result: ExecutionResult) -> tuple[str, dict[str, JSON]]:
+    """The output as the reply holds it, and what the reply says about output that was cut."""
+    text = result.output
+    if len(text) <= MAX_OUTPUT_CHARS and not result.metadata.get("truncated"):
+        return text, {}
     if result.metadata.get("truncated"):
-        reply |= await _totals(slot, seen)
-    return reply
-
-
-class OutputRecord:
-    """Counts a command's output as it streams and keeps it while it is small enough to be kept whole."""
-
-    def __init__(self) -> None:
-        self.total_chars = 0
-        self._kept: bytearray | None = bytearray()
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def add(self, chunk: bytes) -> None:
-        """Take the next piece of output."""
-        self.total_chars += len(self._decoder.decode(chunk))
-        if self._kept is not None:
-            self._kept += chunk
-            if len(self._kept) > MAX_SPILL_BYTES:
-                self._kept = None
-
-    def whole(self) -> bytes | None:
-        """All of the output, or None when it was more than `MAX_SPILL_BYTES`."""
-        return None if self._kept is None else bytes(self._kept)
-
-
-async def _totals(slot: Slot, seen: OutputRecord) -> dict[str, JSON]:
-    """What the model needs to know about cut output. The file's name derives from its content, for exact replays."""
-    totals: dict[str, JSON] = {"output_total_chars": seen.total_chars}
-    whole = seen.whole()
-    if whole is not None:
-        path = f"{SPILL_DIR}/{hashlib.sha256(whole).hexdigest()[:12]}.txt"
-        try:
-            await slot.write_bytes(path, whole)
-        except InfraError:
-            raise
-        except OSError:  # a full or read-only file system: the key is only there when the file is
-            return totals
+        total = int(result.metadata["output_total_bytes"])
+        return cut(text, f"{total} bytes"), {"output_total_bytes": total}
+    totals: dict[str, JSON] = {"output_total_chars": len(text)}
+    path = await _spill(slot, text)
+    if path is not None:
         totals["full_output_path"] = path
-    return totals
+    return cut(text, f"{len(text)} characters"), totals
+
+
+def cut(text: str, total: str) -> str:
+    """Head and tail of an output, `MAX_OUTPUT_CHARS` together, with a line between that says what is missing."""
+    note = f"\n... [OUTPUT CUT HERE: this is the beginning and the end of {total}] ...\n"
+    tail = MAX_OUTPUT_CHARS - HEAD_CHARS - len(note)
+    return text[:HEAD_CHARS] + note + text[-tail:]
+
+
+async def _spill(slot: Slot, text: str) -> str | None:
+    """Write the whole output into the slot, under a name that derives from it (D2). None when that is not possible."""
+    data = text.encode("utf-8", "replace")
+    path = f"{SPILL_DIR}/{hashlib.sha256(data).hexdigest()[:12]}.txt"
+    try:
+        await slot.write_bytes(path, data)
+    except InfraError:
+        raise
+    except OSError:  # a full or read-only file system
+        return None
+    return path
 
 
 def _stopped(result: ExecutionResult, timeout_s: float) -> str | None:
