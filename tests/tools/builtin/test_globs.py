@@ -58,5 +58,14 @@ def test_alternatives_are_bounded() -> None:
 
 
 @given(st.text(alphabet="ab*?[]{},!^/\\-.", max_size=12), st.text(alphabet="ab/.", max_size=8))
-def test_any_glob_is_a_filter(glob: str, path: str) -> None:
-    assert name_filter(glob, ".", True)(path or "a") in {True, False}
+def test_any_glob_is_a_filter_or_one_refusal(glob: str, path: str) -> None:
+    try:
+        matches = name_filter(glob, ".", True)
+    except ToolMistake:
+        return
+    assert matches(path or "a") in {True, False}
+
+
+def test_a_glob_that_means_nothing_is_refused() -> None:
+    with pytest.raises(ToolMistake, match="cannot be used"):
+        name_filter("[b-a].py", ".", True)

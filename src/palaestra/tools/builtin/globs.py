@@ -58,7 +58,10 @@ def _expanded(glob: str) -> list[str]:
 
 @lru_cache(maxsize=256)
 def _compiled(glob: str) -> re.Pattern[str]:
-    return re.compile("|".join(f"(?:{_translated(one)})" for one in _expanded(glob)), re.DOTALL)
+    try:
+        return re.compile("|".join(f"(?:{_translated(one)})" for one in _expanded(glob)), re.DOTALL)
+    except re.error as error:
+        raise ToolMistake(f"The glob {glob} cannot be used: {error}") from None
 
 
 def _translated(glob: str) -> str:

@@ -55,9 +55,8 @@ async def count_matches(slot: Slot, query: Query) -> dict[str, int]:
         argv = [*_grep(query), "--recursive", "--count", "--exclude-dir=.git", *(f"--include={name}" for name in names)]
     result = await _run(slot, [*argv, "--regexp", query.pattern, "--", _safe(query.root)], query)
     counts = {}
-    for record in result.output.split("\n"):
-        path, nul, count = record.partition("\0")
-        if nul and count.isdigit() and count != "0" and ".git" not in path.split("/"):
+    for path, count in _COUNTED.findall(result.output):
+        if count != "0" and ".git" not in path.split("/"):
             counts[_shown(path)] = int(count)
     if not counts and result.exit_code > 1:
         raise ToolMistake(_engine_error(result))
@@ -71,11 +70,8 @@ async def matching_lines(slot: Slot, query: Query, files: Sequence[str], context
     options = ["--line-number", f"--context={context}", f"--max-count={most}", "--regexp", query.pattern, "--"]
     result = await _run(slot, [*argv, *options, *map(_safe, files)], query)
     lines: dict[str, dict[int, tuple[bool, str]]] = {}
-    for record in result.output.split("\n"):
-        path, nul, rest = record.partition("\0")
-        found = _NUMBERED.fullmatch(rest) if nul else None
-        if found is not None:
-            lines.setdefault(_shown(path), {})[int(found[1])] = (found[2] == ":", found[3].removesuffix("\r"))
+    for path, number, mark, text in _NUMBERED.findall(result.output):
+        lines.setdefault(_shown(path), {})[int(number)] = (mark == ":", text.removesuffix("\r"))
     return [match for path in sorted(lines) for match in _matches(path, lines[path], context)]
 
 
@@ -131,7 +127,7 @@ def _check_pattern(pattern: str) -> None:
 
 
 def _engine_error(result: ExecutionResult) -> str:
-    said = " ".join(result.output.split())[:300]
+    said = result.output.strip().rpartition("\n")[2][:300]  # both engines say last what is wrong
     return (
         f"The pattern cannot be used: {said}. To mean characters such as ( [ * + ? literally, put a backslash before."
     )
@@ -154,5 +150,7 @@ def _shown(path: str) -> str:
     return path.removeprefix("./")
 
 
-_NUMBERED = re.compile(r"(\d+)([:-])(.*)", re.DOTALL)
+# file names end at a NUL byte, so one may hold line ends
+_COUNTED = re.compile(r"([^\0]+)\0(\d+)\n")
+_NUMBERED = re.compile(r"([^\0]+)\0(\d+)([:-])([^\n]*)\n(?:--\n)?")
 _NEWLINE_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\[nrR]")
