@@ -55,9 +55,10 @@ async def count_matches(slot: Slot, query: Query) -> dict[str, int]:
         argv = [*_grep(query), "--recursive", "--count", "--exclude-dir=.git", *(f"--include={name}" for name in names)]
     result = await _run(slot, [*argv, "--regexp", query.pattern, "--", _safe(query.root)], query)
     counts = {}
-    for path, count in _COUNTED.findall(result.output):
-        if count != "0" and ".git" not in path.split("/"):
-            counts[_shown(path)] = int(count)
+    for path, text in _records(result.output):
+        found = _COUNT.fullmatch(text)
+        if found is not None and ".git" not in path.split("/"):
+            counts[_shown(path)] = int(text)
     if not counts and result.exit_code > 1:
         raise ToolMistake(_engine_error(result))
     return dict(sorted(counts.items()))
@@ -70,8 +71,13 @@ async def matching_lines(slot: Slot, query: Query, files: Sequence[str], context
     options = ["--line-number", f"--context={context}", f"--max-count={most}", "--regexp", query.pattern, "--"]
     result = await _run(slot, [*argv, *options, *map(_safe, files)], query)
     lines: dict[str, dict[int, tuple[bool, str]]] = {}
-    for path, number, mark, text in _NUMBERED.findall(result.output):
-        lines.setdefault(_shown(path), {})[int(number)] = (mark == ":", text.removesuffix("\r"))
+    for path, text in _records(result.output):
+        found = _NUMBERED.match(text)
+        if found is not None:
+            lines.setdefault(_shown(path), {})[int(found[1])] = (
+                found[2] == ":",
+                text[found.end() :].removesuffix("\r"),
+            )
     return [match for path in sorted(lines) for match in _matches(path, lines[path], context)]
 
 
@@ -89,6 +95,18 @@ def _matches(path: str, lines: dict[int, tuple[bool, str]], context: int) -> Ite
             before = tuple(lines[n][1] for n in range(number - context, number) if n in lines)
             after = tuple(lines[n][1] for n in range(number + 1, number + context + 1) if n in lines)
             yield Match(path, number, text, before, after)
+
+
+def _records(output: str) -> Iterator[tuple[str, str]]:
+    """Pairs of a file name and the line printed for it. Names end at a NUL byte, so one may hold line ends.
+
+    Linear in time whatever is printed: the programs in a slot are its agent's to replace.
+    """
+    path, *rest = output.split("\0")
+    for part in rest:
+        text, _, following = part.partition("\n")
+        yield path, text
+        path = following.removeprefix("--\n")  # what stands between groups of context lines
 
 
 def _rg(engine: str, query: Query) -> list[str]:
@@ -150,7 +168,6 @@ def _shown(path: str) -> str:
     return path.removeprefix("./")
 
 
-# file names end at a NUL byte, so one may hold line ends
-_COUNTED = re.compile(r"([^\0]+)\0(\d+)\n")
-_NUMBERED = re.compile(r"([^\0]+)\0(\d+)([:-])([^\n]*)\n(?:--\n)?")
+_COUNT = re.compile(r"[1-9][0-9]{0,15}")
+_NUMBERED = re.compile(r"([0-9]{1,16})([:-])")
 _NEWLINE_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\[nrR]")

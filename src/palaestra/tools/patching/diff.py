@@ -10,7 +10,7 @@ Opcode: TypeAlias = tuple[Literal["replace", "delete", "insert", "equal"], int, 
 
 MAX_DIFF_CHARS = 20_000
 """How much of a diff a reply carries."""
-_MAX_EXACT_LINES, _MAX_COMPARED_LINES = 3_000, 50_000
+_MAX_EXACT_LINES, _MAX_COMPARED_LINES = 1_000, 50_000
 """Up to how many lines (of both texts) the changed part is compared exactly, and at all."""
 _CONTEXT = 3
 

@@ -10,6 +10,7 @@ Invariant: text outside the replaced spans is returned unchanged, character for 
 from __future__ import annotations
 
 import difflib
+import heapq
 import itertools
 import re
 from collections.abc import Callable
@@ -70,14 +71,27 @@ def nearest(text: str, old: str) -> str:
     lines = text.split("\n")[:20_000]
     if not wanted or not any(lines):
         return "The file is empty." if not text.strip() else "Read the file and copy the text exactly."
-    stripped = [line.strip() for line in lines]
-    close = difflib.get_close_matches(wanted[0][:200], {line[:200] for line in stripped if line}, n=1, cutoff=0.6)
+    stripped = [line.strip()[:_COMPARED_CHARS] for line in lines]
+    likely = _sharing_words(wanted[0][:_COMPARED_CHARS], set(stripped))
+    close = difflib.get_close_matches(wanted[0][:_COMPARED_CHARS], likely, n=1, cutoff=0.6)
     if not close:
         return "Nothing similar is in the file: read it again and copy the text exactly."
-    at = next(number for number, line in enumerate(stripped) if line[:200] == close[0])
-    shown = "\n".join(f"{n + 1}|{lines[n][:200]}" for n in range(at, min(len(lines), at + min(len(wanted), 5))))
+    at = stripped.index(close[0])
+    shown = "\n".join(
+        f"{n + 1}|{lines[n][:_COMPARED_CHARS]}" for n in range(at, min(len(lines), at + min(len(wanted), 5)))
+    )
     return f"The most similar lines are:\n{shown}"
 
+
+def _sharing_words(line: str, others: set[str]) -> list[str]:
+    """The few lines that have most words in common with `line`: a cheap choice before the costly comparison."""
+    words = set(_WORD.findall(line))
+    shared = {other: len(words.intersection(_WORD.findall(other))) for other in others}
+    return heapq.nlargest(_COMPARED_LINES, sorted(other for other in others if shared[other]), key=shared.__getitem__)
+
+
+_WORD = re.compile(r"\w+")
+_COMPARED_LINES, _COMPARED_CHARS = 50, 200
 
 Strategy: TypeAlias = Callable[[str, str, str], list[Span]]
 
