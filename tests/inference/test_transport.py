@@ -97,6 +97,13 @@ def test_a_refusal_is_final_and_names_the_way_out(status: int, says: str) -> Non
     assert "bad thing" in text
 
 
+def test_a_redirect_is_not_followed_since_it_would_turn_the_post_into_a_get() -> None:
+    server = LoopbackServer(Answer({}, 301, {"Location": "/elsewhere"}))
+    with pytest.raises(EngineRefused, match="redirects"):
+        outcome(server, transport(ManualClock()))
+    assert len(server.seen) == 1
+
+
 @pytest.mark.parametrize(
     "message",
     [

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from palaestra.core.errors import EngineReplyError
 from palaestra.core.types import JSON, Message
 
+_BROKEN_OFF = ("abort", "error")
+"""How SGLang and vLLM end a request that was aborted under them, and OpenRouter one whose provider failed."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestedCall:
@@ -55,7 +58,8 @@ class Reply:
 def read_reply(completion: object, turn: int) -> Reply:
     """The first choice of a chat completion. `turn` (from 1) goes into the ids of calls that have none.
 
-    Raises `EngineReplyError` when there is no choice or no message in it.
+    Raises `EngineReplyError` when there is no choice or no message in it, or when the server broke off: what is there
+    then is not what the model meant to say.
     """
     choices = part(completion, "choices")
     if not isinstance(choices, Sequence) or not choices:
@@ -63,8 +67,10 @@ def read_reply(completion: object, turn: int) -> Reply:
     message = part(choices[0], "message")
     if message is None:
         raise EngineReplyError("The model server's reply has a choice without a message.")
-    usage = part(completion, "usage")
     finish_reason = part(choices[0], "finish_reason")
+    if finish_reason in _BROKEN_OFF:
+        raise EngineReplyError(f"The model server broke off its reply (finish_reason '{finish_reason}').")
+    usage = part(completion, "usage")
     return Reply(
         content=text_of(part(message, "content")) or text_of(part(message, "refusal")),
         reasoning=_reasoning(message),

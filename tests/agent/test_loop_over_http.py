@@ -1,0 +1,101 @@
+"""The loop over the real chat completions engine and a real server on the loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from palaestra.agent import AgentResult, HermesAgentLoop
+from palaestra.core.clock import ManualClock
+from palaestra.core.types import JSON, Outcome
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engines.openai import OpenAIEngine
+from palaestra.inference.loopback import Answer, LoopbackServer, completion
+
+READ = {
+    "type": "function",
+    "function": {
+        "name": "read",
+        "parameters": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
+    },
+}
+
+
+async def read(name: str, arguments: dict[str, JSON], task_id: str | None) -> str:
+    return json.dumps({"content": f"<{arguments['path']}>"})
+
+
+def call(arguments: JSON, **more: JSON) -> JSON:
+    return {"type": "function", "function": {"name": "read", "arguments": arguments}, **more}
+
+
+def roll_out(server: LoopbackServer) -> tuple[AgentResult, OpenAIEngine]:
+    async def go() -> tuple[AgentResult, OpenAIEngine]:
+        async with server:
+            engine = OpenAIEngine(APIServerConfig(base_url=server.url, model_name="m"), clock=ManualClock())
+            loop = HermesAgentLoop(engine, [READ], {"read"}, tool_handler=read)
+            try:
+                return await loop.run([{"role": "user", "content": "go"}]), engine
+            finally:
+                await engine.aclose()
+
+    return asyncio.run(go())
+
+
+def test_several_turns_through_a_server_that_stumbles() -> None:
+    server = LoopbackServer(
+        Answer({}, 429, {"Retry-After": "2"}),
+        Answer(completion(None, "tool_calls", tool_calls=[call('{"path": "a"}'), call({"path": "b"})])),
+        Answer(cut=True),
+        Answer({}, 500),
+        Answer(completion("now c", "tool_calls", reasoning="hm", tool_calls=[call('{"path": "c"', id="z")])),
+        Answer(completion([{"type": "text", "text": "do"}, {"type": "text", "text": "ne"}])),  # type: ignore[arg-type]
+    )
+    result, engine = roll_out(server)
+    assert result.outcome is Outcome.NATURAL
+    assert result.final_response == "done"
+    assert engine.transport.retries == 3
+    roles = [message["role"] for message in result.messages]
+    assert roles == ["user", "assistant", "tool", "tool", "assistant", "tool", "assistant"]
+    assert [message["tool_call_id"] for message in result.messages if message["role"] == "tool"] == [
+        "call_1_0",
+        "call_1_1",
+        "z",
+    ]
+    assert json.loads(result.messages[3]["content"]) == {"content": "<b>"}
+    assert "Invalid JSON" in result.messages[5]["content"]
+    assert result.reasoning_per_turn == [None, "hm", None]
+    assert result.usage.prompt_tokens == 21
+    assert server.seen[-1].body["messages"] == result.messages[:-1]
+    assert server.seen[-1].body["tools"] == [READ]
+
+
+def test_a_context_that_fills_up_ends_with_length() -> None:
+    full = Answer({"error": {"message": "too long", "code": "context_length_exceeded"}}, 400)
+    asks = Answer(completion(None, "tool_calls", tool_calls=[call('{"path": "a"}')]))
+    assert roll_out(LoopbackServer(asks, full))[0].outcome is Outcome.LENGTH
+
+
+def test_a_refused_key_is_an_api_error_that_says_what_to_do() -> None:
+    result, _ = roll_out(LoopbackServer(Answer({"error": {"message": "invalid key"}}, 401)))
+    assert result.outcome is Outcome.API_ERROR
+    assert "--openai.api_key" in result.error
+
+
+def test_cancelling_during_a_model_call_lets_go_of_the_connection() -> None:
+    async def go() -> tuple[AgentResult, int]:
+        async with LoopbackServer(Answer(hang=True)) as server:
+            engine = OpenAIEngine(APIServerConfig(base_url=server.url))
+            loop = HermesAgentLoop(engine, [], set())
+            rollout = asyncio.create_task(loop.run([{"role": "user", "content": "go"}]))
+            await server.under_way(1)
+            rollout.cancel()
+            await asyncio.wait([rollout])
+            in_flight = engine.transport.in_flight
+            await engine.aclose()
+            return loop.result, in_flight
+
+    result, in_flight = asyncio.run(go())
+    assert result.outcome is Outcome.CANCELLED
+    assert result.messages == [{"role": "user", "content": "go"}]
+    assert in_flight == 0
