@@ -9,7 +9,7 @@ import pytest
 from palaestra.core.errors import ConfigError, EngineRefused
 from palaestra.core.types import JSON, Message
 from palaestra.inference.base import SessionContext
-from palaestra.inference.config import APIServerConfig
+from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.engines.scripted import ScriptedEngine
 from palaestra.inference.loopback import Answer, LoopbackServer, completion
@@ -46,8 +46,11 @@ def test_one_config_or_a_list_but_not_none() -> None:
     scripted = APIServerConfig(server_type="scripted", model_name="noop")
     assert len(ServerGroup(scripted).servers) == 1
     assert ServerGroup([scripted, scripted]).name == "noop"
+    assert ServerGroup(ServerBaseline(server_type="scripted", model_name="noop")).name == "noop"
     with pytest.raises(ConfigError):
         ServerGroup([])
+    with pytest.raises(ConfigError, match="base_url"):
+        ServerGroup(ServerBaseline())
 
 
 def test_sessions_go_round_and_stay() -> None:

@@ -49,11 +49,11 @@ class ServerGroup:
     unavailable after its retries, the call moves on to the next.
     """
 
-    def __init__(self, configs: APIServerConfig | Sequence[APIServerConfig]) -> None:
-        configs = [configs] if isinstance(configs, ServerBaseline) else list(configs)
-        if not configs:
+    def __init__(self, configs: ServerBaseline | Sequence[ServerBaseline]) -> None:
+        wanted = [configs] if isinstance(configs, ServerBaseline) else list(configs)
+        if not wanted:
             raise ConfigError("No model server was named: give at least one APIServerConfig.")
-        self.servers: list[Server] = [create_engine(config) for config in configs]
+        self.servers: list[Server] = [create_engine(_complete(config)) for config in wanted]
         self._under_way = [0] * len(self.servers)
         self._sessions = 0
 
@@ -97,6 +97,15 @@ class ServerGroup:
     def managed_server(self, **options: JSON) -> ChatServer:
         """Token-exact sessions. Raises `NotImplementedError`, on which environments fall back to chat completions."""
         raise NotImplementedError("Token-exact servers are not available in this version.")
+
+
+ServerManager = ServerGroup
+"""The contract's name."""
+
+
+def _complete(config: ServerBaseline) -> APIServerConfig:
+    """A baseline says nothing about the address; that is then the engine's to miss."""
+    return config if isinstance(config, APIServerConfig) else APIServerConfig(**config.model_dump(exclude_unset=True))
 
 
 @dataclass(slots=True)
