@@ -93,7 +93,7 @@ class Reporter:
             outcome=report.outcome,
             wasxfail=hasattr(report, "wasxfail"),
             duration_s=round(report.duration, 4),
-            failure=self._failures.pop((report.nodeid, report.when), None) if report.outcome != "passed" else None,
+            failure=self._failures.get((report.nodeid, report.when)) if report.outcome != "passed" else None,
         )
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:

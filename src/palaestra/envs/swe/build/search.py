@@ -112,6 +112,8 @@ async def _try(
     enough = len(found.pass_to_pass) >= max(MIN_PASS_TO_PASS, 2 * len(found.fail_to_pass))
     if not 1 <= len(found.fail_to_pass) <= MAX_FAIL_TO_PASS or not enough:
         return None
+    if not any(name in run.failures and run.failures[name].line for name in found.fail_to_pass):
+        return None  # nothing to describe the failure by
     files = _relevant(found.fail_to_pass, found.pass_to_pass)
     data = repository.files[mutation.path].data
     return PinnedMutation(

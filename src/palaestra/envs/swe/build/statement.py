@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,23 +16,32 @@ from palaestra.envs.swe.testing import Failure
 
 MAX_EXAMPLES = 3
 _MAX_VALUE = 400
-_MAX_SETUP_LINES = 14
+_MAX_SETUP_LINES = 16
+_MAX_HELPER_LINES = 6
 _EQUALITIES = {"assertEqual", "assertEquals", "assertListEqual", "assertDictEqual", "assertSequenceEqual"}
 _TELLING = {"NameError", "UnboundLocalError", "AttributeError"}
 """Exceptions whose message can name the very code that is wrong: only their type is told."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Example:
+    """One thing that goes wrong. `open_names` are names in it that nothing explains: the fewer the better."""
+
+    title: str
+    body: str
+    open_names: int
+
+
 def problem_statement(package: str, failures: Mapping[str, Failure], sources: Mapping[str, str]) -> str:
-    """Describe the failures. `failures` go by node id, `sources` hold the texts of their test files."""
-    examples: dict[str, tuple[str, str]] = {}
+    """Describe the failures (at least one). They go by node id; `sources` hold the texts of their test files."""
+    examples: dict[str, _Example] = {}
     for node_id in sorted(failures, key=lambda name: (len(name), name)):
-        title, body = _example(node_id, failures[node_id], sources.get(node_id.split("::", 1)[0], ""))
-        if body not in [known for _, known in examples.values()]:
-            examples.setdefault(title + body[:200], (title, body))
-    chosen = list(examples.values())[:MAX_EXAMPLES]
-    parts = [f"# {package}: {chosen[0][0]}", f"I am using {package} and it does not behave as it should."]
-    for number, (_, body) in enumerate(chosen, 1):
-        parts.append(f"Example {number}:\n\n{body}" if len(chosen) > 1 else body)
+        example = _example(failures[node_id], sources.get(node_id.split("::", 1)[0], ""))
+        examples.setdefault(example.body, example)
+    chosen = sorted(examples.values(), key=lambda example: example.open_names)[:MAX_EXAMPLES]
+    parts = [f"# {package}: {chosen[0].title}", f"I am using {package} and it does not behave as it should."]
+    for number, example in enumerate(chosen, 1):
+        parts.append(f"Example {number}:\n\n{example.body}" if len(chosen) > 1 else example.body)
     parts.append(_extent(len(failures), len(chosen)))
     return "\n\n".join(parts) + "\n"
 
@@ -44,16 +52,29 @@ def _extent(failing: int, shown: int) -> str:
     return f"{also}Everything else works as before and should go on working. Please find the cause and fix it."
 
 
-def _example(node_id: str, failure: Failure, source: str) -> tuple[str, str]:
+def _example(failure: Failure, source: str) -> _Example:
     """A title and a paragraph with code for one failure."""
-    located = _statement_at(source, failure.line)
+    module = ast.parse(source)
+    located = _statement_at(module, failure.line)
     if located is None:
-        return "unexpected failure", f"Using it fails: {_happens(failure)}"
+        return _Example("unexpected failure", _happens(failure), 1000)
     function, statement = located
     claim = _claim(statement)
-    setup = _setup(function, statement, claim.call)
-    code = "\n".join([*setup, ast.unparse(_with_values(claim.call, failure.params))])
-    return _title(claim, failure), f"```python\n{code}\n```\n\n{_contrast(failure, claim)}"
+    setup = _setup(module, function, statement, claim.call)
+    unexplained = _unexplained(claim.call, setup, failure.params)
+    outer = next(node for node in function.body if statement in ast.walk(node))
+    if unexplained and outer is not statement:  # the names come from a block around the statement: show it whole
+        claim = _Claim(outer)
+        setup = _setup(module, function, outer, outer)
+        unexplained = _unexplained(outer, setup, failure.params)
+    code = "\n".join([*map(ast.unparse, setup), ast.unparse(_with_values(claim.call, failure.params))])
+    body = f"```python\n{code}\n```\n\n{_contrast(failure, claim)}"
+    return _Example(_title(claim, failure), body, len(unexplained))
+
+
+def _unexplained(call: ast.AST, setup: Sequence[ast.stmt], params: Mapping[str, str]) -> set[str]:
+    known = {name for node in (*setup, call) for name in _bound(node)} | set(params)
+    return {name for node in (*setup, call) for name in _names(node)} - known
 
 
 def _title(claim: _Claim, failure: Failure) -> str:
@@ -102,11 +123,9 @@ def _actual(message: str, *, on_the_right: bool) -> str | None:
     return None
 
 
-def _statement_at(source: str, line: int) -> tuple[ast.FunctionDef, ast.stmt] | None:
+def _statement_at(module: ast.Module, line: int) -> tuple[ast.FunctionDef, ast.stmt] | None:
     """The innermost statement at a line, and the outermost function around it."""
-    if not line or not source:
-        return None
-    for function in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)):
+    for function in (node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)):
         if function.lineno <= line <= (function.end_lineno or 0):
             inside = [node for node in ast.walk(function) if isinstance(node, ast.stmt) and node is not function]
             around = [node for node in inside if node.lineno <= line <= (node.end_lineno or 0)]
@@ -167,29 +186,68 @@ def _expression(text: str) -> ast.expr | None:
         return None
 
 
-def _setup(function: ast.FunctionDef, statement: ast.stmt, call: ast.AST) -> list[str]:
-    """The simple statements before the failing one that define the names it uses, as far as they fit."""
+def _setup(module: ast.Module, function: ast.FunctionDef, statement: ast.stmt, call: ast.AST) -> list[ast.stmt]:
+    """The statements before the failing one that make the names it uses, as far as they fit, with their imports."""
     needed = _names(call)
     kept: list[ast.stmt] = []
     for before in reversed([node for node in function.body if node.lineno < statement.lineno]):
-        if isinstance(before, ast.Assign | ast.AnnAssign | ast.AugAssign) and _bound(before) & needed:
+        if _makes(before, needed) and statement not in ast.walk(before):
             kept.insert(0, before)
             needed |= _names(before)
-        elif isinstance(before, ast.Expr) and isinstance(before.value, ast.Call) and _names(before) & needed:
-            if "assert" not in (_called_name(before) or ""):
-                kept.insert(0, before)
-        elif isinstance(before, ast.Import | ast.ImportFrom):
-            kept.insert(0, before)
-    lines = [line for node in kept for line in textwrap.dedent(ast.unparse(node)).splitlines()]
-    return lines if len(lines) <= _MAX_SETUP_LINES else ["# …", *lines[-_MAX_SETUP_LINES:]]
+    for before in reversed(module.body):
+        if _bound(before) & needed and (narrow := _narrowed(before, needed)) is not None:
+            kept.insert(0, narrow)
+            needed |= _names(before)
+    while sum(len(ast.unparse(node).splitlines()) for node in kept) > _MAX_SETUP_LINES:
+        kept.pop(0)
+    return kept
+
+
+def _makes(statement: ast.stmt, needed: set[str]) -> bool:
+    """Whether a statement gives one of these names its value, or changes what it stands for; never an assertion."""
+    if isinstance(statement, ast.Expr):
+        name = _called_name(statement).rpartition(".")[2]
+        return isinstance(statement.value, ast.Call) and "assert" not in name and bool(_names(statement) & needed)
+    return not isinstance(statement, ast.Assert | ast.FunctionDef | ast.ClassDef) and bool(_bound(statement) & needed)
+
+
+def _narrowed(statement: ast.stmt, needed: set[str]) -> ast.stmt | None:
+    """What a report would repeat of a module's top level: short helpers, values, and the imports that are needed."""
+    if isinstance(statement, ast.Assign | ast.FunctionDef):
+        return statement if len(ast.unparse(statement).splitlines()) <= _MAX_HELPER_LINES else None
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        names = [alias for alias in statement.names if _alias(alias) in needed]
+        if isinstance(statement, ast.Import):
+            return ast.Import(names)
+        own_tests = statement.level or (statement.module or "").split(".")[0] in ("test", "tests")
+        return None if own_tests else ast.ImportFrom(statement.module, names, 0)
+    return None
+
+
+def _alias(alias: ast.alias) -> str:
+    return alias.asname or alias.name.split(".")[0]
 
 
 def _names(node: ast.AST) -> set[str]:
+    """The names that are read or bound, builtins apart."""
     return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)} - set(dir(builtins))
 
 
-def _bound(statement: ast.stmt) -> set[str]:
-    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+def _bound(statement: ast.AST) -> set[str]:
+    """The names that a statement binds, in whatever it contains."""
+    bound = set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+        elif isinstance(node, ast.alias):
+            bound.add(_alias(node))
+        elif isinstance(node, ast.FunctionDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    return bound
 
 
 def _called_name(node: ast.AST) -> str:

@@ -18,13 +18,14 @@ from palaestra.envs.swe.build.sdist import SourceFile
 from palaestra.envs.swe.build.statement import mentions, problem_statement
 from palaestra.envs.swe.build.trial import Trial
 from palaestra.envs.swe.rows import Install, RowKind
-from palaestra.envs.swe.testing import Status, TestRun
+from palaestra.envs.swe.testing import Failure, Status, TestRun
 
 ROW_SCHEMA = "palaestra.swe-row/1"
 MAX_PASS_TO_PASS = 200
 BASE_TIMEOUT_S = 300.0
 MUTATED_TIMEOUT_S = 60.0
 _CREATED_AT = "2000-01-01T00:00:00+00:00"
+_UNSEEN = Failure("AssertionError", "", 0)
 _BROKEN = (Status.FAILED, Status.ERROR)
 
 
@@ -85,7 +86,7 @@ async def make_row(trial: Trial, repository: Repository, mutation: PinnedMutatio
 def row(repository: Repository, mutation: PinnedMutation, after: str, found: Flips, run: TestRun) -> dict[str, JSON]:
     """One row in the SWE-smith schema, with our own columns after it."""
     package = repository.package
-    failures = {name: run.failures[name] for name in found.fail_to_pass if name in run.failures}
+    failures = {name: run.failures.get(name, _UNSEEN) for name in found.fail_to_pass}
     texts = {path: repository.text(path) for path in mutation.tests}
     statement = problem_statement(package.name, failures, texts)
     if leaked := mentions(statement, [mutation.path]):

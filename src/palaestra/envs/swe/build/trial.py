@@ -10,6 +10,7 @@ import io
 import tarfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from palaestra.envs.swe.build.sdist import SourceFile
 from palaestra.envs.swe.install import Toolchain
@@ -55,7 +56,8 @@ async def open_trial(
         raise
     snapshot = await slots.seal(slot)
     try:
-        yield Trial(slots, name, spec, snapshot, toolchain)
+        full_values = (*toolchain.pytest_args, "-o", "verbosity_assertions=2")  # for the problem statements
+        yield Trial(slots, name, spec, snapshot, replace(toolchain, pytest_args=full_values))
     finally:
         await slots.forget(snapshot)
 
