@@ -338,6 +338,12 @@ def test_tools_without_a_handler_are_refused_at_once() -> None:
     HermesAgentLoop(ListServer(), [], set()).resize_tool_pool(8)
 
 
+def test_a_schema_that_is_none_is_refused_at_once() -> None:
+    broken = {"type": "function", "function": {"name": "add", "parameters": {"type": "nonsense"}}}
+    with pytest.raises(ConfigError, match="schema"):
+        HermesAgentLoop(ListServer(), [broken], {"add"}, tool_handler=adding)
+
+
 def test_cancellation_leaves_a_complete_result() -> None:
     cancelled: list[str] = []
 

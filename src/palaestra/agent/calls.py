@@ -19,7 +19,7 @@ from palaestra.agent.replies import RequestedCall
 from palaestra.agent.result import ToolError
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON, Message
-from palaestra.tools.arguments import InvalidArguments, parse_arguments
+from palaestra.tools.arguments import ArgumentSchema, InvalidArguments, compiled
 
 ToolHandler: TypeAlias = Callable[[str, dict[str, JSON], str | None], Awaitable[str]]
 """`await handler(name, arguments, task_id)` gives the JSON text that the model reads."""
@@ -34,7 +34,7 @@ _NOT_IN_ROLLOUTS = {
     "memory": "Memory is not available in RL environments.",
     "session_search": "Session search is not available in RL environments.",
 }
-_ANY_OBJECT: Mapping[str, JSON] = {"type": "object", "properties": {}, "additionalProperties": True}
+_ANY_OBJECT = ArgumentSchema({"type": "object", "properties": {}, "additionalProperties": True})
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class CallAnswer:
 
 
 class ToolCalls:
-    """Checks and runs the calls of one rollout."""
+    """Checks and runs the calls of one rollout. Raises `ConfigError` at once for a schema that is none."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class ToolCalls:
         task_id: str | None,
     ) -> None:
         self._handler = handler
-        self._schemas = {str(schema.get("function", schema).get("name", "")): schema for schema in schemas}
+        self._schemas = {str(schema.get("function", schema).get("name", "")): compiled(schema) for schema in schemas}
         self._valid_names = valid_names
         self._parallel_safe = parallel_safe
         self._task_id = task_id
@@ -88,7 +88,7 @@ class ToolCalls:
             answer.refuse(f"Unknown tool '{call.name}'. Available tools: {sorted(self._valid_names)}")
             return answer
         try:
-            answer.arguments = parse_arguments(call.arguments, self._schemas.get(call.name, _ANY_OBJECT))
+            answer.arguments = self._schemas.get(call.name, _ANY_OBJECT).parse(call.arguments)
         except InvalidArguments as error:
             cause = "The reply was cut off at its length limit. " if cut_off else ""
             answer.refuse(cause + str(error))
