@@ -166,7 +166,7 @@ class Batch:
         environment = self.form.build(config, self.parsed.server_configs, self.engine)
         limit = config.total_steps if config.total_steps >= 0 else None
         self.observer.run_started(limit, config.group_size)
-        slots = AdmittedSlots(self.pool, self.pool.max_slots)
+        slots = AdmittedSlots(self.pool, self.pool.total_slots)
         foundations = Foundations(slots)
         services = Services(
             engine=self.engine,
