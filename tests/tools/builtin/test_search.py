@@ -1,0 +1,177 @@
+"""search_files in a real slot. Where ripgrep is installed, it must agree with grep on every query."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from palaestra.core.types import JSON
+from palaestra.sandbox.base import Rung
+
+if TYPE_CHECKING:
+    from tests.tools.conftest import AtDesk, Desk
+
+pytestmark = pytest.mark.slots
+
+FILES: Mapping[str, bytes] = {
+    "a.py": b"def foo(x):\n    return x\n\ndef bar():\n    foo(1)\n",
+    "b/c.py": b"foo\r\nbar\r\n",
+    ".git/x": b"foo\n",
+    "sub/.git": b"foo\n",
+    "bin.dat": b"foo\0foo\n",
+    "-n.txt": b"foo\n",
+    "latin.txt": "café foo\n".encode("latin-1"),
+    "utf8.txt": "café foo ünï\n".encode(),
+    "utf16.txt": "foo\n".encode("utf-16"),
+    ".hidden/z.txt": b"foo foo\nfoo\n",
+    ".gitignore": b"b/\n",
+    "long.js": b"x" * 5000 + b"foo\n",
+    "odd name\n.txt": b"foo\n",
+    "empty": b"",
+    "noend": b"foo",
+    **{
+        f"m/{i:02}.txt": b"".join(b"line %d%s\n" % (n, b" hit" * (n % 7 == i % 7)) for n in range(30))
+        for i in range(20)
+    },
+}
+QUERIES: list[dict[str, JSON]] = [
+    {"pattern": "foo"},
+    {"pattern": "foo", "context": 1},
+    {"pattern": "hit", "limit": 7, "offset": 13},
+    {"pattern": "foo", "output_mode": "count"},
+    {"pattern": "foo", "output_mode": "files_only", "limit": 3, "offset": 2},
+    {"pattern": r"\bfoo\b\("},
+    {"pattern": "caf."},
+    {"pattern": "é"},
+    {"pattern": "[éü]"},
+    {"pattern": r"\w+\s\d+ hit$", "file_glob": "m/*.txt", "limit": 5},
+    {"pattern": "foo", "file_glob": "*.{py,txt}"},
+    {"pattern": r"foo(?=\()"},
+    {"pattern": "a{"},
+    {"pattern": "^$"},
+    {"pattern": "foo$"},
+    {"pattern": "(?i)FOO"},
+    {"pattern": "-n"},
+    {"pattern": "foo", "path": "a.py"},
+    {"pattern": "foo", "path": "link.py"},
+    {"pattern": "foo", "path": "./b"},
+    {"pattern": "foo", "path": "-n.txt"},
+    {"pattern": "foo", "path": "/workspace/b"},
+    {"pattern": "nothing like it"},
+]
+
+
+async def fill(desk: Desk) -> None:
+    for path, data in FILES.items():
+        await desk.slot.write_bytes(path, data)
+    await desk.slot.execute(["ln", "-s", "a.py", "link.py"])
+    await desk.slot.execute(["ln", "-s", "b", "linkdir"])
+
+
+def test_matching_lines_come_sorted_without_git_and_binaries(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        await fill(desk)
+        reply = await desk.call("search_files", pattern="foo")
+        assert [(match["path"], match["line"]) for match in reply["matches"]] == [
+            ("-n.txt", 1),
+            (".hidden/z.txt", 1),
+            (".hidden/z.txt", 2),
+            ("a.py", 1),
+            ("a.py", 5),
+            ("b/c.py", 1),
+            ("latin.txt", 1),
+            ("long.js", 1),
+            ("noend", 1),
+            ("odd name\n.txt", 1),
+            ("utf8.txt", 1),
+        ]
+        assert reply["matches"][5]["content"] == "foo"
+        assert reply["matches"][7]["content"].endswith("[line cut]")
+        assert (reply["total_count"], reply["truncated"]) == (11, False)
+
+    at_desk(scenario)
+
+
+def test_pages_follow_each_other_without_gap(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        await fill(desk)
+        everything = (await desk.call("search_files", pattern="hit", limit=500))["matches"]
+        pages, offset = [], 0
+        while offset < len(everything):
+            page = await desk.call("search_files", pattern="hit", limit=9, offset=offset)
+            assert page["total_count"] == len(everything)
+            assert page["truncated"] is (offset + 9 < len(everything))
+            pages += page["matches"]
+            offset += 9
+        assert pages == everything
+        beyond = await desk.call("search_files", pattern="hit", offset=10_000)
+        assert (beyond["matches"], beyond["total_count"]) == ([], len(everything))
+
+    at_desk(scenario)
+
+
+def test_context_counts_and_file_names(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        await fill(desk)
+        reply = await desk.call("search_files", pattern="bar", path="a.py", context=1)
+        assert reply["matches"] == [
+            {"path": "a.py", "line": 4, "content": "def bar():", "before": [""], "after": ["    foo(1)"]}
+        ]
+        counts = await desk.call("search_files", pattern="foo", output_mode="count", file_glob="*.py")
+        assert (counts["counts"], counts["total_matches"]) == ({"a.py": 2, "b/c.py": 1}, 3)
+        files = await desk.call("search_files", pattern="foo", output_mode="files_only", file_glob="*.py")
+        assert files == {"files": ["a.py", "b/c.py"], "total_count": 2, "truncated": False}
+
+    at_desk(scenario)
+
+
+def test_files_are_found_by_name(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        await fill(desk)
+        globbed = await desk.call("search_files", target="files", pattern="*.py")
+        assert globbed == {"files": ["a.py", "b/c.py", "link.py"], "total_count": 3, "truncated": False}
+        part = await desk.call("search_files", target="files", pattern="0", path="m", limit=2)
+        assert (part["files"], part["total_count"], part["truncated"]) == (["m/00.txt", "m/01.txt"], 11, True)
+        assert "offset=2" in part["hint"]
+
+    at_desk(scenario)
+
+
+@pytest.mark.parametrize(
+    ("query", "part"),
+    [
+        ({"pattern": "foo("}, "The pattern cannot be used"),
+        ({"pattern": "a\nb"}, "line by line"),
+        ({"pattern": r"a\nb"}, "line by line"),
+        ({"pattern": "x", "path": "a.pi"}, "Did you mean a.py?"),
+        ({"pattern": ""}, "Invalid arguments"),
+        ({"pattern": "x", "limit": 501}, "'limit' must be"),
+    ],
+)
+def test_mistakes_are_told(at_desk: AtDesk, query: dict[str, JSON], part: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        await fill(desk)
+        assert part in (await desk.call("search_files", **query))["error"]
+
+    at_desk(scenario)
+
+
+@pytest.mark.skipif(shutil.which("rg") is None, reason="ripgrep is not installed")
+def test_ripgrep_and_grep_agree(at_desk: AtDesk) -> None:
+    ripgrep = Path(str(shutil.which("rg"))).read_bytes()
+
+    async def scenario(desk: Desk) -> None:
+        if desk.slot.rung < Rung.FULL:
+            pytest.skip("putting ripgrep into the slot needs a root that can be changed")
+        await fill(desk)
+        await desk.slot.execute("rm -f /usr/bin/rg /usr/local/bin/rg /bin/rg")
+        by_grep = [await desk.call("search_files", **query) for query in QUERIES]
+        await desk.slot.write_bytes("/usr/local/bin/rg", ripgrep, mode=0o755)
+        by_ripgrep = [await desk.call("search_files", **query) for query in QUERIES]
+        assert by_ripgrep == by_grep
+
+    at_desk(scenario)

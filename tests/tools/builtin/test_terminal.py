@@ -1,0 +1,103 @@
+"""The terminal tool in a real slot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, MAX_OUTPUT_CHARS, clamp_timeout, cut
+
+if TYPE_CHECKING:
+    from tests.tools.conftest import AtDesk, Desk
+
+pytestmark = pytest.mark.slots
+
+
+def test_a_command_gives_its_output_and_exit_code(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        assert await desk.call("terminal", command="echo out; echo err >&2; exit 3") == {
+            "output": "out\nerr\n", "exit_code": 3, "error": None
+        }  # fmt: skip
+        assert (await desk.call("terminal", command="pwd"))["output"] == "/workspace\n"
+        assert (await desk.call("terminal", command="cd /tmp && export A=1"))["exit_code"] == 0
+        assert (await desk.call("terminal", command="pwd; echo $A"))["output"] == "/workspace\n\n"
+
+    at_desk(scenario)
+
+
+def test_workdir_is_where_the_command_runs(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.slot.write_text("sub dir/x", "")
+        assert (await desk.call("terminal", command="pwd", workdir="sub dir"))["output"] == "/workspace/sub dir\n"
+        assert (await desk.call("terminal", command="pwd", workdir="/tmp"))["output"] == "/tmp\n"
+        reply = await desk.call("terminal", command="touch ran", workdir="nowhere")
+        assert reply["exit_code"] != 0
+        assert "nowhere is not a directory" in reply["error"]
+        assert await desk.slot.stat("ran") is None
+
+    at_desk(scenario)
+
+
+def test_a_command_that_takes_too_long_is_killed_and_its_output_kept(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        reply = await desk.call("terminal", command="echo begun; sleep 600", timeout=1)
+        assert (reply["output"], reply["exit_code"]) == ("begun\n", 124)
+        assert "timed out after 1s" in reply["error"]
+        own = await desk.call("terminal", command="exit 124")
+        assert own == {"output": "", "exit_code": 124, "error": None}
+
+    at_desk(scenario)
+
+
+def test_long_output_is_cut_and_the_whole_is_in_the_slot(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        reply = await desk.call("terminal", command="seq 1 20000")
+        whole = "".join(f"{n}\n" for n in range(1, 20001))
+        assert len(reply["output"]) <= MAX_OUTPUT_CHARS
+        assert reply["output"].startswith("1\n2\n")
+        assert reply["output"].endswith("19999\n20000\n")
+        assert reply["output_total_chars"] == len(whole)
+        assert await desk.slot.read_text(reply["full_output_path"]) == whole
+        again = await desk.call("terminal", command="seq 1 20000")
+        assert again["full_output_path"] == reply["full_output_path"]
+
+    at_desk(scenario)
+
+
+def test_output_too_large_to_keep_tells_its_size(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        size = 2 * MAX_KEPT_BYTES
+        reply = await desk.call("terminal", command=f"head -c {size} /dev/zero | tr '\\0' x; echo; echo end")
+        assert len(reply["output"]) <= MAX_OUTPUT_CHARS
+        assert reply["output"].endswith("x\nend\n")
+        assert reply["output_total_bytes"] == size + 5
+        assert "full_output_path" not in reply
+
+    at_desk(scenario)
+
+
+def test_background_is_refused_and_nothing_is_run(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        reply = await desk.call("terminal", command="touch ran", background=True)
+        assert reply["exit_code"] == -1
+        assert "not supported yet" in reply["error"]
+        assert await desk.slot.stat("ran") is None
+
+    at_desk(scenario)
+
+
+def test_a_command_has_no_stdin(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        assert (await desk.call("terminal", command="cat; echo done"))["output"] == "done\n"
+
+    at_desk(scenario)
+
+
+@pytest.mark.parametrize(("asked", "given"), [(-5, 1.0), (30, 30.0), (10**9, 600.0)])
+def test_time_limits_stay_within_what_a_call_may_ask_for(asked: float, given: float) -> None:
+    assert clamp_timeout(asked) == given
+
+
+def test_a_cut_output_fills_its_bound_exactly() -> None:
+    assert len(cut("x" * 60_000, "60000 characters")) == MAX_OUTPUT_CHARS

@@ -1,0 +1,53 @@
+"""A desk to try tools at: a real local slot with the built-in tools bound to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
+import pytest
+
+from palaestra.core.errors import IsolationUnavailable
+from palaestra.core.types import JSON
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import Slot, SlotSpec
+from palaestra.tools.binding import SlotTools
+from palaestra.tools.registry import build_tool_registry
+
+
+class Desk:
+    """One slot, and its tools as an agent calls them."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.tools = SlotTools(build_tool_registry(), self._slot, "task-1", timeout_s=30.0)
+
+    async def _slot(self) -> Slot:
+        return self.slot
+
+    async def call(self, name: str, **arguments: JSON) -> JSON:
+        """The reply to one call, as the model reads it."""
+        return json.loads(await self.tools.handle(name, arguments))
+
+
+Scenario: TypeAlias = Callable[[Desk], Awaitable[None]]
+AtDesk: TypeAlias = Callable[[Scenario], None]
+
+
+@pytest.fixture
+def at_desk() -> AtDesk:
+    """Run a scenario with a desk, in a slot of its own."""
+
+    async def main(scenario: Scenario) -> None:
+        async with LocalBackend() as backend:
+            await scenario(Desk(await backend.create(SlotSpec(), "tools-test")))
+
+    def run(scenario: Scenario) -> None:
+        try:
+            asyncio.run(main(scenario))
+        except IsolationUnavailable as error:
+            pytest.skip(str(error))
+
+    return run
