@@ -57,7 +57,8 @@ class ExecutionResult:
     `output_total_bytes`, `truncated` (bool), `duration_s`; where the backend knows, `cpu_s`, `max_rss_bytes`, `oom`.
     `verdict` holds the bytes that the command wrote to descriptor 3 when the call asked for that channel.
 
-    `success` is `exit_code == 0`. `error` is empty on success, else one line ("Exit code: 2", "Command timed out after 5s").
+    `success` is `exit_code == 0`. `error` is empty on success, else one line ("Exit code: 2", "Command timed out
+    after 5s").
     A slot that dies raises `SlotLost` and never looks like a failed command.
     """
 
@@ -175,7 +176,7 @@ class Slot(Protocol):
     @overload
     async def read_text(self, path: str, *, missing: str) -> str: ...
     async def read_text(self, path: str, *, missing: str | None = None) -> str:
-        """The file as UTF-8 (undecodable bytes replaced). A file that is not there gives `missing`, if that is given."""
+        """The file as UTF-8, undecodable bytes replaced. Where there is none: `missing`, if that is given."""
         ...
 
     async def write_text(self, path: str, text: str, *, mode: int | None = None) -> None: ...

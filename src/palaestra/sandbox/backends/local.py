@@ -1,0 +1,232 @@
+"""Slots on this machine's own kernel, without a container runtime: the default backend.
+
+A slot is a set of namespaces around a copy-on-write root. Creating one takes milliseconds, a command costs little more
+than the same command outside, and a prepared workspace is forked by stacking layers, whatever its size.
+
+Covered, on both rungs: own processes, mounts, IPC, host name and (network off) network; a root that holds nothing of
+the host but an allow-list of system directories or the given image, writable only as a copy; no new privileges, a
+handful of capabilities that reach nothing outside, a system call filter; limits on disk, open files and output. When any
+process of ours is killed, the kernel ends all slots and takes their mounts with them.
+
+`full` needs root. The slot's root is a private uid outside, and owners of the system's files are mapped, so everything
+in the root can be changed in the slot; memory (files in the workspace and /tmp count too), processes and processor are
+limited by control groups. All slots of one backend share that uid range.
+
+`userns` needs no root. The slot's root is the user who started the run, and nobody else exists: system files belong to
+nobody and cannot be changed, `chown` to other users fails. Memory is limited per process, not per slot; processor time
+is not limited. (Root who asks for this rung by name gets a private uid range instead of its own uid.)
+
+Not covered: kernel bugs, and side channels between slots. A slot with the network on shares the host's network
+namespace, its loopback and abstract sockets included. Files under the host's /usr can be read in a slot.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError
+from palaestra.core.types import JSON, Network
+from palaestra.sandbox.base import Change, Fork, Rung, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.client import SlotServer
+from palaestra.sandbox.proof import prove
+from palaestra.sandbox.slot import LocalSlot
+
+BUILT = (Rung.FULL, Rung.USERNS)
+"""The rungs this backend has, best first."""
+
+_WAY_OUT = "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+_WAY_OUT += "user.max_user_namespaces > 0); `palaestra doctor` shows what this machine can do"
+
+
+class LocalBackend:
+    """One slot server and its slots. `rung` asks for exactly that rung, `require` for that one or better.
+
+    Without either, the best rung there is. `start` raises `IsolationUnavailable`, with the reason, before any slot.
+    """
+
+    name = "local"
+    fork = Fork.NATIVE
+
+    def __init__(self, *, rung: Rung | None = None, require: Rung | None = None) -> None:
+        self._wanted, self._required = rung, require
+        self._server: SlotServer | None = None
+        self._rung: Rung | None = None
+        self._slots: dict[int, LocalSlot] = {}
+        self._lost = 0
+        self._bin_dir = os.path.join(sys.base_prefix, "bin")
+
+    @classmethod
+    def from_isolation(cls, isolation: str, *, require_sandbox: bool = False) -> LocalBackend:
+        """From the words of a configuration: `best`, or a rung by name. Raises `ConfigError` for another word."""
+        require = Rung.USERNS if require_sandbox else None
+        if isolation == "best":
+            return cls(require=require)
+        names = {rung.label: rung for rung in Rung}
+        if isolation not in names:
+            raise ConfigError(f"isolation {isolation!r} is none of best, {', '.join(reversed(names))}")
+        return cls(rung=names[isolation], require=require)
+
+    async def start(self) -> None:
+        """Start the server on the best rung allowed and prove it in a throw-away slot. Idempotent."""
+        if self._server is not None:
+            return
+        reasons = []
+        for rung in self._candidates():
+            try:
+                await self._start_on(rung)
+                return
+            except (IsolationUnavailable, SandboxError) as error:
+                await self.aclose()
+                reasons.append(f"{rung.label}: {error}")
+        raise IsolationUnavailable(f"no isolation can be had here ({'; '.join(reasons)}). To mend it: {_WAY_OUT}.")
+
+    def _candidates(self) -> list[Rung]:
+        if self._wanted is not None and self._wanted not in BUILT:
+            raise IsolationUnavailable(
+                f"the rung {self._wanted.label!r} is not built in the local backend; ask for "
+                f"{' or '.join(rung.label for rung in BUILT)}, or leave the choice to it"
+            )
+        allowed = [rung for rung in BUILT if self._wanted in (None, rung) and rung >= (self._required or rung)]
+        if not allowed:
+            raise ConfigError(f"the rung {self._wanted} is asked for, but {self._required} or better is required")
+        return allowed
+
+    async def _start_on(self, rung: Rung) -> None:
+        prefix = _interpreter_prefix()
+        self._rung = rung
+        self._server = await SlotServer.start(rung is Rung.FULL, {"prefix": prefix}, self._on_lost)
+        slot = await self.create(SlotSpec(), "proof")
+        await prove(slot)
+        await self.destroy(slot)
+
+    async def aclose(self) -> None:
+        """End the server, every slot and every layer. Idempotent."""
+        server, self._server = self._server, None
+        for slot in self._slots.values():
+            slot.released = True
+        self._slots.clear()
+        if server is not None:
+            await server.aclose()
+
+    async def __aenter__(self) -> LocalBackend:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    @property
+    def rung(self) -> Rung:
+        """The rung in force. Before `start`, the best that was asked for."""
+        return self._rung or self._wanted or Rung.FULL
+
+    @property
+    def server_pid(self) -> int:
+        """The process that watches the slot server."""
+        return self._running().pid
+
+    async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
+        """A new slot. With a snapshot, `spec.image` must be the snapshot's; all else of the spec may differ."""
+        if snapshot is not None and snapshot.spec.image != spec.image:
+            raise ConfigError(f"a snapshot of image {snapshot.spec.image} cannot start a slot of image {spec.image}")
+        image = None if spec.image is None else _directory(spec.image)
+        fields: dict[str, JSON] = {
+            "image": image,
+            "layers": [] if snapshot is None else list(snapshot.layers),
+            "network": spec.network is Network.ON,
+            "limits": asdict(spec.limits),
+            "mounts": _mounts(spec),
+            "trajectory": trajectory_id,
+        }
+        server = self._running()
+        reply = await server.create(fields)
+        bin_dir = self._bin_dir if image is None else ""
+        lease = (reply["slot"], reply["epoch"])
+        slot = LocalSlot(server, spec, trajectory_id, self.rung, lease, bin_dir)
+        self._slots[slot.epoch] = slot
+        return slot
+
+    async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
+        """End the slot; its change becomes a layer, cut to `view` where one is given."""
+        ours = self._own(slot)
+        fields = {**ours.lease(), "view": _view(view)}
+        ours.released = True
+        self._slots.pop(ours.epoch, None)
+        reply = await self._running().call("seal", fields)
+        return _snapshot(reply.fields, ours.spec)
+
+    async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
+        """A second snapshot of the same files, cut. Costs a link per changed file; `seal(slot, view)` costs none."""
+        reply = await self._running().call("view", {"layers": list(snapshot.layers), "view": _view(view)})
+        return _snapshot(reply.fields, snapshot.spec)
+
+    async def changes(self, snapshot: Snapshot) -> list[Change]:
+        """What the topmost layer changed, sorted by path."""
+        reply = await self._running().call("layer_changes", {"layers": list(snapshot.layers)})
+        return [Change(**change) for change in reply.fields["changes"]]
+
+    async def destroy(self, slot: Slot) -> None:
+        """End the slot and drop its files. One that is gone already is fine."""
+        ours = self._own(slot)
+        if ours.released:
+            return
+        fields = ours.lease()
+        ours.released = True
+        self._slots.pop(ours.epoch, None)
+        await self._running().call("destroy", fields)
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        """Drop the snapshot's topmost layer, once nothing stands on it. One that is gone already is fine."""
+        if self._server is not None:
+            await self._server.call("forget", {"layers": list(snapshot.layers)})
+
+    def stats(self) -> Mapping[str, JSON]:
+        """What there is at the moment."""
+        return {"backend": self.name, "rung": self.rung.label, "slots": len(self._slots), "lost": self._lost}
+
+    def _running(self) -> SlotServer:
+        if self._server is None:
+            raise SandboxError("the local backend is not running; call start() first")
+        return self._server
+
+    def _own(self, slot: Slot) -> LocalSlot:
+        if not isinstance(slot, LocalSlot):
+            raise TypeError(f"{slot!r} is not a slot of the local backend")
+        return slot
+
+    def _on_lost(self, name: str, epoch: int) -> None:
+        self._lost += 1
+
+
+def _interpreter_prefix() -> str:
+    """Where the running interpreter is installed, unless it is where slots see it anyway."""
+    prefix = os.path.realpath(sys.base_prefix)
+    return "" if f"{prefix}/".startswith("/usr/") else prefix
+
+
+def _mounts(spec: SlotSpec) -> list[list[str]]:
+    for mount in spec.mounts:
+        if not os.path.exists(mount.source):
+            raise ConfigError(f"cannot mount {mount.source!r} into a slot: there is nothing on this machine")
+        if not os.path.isabs(mount.target) or os.path.normpath(mount.target) == "/":
+            raise ConfigError(f"cannot mount at {mount.target!r}: give an absolute path below the root")
+    return [[os.path.realpath(mount.source), os.path.normpath(mount.target)] for mount in spec.mounts]
+
+
+def _directory(image: str) -> str:
+    path = os.path.realpath(image)
+    if not os.path.isdir(path):
+        raise ConfigError(f"the image {image!r} is not a directory on this machine; unpack it and give its directory")
+    return path
+
+
+def _view(view: View | None) -> JSON:
+    return None if view is None else {"only": list(view.only), "without": list(view.without)}
+
+
+def _snapshot(fields: Mapping[str, JSON], spec: SlotSpec) -> Snapshot:
+    layers = tuple(fields["layers"])
+    return Snapshot(layers[0], layers, spec)

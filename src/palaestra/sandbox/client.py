@@ -1,0 +1,284 @@
+"""The client's end of a slot server: the process, the stream, and requests as coroutines.
+
+Requests are multiplexed by number on one socket pair, so a slow command delays nobody. Errors come back typed: what a
+file call can expect are the builtins (`FileNotFoundError`, …), everything else is one of the sandbox's own errors.
+
+A coroutine that is cancelled while its request runs waits for the answer first (a command is killed, its death is
+proved), so that nothing goes on behind the caller's back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from palaestra.core.errors import IsolationUnavailable, SandboxError, SlotLost, StaleLease
+from palaestra.core.types import JSON
+from palaestra.sandbox.slotd import frames
+from palaestra.sandbox.slotd.frames import CHUNK, WINDOW, Decoder, Frame, Kind
+
+_SLOTD = Path(__file__).parent / "slotd"
+_CLOSE_PATIENCE_S = 15.0
+
+OnData = Callable[[bytes], None]
+OnLost = Callable[[str, int], None]
+
+
+class Reply(NamedTuple):
+    """The answer to a request."""
+
+    fields: dict[str, JSON]
+    data: bytes
+
+
+class CommandNotStarted(Exception):
+    """A program that could not be run; the slot turns it into exit status 126 or 127, as a shell would."""
+
+    def __init__(self, errno: int, message: str) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+
+class _Call:
+    """One request in flight."""
+
+    def __init__(self, answer: asyncio.Future[Reply], on_data: OnData | None) -> None:
+        self.answer, self.on_data = answer, on_data
+        self.taken = 0
+        self.failure: Exception | None = None
+
+
+class SlotServer(asyncio.Protocol):
+    """One running slot server. Made by `start`; ends with `aclose`, or with this process."""
+
+    def __init__(self, on_lost: OnLost) -> None:
+        self._on_lost = on_lost
+        self._decoder = Decoder()
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, _Call] = {}
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._transport: asyncio.Transport | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._log: IO[bytes] | None = None
+        self._over: Exception | None = None
+
+    @classmethod
+    async def start(cls, full: bool, settings: dict[str, JSON], on_lost: OnLost) -> SlotServer:
+        """Start a server for the rung `full`, or `userns`. Raises `IsolationUnavailable` when it refuses."""
+        server = cls(on_lost)
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                await server._spawn(theirs, full)
+            await asyncio.get_running_loop().create_unix_connection(lambda: server, sock=ours)
+            await server.request(Kind.HELLO, {"version": frames.VERSION, **settings})
+        except BaseException:
+            ours.close()
+            await server.aclose()
+            raise
+        return server
+
+    async def _spawn(self, stream: socket.socket, full: bool) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        arguments = [sys.executable, "-I", "-S", str(_SLOTD), str(stream.fileno()), "full" if full else "userns"]
+        self._process = await asyncio.create_subprocess_exec(
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=self._log,
+            env={},
+            cwd="/",
+            pass_fds=[stream.fileno()],
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """The pid of the process that watches the server."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def aclose(self) -> None:
+        """End the server, and with it every slot. Returns when nothing of it is left. Idempotent."""
+        if self._transport is not None:
+            self._transport.abort()
+        if self._process is not None:
+            waiting = asyncio.ensure_future(self._process.wait())
+            await _settle(waiting, _CLOSE_PATIENCE_S)
+            if self._process.returncode is None:
+                self._process.kill()
+                await self._process.wait()
+        if self._log is not None:
+            self._log.close()
+
+    async def call(self, op: str, fields: dict[str, JSON], data: bytes = b"", on_data: OnData | None = None) -> Reply:
+        """One request, to its answer."""
+        return await self.request(Kind.REQUEST, {"op": op, **fields}, data, on_data)
+
+    async def request(
+        self, kind: Kind, fields: dict[str, JSON], data: bytes = b"", on_data: OnData | None = None
+    ) -> Reply:
+        """Send a frame and wait for its answer. Cancelled, it cancels on the server and waits for the end there."""
+        number, call = self._open(on_data)
+        try:
+            self._send(kind, number, fields, data)
+            return await self._answer(number, call)
+        finally:
+            del self._calls[number]
+
+    async def create(self, fields: dict[str, JSON]) -> dict[str, JSON]:
+        """A new slot's name and epoch. Cancelled, it leaves no slot behind."""
+        number, call = self._open(None)
+        try:
+            self._send(Kind.REQUEST, number, {"op": "create", **fields})
+            return (await asyncio.shield(call.answer)).fields
+        except asyncio.CancelledError:
+            await _settle(call.answer)
+            if call.answer.exception() is None:
+                made = call.answer.result().fields
+                await _settle(asyncio.ensure_future(self.call("destroy", made)))
+            raise
+        finally:
+            del self._calls[number]
+
+    async def upload(self, fields: dict[str, JSON], data: bytes) -> None:
+        """A request whose data follows in pieces, at the pace at which the server takes them."""
+        number, call = self._open(None)
+        try:
+            self._send(Kind.REQUEST, number, {"op": "write", **fields})
+            for start in range(0, len(data), CHUNK):
+                await self._writable.wait()
+                if call.answer.done():
+                    break
+                self._send(Kind.DATA, number, None, data[start : start + CHUNK])
+            self._send(Kind.END, number)
+            await self._answer(number, call)
+        except asyncio.CancelledError:
+            if not call.answer.done():
+                self._send(Kind.CANCEL, number)
+                await _settle(call.answer)
+            raise
+        finally:
+            del self._calls[number]
+
+    def _open(self, on_data: OnData | None) -> tuple[int, _Call]:
+        if self._over is not None:
+            raise self._over
+        number = next(self._numbers)
+        call = self._calls[number] = _Call(asyncio.get_running_loop().create_future(), on_data)
+        return number, call
+
+    async def _answer(self, number: int, call: _Call) -> Reply:
+        try:
+            reply = await asyncio.shield(call.answer)
+        except asyncio.CancelledError:
+            if not call.answer.done():
+                self._send(Kind.CANCEL, number)
+                await _settle(call.answer)
+            raise
+        if call.failure is not None:
+            raise call.failure
+        return reply
+
+    def _send(self, kind: Kind, number: int, fields: dict[str, JSON] | None = None, data: bytes = b"") -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frames.encode(kind, number, fields, data))
+
+    # What asyncio calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        for frame in self._decoder.feed(data):
+            self._on_frame(frame)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._over = self._over or SlotLost(f"the slot server has ended{self._last_words()}")
+        self._writable.set()
+        for call in self._calls.values():
+            _fail(call, self._over)
+        self._on_lost("", 0)
+
+    def _on_frame(self, frame: Frame) -> None:
+        if frame.kind is Kind.LOST:
+            self._on_lost(frame.fields["slot"], frame.fields["epoch"])
+        elif frame.kind is Kind.ERROR and frame.request == 0:
+            self._over = _error(frame.fields)
+        elif frame.request in self._calls:
+            call = self._calls[frame.request]
+            if frame.kind is Kind.DATA:
+                self._take(frame, call)
+            elif frame.kind is Kind.ERROR:
+                _fail(call, _error(frame.fields))
+            elif not call.answer.done():
+                call.answer.set_result(Reply(frame.fields, frame.data))
+
+    def _take(self, frame: Frame, call: _Call) -> None:
+        if call.on_data is not None and call.failure is None:
+            try:
+                call.on_data(frame.data)
+            except Exception as error:  # the caller's callback: its command ends, and the caller gets its error
+                call.failure = error
+                self._send(Kind.CANCEL, frame.request)
+        call.taken += len(frame.data)
+        if call.taken >= WINDOW // 2:
+            self._send(Kind.CREDIT, frame.request, {"bytes": call.taken})
+            call.taken = 0
+
+    def _last_words(self) -> str:
+        if self._log is None or self._log.closed:
+            return ""
+        size = os.fstat(self._log.fileno()).st_size
+        text = os.pread(self._log.fileno(), 4000, max(0, size - 4000)).decode(errors="replace").strip()
+        return f": {text}" if text else ""
+
+
+async def _settle(future: asyncio.Future[JSON], patience_s: float | None = None) -> None:
+    """Wait for the end of what cannot be left half done, however often the caller is cancelled meanwhile."""
+    while not future.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            done, _ = await asyncio.wait([future], timeout=patience_s)
+            if not done:
+                future.cancel()
+                return
+    if not future.cancelled():
+        future.exception()
+
+
+def _fail(call: _Call, error: Exception) -> None:
+    if not call.answer.done():
+        call.answer.set_exception(error)
+        call.answer.exception()  # it may be that nobody waits any more
+
+
+def _error(fields: dict[str, JSON]) -> Exception:
+    message = fields["message"]
+    match fields["error"]:
+        case "os":
+            return OSError(fields["errno"], message, fields.get("path"))
+        case "exec":
+            return CommandNotStarted(fields["errno"], message)
+        case "stale":
+            return StaleLease(message)
+        case "lost":
+            return SlotLost(message)
+        case "isolation":
+            return IsolationUnavailable(message)
+    return SandboxError(message)

@@ -1,0 +1,245 @@
+"""The slots of one run: leased first come, first served, up to a limit.
+
+A lease is a slot of its own: it is made when it is acquired and dropped when it is released, so no workspace is ever
+handed on and there is nothing to clean. Waiting is for a free place; the time it takes to make the slot is not counted
+against the caller's timeout. What the pool does not do: keep slots ready in advance (making one takes milliseconds).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.errors import AcquireTimeout, SandboxError, SlotLost
+from palaestra.core.types import JSON
+from palaestra.sandbox.base import Backend, Change, Rung, Slot, SlotSpec, Snapshot, View
+
+_REMEMBERED_WAITS = 1000
+
+
+def default_max_slots() -> int:
+    """Four slots per processor this process may use, and no fewer than four: most of a rollout waits for the model."""
+    return max(4, 4 * len(os.sched_getaffinity(0)))
+
+
+class SlotPoolConfig(BaseModel):
+    """How many slots there may be and how long to wait for one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_slots: int = Field(default_factory=default_max_slots, ge=1)
+    """How many slots may be leased at a time. Default: four per processor, at least four."""
+    acquire_timeout: float = Field(default=30.0, gt=0)
+    """Seconds that `acquire` waits for a free place before it raises `AcquireTimeout`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    slot: Slot
+    since: float
+
+
+class SlotPool:
+    """Implements `SlotSource`. `async with` starts the backend and ends it with every slot."""
+
+    def __init__(self, config: SlotPoolConfig, backend: Backend, *, clock: Clock | None = None) -> None:
+        self.config = config
+        self._backend = backend
+        self._clock = clock or SystemClock()
+        self._free = config.max_slots
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._held: dict[int, _Holding] = {}
+        self._waits: deque[float] = deque(maxlen=_REMEMBERED_WAITS)
+        self._leases = self._timeouts = 0
+        self._started = False
+
+    @property
+    def backend(self) -> Backend:
+        """What makes the slots."""
+        return self._backend
+
+    @property
+    def rung(self) -> Rung:
+        """The isolation in force."""
+        return self._backend.rung
+
+    async def start(self) -> None:
+        """Start the backend. Raises `IsolationUnavailable` before any slot exists. Idempotent."""
+        await self._backend.start()
+        self._started = True
+
+    async def aclose(self) -> None:
+        """End every slot and the backend. Those who wait get `SandboxError`. Idempotent."""
+        self._started = False
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_exception(SandboxError("the slot pool was closed"))
+        await self._backend.aclose()
+        self._held.clear()
+        self._free = self.config.max_slots
+
+    async def stop(self) -> None:
+        """The contract's name for `aclose`."""
+        await self.aclose()
+
+    async def __aenter__(self) -> SlotPool:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def acquire(
+        self,
+        trajectory_id: str,
+        *,
+        spec: SlotSpec | None = None,
+        snapshot: Snapshot | None = None,
+        timeout_s: float | None = None,
+    ) -> Slot:
+        """A fresh slot, from a snapshot where one is given (`spec` None then means the snapshot's).
+
+        Raises `AcquireTimeout` when no place comes free in `timeout_s` (None: `acquire_timeout` of the configuration).
+        """
+        if not self._started:
+            raise SandboxError("the slot pool is not running; call start() first")
+        await self._take_place(trajectory_id, self.config.acquire_timeout if timeout_s is None else timeout_s)
+        try:
+            wanted = spec or (snapshot.spec if snapshot is not None else SlotSpec())
+            slot = await self._backend.create(wanted, trajectory_id, snapshot)
+        except BaseException:
+            self._give_place()
+            raise
+        self._held[slot.epoch] = _Holding(slot, self._clock.monotonic())
+        self._leases += 1
+        return slot
+
+    async def release(self, slot: Slot) -> None:
+        """End a lease and the slot. One that has ended already, or died, is fine."""
+        if self._held.pop(slot.epoch, None) is None:
+            return
+        try:
+            await self._backend.destroy(slot)
+        except SlotLost:
+            pass  # nothing of it is left, which is what was asked for
+        finally:
+            self._give_place()
+
+    async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
+        """End a lease and keep what its slot changed as a snapshot, cut to `view` where one is given."""
+        held = self._held.pop(slot.epoch, None) is not None
+        try:
+            return await self._backend.seal(slot, view)
+        finally:
+            if held:
+                self._give_place()
+
+    async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
+        """A snapshot that shows only a part of the topmost layer's change."""
+        return await self._backend.view(snapshot, view)
+
+    async def changes(self, snapshot: Snapshot) -> list[Change]:
+        """What the topmost layer of a snapshot changed."""
+        return await self._backend.changes(snapshot)
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        """Drop the snapshot's topmost layer."""
+        await self._backend.forget(snapshot)
+
+    @property
+    def total_slots(self) -> int:
+        """How many slots there may be."""
+        return self.config.max_slots
+
+    @property
+    def available_slots(self) -> int:
+        """How many could be acquired now."""
+        return self._free
+
+    @property
+    def acquired_slots(self) -> int:
+        """How many are leased."""
+        return len(self._held)
+
+    def get_stats(self) -> Mapping[str, JSON]:
+        """Counts, waiting times in seconds, and what the backend says of itself."""
+        waits = sorted(self._waits)
+        return {
+            "total_slots": self.total_slots,
+            "available_slots": self.available_slots,
+            "acquired_slots": self.acquired_slots,
+            "waiting": len(self._waiting),
+            "leases": self._leases,
+            "timeouts": self._timeouts,
+            "wait_p50_s": _quantile(waits, 0.5),
+            "wait_p99_s": _quantile(waits, 0.99),
+            "started": self._started,
+            "backend": dict(self._backend.stats()),
+        }
+
+    def get_status(self) -> Mapping[str, JSON]:
+        """The statistics, and who holds which slot for how long."""
+        now = self._clock.monotonic()
+        holders = [
+            {
+                "slot_id": held.slot.slot_id,
+                "trajectory_id": held.slot.trajectory_id,
+                "held_s": round(now - held.since, 3),
+            }
+            for held in self._held.values()
+        ]
+        return {**self.get_stats(), "holders": holders}
+
+    async def _take_place(self, trajectory_id: str, timeout_s: float) -> None:
+        asked = self._clock.monotonic()
+        if self._free > 0 and not self._waiting:
+            self._free -= 1
+        else:
+            await self._wait(trajectory_id, timeout_s)
+        self._waits.append(self._clock.monotonic() - asked)
+
+    async def _wait(self, trajectory_id: str, timeout_s: float) -> None:
+        """Queue for a place; whoever gives one back hands it to the first in the queue."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await waiter
+        except BaseException as error:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._give_place()  # it came together with the timeout or the cancellation
+            if isinstance(error, TimeoutError) and not isinstance(error, SandboxError):
+                self._timeouts += 1
+                raise AcquireTimeout(self._explain(trajectory_id, timeout_s)) from None
+            raise
+        finally:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+
+    def _give_place(self) -> None:
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        self._free = min(self._free + 1, self.config.max_slots)
+
+    def _explain(self, trajectory_id: str, timeout_s: float) -> str:
+        now = self._clock.monotonic()
+        oldest = sorted(self._held.values(), key=lambda held: held.since)[:3]
+        holders = ", ".join(f"{held.slot.trajectory_id} for {now - held.since:.0f}s" for held in oldest)
+        return (
+            f"no slot came free for {trajectory_id} in {timeout_s:g}s: all {self.total_slots} are in use"
+            f"{f' (longest by {holders})' if holders else ''}; "
+            "raise max_slots or acquire_timeout, or lower the concurrency"
+        )
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 6) if ordered else 0.0

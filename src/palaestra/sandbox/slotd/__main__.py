@@ -1,0 +1,11 @@
+"""Entry point: `python -I -S …/slotd FD full|userns`. Only this package and the standard library can be imported."""
+
+import importlib
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    launch = importlib.import_module("slotd.launch")
+    del sys.path[0]
+    sys.exit(launch.main(sys.argv[1:]))

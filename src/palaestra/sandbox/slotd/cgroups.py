@@ -1,0 +1,213 @@
+"""Memory, process and processor limits of slots through control groups, version 1 or 2.
+
+One directory per server, below the group the server itself is in (or the top of the hierarchy, where that group is not
+visible), and one per slot in it. A lock on the server's directory is held as long as the server lives: whoever can take
+the lock of another one's directory knows that its owner is dead, and removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from dataclasses import dataclass
+
+PARENT = "palaestra"
+
+_PERIOD_US = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one slot may use; None is no limit."""
+
+    memory_bytes: int | None
+    cpus: float | None
+    pids: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """One mounted hierarchy: its controllers and our parent directory in it."""
+
+    version: int
+    controllers: tuple[str, ...]
+    parent: str
+
+
+def find(prefix: str = "") -> list[Hierarchy]:
+    """The hierarchies that carry the memory, pids and cpu controllers; [] where limits cannot be set."""
+    own = _own_groups()
+    found: list[Hierarchy] = []
+    for point, kind, options in _mounts(prefix):
+        if kind == "cgroup2":
+            available = _read(f"{point}/cgroup.controllers").split()
+            if {"memory", "pids"} <= set(available):
+                found.append(Hierarchy(2, ("memory", "pids", "cpu"), f"{point}/{PARENT}"))
+        elif wanted := tuple(name for name in ("memory", "pids", "cpu") if name in options):
+            group = f"{point}{own.get(wanted[0], '/')}".rstrip("/")
+            base = group if os.path.isdir(group) else point
+            found.append(Hierarchy(1, wanted, f"{base}/{PARENT}"))
+    covered = {name for hierarchy in found for name in hierarchy.controllers}
+    return found if {"memory", "pids"} <= covered else []
+
+
+class ServerGroup:
+    """The directories of one server. The locks belong to the server and to the process that watches it."""
+
+    def __init__(self, hierarchies: list[Hierarchy], name: str) -> None:
+        self._hierarchies, self._name = hierarchies, name
+        self._locks: list[int] = []
+
+    def create(self) -> None:
+        """Make and lock the directories. Raises OSError where this process may not."""
+        for hierarchy in self._hierarchies:
+            self._locks.append(self._claim(hierarchy))
+
+    def _claim(self, hierarchy: Hierarchy) -> int:
+        directory = f"{hierarchy.parent}/{self._name}"
+        while True:
+            os.makedirs(directory, exist_ok=True)
+            if hierarchy.version == 2:
+                for ancestor in (os.path.dirname(hierarchy.parent), hierarchy.parent, directory):
+                    _delegate(ancestor)
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.isdir(directory):
+                return lock
+            os.close(lock)  # another server's start took it for abandoned before the lock was ours
+
+    def add(self, slot: str, limits: Limits, prefix: str = "") -> list[str]:
+        """Make the directories of one slot and set its limits; returns them."""
+        made = []
+        for hierarchy in self._hierarchies:
+            directory = f"{prefix}{hierarchy.parent}/{self._name}/{slot}"
+            os.mkdir(directory)
+            made.append(directory)
+            for name, value in _settings(hierarchy, limits):
+                with contextlib.suppress(FileNotFoundError):  # memory+swap is there only with swap accounting
+                    _write(f"{directory}/{name}", value)
+        return made
+
+    def remove(self) -> bool:
+        """Remove everything of this server that is empty; whether all of it was."""
+        gone = remove([f"{hierarchy.parent}/{self._name}" for hierarchy in self._hierarchies])
+        for hierarchy in self._hierarchies:
+            with contextlib.suppress(OSError):  # other servers' directories are in it
+                os.rmdir(hierarchy.parent)
+        return gone
+
+
+def sweep(hierarchies: list[Hierarchy]) -> None:
+    """Remove what servers that were killed have left."""
+    for hierarchy in hierarchies:
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(hierarchy.parent):
+                directory = f"{hierarchy.parent}/{name}"
+                if os.path.isdir(directory) and _abandoned(directory):
+                    _remove_tree(directory)
+        with contextlib.suppress(OSError):
+            os.rmdir(hierarchy.parent)
+
+
+def join(directories: list[str]) -> None:
+    """Move the calling process into a slot's groups."""
+    for directory in directories:
+        _write(f"{directory}/cgroup.procs", "0")
+
+
+def oom_kills(directories: list[str]) -> int:
+    """How many processes of a slot the kernel has killed for memory so far."""
+    for directory in directories:
+        for name in ("memory.oom_control", "memory.events"):
+            for line in _read(f"{directory}/{name}").splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0
+
+
+def remove(directories: list[str]) -> bool:
+    """Remove a slot's directories; False while the kernel still holds one."""
+    kept = [directory for directory in directories if not _remove_tree(directory)]
+    return not kept
+
+
+def _settings(hierarchy: Hierarchy, limits: Limits) -> list[tuple[str, str]]:
+    settings: list[tuple[str, str]] = []
+    first = hierarchy.version == 1
+    if "memory" in hierarchy.controllers and limits.memory_bytes is not None:
+        memory = str(limits.memory_bytes)
+        settings += [("memory.limit_in_bytes", memory), ("memory.memsw.limit_in_bytes", memory)] if first else []
+        settings += [] if first else [("memory.max", memory), ("memory.swap.max", "0")]
+    if "pids" in hierarchy.controllers and limits.pids is not None:
+        settings.append(("pids.max", str(limits.pids)))
+    if "cpu" in hierarchy.controllers and limits.cpus is not None:
+        quota = str(max(1000, int(limits.cpus * _PERIOD_US)))
+        settings.append(("cpu.cfs_quota_us", quota) if first else ("cpu.max", f"{quota} {_PERIOD_US}"))
+    return settings
+
+
+def _own_groups() -> dict[str, str]:
+    """The group of this process by controller, from /proc/self/cgroup (version 1 lines)."""
+    groups: dict[str, str] = {}
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        groups |= dict.fromkeys(controllers.split(","), path)
+    return groups
+
+
+def _mounts(prefix: str) -> list[tuple[str, str, set[str]]]:
+    """Mount point, type and options of every cgroup hierarchy (proc(5), mountinfo)."""
+    mounts = []
+    for line in _read("/proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.split()[:3]
+        point = left.split()[4]
+        if kind in ("cgroup", "cgroup2") and point.startswith(prefix):
+            mounts.append((point, kind, set(options.split(","))))
+    return mounts
+
+
+def _delegate(directory: str) -> None:
+    """Let the groups below a version 2 group have the controllers."""
+    _write(f"{directory}/cgroup.subtree_control", "+memory +pids +cpu")
+
+
+def _abandoned(directory: str) -> bool:
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _remove_tree(directory: str) -> bool:
+    try:
+        for entry in os.scandir(directory):
+            if entry.is_dir(follow_symlinks=False):
+                _remove_tree(entry.path)
+        os.rmdir(directory)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)

@@ -1,0 +1,214 @@
+"""One running command as the server sees it: its pipes, its bounded capture, its time limit, its end.
+
+A command has ended when its main process has; then what is in the pipe is taken and nobody waits for the pipe's end,
+since a daemon may hold it. Such a daemon must still be able to write, so its pipe is kept and emptied slowly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .capture import Capture
+from .frames import CHUNK, WINDOW, Fields, Kind
+from .link import Link
+from .loop import Loop, Timer
+
+MAX_VERDICT_BYTES = 16 << 20
+TIMEOUT_EXIT_CODE = 124
+
+_PIPE_BYTES = 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asked to run. `stream` sends the output as it comes, besides capturing it."""
+
+    argv: list[str]
+    shell: str | None
+    cwd: str
+    env: dict[str, str]
+    stdin: bytes
+    timeout_s: float
+    max_output_bytes: int
+    stream: bool
+    verdict: bool
+
+
+class Execution:
+    """From the spawn message to the RESULT frame. `kill` and `lost` are how the slot is asked to act."""
+
+    def __init__(self, number: int, request: Request, loop: Loop, link: Link, kill: Callable[[], None]) -> None:
+        self.number = number
+        self._request, self._loop, self._link, self._kill = request, loop, link, kill
+        self._output, self.child_output = _pipe()
+        self._verdict, self.child_verdict = _pipe() if request.verdict else (-1, -1)
+        self._capture = Capture(request.max_output_bytes)
+        self._verdict_data = bytearray()
+        self._credit = WINDOW
+        self._started = time.monotonic()
+        self._timer: Timer | None = None
+        self._killing = self._timed_out = self._cancelled = self._swept = False
+        self._exit: Fields | None = None
+        self.leftover: int | None = None
+        """The output pipe that a daemon still holds after the end; the slot empties it from then on."""
+
+    def start(self) -> None:
+        """The command is on its way to the slot's init."""
+        self._close_child_ends()
+        self._loop.watch(self._output, self._read_output)
+        if self._verdict >= 0:
+            self._loop.watch(self._verdict, self._read_verdict)
+        self._timer = self._loop.later(self._request.timeout_s, self._time_out)
+
+    def cancel(self) -> None:
+        """The caller has given up: kill; the RESULT comes when everything is dead."""
+        self._cancelled = True
+        self._begin_kill()
+
+    def give_credit(self, size: int) -> None:
+        """The client has taken so much of the stream."""
+        if self._credit <= 0 < self._credit + size and self._output >= 0:
+            self._loop.watch(self._output, self._read_output)
+        self._credit += size
+
+    def on_exit(self, report: Fields) -> bool:
+        """The main process has ended. True when the command is over."""
+        self._exit = report
+        return not self._killing
+
+    def on_killed(self, swept: bool) -> None:
+        """Everything the command started is dead."""
+        self._swept = swept
+
+    def finish(self, oom: bool) -> None:
+        """Take what is left in the pipes and send the RESULT."""
+        self._stop()
+        self._drain()
+        head, tail = self._capture.parts()
+        fields: dict[str, Any] = {
+            "exit_code": TIMEOUT_EXIT_CODE if self._timed_out else _shell_status((self._exit or {}).get("exit", 137)),
+            "timeout": self._timed_out,
+            "cancelled": self._cancelled,
+            "swept": self._swept,
+            "duration_s": round(time.monotonic() - self._started, 6),
+            "output_total_bytes": self._capture.total,
+            "truncated": self._capture.truncated,
+            "oom": oom,
+            "shell": self._request.shell,
+            "head": len(head),
+            "tail": len(tail),
+        }
+        fields |= {name: (self._exit or {}).get(name) for name in ("cpu_s", "max_rss_bytes")}
+        self._link.send(Kind.RESULT, self.number, fields, head + tail + bytes(self._verdict_data))
+
+    def fail(self, fields: Fields) -> None:
+        """The command could not be started, or its slot is gone."""
+        self._stop()
+        self._close_child_ends()
+        if self._output >= 0:
+            os.close(self._output)
+            self._output = -1
+        self._link.send(Kind.ERROR, self.number, fields)
+
+    def _begin_kill(self) -> None:
+        if not self._killing:
+            self._killing = True
+            self._kill()
+
+    def _time_out(self) -> None:
+        self._timed_out = True
+        self._begin_kill()
+
+    def _read_output(self) -> None:
+        """One piece per round of the loop, so that a flood is one voice among many."""
+        data = _read(self._output)
+        if data is None:
+            return
+        if not data:
+            self._loop.unwatch(self._output)
+            os.close(self._output)
+            self._output = -1
+            return
+        self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        self._capture.add(data)
+        if self._request.stream:
+            self._link.send(Kind.DATA, self.number, None, data)
+            self._credit -= len(data)
+            if self._credit <= 0:
+                self._loop.unwatch(self._output)
+
+    def _read_verdict(self) -> None:
+        data = _read(self._verdict)
+        if data is None:
+            return
+        # What is too much is read and dropped: the grader sees a verdict that is longer than allowed, not a hang.
+        self._verdict_data += data[: MAX_VERDICT_BYTES - len(self._verdict_data)]
+        if not data:
+            self._close_verdict()
+
+    def _drain(self) -> None:
+        """What the command wrote before it ended is in the pipes now; no more than a pipe holds belongs to it."""
+        if self._verdict >= 0:
+            for _ in range(_PIPE_BYTES // CHUNK + 1):
+                if self._verdict >= 0:
+                    self._read_verdict()
+            self._close_verdict()
+        taken = 0
+        while self._output >= 0 and taken <= _PIPE_BYTES:
+            data = _read(self._output)
+            if data is None:
+                break
+            if not data:
+                os.close(self._output)
+                self._output = -1
+                break
+            taken += len(data)
+            self._capture.add(data)
+            if self._request.stream:
+                self._link.send(Kind.DATA, self.number, None, data)
+        if self._output >= 0:
+            self.leftover, self._output = self._output, -1
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._output >= 0:
+            self._loop.unwatch(self._output)
+
+    def _close_verdict(self) -> None:
+        if self._verdict >= 0:
+            self._loop.unwatch(self._verdict)
+            os.close(self._verdict)
+            self._verdict = -1
+
+    def _close_child_ends(self) -> None:
+        for fd in (self.child_output, self.child_verdict):
+            if fd >= 0:
+                os.close(fd)
+        self.child_output = self.child_verdict = -1
+
+
+def _pipe() -> tuple[int, int]:
+    """A pipe whose reading end does not block; the writing end does, as programs expect."""
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(reader, False)
+    return reader, writer
+
+
+def _read(fd: int) -> bytes | None:
+    """The next piece; empty at the end, None when there is nothing now."""
+    with contextlib.suppress(BlockingIOError):
+        return os.read(fd, CHUNK)
+    return None
+
+
+def _shell_status(code: int) -> int:
+    """A process's end as a shell's `$?` gives it: 128+n after signal n."""
+    return 128 - code if code < 0 else code

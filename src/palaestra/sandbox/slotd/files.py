@@ -1,0 +1,267 @@
+"""Files of a slot, reached from outside through its root: no shell, no program of the slot's.
+
+Every path is opened with openat2(RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS) from a descriptor of the slot's root, so no
+link, `..` or race leads out of it. What is opened is looked at before it is opened for real: only regular files are
+read or replaced, so a fifo or device cannot hold the server up, and the files of /proc are left to commands.
+
+Names that are created belong to the slot's root. Writing replaces: a new file is filled beside the old one and renamed
+over it, with the owner and mode of the old one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import posixpath
+import stat
+from collections.abc import Iterator
+from typing import Any
+
+from . import syscalls
+from .stack import kind_of
+
+WORKSPACE = "/workspace"
+MAX_ENTRIES = 200_000
+
+_IN_ROOT = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
+_PROC = 0x9FA0
+_MAX_LINKS = 40
+
+
+def absolute(path: str) -> str:
+    """The path as seen from the slot's root. Raises FileNotFoundError for an empty one, ValueError for a NUL."""
+    if not path:
+        raise FileNotFoundError(errno.ENOENT, "the path is empty", path)
+    if "\0" in path:
+        raise ValueError("a path cannot hold a NUL character")
+    return path if path.startswith("/") else f"{WORKSPACE}/{path}"
+
+
+def open_at(root: int, path: str, flags: int) -> int:
+    """Open inside the root; errors carry the slot's path."""
+    try:
+        return syscalls.openat2(root, path, flags, _IN_ROOT)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
+
+
+def open_for_reading(root: int, path: str, offset: int, max_bytes: int) -> tuple[int, int]:
+    """A descriptor at `offset`, and how many bytes there are to read from there.
+
+    Raises OSError EFBIG where there are more than `max_bytes`.
+    """
+    path = absolute(path)
+    handle = open_at(root, path, os.O_PATH)
+    try:
+        _require_regular(handle, path)
+        fd = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    finally:
+        os.close(handle)
+    size = max(0, os.fstat(fd).st_size - offset)
+    if size > max_bytes:
+        os.close(fd)
+        raise OSError(errno.EFBIG, f"{size} bytes is more than the limit of {max_bytes} bytes for one call", path)
+    os.lseek(fd, offset, os.SEEK_SET)
+    return fd, size
+
+
+class Writing:
+    """One file that is being written. Nothing is seen of it before `finish`; `discard` forgets it."""
+
+    def __init__(self, root: int, path: str, mode: int | None, owner: int) -> None:
+        self._path = path = _real_path(root, absolute(path))
+        folder, self._name = posixpath.split(path)
+        self._folder = _make_folders(root, folder, owner)
+        self._status = _status(self._folder, self._name)
+        if self._status is not None and not stat.S_ISREG(self._status.st_mode):
+            os.close(self._folder)
+            code = errno.EISDIR if stat.S_ISDIR(self._status.st_mode) else errno.EPERM
+            raise OSError(code, "not a regular file" if code == errno.EPERM else os.strerror(code), path)
+        old_mode = 0o644 if self._status is None else stat.S_IMODE(self._status.st_mode)
+        self._mode = old_mode if mode is None else mode & 0o7777
+        self._owner = owner
+        self._temporary = f".{self._name[:200]}.{os.urandom(6).hex()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._fd = os.open(self._temporary, flags, 0o600, dir_fd=self._folder)
+        except OSError as error:
+            os.close(self._folder)
+            raise OSError(error.errno, error.strerror, path) from None
+
+    def add(self, data: bytes) -> None:
+        """The next piece."""
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._fd, view) :]
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, self._path) from None
+
+    def finish(self) -> None:
+        """Put the file in its place."""
+        uid, gid = (self._owner, self._owner) if self._status is None else (self._status.st_uid, self._status.st_gid)
+        try:
+            os.fchown(self._fd, uid, gid)
+            os.fchmod(self._fd, self._mode)
+            os.rename(self._temporary, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        except OSError as error:
+            self.discard()
+            raise OSError(error.errno, error.strerror, self._path) from None
+        os.close(self._fd)
+        os.close(self._folder)
+
+    def discard(self) -> None:
+        """Forget what was written."""
+        try:
+            os.unlink(self._temporary, dir_fd=self._folder)
+        except OSError:
+            pass  # the slot may be gone
+        finally:
+            os.close(self._fd)
+            os.close(self._folder)
+
+
+def describe(root: int, path: str) -> dict[str, Any] | None:
+    """The entry at a path, links not followed; None when there is nothing."""
+    path = absolute(path)
+    try:
+        fd = open_at(root, path, os.O_PATH | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return _entry(posixpath.normpath(path), os.fstat(fd))
+    finally:
+        os.close(fd)
+
+
+def list_directory(root: int, path: str) -> list[dict[str, Any]]:
+    """The entries of a directory, by name."""
+    path = absolute(path)
+    fd = open_at(root, path, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK)
+    found: list[dict[str, Any]] = []
+    try:
+        _refuse_proc(fd, path)
+        with os.scandir(fd) as entries:
+            for entry in entries:
+                if len(found) == MAX_ENTRIES:
+                    raise OSError(errno.EFBIG, f"more than {MAX_ENTRIES} entries", path)
+                found.append(_entry(posixpath.normpath(f"{path}/{entry.name}"), entry.stat(follow_symlinks=False)))
+    finally:
+        os.close(fd)
+    return sorted(found, key=lambda entry: str(entry["path"]))
+
+
+def remove(root: int, path: str) -> Iterator[None]:
+    """Remove whatever is at a path, however deep, a piece at a time. Nothing there is fine."""
+    path = posixpath.normpath(absolute(path))
+    folder, name = posixpath.split(path)
+    if not name:
+        raise OSError(errno.EBUSY, "the root cannot be removed", path)
+    try:
+        parent = open_at(root, folder, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    try:
+        yield from _remove(parent, name)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
+    finally:
+        os.close(parent)
+
+
+def _remove(parent: int, name: str) -> Iterator[None]:
+    """Depth first and without recursion; the descriptors held are those of one chain of directories."""
+    try:
+        os.unlink(name, dir_fd=parent)
+        return
+    except FileNotFoundError:
+        return
+    except (IsADirectoryError, PermissionError):
+        trail = [(name, *_remove_files(parent, name))]
+    try:
+        while trail:
+            own, fd, folders = trail[-1]
+            if folders:
+                child = folders.pop()
+                trail.append((child, *_remove_files(fd, child)))
+            else:
+                os.close(trail.pop()[1])
+                os.rmdir(own, dir_fd=trail[-1][1] if trail else parent)
+            yield None
+    finally:
+        for _, fd, _ in trail:
+            os.close(fd)
+
+
+def _remove_files(parent: int, name: str) -> tuple[int, list[str]]:
+    """Empty a directory of all but directories; the directory, open, and what is left in it."""
+    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    with os.scandir(fd) as entries:
+        children = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for child, is_directory in children:
+        if not is_directory:
+            os.unlink(child, dir_fd=fd)
+    return fd, [child for child, is_directory in children if is_directory]
+
+
+def _real_path(root: int, path: str) -> str:
+    """The path that writing to `path` should replace: links in its last component are followed, inside the root."""
+    for _ in range(_MAX_LINKS):
+        folder, name = posixpath.split(path.rstrip("/"))
+        if not name or path.endswith("/") or name in (".", ".."):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        try:
+            parent = open_at(root, folder, os.O_PATH | os.O_DIRECTORY)
+        except FileNotFoundError:
+            return path
+        try:
+            target = os.readlink(name, dir_fd=parent)
+        except OSError:
+            return path
+        finally:
+            os.close(parent)
+        path = target if target.startswith("/") else f"{folder}/{target}"
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+
+
+def _make_folders(root: int, path: str, owner: int) -> int:
+    """Open a directory, made with its parents where it is missing."""
+    try:
+        return open_at(root, path, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        folder, name = posixpath.split(path.rstrip("/"))
+        parent = _make_folders(root, folder, owner)
+    try:
+        os.mkdir(name, 0o755, dir_fd=parent)
+        os.chown(name, owner, owner, dir_fd=parent, follow_symlinks=False)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
+    finally:
+        os.close(parent)
+    return open_at(root, path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _require_regular(handle: int, path: str) -> None:
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(mode):
+        raise PermissionError(errno.EPERM, "not a regular file", path)
+    _refuse_proc(handle, path)
+
+
+def _refuse_proc(fd: int, path: str) -> None:
+    if syscalls.filesystem_type(fd) == _PROC:
+        raise PermissionError(errno.EPERM, "files of /proc are read by a command in the slot", path)
+
+
+def _status(folder: int, name: str) -> os.stat_result | None:
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def _entry(path: str, status: os.stat_result) -> dict[str, Any]:
+    kind, mode = kind_of(status.st_mode), stat.S_IMODE(status.st_mode)
+    return {"path": path, "kind": kind, "size": status.st_size, "mode": mode, "mtime": status.st_mtime}

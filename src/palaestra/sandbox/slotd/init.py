@@ -1,0 +1,228 @@
+"""Pid 1 of a slot: builds the slot around itself, gives up its privileges, then starts commands and reaps.
+
+It is forked from the server, so everything it needs is in memory and it works with any root. What it sets once
+(limits, capabilities, filter, namespaces) every command inherits; a command costs one message and one `posix_spawn`.
+Output never passes through it: the descriptors of a command's pipes come with the message. Nothing of the slot can reach
+it: it is not dumpable, its only descriptor is the control socket, and signals from inside cannot kill pid 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from . import capabilities, cgroups, killing, namespaces, roots, seccomp, syscalls
+
+CONTROL = 3
+MAX_MESSAGE = 96 << 10
+"""The longest control message that is sent as it is; a longer one travels in a memory file."""
+
+_SPAWN_SIGNALS = (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_EXIT_NOT_FOUND, _EXIT_NOT_EXECUTABLE = 127, 126
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that makes one slot different from another."""
+
+    root: roots.RootPlan
+    hostname: str
+    network: bool
+    groups: tuple[str, ...]
+    user_namespace: int | None
+    """The namespace to enter; None makes one of its own in which only uid 0 exists."""
+    open_files: int | None
+    processes: int | None
+    """A limit per user, where there is no control group to count."""
+    data_bytes: int | None
+    """A limit per process, where there is no control group to sum up."""
+
+
+def run(plan: Plan, control: socket.socket) -> NoReturn:
+    """The life of a slot, in the child of a fork. Never returns."""
+    status = 1
+    try:
+        gc.disable()
+        _keep_only(plan, control)
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=CONTROL)
+        try:
+            _enter(plan)
+            root = os.open("/", os.O_PATH | os.O_DIRECTORY)
+            _confine(plan)
+            syscalls.close_from(root + 1)
+        except BaseException as error:
+            _send(channel, {"failed": str(error), "errno": getattr(error, "errno", None)})
+            raise
+        socket.send_fds(channel, [json.dumps({"ready": True}).encode()], [root])
+        os.close(root)
+        _Init(channel).serve()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _keep_only(plan: Plan, control: socket.socket) -> None:
+    """Close what belongs to the server and to other slots, first of all."""
+    wanted = [control.fileno()] + ([] if plan.user_namespace is None else [plan.user_namespace])
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in wanted]
+    for number, fd in enumerate(high):
+        os.dup2(fd, CONTROL + number, inheritable=False)
+    syscalls.close_from(CONTROL + len(high))
+
+
+def _enter(plan: Plan) -> None:
+    """Into the slot's groups, namespaces and root, still with the server's privileges."""
+    syscalls.set_name("slot-init")
+    cgroups.join(list(plan.groups))
+    flags = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP
+    syscalls.unshare(flags | (0 if plan.network else syscalls.CLONE_NEWNET))
+    if not plan.network:
+        namespaces.bring_up_loopback()
+        namespaces.open_all_ports()
+    socket.sethostname(plan.hostname)
+    os.umask(0)
+    roots.build(plan.root)
+    os.umask(0o022)
+
+
+def _confine(plan: Plan) -> None:
+    """Give up everything that the slot must not have. Nothing of the slot has run before this."""
+    os.setsid()
+    if plan.user_namespace is None:
+        namespaces.enter_single_namespace(0, 0)
+    else:
+        syscalls.setns(CONTROL + 1, syscalls.CLONE_NEWUSER)
+        os.close(CONTROL + 1)
+        os.setgroups([])
+        os.setresgid(0, 0, 0)
+        os.setresuid(0, 0, 0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for limit, value in (
+        (resource.RLIMIT_NOFILE, plan.open_files),
+        (resource.RLIMIT_NPROC, plan.processes),
+        (resource.RLIMIT_DATA, plan.data_bytes),
+    ):
+        if value is not None:
+            _, hard = resource.getrlimit(limit)
+            ceiling = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(limit, (ceiling, ceiling))
+    syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+    capabilities.drop()
+    seccomp.install()
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+
+
+class _Init:
+    """The control loop: messages in, processes out."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._commands: dict[int, killing.Command] = {}
+        self._names: dict[int, int] = {}
+
+    def serve(self) -> None:
+        """Until the server closes the channel; the slot ends with this process."""
+        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        poll = select.poll()
+        poll.register(CONTROL, select.POLLIN)
+        poll.register(reader, select.POLLIN)
+        while True:
+            ready = dict(poll.poll())
+            if reader in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(reader, 4096)
+            self._reap()
+            if CONTROL in ready and not self._take():
+                return
+
+    def _take(self) -> bool:
+        data, fds, _, _ = socket.recv_fds(self._channel, MAX_MESSAGE + 4096, 8, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            return False
+        message = json.loads(data)
+        if message.get("long"):
+            with open(fds.pop(0), "rb") as file:
+                message = json.loads(file.read())
+        if message["do"] == "spawn":
+            self._spawn(message, fds)
+        else:
+            self._kill(message["id"])
+        return True
+
+    def _spawn(self, message: Mapping[str, Any], fds: list[int]) -> None:
+        name, argv, env = message["id"], message["argv"], message["env"]
+        try:
+            os.chdir(message["cwd"])
+            path, reply = _find(argv[0], env), {"id": name}
+            places = [(fds[0], 0), (fds[1], 1), (fds[1], 2), *((fd, 3) for fd in fds[2:])]
+            actions = [(os.POSIX_SPAWN_DUP2, fd, place) for fd, place in places]
+            started = time.clock_gettime(time.CLOCK_BOOTTIME)
+            pid = os.posix_spawn(
+                path, argv, env, file_actions=actions, setsid=True, setsigmask=(), setsigdef=_SPAWN_SIGNALS
+            )
+            self._commands[pid] = killing.Command(pid, killing.ticks(started))
+            self._names[pid] = name
+        except OSError as error:
+            reply = {"id": name, "errno": error.errno, "cwd": error.filename == message["cwd"]}
+        finally:
+            os.chdir("/")
+            for fd in fds:
+                os.close(fd)
+        if "errno" in reply:
+            _send(self._channel, reply)
+
+    def _kill(self, name: int) -> None:
+        """Kill a command and what it started, then say so. Its exit is reported first, as always."""
+        swept = False
+        for pid, known in list(self._names.items()):
+            if known == name:
+                others = [command for command in self._commands.values() if command.pid != pid]
+                swept = killing.kill_tree(self._commands[pid], others, self._reap)
+        self._reap()
+        _send(self._channel, {"id": name, "killed": True, "swept": swept})
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._commands:
+                del self._commands[pid]
+                report: dict[str, Any] = {"id": self._names.pop(pid), "exit": os.waitstatus_to_exitcode(status)}
+                report |= {"cpu_s": usage.ru_utime + usage.ru_stime, "max_rss_bytes": usage.ru_maxrss << 10}
+                _send(self._channel, report)
+
+
+def _find(program: str, env: Mapping[str, str]) -> str:
+    """The path of a program, looked up as a shell would. Raises OSError when there is none that can be run."""
+    if "/" in program:
+        return program
+    denied = False
+    for folder in env.get("PATH", "").split(":"):
+        path = f"{folder or '.'}/{program}"
+        if os.access(path, os.X_OK) and not os.path.isdir(path):
+            return path
+        denied = denied or os.path.isfile(path)
+    raise OSError(errno.EACCES if denied else errno.ENOENT, "cannot run", program)
+
+
+def _send(channel: socket.socket, message: Mapping[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        channel.send(json.dumps(message).encode())

@@ -1,0 +1,105 @@
+"""Killing what a command has started, and nothing else of its slot.
+
+A command's tree is its session, all descendants, and what has cut itself loose since the command started (a double
+fork with a session of its own ends as a child of init). The last is told from the daemons of earlier calls by age: what
+is older than the command, or descends from something older, is not the command's. While several commands run at once, a
+process that cut itself loose belongs to all that are older than it, so a timeout of one may take the other's.
+
+The slot's processes are listed again until nothing is left to kill; a tree that forks faster than it can be listed is
+ended by killing everything in the slot but init.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+PATIENCE_S = 2.0
+
+_TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """The main process of a command and when it started, in clock ticks since boot."""
+
+    pid: int
+    started: int
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One line of the process table."""
+
+    pid: int
+    parent: int
+    session: int
+    started: int
+    zombie: bool
+
+
+def ticks(seconds_since_boot: float) -> int:
+    """The unit in which the kernel gives a process's start."""
+    return int(seconds_since_boot * _TICK)
+
+
+def kill_tree(command: Command, others: Sequence[Command], reap: Callable[[], None]) -> bool:
+    """Kill until nothing of the command lives. True when only killing the whole slot's processes could do it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        victims = tree(processes(), command, others)
+        if not victims:
+            return False
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        reap()
+        if not any(not process.zombie for process in processes() if process.pid in victims):
+            continue
+        time.sleep(0.0005)  # the killed are still being torn down
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    return True
+
+
+def tree(table: Sequence[Process], command: Command, others: Sequence[Command]) -> set[int]:
+    """The living processes of the table that belong to the command."""
+    mains = {other.pid for other in others}
+    living = [process for process in table if not process.zombie]
+    members = {command.pid}
+    foreign = set(mains)
+    for process in living:
+        if process.session == command.pid:
+            members.add(process.pid)
+        elif process.session in mains:
+            foreign.add(process.pid)
+        elif process.parent == 1 and process.pid not in mains:
+            younger = (process.started, process.pid) > (command.started, command.pid)
+            (members if younger else foreign).add(process.pid)
+    parents = {process.pid: process.parent for process in living}
+    changed = True
+    while changed:
+        grown = {pid for pid, parent in parents.items() if parent in members and pid not in members | foreign}
+        members |= grown
+        changed = bool(grown)
+    return {process.pid for process in living if process.pid in members}
+
+
+def processes() -> list[Process]:
+    """The slot's process table, init left out."""
+    table = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and name != "1":
+            with contextlib.suppress(OSError):
+                table.append(_read(int(name)))
+    return table
+
+
+def _read(pid: int) -> Process:
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b") ")[2].split()
+    return Process(pid, int(fields[1]), int(fields[3]), int(fields[19]), fields[0] in (b"Z", b"X"))

@@ -1,0 +1,107 @@
+"""How the server comes to life, and what is left to do when it dies.
+
+Two processes. The first, in a session of its own, makes a process namespace and starts the server as its pid 1, so that
+the kernel kills every process of every slot when the server dies, whoever killed it. Then the first waits for that and
+removes the control groups. If the first dies, the server is killed with it, and the next start removes the groups.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+
+from . import cgroups, namespaces, seccomp, syscalls, world
+from .frames import Fields, Kind, encode
+from .server import Server
+
+_REMOVE_PATIENCE_S = 5.0
+
+
+def main(arguments: list[str]) -> int:
+    """`slotd FD full|userns`: serve the client at the other end of the stream socket FD."""
+    stream = socket.socket(fileno=int(arguments[0]))
+    full = arguments[1] == "full"
+    logging.basicConfig(stream=sys.stderr, format="slotd: %(message)s")
+    hierarchies: list[cgroups.Hierarchy] = []
+    group: cgroups.ServerGroup | None = None
+    try:
+        hierarchies = _start_groups() if full else []
+        if full:
+            group = cgroups.ServerGroup(hierarchies, f"{os.getpid()}-{time.time_ns():x}")
+            group.create()
+        server = _fork_server(stream, full, group)
+    except OSError as error:
+        if group is not None:
+            group.remove()
+        stream.sendall(encode(Kind.ERROR, 0, _refusal(error)))
+        return 1
+    stream.close()
+    os.waitpid(server, 0)
+    deadline = time.monotonic() + _REMOVE_PATIENCE_S
+    while group is not None and not group.remove() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return 0
+
+
+def _start_groups() -> list[cgroups.Hierarchy]:
+    if not namespaces.is_real_root():
+        raise PermissionError(1, "needs root")
+    hierarchies = cgroups.find()
+    if not hierarchies:
+        raise OSError(38, "no control group hierarchy with memory and pids is mounted writable here")
+    cgroups.sweep(hierarchies)
+    return hierarchies
+
+
+def _fork_server(stream: socket.socket, full: bool, group: cgroups.ServerGroup | None) -> int:
+    """The server's pid. In the server itself this never returns."""
+    if not seccomp.supported():
+        raise OSError(38, f"no system call filter is known for {syscalls.MACHINE}")
+    if not full and not namespaces.is_real_root():
+        namespaces.enter_single_namespace(os.getuid(), os.getgid())
+    syscalls.unshare(syscalls.CLONE_NEWPID)
+    watcher_reader, watcher_writer = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(watcher_reader)
+        return child
+    os.close(watcher_writer)
+    status = 1
+    try:
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+        serve(stream, full, group, watcher_reader)
+        status = 0
+    except OSError as error:
+        stream.setblocking(True)
+        stream.sendall(encode(Kind.ERROR, 0, _refusal(error)))
+    finally:
+        logging.shutdown()
+        os._exit(status)
+
+
+def serve(stream: socket.socket, full: bool, group: cgroups.ServerGroup | None, watcher: int) -> None:
+    """The life of the server, until the client or the watching process is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    syscalls.overwrite_command_line("slotd")
+    syscalls.set_name("slotd")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
+    sys.setrecursionlimit(10_000)
+    world.enter_own_root()
+    server = Server(stream, full, group)
+    server.loop.watch(watcher, lambda: setattr(server.loop, "running", False))
+    # What is here now stays: the forks for slots share it for as long as nobody touches it.
+    gc.collect()
+    gc.freeze()
+    server.loop.run()
+
+
+def _refusal(error: OSError) -> Fields:
+    return {"error": "isolation", "message": error.strerror or str(error)}

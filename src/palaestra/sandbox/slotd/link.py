@@ -1,0 +1,68 @@
+"""The server's end of the stream to its client: frames in, frames out, nothing blocking.
+
+What the server sends before a client has asked for more is bounded by the window of each request, so the outgoing
+buffer is bounded by the number of requests in flight.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable
+
+from .frames import Decoder, Fields, Frame, Kind, encode
+from .loop import READ, WRITE, Loop
+
+
+class Link:
+    """Calls `on_frame` for each frame, and `on_end` once when the client is gone."""
+
+    def __init__(
+        self, loop: Loop, stream: socket.socket, on_frame: Callable[[Frame], None], on_end: Callable[[], None]
+    ) -> None:
+        self._loop, self._stream, self._on_frame, self._on_end = loop, stream, on_frame, on_end
+        self._decoder = Decoder()
+        self._outgoing: deque[memoryview] = deque()
+        stream.setblocking(False)
+        loop.watch(stream.fileno(), self._ready)
+
+    def send(self, kind: Kind, request: int, fields: Fields | None = None, data: bytes = b"") -> None:
+        """Queue one frame and send what the socket takes at once."""
+        self._outgoing.append(memoryview(encode(kind, request, fields, data)))
+        if len(self._outgoing) == 1:
+            self._flush()
+            if self._outgoing:
+                self._loop.watch_for(self._stream.fileno(), READ | WRITE, self._ready)
+
+    def _ready(self) -> None:
+        if self._outgoing:
+            self._flush()
+            if not self._outgoing:
+                self._loop.watch_for(self._stream.fileno(), READ, self._ready)
+        try:
+            data = self._stream.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._loop.unwatch(self._stream.fileno())
+            self._on_end()
+            return
+        for frame in self._decoder.feed(data):
+            self._on_frame(frame)
+
+    def _flush(self) -> None:
+        while self._outgoing:
+            view = self._outgoing[0]
+            try:
+                sent = self._stream.send(view)
+            except BlockingIOError:
+                return
+            except OSError:
+                self._outgoing.clear()  # the end is noticed when reading
+                return
+            if sent == len(view):
+                self._outgoing.popleft()
+            else:
+                self._outgoing[0] = view[sent:]

@@ -1,0 +1,203 @@
+"""The root file system of a slot: which trees it has, what lies below them, and how they are mounted.
+
+A root is one overlay per *tree*. An image directory is one tree, `/`. Without an image the root is an allow-list: a
+generated skeleton for `/` (see `skeleton.py`), the host's `/usr` as a second tree, and the host's `/bin`, `/lib`, … as
+the links or directories they are there. Nothing else of the host is visible but what a spec mounts read-only.
+
+The server has pivoted into a root of its own before anything here runs:
+
+    /host        the host's file system          /slots/N    one tmpfs per slot or sealed layer: u/TREE w/TREE
+    /skeleton    the generated lower             /lower/K    host directories, owners mapped where the rung can
+
+Everything is mounted in the server's private mount namespace, so it is gone when the server is.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from . import syscalls
+from .syscalls import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY, MS_REC, MS_REMOUNT
+
+HOST = "/host"
+
+_SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+_PROC_READ_ONLY = ("bus", "fs", "irq", "sys", "sysrq-trigger")
+_PROC_HIDDEN = ("kcore", "keys", "key-users", "timer_list", "kallsyms", "kmsg", "sched_debug", "latency_stats", "acpi",
+                "scsi", "asound", "interrupts", "slabinfo", "vmallocinfo")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """One overlay of a root: where it is mounted in the slot and what lies below all layers, topmost first."""
+
+    name: str
+    target: str
+    lowers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """A directory (or file) of the server's view that a slot sees read-only."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Overlay:
+    """One overlay as it is to be mounted."""
+
+    target: str
+    lowers: tuple[str, ...]
+    upper: str
+    work: str
+
+
+@dataclass(frozen=True, slots=True)
+class RootPlan:
+    """Everything that the slot's init mounts. `owner` is the slot's root as the server sees it."""
+
+    overlays: tuple[Overlay, ...]
+    binds: tuple[Bind, ...]
+    stage: str
+    tmp_bytes: int
+    owner: int
+    user_xattrs: bool
+
+
+class Lowers:
+    """Host directories prepared as lowers and mounts, each once per server.
+
+    With `idmap` (a user namespace) the files' owners are seen through it, so that the host's root is the slot's root.
+    """
+
+    def __init__(self, idmap: int | None) -> None:
+        self._idmap = idmap
+        self._known: dict[tuple[str, tuple[int, int]], str] = {}
+
+    def get(self, path: str) -> str:
+        """Where the host's `path` is to be found. Raises OSError when it is missing or cannot be mapped."""
+        source = f"{HOST}{path}"
+        status = os.stat(source)
+        key = (path, (status.st_dev, status.st_ino))
+        if key not in self._known:
+            self._known[key] = self._attach(source, os.path.isdir(source))
+        return self._known[key]
+
+    def _attach(self, source: str, is_directory: bool) -> str:
+        target = f"/lower/{len(self._known)}"
+        if is_directory:
+            os.mkdir(target)
+        else:
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o600))
+        try:
+            tree, recursive = syscalls.open_tree(source), False
+        except OSError:
+            # Without root, a directory with mounts of the host below it can only be taken whole.
+            tree, recursive = syscalls.open_tree(source, recursive=True), True
+        try:
+            flags = MS_RDONLY | MS_NOSUID | MS_NODEV  # the attributes of mount_setattr have the same bits
+            syscalls.set_mount_attributes(tree, flags, self._idmap, recursive)
+            syscalls.move_mount(tree, target)
+        finally:
+            os.close(tree)
+        return target
+
+
+def host_trees(lowers: Lowers, skeleton: tuple[str, ...]) -> tuple[Tree, ...]:
+    """The trees of a slot without an image."""
+    directories = [Tree(name, f"/{name}", (lowers.get(f"/{name}"),)) for name in system_directories()]
+    return (Tree("root", "/", skeleton), *directories)
+
+
+def system_directories() -> list[str]:
+    """Which of the top-level system directories are directories on this host."""
+    paths = {name: f"{HOST}/{name}" for name in _SYSTEM}
+    return [name for name, path in paths.items() if os.path.isdir(path) and not os.path.islink(path)]
+
+
+def system_links() -> dict[str, str]:
+    """Which of the top-level system directories are links on this host, and where they point."""
+    paths = {name: f"{HOST}/{name}" for name in _SYSTEM}
+    return {name: os.readlink(path) for name, path in paths.items() if os.path.islink(path)}
+
+
+def build(plan: RootPlan) -> None:
+    """Mount the root at `plan.stage` and make it this process's `/`. Runs in the slot's own mount namespace."""
+    syscalls.mount("none", "/", flags=syscalls.MS_REC | syscalls.MS_PRIVATE)
+    for overlay in plan.overlays:
+        _mount_overlay(overlay, plan)
+    os.chdir(plan.stage)
+    root = os.open(".", os.O_PATH | os.O_DIRECTORY)
+    for bind in plan.binds:
+        _mount_bind(bind, root)
+    _mount_dev(plan)
+    _mount_proc()
+    options = f"size={plan.tmp_bytes},mode=1777,uid={plan.owner},gid={plan.owner}"
+    syscalls.mount("tmpfs", _inside(root, "tmp"), "tmpfs", MS_NOSUID | MS_NODEV, options)
+    os.close(root)
+    _enter()
+
+
+def _mount_overlay(overlay: Overlay, plan: RootPlan) -> None:
+    options = [f"lowerdir={':'.join(overlay.lowers)}", f"upperdir={overlay.upper}", f"workdir={overlay.work}"]
+    # Without these a layer would hold links to the layers below it, and could not be cut to a view of itself.
+    options += ["userxattr"] if plan.user_xattrs else ["redirect_dir=nofollow", "metacopy=off", "index=off", "volatile"]
+    target = plan.stage + overlay.target.rstrip("/")
+    syscalls.mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, ",".join(options))
+
+
+def _inside(root: int, path: str) -> str:
+    """A path that names `path` below `root` whatever links the slot's layers hold there."""
+    fd = syscalls.openat2(root, path, os.O_PATH, syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS)
+    # The number is small and short-lived; it is closed with everything else when the init starts to serve.
+    return f"/proc/self/fd/{fd}"
+
+
+def _mount_bind(bind: Bind, root: int) -> None:
+    target = _inside(root, bind.target.lstrip("/"))
+    syscalls.mount(bind.source, target, flags=MS_BIND | MS_REC)
+
+
+def _mount_dev(plan: RootPlan) -> None:
+    syscalls.mount("tmpfs", "dev", "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=755,nr_inodes=64")
+    for name in _DEVICES:
+        os.close(os.open(f"dev/{name}", os.O_CREAT | os.O_WRONLY, 0o666))
+        syscalls.mount(f"{HOST}/dev/{name}", f"dev/{name}", flags=MS_BIND)
+    os.mkdir("dev/pts")
+    os.mkdir("dev/shm")
+    options = f"newinstance,ptmxmode=0666,mode=620,gid={plan.owner}"
+    syscalls.mount("devpts", "dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
+    options = f"size={plan.tmp_bytes},mode=1777,uid={plan.owner},gid={plan.owner}"
+    syscalls.mount("tmpfs", "dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, options)
+    for name, target in (("ptmx", "pts/ptmx"), ("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"),
+                         ("stdout", "/proc/self/fd/1"), ("stderr", "/proc/self/fd/2")):  # fmt: skip
+        os.symlink(target, f"dev/{name}")
+
+
+def _mount_proc() -> None:
+    syscalls.mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
+    for name in _PROC_READ_ONLY:
+        if os.path.lexists(f"proc/{name}"):
+            syscalls.mount(f"proc/{name}", f"proc/{name}", flags=MS_BIND | MS_REC)
+            syscalls.mount("none", f"proc/{name}", flags=MS_REMOUNT | MS_BIND | flags)
+    for name in _PROC_HIDDEN:
+        if os.path.isdir(f"proc/{name}"):
+            syscalls.mount("tmpfs", f"proc/{name}", "tmpfs", flags, "size=0,nr_inodes=1,mode=555")
+        elif os.path.lexists(f"proc/{name}"):
+            syscalls.mount("dev/null", f"proc/{name}", flags=MS_BIND)
+
+
+def _enter() -> None:
+    """Make the current directory `/` and forget the old root. Some containers refuse pivot_root but not this."""
+    try:
+        syscalls.pivot_root(".", ".")
+        syscalls.umount(".")
+    except PermissionError:
+        syscalls.mount(".", "/", flags=syscalls.MS_MOVE)
+        os.chroot(".")
+    os.chdir("/")

@@ -1,0 +1,273 @@
+"""One slot as the server sees it: its init, its descriptors, its commands, its end.
+
+A slot is dead when the process descriptor of its init says so, and only then: the control socket is closed earlier,
+while other processes of the slot still run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from . import cgroups, files, init, namespaces
+from .executions import Execution, Request
+from .frames import Fields
+from .link import Link
+from .loop import Loop
+from .roots import Tree
+from .stores import Layer, Store
+
+_DRAIN_EVERY_S, _DRAIN_BYTES, _MAX_LEFTOVERS = 0.05, 256 << 10, 32
+_KILL_PATIENCE_S = 10.0
+
+
+class State(Enum):
+    """Where a slot is in its life."""
+
+    STARTING = "starting"
+    LIVE = "live"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a slot stands on: its own store, the layers it started from, and its trees with all that lies below them."""
+
+    store: Store
+    layers: tuple[Layer, ...]
+    trees: tuple[Tree, ...]
+    image: str | None
+
+    def upper(self, tree: Tree) -> str:
+        """Where the slot's own change of a tree is."""
+        return f"{self.store.path}/u/{tree.name}"
+
+
+@dataclass
+class Lease:
+    """Who may use the slot."""
+
+    name: str
+    epoch: int
+    trajectory: str
+
+
+@dataclass
+class Slot:
+    """Owned by the server. `on_end` is called once, when every process of the slot is dead."""
+
+    lease: Lease
+    ground: Ground
+    groups: tuple[str, ...]
+    loop: Loop
+    link: Link
+    owner: int
+    on_ready: Callable[[Slot], None]
+    on_end: Callable[[Slot], None]
+    state: State = State.STARTING
+    failure: Fields = field(default_factory=dict)
+    root: int = -1
+    ending: Callable[[], None] | None = None
+    """Set by whoever ends the slot on purpose; called instead of reporting a loss."""
+
+    def __post_init__(self) -> None:
+        self._pid = self._process = -1
+        self._channel: socket.socket | None = None
+        self._executions: dict[int, Execution] = {}
+        self._leftovers: list[int] = []
+        self._oom_kills = 0
+        self.started = time.monotonic()
+
+    def start(self, plan: init.Plan) -> None:
+        """Fork the init. `on_ready` or `on_end` follows."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = namespaces.fork_into_pid_namespace()
+        if pid == 0:
+            init.run(plan, theirs)
+        theirs.close()
+        self._pid, self._process, self._channel = pid, os.pidfd_open(pid), ours
+        ours.setblocking(False)
+        self.loop.watch(ours.fileno(), self._on_message)
+        self.loop.watch(self._process, self._on_death)
+
+    def kill(self, then: Callable[[], None] | None = None) -> None:
+        """End every process of the slot; `then` runs when they are dead, instead of the report of a loss."""
+        self.ending = then or self.ending or (lambda: None)
+        if self.state is State.DEAD:
+            self.ending()
+        else:
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+    def execute(self, number: int, request: Request) -> None:
+        """Start a command; its RESULT or ERROR is sent when it is over."""
+        execution = Execution(number, request, self.loop, self.link, lambda: self._kill_command(number))
+        self._executions[number] = execution
+        stdin = _input(request.stdin)
+        message = {"do": "spawn", "id": number, "argv": request.argv, "cwd": request.cwd, "env": request.env}
+        fds = [stdin, execution.child_output] + ([execution.child_verdict] if request.verdict else [])
+        try:
+            self._ask(message, fds)
+        finally:
+            os.close(stdin)
+        if number in self._executions:
+            execution.start()
+
+    def runs(self, number: int) -> bool:
+        """Whether a command is still on."""
+        return number in self._executions
+
+    def shell(self) -> str:
+        """`bash`, or `sh` in a root that has no bash."""
+        entry = files.describe(self.root, "/bin/bash")
+        return "sh" if entry is None else "bash"
+
+    def cancel(self, number: int) -> None:
+        """Kill a command, if it still runs."""
+        if number in self._executions:
+            self._executions[number].cancel()
+
+    def give_credit(self, number: int, size: int) -> None:
+        """Pass on what the client has taken."""
+        if number in self._executions:
+            self._executions[number].give_credit(size)
+
+    def release_files(self) -> None:
+        """Let go of the store and of the layers below it."""
+        self.ground.store.release()
+        for layer in self.ground.layers:
+            layer.release()
+
+    def _kill_command(self, number: int) -> None:
+        self._ask({"do": "kill", "id": number})
+        self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(number))
+
+    def _give_up(self, number: int) -> None:
+        """A command that cannot be killed takes its slot with it, so that its caller does not wait for ever."""
+        if number in self._executions and self.state is State.LIVE:
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+    def _ask(self, message: Fields, fds: list[int] | None = None) -> None:
+        assert self._channel is not None
+        data, extra = json.dumps(message).encode(), list(fds or [])
+        memory = -1
+        if len(data) > init.MAX_MESSAGE:
+            memory = _input(data)
+            data, extra = b'{"long":true}', [memory, *extra]
+        try:
+            socket.send_fds(self._channel, [data], extra)
+        except OSError:
+            # An init that does not take messages is as good as dead; what waits for it hears of it when it is.
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        finally:
+            if memory >= 0:
+                os.close(memory)
+
+    def _on_message(self) -> bool:
+        """Take one message of the init's; False when there is none."""
+        assert self._channel is not None
+        try:
+            data, fds, _, _ = socket.recv_fds(self._channel, 65536, 4, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data, fds = b"", []
+        if not data:
+            self.loop.unwatch(self._channel.fileno())
+            return False
+        message = json.loads(data)
+        if "ready" in message:
+            self.root, self.state = fds[0], State.LIVE
+            self.on_ready(self)
+        elif "failed" in message:
+            self.failure = message
+        elif message["id"] in self._executions:
+            self._on_command(self._executions[message["id"]], message)
+        return True
+
+    def _on_command(self, execution: Execution, message: Fields) -> None:
+        if "errno" in message:
+            del self._executions[execution.number]
+            execution.fail(_start_error(message))
+        elif message.get("killed"):
+            execution.on_killed(message["swept"])
+            self._finish(execution)
+        elif execution.on_exit(message):
+            self._finish(execution)
+
+    def _finish(self, execution: Execution) -> None:
+        del self._executions[execution.number]
+        kills = cgroups.oom_kills(list(self.groups)) if self.groups else 0
+        execution.finish(oom=kills > self._oom_kills)
+        self._oom_kills = kills
+        if execution.leftover is not None:
+            self._leftovers.append(execution.leftover)
+            if len(self._leftovers) == 1:
+                self.loop.later(_DRAIN_EVERY_S, self._drain_leftovers)
+            if len(self._leftovers) > _MAX_LEFTOVERS:
+                os.close(self._leftovers.pop(0))
+
+    def _drain_leftovers(self) -> None:
+        """Daemons may write on, but only so fast: nobody reads it, and the server has better things to do."""
+        for fd in list(self._leftovers):
+            try:
+                if not os.read(fd, _DRAIN_BYTES):
+                    self._leftovers.remove(fd)
+                    os.close(fd)
+            except BlockingIOError:
+                continue
+        if self._leftovers:
+            self.loop.later(_DRAIN_EVERY_S, self._drain_leftovers)
+
+    def _on_death(self) -> None:
+        self.loop.unwatch(self._process)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+        os.close(self._process)
+        if self._channel is not None:
+            while self._on_message():
+                pass  # the reason, or a command's end, may still lie in the socket
+            self.loop.unwatch(self._channel.fileno())
+            self._channel.close()
+        if self.root >= 0:
+            os.close(self.root)
+        for fd in self._leftovers:
+            os.close(fd)
+        self._leftovers.clear()
+        self.state = State.DEAD
+        for execution in list(self._executions.values()):
+            execution.fail({"error": "lost", "message": f"{self.lease.name} ended while a command ran in it"})
+        self._executions.clear()
+        if self.ending is not None:
+            self.ending()
+        else:
+            self.on_end(self)
+
+
+def _input(data: bytes) -> int:
+    """A descriptor to read the data from: /dev/null for none, else a memory file."""
+    if not data:
+        return os.open("/host/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+    memory = os.memfd_create("stdin", os.MFD_CLOEXEC)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(memory, view) :]
+        return os.open(f"/proc/self/fd/{memory}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(memory)
+
+
+def _start_error(message: Fields) -> Fields:
+    if message["cwd"]:
+        return {"error": "os", "errno": message["errno"], "message": "no directory to start in"}
+    names = {errno.ENOENT: "not found", errno.EACCES: "permission denied", errno.E2BIG: "argument list too long"}
+    number = message["errno"]
+    return {"error": "exec", "errno": number, "message": names.get(number, os.strerror(number))}

@@ -1,0 +1,197 @@
+"""What overlayfs would show of a stack of layers, computed from the layers themselves, and what one layer changes.
+
+Marks of the format (kernel documentation, filesystems/overlayfs): a whiteout is a character device 0:0 and hides what
+lies below; an opaque directory carries the `overlay.opaque` attribute and hides the directory below it. The attributes
+are `trusted.` ones, or `user.` ones where the server is not root.
+
+Layers hold names that an agent chose: nothing here follows a symbolic link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+MAX_DEPTH = 400
+"""How deep directories are followed. Nothing that works with paths gets there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One path (relative to its tree) that a layer changes. `kind` is file, dir, symlink, other or deleted."""
+
+    path: str
+    kind: str
+    opaque: bool
+
+
+class Marks:
+    """Reads and writes the marks of one of the two attribute families."""
+
+    def __init__(self, user_xattrs: bool) -> None:
+        self._opaque = f"{'user' if user_xattrs else 'trusted'}.overlay.opaque"
+
+    def is_opaque(self, directory: int | str) -> bool:
+        """Whether a directory of a layer hides the one below it."""
+        try:
+            return os.getxattr(directory, self._opaque) == b"y"
+        except OSError:
+            return False
+
+    def set_opaque(self, directory: str, opaque: bool) -> None:
+        """Mark or unmark a directory."""
+        if opaque:
+            os.setxattr(directory, self._opaque, b"y", follow_symlinks=False)
+        else:
+            with contextlib.suppress(OSError):
+                os.removexattr(directory, self._opaque, follow_symlinks=False)
+
+    @staticmethod
+    def is_whiteout(status: os.stat_result) -> bool:
+        """Whether an entry of a layer stands for nothing."""
+        return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
+
+    @staticmethod
+    def whiteout(path: str) -> None:
+        """Make an entry that stands for nothing. Needs no privilege: the kernel lets everybody make this device."""
+        os.mknod(path, stat.S_IFCHR, os.makedev(0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a stack shows at a path. `directories` are those merged into it, topmost first; none for other kinds."""
+
+    status: os.stat_result
+    path: str
+    directories: tuple[str, ...] = ()
+
+
+class Stack:
+    """Layers of one tree, topmost first, as read-only directories."""
+
+    def __init__(self, directories: Sequence[str], marks: Marks) -> None:
+        self._marks = marks
+        self._root = Entry(os.stat(directories[0]), directories[0], tuple(directories))
+
+    def find(self, path: str) -> Entry | None:
+        """What is at a relative path, or None. The last component is not followed, the others must be directories."""
+        entry: Entry | None = self._root
+        for name in path.split("/") if path else ():
+            entry = self._step(entry.directories, name) if entry is not None else None
+        return entry
+
+    def names(self, path: str) -> set[str]:
+        """The names in a directory; none when there is no directory."""
+        entry = self.find(path)
+        seen: set[str] = set()
+        hidden: set[str] = set()
+        for directory in entry.directories if entry is not None else ():
+            for child in os.scandir(directory):
+                if child.name not in hidden | seen:
+                    whiteout = Marks.is_whiteout(child.stat(follow_symlinks=False))
+                    (hidden if whiteout else seen).add(child.name)
+        return seen
+
+    def _step(self, directories: Sequence[str], name: str) -> Entry | None:
+        first: Entry | None = None
+        merged: list[str] = []
+        for directory in directories:
+            path = f"{directory}/{name}"
+            try:
+                status = os.lstat(path)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            if Marks.is_whiteout(status):
+                break
+            if not stat.S_ISDIR(status.st_mode):
+                first = first or Entry(status, path)
+                break
+            first = first or Entry(status, path)
+            merged.append(path)
+            if self._marks.is_opaque(path):
+                break
+        return Entry(first.status, first.path, tuple(merged)) if first is not None else None
+
+
+class Root:
+    """The stacks of all trees of a root, seen as one. Paths have no leading slash."""
+
+    def __init__(self, trees: Sequence[tuple[str, Stack]]) -> None:
+        self.trees = sorted(((target.strip("/"), stack) for target, stack in trees), reverse=True)
+
+    def find(self, path: str) -> Entry | None:
+        """What the root shows at a path; links are not followed."""
+        for target, stack in self.trees:
+            if not target or path == target or path.startswith(f"{target}/"):
+                return stack.find(path[len(target) :].lstrip("/"))
+        return None
+
+
+def differences(layer: str, below: Stack, marks: Marks) -> Iterator[Difference | None]:
+    """What a layer changes in the stack below it. Yields None now and then, for a caller that has other work to do.
+
+    Works on the layer of a running slot too; then it is what was seen while walking.
+    """
+    root = os.open(layer, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield from _walk(root, "", below, marks, hidden=False, depth=0)
+    finally:
+        os.close(root)
+
+
+def _walk(
+    directory: int, path: str, below: Stack, marks: Marks, *, hidden: bool, depth: int
+) -> Iterator[Difference | None]:
+    with os.scandir(directory) as entries:
+        children = sorted((entry.name, entry.stat(follow_symlinks=False)) for entry in entries)
+    yield None
+    for name, status in children:
+        child = f"{path}/{name}" if path else name
+        base = None if hidden else below.find(child)
+        if Marks.is_whiteout(status):
+            if base is not None:
+                yield Difference(child, "deleted", False)
+        elif stat.S_ISDIR(status.st_mode):
+            yield from _walk_directory(directory, name, child, status, base, below, marks, depth)
+        else:
+            yield Difference(child, kind_of(status.st_mode), False)
+
+
+def _walk_directory(
+    parent: int,
+    name: str,
+    path: str,
+    status: os.stat_result,
+    base: Entry | None,
+    below: Stack,
+    marks: Marks,
+    depth: int,
+) -> Iterator[Difference | None]:
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    except OSError:
+        return  # a running slot has just removed it
+    try:
+        replaced = base is not None and (not base.directories or marks.is_opaque(fd))
+        if base is None or replaced or _attributes(status) != _attributes(base.status):
+            yield Difference(path, "dir", replaced)
+        if depth < MAX_DEPTH:
+            yield from _walk(fd, path, below, marks, hidden=base is None or replaced, depth=depth + 1)
+    finally:
+        os.close(fd)
+
+
+def kind_of(mode: int) -> str:
+    """The word for a file type."""
+    if stat.S_ISREG(mode):
+        return "file"
+    if stat.S_ISDIR(mode):
+        return "dir"
+    return "symlink" if stat.S_ISLNK(mode) else "other"
+
+
+def _attributes(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_mode, status.st_uid, status.st_gid

@@ -1,0 +1,73 @@
+"""Files on their way: a download sends as much as the client has asked for, an upload takes what comes."""
+
+from __future__ import annotations
+
+import os
+
+from .files import Writing
+from .frames import CHUNK, WINDOW, Frame, Kind
+from .link import Link
+
+
+class Download:
+    """Sends a file as DATA, then RESULT. Its descriptor is read only as fast as the client takes."""
+
+    def __init__(self, number: int, fd: int, size: int, link: Link, transfers: dict[int, Download | Upload]) -> None:
+        self._number, self._fd, self._left, self._link, self._transfers = number, fd, size, link, transfers
+        self._credit = WINDOW
+        transfers[number] = self
+
+    def on_frame(self, frame: Frame) -> None:
+        """The client has taken so much, or wants no more."""
+        if frame.kind is Kind.CREDIT:
+            self._credit += frame.fields["bytes"]
+            self.pump()
+        elif frame.kind is Kind.CANCEL:
+            self._end(Kind.RESULT)
+
+    def pump(self) -> None:
+        """Send what there is credit for. A file that has shrunk meanwhile ends early."""
+        while self._left > 0 and self._credit > 0:
+            try:
+                data = os.read(self._fd, min(CHUNK, self._left))
+            except OSError:
+                data = b""
+            if not data:
+                break
+            self._left -= len(data)
+            self._credit -= len(data)
+            self._link.send(Kind.DATA, self._number, None, data)
+        else:
+            if self._left > 0:
+                return
+        self._end(Kind.RESULT)
+
+    def _end(self, kind: Kind) -> None:
+        del self._transfers[self._number]
+        os.close(self._fd)
+        self._link.send(kind, self._number)
+
+
+class Upload:
+    """Takes DATA into a new file; END puts it in its place, CANCEL forgets it."""
+
+    def __init__(self, number: int, writing: Writing, link: Link, transfers: dict[int, Download | Upload]) -> None:
+        self._number, self._writing, self._link, self._transfers = number, writing, link, transfers
+        transfers[number] = self
+
+    def on_frame(self, frame: Frame) -> None:
+        """The next piece, or the end. After an error the rest of the client's frames name nobody and are dropped."""
+        if frame.kind is Kind.DATA:
+            try:
+                self._writing.add(frame.data)
+            except OSError:
+                del self._transfers[self._number]
+                self._writing.discard()
+                raise
+        elif frame.kind in (Kind.END, Kind.CANCEL):
+            del self._transfers[self._number]
+            if frame.kind is Kind.END:
+                self._writing.finish()
+            else:
+                self._writing.discard()
+            self._link.send(Kind.RESULT, self._number)
