@@ -7,9 +7,11 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
 
-from palaestra.core.errors import AcquireTimeout, ConfigError, IsolationUnavailable, StaleLease
+from palaestra.core.errors import AcquireTimeout, ConfigError, IsolationUnavailable, SandboxError, StaleLease
 from palaestra.core.types import JSON, Network
+from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig, result_of
 from palaestra.tools.registry import ToolRegistry, build_tool_registry
 from palaestra.tools.schema import Tool, ToolCall, ToolReply, ToolResult, ToolRun, ToolSchema
@@ -243,3 +245,37 @@ def test_bash_is_another_name_of_terminal() -> None:
 )
 def test_replies_become_results(reply: ToolReply, result: ToolResult) -> None:
     assert result_of(reply) == result
+
+
+@pytest.mark.slots
+def test_in_real_slots_trajectories_are_apart_and_a_release_ends_what_runs() -> None:
+    async def main() -> None:
+        config = ToolExecutorConfig(allow_network=False)
+        async with (
+            SlotPool(SlotPoolConfig(max_slots=2), LocalBackend()) as pool,
+            ToolExecutor(pool=pool, tools=build_tool_registry(), config=config) as executor,
+        ):
+            await executor.execute("t1", shell("echo one > mark"))
+            assert (await executor.execute("t1", shell("cat mark"))).output == "one\n"
+            assert (await executor.execute("t2", shell("cat mark"))).metadata["exit_code"] == 1
+            async with asyncio.TaskGroup() as group:
+                ended = group.create_task(lost(executor, "t1"))
+                await until(lambda: executor.queue_size() == 1)
+                assert (await executor.execute("t2", shell("echo two"))).output == "two\n"
+                assert not ended.done()
+                await executor.release_trajectory("t1")
+            assert (await executor.execute("t1", shell("cat mark"))).success is False
+
+    try:
+        asyncio.run(main())
+    except IsolationUnavailable as error:
+        pytest.skip(str(error))
+
+
+def shell(command: str) -> ToolCall:
+    return ToolCall("terminal", {"command": command})
+
+
+async def lost(executor: ToolExecutor, trajectory_id: str) -> None:
+    with pytest.raises(SandboxError):
+        await executor.execute(trajectory_id, shell("sleep 600"))
