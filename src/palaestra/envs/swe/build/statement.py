@@ -19,6 +19,9 @@ _MAX_VALUE = 400
 _MAX_SETUP_LINES = 16
 _MAX_HELPER_LINES = 6
 _EQUALITIES = {"assertEqual", "assertEquals", "assertListEqual", "assertDictEqual", "assertSequenceEqual"}
+_ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
+"""Where an object lies in memory: different each time."""
+
 _TELLING = {"NameError", "UnboundLocalError", "AttributeError"}
 """Exceptions whose message can name the very code that is wrong: only their type is told."""
 
@@ -260,7 +263,7 @@ def _called_name(node: ast.AST) -> str:
 
 
 def _short(text: str) -> str:
-    text = " ".join(text.split("\n")).replace("`", "'")
+    text = _ADDRESS.sub("0x…", " ".join(text.split("\n")).replace("`", "'"))
     return text if len(text) <= _MAX_VALUE else text[:_MAX_VALUE] + " …"
 
 
