@@ -71,7 +71,7 @@ class HooksEnv(HermesAgentBaseEnv):
 
     async def verify_and_score_trajectory(self, item, result, *, trajectory_id, exec_tool, workspace_meta=None):
         copied = await exec_tool("terminal", {"command": "cat copy.txt"}, timeout=30)
-        alive = await exec_tool("bash", {"command": "pgrep -f 'sleep 987' | wc -l"})
+        alive = await exec_tool("bash", {"command": "pgrep -f '[s]leep 987' | wc -l"})
         right = copied.success and copied.output == workspace_meta["seed"]
         return float(right), {"copied": copied.output, "alive": alive.output.strip()}
 
@@ -119,7 +119,7 @@ from palaestra import Task, environment
 @environment(toolsets=["terminal"])
 def sleeper():
     yield Task(id="quick", prompt="?", solution="true")
-    yield Task(id="slow", prompt="?", solution="echo started; sleep 300")
+    yield Task(id="slow", prompt="?", solution="sleep 3611")
 
 @sleeper.score
 async def fine(task):

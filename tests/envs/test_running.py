@@ -21,18 +21,38 @@ PYTHON = sys.executable
 RUN = [PYTHON, "-m", "palaestra", "run"]
 
 
-def ours() -> set[str]:
-    """Processes and host mounts of the slot server, by what nobody else has."""
+def commands(part: str) -> set[str]:
+    """Command lines of all processes that hold this text, those of the tests themselves aside."""
     found = set()
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if "slotd" in command and "pytest" not in command:
-                found.add(f"{entry.name} {command[:80]}")
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if part in line and "pytest" not in line:
+            found.add(f"{entry.name} {line[:80]}")
     return found
+
+
+def descendants(pid: int) -> set[str]:
+    """Every process below `pid`, as `pid start-time`, which no later process can be taken for."""
+    parents: dict[int, tuple[int, str]] = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents[int(entry.name)] = (int(fields[1]), f"{entry.name} {fields[19]}")
+    found: set[str] = set()
+    generation = {pid}
+    while generation:
+        generation = {child for child, (parent, _) in parents.items() if parent in generation}
+        found |= {parents[child][1] for child in generation}
+    return found
+
+
+def everybody() -> set[str]:
+    return descendants(0)
 
 
 def invoke(folder: Path, argv: Sequence[str], *, check: int = 0) -> subprocess.CompletedProcess[str]:
@@ -106,7 +126,6 @@ def test_a_setup_that_fails_leaves_the_rest_and_says_so(tmp_path: Path) -> None:
 
 def test_ctrl_c_keeps_what_was_finished_and_leaves_nothing_behind(tmp_path: Path) -> None:
     script(tmp_path, scripts.SLEEPER)
-    before = ours()
     running = subprocess.Popen(
         [*RUN, "my_env.py", "--policy", "oracle", "--concurrency", "1"],
         cwd=tmp_path,
@@ -118,25 +137,25 @@ def test_ctrl_c_keeps_what_was_finished_and_leaves_nothing_behind(tmp_path: Path
     for line in running.stderr:
         if "quick" in line:
             break
-    wait_for_turn(tmp_path, "sleep 300")
+    wait_for_command("sleep 3611")
+    started = descendants(running.pid)
+    assert len(started) > 2
     os.killpg(running.pid, signal.SIGINT)
     rest = running.stderr.read()
     assert running.wait(timeout=30) == 130
     running.stderr.close()
     assert "Traceback" not in rest
     assert [group["task_id"] for group in lines(tmp_path / "data/sleeper.jsonl")] == ["quick"]
-    assert ours() <= before
+    assert not started & everybody(), "processes of the run outlived it"
+    assert not commands("sleep 3611")
 
 
-def wait_for_turn(folder: Path, text: str) -> None:
-    """Until the journal shows that the slow command has been asked for."""
+def wait_for_command(part: str) -> None:
+    """Until a process with this command line is there."""
     until = time.monotonic() + 30
-    while time.monotonic() < until:
-        journals = list((folder / "runs").glob("*/*/journal.jsonl"))
-        if journals and text in journals[0].read_text():
-            return
-        time.sleep(0.05)
-    raise AssertionError("the slow rollout never started")
+    while not commands(part):
+        assert time.monotonic() < until, f"{part} never started"
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import TypeVar
 
 from palaestra.core.bridge import wait_for_sync
+from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
 from palaestra.tools.binding import SlotTools
@@ -50,6 +51,8 @@ class ToolContext:
         slot = await self._slot()
         try:
             return {"content": await slot.read_text(path), "path": path}
+        except InfraError:
+            raise
         except (OSError, ValueError) as error:
             return {"error": str(error), "path": path}
 
@@ -63,6 +66,8 @@ class ToolContext:
         data = content.encode()
         try:
             await slot.write_bytes(path, data)
+        except InfraError:
+            raise
         except (OSError, ValueError) as error:
             return {"error": str(error), "path": path}
         return {"bytes_written": len(data), "path": path}

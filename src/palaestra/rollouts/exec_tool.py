@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
+from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import WORKSPACE, ExecutionResult, Slot
 from palaestra.tools.binding import SlotTools
@@ -31,10 +32,14 @@ class ExecTool:
     async def __call__(
         self, tool: str | ToolCall, args: Mapping[str, JSON] | None = None, timeout: float = 300
     ) -> ExecutionResult:
-        """Run one call. Raises `SandboxError` when the slot is lost; everything else is in the result."""
+        """Run one call. Raises `InfraError` when the world failed; everything else is in the result."""
+        if isinstance(tool, ToolCall) and tool.error:
+            return _failure(tool.error)
         name, arguments = (tool.name, tool.arguments) if isinstance(tool, ToolCall) else (tool, args or {})
         try:
             return await self._run(name, arguments, float(timeout))
+        except InfraError:
+            raise
         except (OSError, ValueError, KeyError) as error:
             return _failure(f"{type(error).__name__}: {error}")
 
