@@ -5,8 +5,8 @@ than the same command outside, and a prepared workspace is forked by stacking la
 
 Covered, on both rungs: own processes, mounts, IPC, host name and (network off) network; a root that holds nothing of
 the host but an allow-list of system directories or the given image, writable only as a copy; no new privileges, a
-handful of capabilities that reach nothing outside, a system call filter; limits on disk, open files and output. When any
-process of ours is killed, the kernel ends all slots and takes their mounts with them.
+handful of capabilities that reach nothing outside, a system call filter; limits on disk, open files and output. When
+any process of ours is killed, the kernel ends all slots and takes their mounts with them.
 
 `full` needs root. The slot's root is a private uid outside, and owners of the system's files are mapped, so everything
 in the root can be changed in the slot; memory (files in the workspace and /tmp count too), processes and processor are
@@ -78,7 +78,7 @@ class LocalBackend:
             try:
                 await self._start_on(rung)
                 return
-            except (IsolationUnavailable, SandboxError) as error:
+            except (SandboxError, OSError) as error:
                 await self.aclose()
                 reasons.append(f"{rung.label}: {error}")
         raise IsolationUnavailable(f"no isolation can be had here ({'; '.join(reasons)}). To mend it: {_WAY_OUT}.")
@@ -198,7 +198,7 @@ class LocalBackend:
         return slot
 
     def _on_lost(self, name: str, epoch: int) -> None:
-        self._lost += 1
+        self._lost += bool(name)  # without a name it is the whole server, which every call reports
 
 
 def _interpreter_prefix() -> str:

@@ -2,8 +2,8 @@
 
 It is forked from the server, so everything it needs is in memory and it works with any root. What it sets once
 (limits, capabilities, filter, namespaces) every command inherits; a command costs one message and one `posix_spawn`.
-Output never passes through it: the descriptors of a command's pipes come with the message. Nothing of the slot can reach
-it: it is not dumpable, its only descriptor is the control socket, and signals from inside cannot kill pid 1.
+Output never passes through it: the descriptors of a command's pipes come with the message. Nothing of the slot can
+reach it: it is not dumpable, its only descriptor is the control socket, and signals from inside cannot kill pid 1.
 """
 
 from __future__ import annotations

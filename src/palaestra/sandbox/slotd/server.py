@@ -20,7 +20,7 @@ from .link import Link
 from .loop import Job, Loop
 from .slots import Ground, Lease, Slot, State
 from .stack import Root, Stack, differences
-from .stores import Layer, Store
+from .stores import Layer, Store, copy_attributes
 from .transfers import Download, Upload
 from .world import World, prepare
 
@@ -165,10 +165,8 @@ class Server:
                 lowers += (self._make_places(store, tree, missing),)
             stacked.append(roots.Tree(tree.name, tree.target, lowers))
             upper = f"{store.path}/u/{tree.name}"
-            status = os.stat(lowers[0])
             os.mkdir(upper)
-            os.chown(upper, status.st_uid, status.st_gid)
-            os.chmod(upper, status.st_mode & 0o7777)
+            copy_attributes(os.stat(lowers[0]), upper)
             os.mkdir(f"{store.path}/w/{tree.name}")
         return tuple(stacked)
 

@@ -7,11 +7,23 @@ from, and a layer keeps the layers below it, until the last user is gone.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from . import syscalls
+
+
+def copy_attributes(status: os.stat_result, directory: str) -> None:
+    """Give a directory of ours the owner and mode of another one.
+
+    An owner that does not exist in this user namespace cannot be given; the directory stays the slot's root's then.
+    """
+    with contextlib.suppress(OSError):
+        os.chown(directory, status.st_uid, status.st_gid)
+    os.chmod(directory, stat.S_IMODE(status.st_mode))
 
 
 class Store:

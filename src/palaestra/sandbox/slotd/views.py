@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .stack import MAX_DEPTH, Marks, Root, Stack
+from .stores import copy_attributes
 
 _MAX_LINKS = 40
 
@@ -187,9 +188,8 @@ class Cut:
     def _like_below(self, directory: str, path: str, otherwise: str) -> None:
         entry = self._below.find(path)
         status = entry.status if entry is not None else _lstat(otherwise)
-        if status is not None:
-            os.chown(directory, status.st_uid, status.st_gid)
-            os.chmod(directory, stat.S_IMODE(status.st_mode) if stat.S_ISDIR(status.st_mode) else 0o755)
+        if status is not None and stat.S_ISDIR(status.st_mode):
+            copy_attributes(status, directory)
 
 
 def duplicate(source: str, target: str, depth: int = 0) -> None:
@@ -205,8 +205,7 @@ def duplicate(source: str, target: str, depth: int = 0) -> None:
     status = os.lstat(source)
     for name in os.listxattr(source, follow_symlinks=False):
         os.setxattr(target, name, os.getxattr(source, name, follow_symlinks=False), follow_symlinks=False)
-    os.chown(target, status.st_uid, status.st_gid)
-    os.chmod(target, stat.S_IMODE(status.st_mode))
+    copy_attributes(status, target)
     os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
