@@ -24,7 +24,7 @@ RUN = [PYTHON, "-m", "palaestra", "run"]
 def commands(part: str) -> set[str]:
     """Command lines of all processes that hold this text, those of the tests themselves aside."""
     found = set()
-    for entry in Path("/proc").iterdir():
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
             line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
@@ -37,7 +37,7 @@ def commands(part: str) -> set[str]:
 def descendants(pid: int) -> set[str]:
     """Every process below `pid`, as `pid start-time`, which no later process can be taken for."""
     parents: dict[int, tuple[int, str]] = {}
-    for entry in Path("/proc").iterdir():
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
         except OSError:
@@ -134,16 +134,17 @@ def test_ctrl_c_keeps_what_was_finished_and_leaves_nothing_behind(tmp_path: Path
         start_new_session=True,
     )
     assert running.stderr is not None
-    for line in running.stderr:
-        if "quick" in line:
-            break
-    wait_for_command("sleep 3611")
-    started = descendants(running.pid)
-    assert len(started) > 2
-    os.killpg(running.pid, signal.SIGINT)
-    rest = running.stderr.read()
-    assert running.wait(timeout=30) == 130
-    running.stderr.close()
+    with running, running.stderr:
+        try:
+            next(line for line in running.stderr if "quick" in line)
+            wait_for_command("sleep 3611")
+            started = descendants(running.pid)
+            assert len(started) > 2
+            os.killpg(running.pid, signal.SIGINT)
+            rest = running.stderr.read()
+            assert running.wait(timeout=30) == 130
+        finally:
+            running.kill()
     assert "Traceback" not in rest
     assert [group["task_id"] for group in lines(tmp_path / "data/sleeper.jsonl")] == ["quick"]
     assert not started & everybody(), "processes of the run outlived it"
