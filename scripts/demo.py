@@ -19,7 +19,8 @@ from rich.table import Table
 from palaestra.envs.flags import CommandLine, Parsed
 from palaestra.envs.forms import form_of
 from palaestra.envs.running import RunLine, RunReport, run
-from palaestra.envs.swe.build.command import build
+from palaestra.envs.settings import make_pool
+from palaestra.envs.swe.build.command import BuildOptions, build
 from palaestra.envs.swe.env import SweSmithOracleEnv, SweSmithOracleEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.journal import read_groups
@@ -53,7 +54,7 @@ def main() -> int:
     wanted = arguments.parse_args()
     started = time.monotonic()
     print(f"building {wanted.tasks} tasks from real packages (the first time asks the package index) …", flush=True)
-    asyncio.run(build([], manifest=None, out=TASKS, limit=wanted.tasks))
+    asyncio.run(build_tasks(wanted.tasks))
     built = time.monotonic()
     played = [play("oracle", 1.0), play("noop", 0.0)]
     Console().print(table(played))
@@ -65,6 +66,15 @@ def main() -> int:
         f"rolling out {time.monotonic() - built:.0f} s"
     )
     return verdict(played)
+
+
+async def build_tasks(count: int) -> None:
+    """Build the first tasks of the manifest; they lie in rounds over its packages."""
+    TASKS.parent.mkdir(parents=True, exist_ok=True)
+    settings = SweSmithOracleEnvConfig()
+    options = BuildOptions(out=TASKS, cache=Path(settings.cache_dir).expanduser(), limit=count)
+    async with make_pool(settings) as pool:
+        await build([], None, pool, options, progress=lambda line: print(f"  {line}", flush=True))
 
 
 def play(policy: str, wanted: float) -> Played:

@@ -104,7 +104,7 @@ def build_swe(
 
 async def _build(packages: Sequence[str], manifest: Path | None, options: BuildOptions) -> BuildReport:
     from palaestra.envs.config import HermesAgentEnvConfig
-    from palaestra.envs.running import make_pool
+    from palaestra.envs.settings import make_pool
     from palaestra.envs.swe.build.command import build
 
     async with make_pool(HermesAgentEnvConfig()) as pool:

@@ -25,6 +25,7 @@ from palaestra.envs.flags import Answer, CommandLine, Parsed, set_fields
 from palaestra.envs.forms import Form, form_of
 from palaestra.envs.loading import load_environment
 from palaestra.envs.output import Output, claim_folder
+from palaestra.envs.settings import make_pool
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.servers import ServerGroup
 from palaestra.rollouts.admission import AdmittedSlots
@@ -34,8 +35,7 @@ from palaestra.rollouts.journal import RunEnded, RunStarted, without_secrets
 from palaestra.rollouts.progress import Observer, make_progress
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.trajectory import Group
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.sandbox.pool import SlotPool
 
 UNFINISHED = 3
 """Exit code of a run that finished with more unscored rollouts than `max_failures` allows."""
@@ -101,12 +101,6 @@ async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream:
             return await _with_output(form, parsed, engine, pool, root, stream)
     finally:
         await engine.aclose()
-
-
-def make_pool(config: HermesAgentEnvConfig) -> SlotPool:
-    """The slots of a run, on this machine. Raises `ConfigError` for a rung that is none."""
-    backend = LocalBackend.from_isolation(config.isolation, require_sandbox=config.require_sandbox)
-    return SlotPool(SlotPoolConfig(acquire_timeout=config.acquire_timeout_s), backend)
 
 
 async def _with_output(

@@ -1,4 +1,4 @@
-"""From an environment's configuration to what the runner takes: the agent's settings, its tools, its network."""
+"""From an environment's configuration to what a run takes: the agent's settings, tools, network and slots."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from palaestra.agent.budget import Budget
 from palaestra.core.types import Network, NetworkPolicy
 from palaestra.envs.config import HermesAgentEnvConfig
 from palaestra.rollouts.base import AgentSettings, Kit
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.tools.registry import build_tool_registry
 
 
@@ -36,3 +38,9 @@ def network_policy(allowed: bool) -> NetworkPolicy:
     """The same network for preparation and agent; grading never has one unless its task says so."""
     network = Network.ON if allowed else Network.OFF
     return NetworkPolicy(prepare=network, agent=network, grade=Network.OFF)
+
+
+def make_pool(config: HermesAgentEnvConfig) -> SlotPool:
+    """The slots of a run, on this machine. Raises `ConfigError` for a rung that is none."""
+    backend = LocalBackend.from_isolation(config.isolation, require_sandbox=config.require_sandbox)
+    return SlotPool(SlotPoolConfig(acquire_timeout=config.acquire_timeout_s), backend)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,11 +25,13 @@ from palaestra.envs.config import HermesAgentEnvConfig
 from palaestra.envs.contract import ContractEnvironment, numbers
 from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item
 from palaestra.envs.swe import diff
+from palaestra.envs.swe.builtin import built_tasks, selection
 from palaestra.envs.swe.install import DependencyCache, Toolchain, install_editable, venv_toolchain
 from palaestra.envs.swe.protected import hidden_files, protected_paths
 from palaestra.envs.swe.repository import RepositoryCache
 from palaestra.envs.swe.rows import SweRow
 from palaestra.envs.swe.solution import solution_steps
+from palaestra.envs.swe.sources import load_rows
 from palaestra.envs.swe.testing import run_tests, verdict
 from palaestra.envs.swe.workspace import add_tests, agent_texts, prepare_repository, restore_files, unpack
 from palaestra.inference.config import APIServerConfig
@@ -37,6 +40,11 @@ from palaestra.rollouts.context import ToolContext
 from palaestra.rollouts.grading import Grading
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.base import WORKSPACE, Slot, SlotSpec, View
+
+logger = logging.getLogger(__name__)
+
+MOST_SHOWN = 10
+"""How many bad rows are named one by one."""
 
 REPOSITORY = WORKSPACE
 """Where the repository lies in a slot: the agent's commands start in it."""
@@ -219,12 +227,25 @@ class SweSmithOracleEnv(HermesAgentBaseEnv):
         return SweEnvironment(self)
 
     async def setup(self) -> None:
-        self.rows = self._chosen(await self._load())
+        source = self.settings.dataset_name or BUILT_IN
+        self.rows = await self._built() if source == BUILT_IN else self._chosen(self._load(source))
         if not self.rows:
-            raise ConfigError(f"{self.settings.dataset_name} has no task that can be used")
+            raise ConfigError(f"{source} has no task that can be used")
 
-    async def _load(self) -> list[SweRow]:
-        raise NotImplementedError
+    async def _built(self) -> list[SweRow]:
+        """The built-in tasks that the settings choose; only those are built."""
+        settings = self.settings
+        ids = selection(shuffle=settings.shuffle, seed=settings.seed, max_items=settings.max_items)
+        rows = self._load(str(await built_tasks(Path(settings.cache_dir).expanduser(), ids, settings)))
+        return sorted(rows, key=lambda row: ids.index(row.instance_id.rpartition(".")[2]))
+
+    def _load(self, source: str) -> list[SweRow]:
+        loaded = load_rows(source, split=self.settings.dataset_split)
+        for error in loaded.errors[:MOST_SHOWN]:
+            logger.warning("left out: %s", error)
+        if len(loaded.errors) > MOST_SHOWN:
+            logger.warning("left out: %d more rows that cannot be used", len(loaded.errors) - MOST_SHOWN)
+        return list(loaded.rows)
 
     def _chosen(self, rows: list[SweRow]) -> list[SweRow]:
         if self.settings.python_only:
