@@ -91,7 +91,9 @@ class LocalBackend:
             )
         allowed = [rung for rung in BUILT if self._wanted in (None, rung) and rung >= (self._required or rung)]
         if not allowed:
-            raise ConfigError(f"the rung {self._wanted} is asked for, but {self._required} or better is required")
+            raise ConfigError(
+                f"{_name(self._wanted)} isolation is asked for, but {_name(self._required)} or better is required"
+            )
         return allowed
 
     async def _start_on(self, rung: Rung) -> None:
@@ -199,6 +201,10 @@ class LocalBackend:
 
     def _on_lost(self, name: str, epoch: int) -> None:
         self._lost += bool(name)  # without a name it is the whole server, which every call reports
+
+
+def _name(rung: Rung | None) -> str:
+    return "any" if rung is None else rung.label
 
 
 def _interpreter_prefix() -> str:

@@ -129,7 +129,7 @@ def describe(root: int, path: str) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        return _entry(posixpath.normpath(path), os.fstat(fd))
+        return _entry(_plain(path), os.fstat(fd))
     finally:
         os.close(fd)
 
@@ -145,7 +145,7 @@ def list_directory(root: int, path: str) -> list[dict[str, Any]]:
             for entry in entries:
                 if len(found) == MAX_ENTRIES:
                     raise OSError(errno.EFBIG, f"more than {MAX_ENTRIES} entries", path)
-                found.append(_entry(posixpath.normpath(f"{path}/{entry.name}"), entry.stat(follow_symlinks=False)))
+                found.append(_entry(_plain(f"{path}/{entry.name}"), entry.stat(follow_symlinks=False)))
     finally:
         os.close(fd)
     return sorted(found, key=lambda entry: str(entry["path"]))
@@ -153,7 +153,7 @@ def list_directory(root: int, path: str) -> list[dict[str, Any]]:
 
 def remove(root: int, path: str) -> Iterator[None]:
     """Remove whatever is at a path, however deep, a piece at a time. Nothing there is fine."""
-    path = posixpath.normpath(absolute(path))
+    path = _plain(absolute(path))
     folder, name = posixpath.split(path)
     if not name:
         raise OSError(errno.EBUSY, "the root cannot be removed", path)
@@ -260,6 +260,11 @@ def _status(folder: int, name: str) -> os.stat_result | None:
         return os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         return None
+
+
+def _plain(path: str) -> str:
+    """Without `.`, `..` and double slashes, also at the start, where POSIX would keep two."""
+    return posixpath.normpath(f"/{path.lstrip('/')}")
 
 
 def _entry(path: str, status: os.stat_result) -> dict[str, Any]:

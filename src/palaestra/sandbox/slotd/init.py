@@ -179,7 +179,8 @@ class _Init:
         except OSError as error:
             reply = {"id": name, "errno": error.errno, "cwd": error.filename == message["cwd"]}
         finally:
-            os.chdir("/")
+            with contextlib.suppress(OSError):  # a root that the slot may not enter fails its commands, not init
+                os.chdir("/")
             for fd in fds:
                 os.close(fd)
         if "errno" in reply:

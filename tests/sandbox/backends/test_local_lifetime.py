@@ -1,0 +1,145 @@
+"""Whatever is killed, nothing stays: no process, no mount, no directory, no control group."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from palaestra.core.errors import SandboxError, SlotLost
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import SlotSpec
+from palaestra.sandbox.slotd import cgroups
+from sandbox.processes import descendants, table
+
+pytestmark = pytest.mark.slots
+
+GONE_WITHIN_S = 2.0
+
+CLIENT = """
+import asyncio
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import SlotSpec
+async def main():
+    async with LocalBackend() as backend:
+        slots = [await backend.create(SlotSpec(), str(i)) for i in range(3)]
+        for slot in slots:
+            await slot.execute("setsid sleep 1000 >/dev/null 2>&1 &")
+        await backend.seal(slots.pop())
+        print("ready", flush=True)
+        await slots[0].execute("sleep 1000", timeout_s=1000)
+asyncio.run(main())
+"""
+
+
+def leftovers(pids: set[int]) -> list[str]:
+    """What there still is of a server whose processes were `pids`."""
+    found = [f"process {process}" for process in table() if process.pid in pids]
+    for hierarchy in cgroups.find():
+        with contextlib.suppress(FileNotFoundError):
+            found += [f"group {name}" for name in os.listdir(hierarchy.parent) if _of(name, pids)]
+    mounts = Path("/proc/self/mountinfo").read_text()
+    return found + [f"mount {line}" for line in mounts.splitlines() if "/slots/" in line or "/skeleton" in line]
+
+
+def _of(group: str, pids: set[int]) -> bool:
+    return group.partition("-")[0] in {str(pid) for pid in pids}
+
+
+def assert_gone(pids: set[int]) -> None:
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while (found := leftovers(pids)) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert found == []
+
+
+@pytest.fixture
+def client() -> subprocess.Popen[str]:
+    """A process of ours with three slots, one of them sealed and one busy."""
+    before = set(os.listdir("/tmp"))
+    with subprocess.Popen([sys.executable, "-c", CLIENT], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+    assert set(os.listdir("/tmp")) - before == set()
+
+
+def test_a_killed_client_leaves_nothing(client: subprocess.Popen[str]) -> None:
+    ours = {process.pid for process in descendants(client.pid)}
+    assert len(ours) >= 6
+    client.kill()
+    client.wait()
+    assert_gone(ours)
+
+
+@pytest.mark.parametrize("victim", ["slotd", "watcher"])
+def test_a_killed_server_leaves_nothing_and_its_calls_fail(victim: str) -> None:
+    async def main() -> None:
+        backend = LocalBackend()
+        await backend.start()
+        slot = await backend.create(SlotSpec(), "a")
+        running = asyncio.ensure_future(slot.execute("setsid sleep 1000 & sleep 1000"))
+        ours = {process.pid for process in descendants(backend.server_pid)} | {backend.server_pid}
+        server = next(p.pid for p in descendants(backend.server_pid) if p.parent == backend.server_pid)
+        await slot.read_bytes("/etc/hosts")
+        os.kill(server if victim == "slotd" else backend.server_pid, signal.SIGKILL)
+        with pytest.raises(SlotLost):
+            await running
+        with pytest.raises(SandboxError):
+            await slot.execute("true")
+        await backend.aclose()
+        if victim == "watcher":
+            async with LocalBackend():  # the next start removes what nobody was left to remove
+                pass
+        assert_gone(ours)
+
+    asyncio.run(main())
+
+
+def test_closing_leaves_nothing_and_can_be_repeated() -> None:
+    async def main() -> None:
+        backend = LocalBackend()
+        await backend.start()
+        await backend.start()
+        for number in range(3):
+            await (await backend.create(SlotSpec(), str(number))).execute("sleep 1000 &")
+        ours = {process.pid for process in descendants(backend.server_pid)} | {backend.server_pid}
+        await backend.aclose()
+        assert leftovers(ours) == []
+        await backend.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_create_leaves_no_slot() -> None:
+    async def main() -> None:
+        async with LocalBackend() as backend:
+            for _ in range(5):
+                creating = asyncio.ensure_future(backend.create(SlotSpec(), "x"))
+                await asyncio.sleep(0)
+                creating.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await creating
+            assert [process for process in descendants(backend.server_pid) if process.name == "slot-init"] == []
+
+    asyncio.run(main())
+
+
+def test_destroying_ends_every_process_before_it_returns() -> None:
+    async def main() -> None:
+        async with LocalBackend() as backend:
+            slot = await backend.create(SlotSpec(), "x")
+            await slot.execute("for i in $(seq 50); do setsid sleep 1000 & done")
+            await backend.destroy(slot)
+            await backend.destroy(slot)
+            assert [process.name for process in descendants(backend.server_pid)] == ["slotd"]
+
+    asyncio.run(main())
