@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from envs import scripts
+from palaestra.inference.loopback import Answer, LoopbackServer, Seen, completion
 
 pytestmark = pytest.mark.slots
 
@@ -176,3 +178,90 @@ def test_what_cannot_work_is_one_clear_message(tmp_path: Path, flags: list[str],
     done = invoke(tmp_path, [*RUN, "my_env.py", *flags], check=code)
     assert says in done.stderr
     assert done.stderr.count("error:") == 1
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> dict[str, object]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_a_chat_server_has_a_real_conversation_with_tools(tmp_path: Path) -> None:
+    """Four turns: a look, a malformed call beside a good one, the work, the answer."""
+    answers = [
+        completion(None, "tool_calls", tool_calls=[tool_call("c1", "terminal", '{"command": "wc -l < a.txt"}')]),
+        completion(
+            "Let me write it.",
+            "tool_calls",
+            tool_calls=[
+                tool_call("c2", "terminal", '{"command": '),
+                tool_call("c3", "terminal", '{"command": "wc -l < a.txt > answer.txt"}'),
+            ],
+        ),
+        completion(None, "tool_calls", tool_calls=[tool_call("c4", "terminal", '{"command": "cat answer.txt"}')]),
+        completion("Done: 0 lines."),
+    ]
+    script(tmp_path, scripts.COUNT_LINES)
+
+    async def main() -> tuple[int, str, list[Seen]]:
+        async with LoopbackServer(*map(Answer, answers)) as server:
+            process = await asyncio.create_subprocess_exec(
+                *RUN,
+                *["my_env.py", "--env.n", "1", "--base-url", f"{server.url}/v1", "--model", "m"],
+                *["--openai.api_key", "sk-secret"],
+                cwd=tmp_path,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            _, stderr = await process.communicate()
+            assert process.returncode is not None
+            return process.returncode, stderr.decode(), server.seen
+
+    code, stderr, seen = asyncio.run(main())
+    assert code == 0, stderr
+    (group,) = lines(tmp_path / "data/count_lines.jsonl")
+    assert group["scores"] == [1.0]
+    (messages,) = group["messages"]  # type: ignore[misc]
+    assert [message["role"] for message in messages] == [
+        *["user", "assistant", "tool", "assistant", "tool", "tool", "assistant", "tool", "assistant"]
+    ]
+    replies = {message["tool_call_id"]: message["content"] for message in messages if message["role"] == "tool"}
+    assert json.loads(replies["c1"])["output"].strip() == "0"
+    assert "error" in json.loads(replies["c2"])
+    assert json.loads(replies["c4"])["output"].strip() == "0"
+    asked = [request for request in seen if request.method == "POST"]
+    assert len(asked) == 4
+    assert asked[0].body["tools"][0]["function"]["name"] == "terminal"
+    assert asked[0].headers["Authorization"] == "Bearer sk-secret"
+    written = "".join(path.read_text() for path in tmp_path.glob("runs/*/*/*.json*"))
+    assert "sk-secret" not in written
+
+
+def test_a_slot_that_dies_mid_rollout_is_no_score(tmp_path: Path) -> None:
+    """Kill the slot's init from outside while its command runs: the rollout is tried again, then left unscored."""
+    script(tmp_path, scripts.SLEEPER)
+    running = subprocess.Popen(
+        [*RUN, "my_env.py", "--policy", "oracle", "--env.infra_retries", "1"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert running.stderr is not None
+    with running, running.stderr:
+        try:
+            for _ in range(2):
+                wait_for_command("sleep 3611")
+                (sleeper,) = commands("sleep 3611")
+                init = int(Path(f"/proc/{sleeper.split()[0]}/stat").read_text().rpartition(")")[2].split()[1])
+                os.kill(init, signal.SIGKILL)
+                while sleeper in commands("sleep 3611"):
+                    time.sleep(0.02)
+            rest = running.stderr.read()
+            assert running.wait(timeout=30) == 3, rest
+        finally:
+            running.kill()
+    assert "Traceback" not in rest
+    (group,) = lines(tmp_path / "data/sleeper.jsonl")
+    assert group["task_id"] == "quick"
+    (journal,) = tmp_path.glob("runs/*/*/journal.jsonl")
+    ended = [event["trajectory"] for event in lines(journal) if event["event"] in ("rollout", "discarded")]
+    lost = [trajectory for trajectory in ended if trajectory["task_id"] == "slow"]  # type: ignore[index]
+    assert [(t["blame"], t.get("reward")) for t in lost] == [("sandbox", None)] * 2  # type: ignore[index]
