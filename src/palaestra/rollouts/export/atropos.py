@@ -34,8 +34,8 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
     """The group as one JSON object, or None when nothing in it was scored.
 
     `tokens[G][T]`, `masks[G][T]` (-100 where nothing is trained), `scores[G]`; `inference_logprobs[G][T]` only when
-    every row has them; `messages` False leaves that list empty. Raises `ValueError` when the lengths of a row differ, a score is not finite or a message has no
-    role: none of these may reach a trainer.
+    every row has them; `messages` False leaves that list empty. Raises `ValueError` when the lengths of a row differ,
+    a score is not finite or a message has no role: none of these may reach a trainer.
     """
     trajectories = sorted(group.trajectories, key=lambda trajectory: trajectory.index)
     scored = [trajectory for trajectory in trajectories if trajectory.scored]

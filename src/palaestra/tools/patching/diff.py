@@ -17,8 +17,8 @@ _CONTEXT = 3
 
 def unified_diff(before: str | None, after: str | None, path: str) -> str:
     """How `path` changed, in git's notation; None stands for no file. Cut beyond `MAX_DIFF_CHARS`, visibly."""
-    old_name = "/dev/null" if before is None else f"a/{path}"
-    new_name = "/dev/null" if after is None else f"b/{path}"
+    old_name = "/dev/null" if before is None else f"a/{path.lstrip('/')}"
+    new_name = "/dev/null" if after is None else f"b/{path.lstrip('/')}"
     old, new = _lines(before), _lines(after)
     hunks = "".join(_hunks(old, new))
     if before == after:
