@@ -19,6 +19,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import pytest
 
 _CHANNEL = 3
@@ -69,19 +71,14 @@ class Reporter:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._channel.send("collected", node_ids=[item.nodeid for item in session.items])
 
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-        """Remember where in the test's own file an exception passed, for a description of the failure."""
-        if call.excinfo is None:
-            return
-        path = str(item.path)
-        lines = [entry.lineno + 1 for entry in call.excinfo.traceback if str(entry.path) == path]
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        self._failures[item.nodeid, call.when] = {
-            "exception": call.excinfo.typename,
-            "message": _short(call.excinfo.value),
-            "line": lines[-1] if lines else 0,
-            "params": {name: _short(_repr(value)) for name, value in params.items()},
-        }
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+        """Remember where in the test's own file an exception passed, for a description of the failure.
+
+        Looks after all other plugins have: for unittest's tests the exception is put into `call` by one of them.
+        """
+        yield
+        if call.excinfo is not None:
+            self._failures[item.nodeid, call.when] = _failure(item, call.excinfo)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.outcome == "passed":
@@ -100,6 +97,22 @@ class Reporter:
         self._channel.send("finish", exit_status=int(exitstatus), tests=session.testscollected)
 
 
+def _failure(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException]) -> dict[str, object]:
+    code = getattr(getattr(item, "obj", None), "__code__", None)  # an inherited test lies in another file
+    path = code.co_filename if code else str(item.path)
+    lines = [entry.lineno + 1 for entry in excinfo.traceback if str(entry.path) == path]
+    arguments = getattr(item, "funcargs", {})
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    direct = {name: value for name, value in params.items() if arguments.get(name, value) is value}
+    return {
+        "exception": excinfo.typename,
+        "message": _short(excinfo.value),
+        "path": os.path.relpath(path, item.config.rootpath),
+        "line": lines[-1] if lines else 0,
+        "params": {name: _short(_repr(value)) for name, value in direct.items()},
+    }
+
+
 def _repr(value: object) -> str:
     """`repr` of a parameter; one that fails must not fail the report."""
     try:
@@ -116,8 +129,8 @@ def main() -> None:
     sys.path += plan["dependencies"]
     import pytest
 
-    for name in ("pytest_collection_modifyitems", "pytest_runtest_makereport"):
-        setattr(Reporter, name, pytest.hookimpl(tryfirst=True)(getattr(Reporter, name)))
+    pytest.hookimpl(tryfirst=True)(Reporter.pytest_collection_modifyitems)
+    pytest.hookimpl(hookwrapper=True)(Reporter.pytest_runtest_makereport)
     channel = Channel(_CHANNEL, plan["nonce"])
     channel.send("start", python=sys.version.split()[0], pytest=pytest.__version__)
 

@@ -64,11 +64,13 @@ _WORST_FIRST = (Status.ERROR, Status.FAILED, Status.SKIPPED, Status.XFAILED, Sta
 class Failure:
     """Why a test did not pass: the exception, and the last line of the test's own file that it passed through.
 
-    `line` 0 means that it passed through none. `params` are the parameters of the test as `repr` shows them.
+    `path` is the file of the test's code, which for an inherited test is not that of its name; `line` 0 means that the
+    exception did not pass through it. `params` are the parameters of the test as `repr` shows them.
     """
 
     exception: str
     message: str
+    path: str
     line: int
     params: Mapping[str, str] = field(default_factory=dict)
 

@@ -20,7 +20,7 @@ from palaestra.envs.swe.build.trial import Trial
 from palaestra.envs.swe.mutate import Mutation, apply, find_mutations
 from palaestra.envs.swe.testing import Status, TestRun
 
-MAX_FAIL_TO_PASS = 12
+MAX_FAIL_TO_PASS = 20
 MIN_PASS_TO_PASS = 5
 _MAX_PER_KIND = 2
 _EXTRA_TEST_FILES = 1

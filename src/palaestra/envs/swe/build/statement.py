@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from palaestra.envs.swe.testing import Failure
 
@@ -18,6 +19,7 @@ MAX_EXAMPLES = 3
 _MAX_VALUE = 400
 _MAX_SETUP_LINES = 16
 _MAX_HELPER_LINES = 6
+_FOREIGN = frozenset(sys.stdlib_module_names) | frozenset(dir(builtins)) | {"self", "pytest"}
 _EQUALITIES = {"assertEqual", "assertEquals", "assertListEqual", "assertDictEqual", "assertSequenceEqual"}
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 """Where an object lies in memory: different each time."""
@@ -36,10 +38,10 @@ class _Example:
 
 
 def problem_statement(package: str, failures: Mapping[str, Failure], sources: Mapping[str, str]) -> str:
-    """Describe the failures (at least one). They go by node id; `sources` hold the texts of their test files."""
+    """Describe the failures (at least one). They go by node id; `sources` hold the texts of test files."""
     examples: dict[str, _Example] = {}
     for node_id in sorted(failures, key=lambda name: (len(name), name)):
-        example = _example(failures[node_id], sources.get(node_id.split("::", 1)[0], ""))
+        example = _example(failures[node_id], sources.get(failures[node_id].path, ""))
         examples.setdefault(example.body, example)
     chosen = sorted(examples.values(), key=lambda example: example.open_names)[:MAX_EXAMPLES]
     parts = [f"# {package}: {chosen[0].title}", f"I am using {package} and it does not behave as it should."]
@@ -62,7 +64,7 @@ def _example(failure: Failure, source: str) -> _Example:
     if located is None:
         return _Example("unexpected failure", _happens(failure), 1000)
     function, statement = located
-    claim = _claim(statement)
+    claim = _inlined(_claim(statement), function, statement)
     setup = _setup(module, function, statement, claim.call)
     unexplained = _unexplained(claim.call, setup, failure.params)
     outer = next(node for node in function.body if statement in ast.walk(node))
@@ -72,7 +74,7 @@ def _example(failure: Failure, source: str) -> _Example:
         unexplained = _unexplained(outer, setup, failure.params)
     code = "\n".join([*map(ast.unparse, setup), ast.unparse(_with_values(claim.call, failure.params))])
     body = f"```python\n{code}\n```\n\n{_contrast(failure, claim)}"
-    return _Example(_title(claim, failure), body, len(unexplained))
+    return _Example(_title(claim, setup, failure), body, len(unexplained))
 
 
 def _unexplained(call: ast.AST, setup: Sequence[ast.stmt], params: Mapping[str, str]) -> set[str]:
@@ -80,8 +82,8 @@ def _unexplained(call: ast.AST, setup: Sequence[ast.stmt], params: Mapping[str, 
     return {name for node in (*setup, call) for name in _names(node)} - known
 
 
-def _title(claim: _Claim, failure: Failure) -> str:
-    name = _called_name(claim.call)
+def _title(claim: _Claim, setup: Sequence[ast.stmt], failure: Failure) -> str:
+    name = _called_name([claim.call, *reversed(setup)])
     if not name:
         return "wrong behaviour"
     return f"`{name}` gives a wrong result" if failure.exception == "AssertionError" else f"`{name}` fails"
@@ -157,17 +159,40 @@ def _claim(statement: ast.stmt) -> _Claim:
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         call = statement.value
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-        if name in _EQUALITIES and len(call.args) >= 2:
+        if (name in _EQUALITIES or _spelled(call.func) == "assert_equal") and len(call.args) >= 2:
             return _sides(call.args[0], call.args[1])
+        if _spelled(call.func) in ("assert_in", "assertIn") and len(call.args) >= 2:
+            return _Claim(call.args[0])
         if name in ("assertTrue", "assertFalse") and call.args:
             return _Claim(call.args[0], ast.Constant(name == "assertTrue"))
     return _Claim(statement)
 
 
 def _sides(left: ast.expr, right: ast.expr) -> _Claim:
-    """The call first: some people write the expected value on the left."""
+    """What was done first: some people write the expected value on the left."""
     calls = [any(isinstance(node, ast.Call) for node in ast.walk(side)) for side in (left, right)]
-    return _Claim(right, left, call_on_the_right=True) if calls == [False, True] else _Claim(left, right)
+    named = isinstance(left, ast.Name) and left.id.startswith(("expect", "want"))
+    flipped = named or calls == [False, True]
+    return _Claim(right, left, call_on_the_right=True) if flipped else _Claim(left, right)
+
+
+def _inlined(claim: _Claim, function: ast.FunctionDef, statement: ast.stmt) -> _Claim:
+    """Variables that only carry the result or the expectation replaced by what was assigned to them."""
+    if not isinstance(claim.call, ast.expr):
+        return claim
+    call = _assigned(claim.call, function, statement)
+    expected = None if claim.expected is None else _assigned(claim.expected, function, statement)
+    return replace(claim, call=call, expected=expected)
+
+
+def _assigned(node: ast.expr, function: ast.FunctionDef, statement: ast.stmt) -> ast.expr:
+    found = node
+    for before in function.body:
+        if isinstance(before, ast.Assign) and before.lineno < statement.lineno and isinstance(node, ast.Name):
+            target = before.targets[0]
+            if isinstance(target, ast.Name) and target.id == node.id and node.id not in _names(before.value):
+                found = before.value
+    return found
 
 
 def _with_values(node: ast.AST, params: Mapping[str, str]) -> ast.AST:
@@ -208,10 +233,19 @@ def _setup(module: ast.Module, function: ast.FunctionDef, statement: ast.stmt, c
 
 def _makes(statement: ast.stmt, needed: set[str]) -> bool:
     """Whether a statement gives one of these names its value, or changes what it stands for; never an assertion."""
+    if isinstance(statement, ast.Assert | ast.FunctionDef | ast.ClassDef):
+        return False
     if isinstance(statement, ast.Expr):
-        name = _called_name(statement).rpartition(".")[2]
+        name = _first_call(statement).rpartition(".")[2]
         return isinstance(statement.value, ast.Call) and "assert" not in name and bool(_names(statement) & needed)
-    return not isinstance(statement, ast.Assert | ast.FunctionDef | ast.ClassDef) and bool(_bound(statement) & needed)
+    return bool((_bound(statement) | _changed(statement)) & needed)
+
+
+def _changed(statement: ast.stmt) -> set[str]:
+    """The objects whose elements or attributes a statement sets or deletes."""
+    places = [node for node in ast.walk(statement) if isinstance(node, ast.Subscript | ast.Attribute)]
+    changed = [node.value for node in places if isinstance(node.ctx, ast.Store | ast.Del)]
+    return {name for node in changed for name in _names(node)}
 
 
 def _narrowed(statement: ast.stmt, needed: set[str]) -> ast.stmt | None:
@@ -222,7 +256,7 @@ def _narrowed(statement: ast.stmt, needed: set[str]) -> ast.stmt | None:
         names = [alias for alias in statement.names if _alias(alias) in needed]
         if isinstance(statement, ast.Import):
             return ast.Import(names)
-        own_tests = statement.level or (statement.module or "").split(".")[0] in ("test", "tests")
+        own_tests = statement.level or (statement.module or "").split(".")[0] in ("test", "tests", "common")
         return None if own_tests else ast.ImportFrom(statement.module, names, 0)
     return None
 
@@ -253,13 +287,21 @@ def _bound(statement: ast.AST) -> set[str]:
     return bound
 
 
-def _called_name(node: ast.AST) -> str:
-    """The name of the first thing called, as the user writes it."""
-    for child in ast.walk(node):
-        if isinstance(child, ast.Call):
-            text = ast.unparse(child.func)
-            return text if re.fullmatch(r"[\w.]+", text) else text.rpartition(".")[2]
-    return ""
+def _called_name(nodes: Sequence[ast.AST]) -> str:
+    """The call that a title names: the first one that is neither a builtin's nor the standard library's."""
+    names = [_spelled(call.func) for node in nodes for call in ast.walk(node) if isinstance(call, ast.Call)]
+    own = [name for name in names if name and name.split(".")[0] not in _FOREIGN]
+    return own[0] if own else ""
+
+
+def _first_call(node: ast.AST) -> str:
+    return next((_spelled(child.func) for child in ast.walk(node) if isinstance(child, ast.Call)), "")
+
+
+def _spelled(function: ast.expr) -> str:
+    """A called name as the user writes it; for a method of something longer, the method's name."""
+    text = ast.unparse(function)
+    return text if re.fullmatch(r"[\w.]+", text) else text.rpartition(".")[2] if "." in text[-40:] else ""
 
 
 def _short(text: str) -> str:

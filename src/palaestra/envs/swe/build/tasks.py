@@ -25,7 +25,7 @@ MAX_PASS_TO_PASS = 200
 BASE_TIMEOUT_S = 300.0
 MUTATED_TIMEOUT_S = 60.0
 _CREATED_AT = "2000-01-01T00:00:00+00:00"
-_UNSEEN = Failure("AssertionError", "", 0)
+_UNSEEN = Failure("AssertionError", "", "", 0)
 _BROKEN = (Status.FAILED, Status.ERROR)
 
 
@@ -87,7 +87,9 @@ def row(repository: Repository, mutation: PinnedMutation, after: str, found: Fli
     """One row in the SWE-smith schema, with our own columns after it."""
     package = repository.package
     failures = {name: run.failures.get(name, _UNSEEN) for name in found.fail_to_pass}
-    texts = {path: repository.text(path) for path in mutation.tests}
+    texts = {
+        failure.path: repository.text(failure.path) for failure in failures.values() if failure.path in repository.files
+    }
     statement = problem_statement(package.name, failures, texts)
     if leaked := mentions(statement, [mutation.path]):
         raise TaskError(f"{mutation.id}: the problem statement names {leaked[0]!r}")
