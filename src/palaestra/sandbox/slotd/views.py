@@ -106,9 +106,10 @@ class Cut:
             self._drop_all()
             return
         names = path.split("/")
+        wanted = self._below.find(path) is not None
         for index in range(1, len(names)):
             parent = "/".join(names[:index])
-            if not self._open_up(f"{self._layer}/{parent}", parent, names[index]):
+            if not self._open_up(f"{self._layer}/{parent}", parent, names[index], wanted):
                 return
         if _lstat(f"{self._layer}/{path}") is not None:
             self._drop(path)
@@ -149,14 +150,16 @@ class Cut:
                 os.mkdir(f"{self._layer}/{parent}")
                 self._like_below(f"{self._layer}/{parent}", parent, f"{old}/{parent}")
 
-    def _open_up(self, directory: str, path: str, passage: str) -> bool:
-        """Let what lies below a directory be seen at one name in it. False when there is nothing left in the way."""
+    def _open_up(self, directory: str, path: str, passage: str, wanted: bool) -> bool:
+        """Let what lies below a directory be seen at one name in it, if anything is there that is `wanted`.
+
+        False when nothing is left in the way.
+        """
         status = _lstat(directory)
         if status is None:
             return False
         if Marks.is_whiteout(status):
-            entry = self._below.find(path)
-            if entry is None or not entry.directories:
+            if not wanted:
                 return False
             os.unlink(directory)
             os.mkdir(directory)
@@ -165,7 +168,7 @@ class Cut:
         elif not stat.S_ISDIR(status.st_mode):
             self._drop(path)
             return False
-        elif self._marks.is_opaque(directory):
+        elif wanted and self._marks.is_opaque(directory):
             self._hide_below(directory, path, passage)
             self._marks.set_opaque(directory, False)
         return True
