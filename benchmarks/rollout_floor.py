@@ -1,9 +1,10 @@
 """What the agent loop costs when nothing else does: python benchmarks/rollout_floor.py [--quick] [--json FILE]
 
-A rollout of five turns with a tool that runs in this process, against a server that answers at once, at concurrency 1,
-64 and 512. Three cases take turns: `bare` is an aiohttp loop that calls the same server and knows nothing of limits,
-validation, retries or records; `palaestra` is `HermesAgentLoop` over the chat completions engine; `no http` is the same
-loop over a server object in the same process, which is what the loop alone costs.
+A rollout of five turns with a tool that runs in this process, against a server that answers at once, at concurrency
+1, 64 and 512. Four cases take turns: `bare` is an aiohttp loop that calls the same server and knows nothing of
+limits, validation, retries or records; `palaestra` is `HermesAgentLoop` over the chat completions engine; `whole` is
+a group of one as a run has it: the same loop with the tool registry, outcome and score, all of it in the journal on
+disk; `no http` is the loop over a server object in the same process, which is what the loop alone costs.
 
 The server runs in a process of its own; CPU and memory are those of the client. Memory is how far the resident set
 rises above where it was when the rollouts began, divided by how many are in flight: connections and tasks included.
@@ -134,6 +135,14 @@ async def palaestra(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> 
         await servers.aclose()
 
 
+async def whole(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
+    """Groups of one through the runner, journalled and committed to disk as in a run."""
+    from _toy_environment import Adding, services
+
+    async with services(url) as shared:
+        await work(Adding(shared, PROMPT, ADD, tool_reply).roll_out)
+
+
 async def no_http(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
     """The agent loop over a server object that decodes the same bytes without a connection."""
     from palaestra.inference.wire import decode_completion, encode_json
@@ -159,7 +168,7 @@ def _looping(server: Callable[[], ChatServer]) -> OneRollout:
     return one
 
 
-CASES = {"bare": bare, "palaestra": palaestra, "no http": no_http}
+CASES = {"bare": bare, "palaestra": palaestra, "whole": whole, "no http": no_http}
 
 
 async def sample(case: str, url: str, concurrency: int, rollouts: int) -> measure.Sample:

@@ -1,0 +1,84 @@
+"""An environment without slots for benchmarks of the runner: one tool in this process, a score that looks at it."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from palaestra.core.types import JSON, Score, Task
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.servers import ServerGroup
+from palaestra.rollouts.base import Environment, Kit
+from palaestra.rollouts.foundations import Foundations
+from palaestra.rollouts.grading import Grading
+from palaestra.rollouts.group import GroupRun, Services
+from palaestra.rollouts.journal import Journal
+from palaestra.rollouts.progress import NullObserver
+from palaestra.rollouts.rollout import Rollout
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.tools.registry import ToolRegistry
+from palaestra.tools.schema import Tool, ToolRun, ToolSchema
+
+
+class Adding(Environment):
+    """Each rollout is a task of its own; what counts is that the tool was asked."""
+
+    name = "adding"
+
+    def __init__(
+        self, shared: Services, prompt: str, definition: Mapping[str, JSON], reply: Callable[..., str]
+    ) -> None:
+        self._shared = shared
+        self._prompt = prompt
+        self._count = 0
+        function = definition["function"]
+
+        async def add(arguments: Mapping[str, JSON], run: ToolRun) -> str:
+            return reply(**arguments)
+
+        schema = ToolSchema(
+            function["name"],
+            function["description"],
+            function["parameters"]["properties"],
+            tuple(function["parameters"]["required"]),
+        )
+        self._registry = ToolRegistry([Tool(schema, add, toolset="arithmetic")])
+
+    async def roll_out(self) -> int:
+        """One group of one; says how many turns it had."""
+        self._count += 1
+        task = Task(id=f"t{self._count}", prompt=self._prompt)
+        group = await GroupRun(self, self._shared, self._count, task).run()
+        (trajectory,) = group.trajectories
+        assert trajectory.reward == 1.0, trajectory.error
+        return len(trajectory.turns)
+
+    def tasks(self) -> AsyncIterator[Task]:
+        raise NotImplementedError("the benchmark makes its tasks itself")
+
+    def kit(self, task: Task, rng: random.Random) -> Kit:
+        return Kit(self._registry)
+
+    async def score(self, rollout: Rollout, grading: Grading) -> Score:
+        return Score(float(any(message["role"] == "tool" for message in rollout.messages)))
+
+
+@asynccontextmanager
+async def services(url: str) -> AsyncIterator[Services]:
+    """What a run shares, with a journal in a temporary folder. The pool is never started: nobody asks for a slot."""
+    engine = ServerGroup(APIServerConfig(base_url=url, model_name="m", health_check=False))
+    await engine.start()
+    pool = SlotPool(SlotPoolConfig(), LocalBackend())
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal(Path(folder, "journal.jsonl"))
+        try:
+            yield Services(
+                engine=engine, pool=pool, journal=journal, observer=NullObserver(), foundations=Foundations(pool)
+            )
+        finally:
+            journal.close()
+            await engine.aclose()
