@@ -50,10 +50,32 @@ class CommandNotStarted(Exception):
 class _Call:
     """One request in flight."""
 
-    def __init__(self, answer: asyncio.Future[Reply], on_data: OnData | None) -> None:
-        self.answer, self.on_data = answer, on_data
+    def __init__(self, on_data: OnData | None) -> None:
+        self.answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self.on_data = on_data
         self.taken = 0
         self.failure: Exception | None = None
+        self.answered = False
+        self.reply: Reply | None = None
+
+    def succeed(self, reply: Reply) -> None:
+        """The answer is here; whoever waited may have been cancelled."""
+        self.answered, self.reply = True, reply
+        if not self.answer.done():
+            self.answer.set_result(reply)
+
+    def fail(self, error: Exception) -> None:
+        """There will be no answer."""
+        self.answered = True
+        if not self.answer.done():
+            self.answer.set_exception(error)
+            self.answer.exception()  # it may be that nobody waits any more
+
+    async def settled(self) -> None:
+        """After a cancellation, which has ended the future: wait for the answer all the same."""
+        if not self.answered:
+            self.answer = asyncio.get_running_loop().create_future()
+            await _settle(self.answer)
 
 
 class SlotServer(asyncio.Protocol):
@@ -140,12 +162,11 @@ class SlotServer(asyncio.Protocol):
         number, call = self._open(None)
         try:
             self._send(Kind.REQUEST, number, {"op": "create", **fields})
-            return (await asyncio.shield(call.answer)).fields
+            return (await call.answer).fields
         except asyncio.CancelledError:
-            await _settle(call.answer)
-            if call.answer.exception() is None:
-                made = call.answer.result().fields
-                await _settle(asyncio.ensure_future(self.call("destroy", made)))
+            await call.settled()
+            if call.reply is not None:
+                await _settle(asyncio.ensure_future(self.call("destroy", call.reply.fields)))
             raise
         finally:
             del self._calls[number]
@@ -157,15 +178,13 @@ class SlotServer(asyncio.Protocol):
             self._send(Kind.REQUEST, number, {"op": "write", **fields})
             for start in range(0, len(data), CHUNK):
                 await self._writable.wait()
-                if call.answer.done():
+                if call.answered:
                     break
                 self._send(Kind.DATA, number, None, data[start : start + CHUNK])
             self._send(Kind.END, number)
             await self._answer(number, call)
         except asyncio.CancelledError:
-            if not call.answer.done():
-                self._send(Kind.CANCEL, number)
-                await _settle(call.answer)
+            await self._abandon(number, call)
             raise
         finally:
             del self._calls[number]
@@ -174,20 +193,23 @@ class SlotServer(asyncio.Protocol):
         if self._over is not None:
             raise self._over
         number = next(self._numbers)
-        call = self._calls[number] = _Call(asyncio.get_running_loop().create_future(), on_data)
+        call = self._calls[number] = _Call(on_data)
         return number, call
 
     async def _answer(self, number: int, call: _Call) -> Reply:
         try:
-            reply = await asyncio.shield(call.answer)
+            reply = await call.answer
         except asyncio.CancelledError:
-            if not call.answer.done():
-                self._send(Kind.CANCEL, number)
-                await _settle(call.answer)
+            await self._abandon(number, call)
             raise
         if call.failure is not None:
             raise call.failure
         return reply
+
+    async def _abandon(self, number: int, call: _Call) -> None:
+        if not call.answered:
+            self._send(Kind.CANCEL, number)
+        await call.settled()
 
     def _send(self, kind: Kind, number: int, fields: dict[str, JSON] | None = None, data: bytes = b"") -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -213,7 +235,7 @@ class SlotServer(asyncio.Protocol):
         self._over = self._over or SlotLost(f"the slot server has ended{self._last_words()}")
         self._writable.set()
         for call in self._calls.values():
-            _fail(call, self._over)
+            call.fail(self._over)
         self._on_lost("", 0)
 
     def _on_frame(self, frame: Frame) -> None:
@@ -226,9 +248,9 @@ class SlotServer(asyncio.Protocol):
             if frame.kind is Kind.DATA:
                 self._take(frame, call)
             elif frame.kind is Kind.ERROR:
-                _fail(call, _error(frame.fields))
-            elif not call.answer.done():
-                call.answer.set_result(Reply(frame.fields, frame.data))
+                call.fail(_error(frame.fields))
+            else:
+                call.succeed(Reply(frame.fields, frame.data))
 
     def _take(self, frame: Frame, call: _Call) -> None:
         if call.on_data is not None and call.failure is None:
@@ -260,12 +282,6 @@ async def _settle(future: asyncio.Future[JSON], patience_s: float | None = None)
                 return
     if not future.cancelled():
         future.exception()
-
-
-def _fail(call: _Call, error: Exception) -> None:
-    if not call.answer.done():
-        call.answer.set_exception(error)
-        call.answer.exception()  # it may be that nobody waits any more
 
 
 def _error(fields: dict[str, JSON]) -> Exception:

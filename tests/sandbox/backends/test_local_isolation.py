@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slots
 
 def test_the_host_is_out_of_sight(on_each_rung: WithSlot, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("host")
-    home = Path.home()
+    home = os.path.expanduser("~")
 
     async def body(backend: LocalBackend, slot: Slot) -> None:
         script = f"""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,6 +85,11 @@ class Execution:
     def on_killed(self, swept: bool) -> None:
         """Everything the command started is dead."""
         self._swept = swept
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether it, or what a shell ran as its last command, ended by SIGKILL."""
+        return self._exit is not None and _shell_status(self._exit["exit"]) == 128 + signal.SIGKILL
 
     def finish(self, oom: bool) -> None:
         """Take what is left in the pipes and send the RESULT."""

@@ -204,9 +204,10 @@ class Slot:
 
     def _finish(self, execution: Execution) -> None:
         del self._executions[execution.number]
-        kills = cgroups.oom_kills(list(self.groups)) if self.groups else 0
-        execution.finish(oom=kills > self._oom_kills)
-        self._oom_kills = kills
+        kills = self._oom_kills
+        if self.groups and execution.was_killed:
+            self._oom_kills = cgroups.oom_kills(list(self.groups))
+        execution.finish(oom=self._oom_kills > kills)
         if execution.leftover is not None:
             self._leftovers.append(execution.leftover)
             if len(self._leftovers) == 1:

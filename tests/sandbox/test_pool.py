@@ -1,0 +1,176 @@
+"""The pool: first come, first served, a real timeout, and no place lost whatever is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from pydantic import ValidationError
+
+from palaestra.core.errors import AcquireTimeout, SandboxError, StaleLease
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import Slot, SlotSpec, View
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig, default_max_slots
+
+pytestmark = pytest.mark.slots
+
+
+def with_pool(max_slots: int, body: Callable[[SlotPool], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with SlotPool(SlotPoolConfig(max_slots=max_slots), LocalBackend()) as pool:
+            await body(pool)
+
+    asyncio.run(main())
+
+
+def test_a_lease_from_acquire_to_release() -> None:
+    async def body(pool: SlotPool) -> None:
+        slot = await pool.acquire("t-1")
+        assert slot.trajectory_id == "t-1"
+        assert pool.rung == slot.rung
+        assert (pool.total_slots, pool.available_slots, pool.acquired_slots) == (2, 1, 1)
+        holders = pool.get_status()["holders"]
+        assert [(holder["slot_id"], holder["trajectory_id"]) for holder in holders] == [(slot.slot_id, "t-1")]
+        await pool.release(slot)
+        await pool.release(slot)
+        assert (pool.available_slots, pool.acquired_slots) == (2, 0)
+        with pytest.raises(StaleLease):
+            await slot.execute("true")
+        stats = pool.get_stats()
+        assert (stats["leases"], stats["waiting"], stats["backend"]["slots"]) == (1, 0, 0)
+
+    with_pool(2, body)
+
+
+def test_nothing_of_one_lease_is_in_the_next() -> None:
+    async def body(pool: SlotPool) -> None:
+        first = await pool.acquire("a")
+        await first.execute("touch /workspace/x /tmp/x /usr/local/x; sleep 1000 &")
+        await pool.release(first)
+        second = await pool.acquire("b")
+        assert second.epoch > first.epoch
+        assert (await second.execute("ls /workspace /usr/local/x; pgrep sleep; ls -A /tmp")).output.count("x") == 1
+
+    with_pool(1, body)
+
+
+def test_who_comes_first_is_served_first() -> None:
+    async def body(pool: SlotPool) -> None:
+        held = await pool.acquire("holder")
+        order: list[str] = []
+
+        async def use(name: str) -> None:
+            slot = await pool.acquire(name, timeout_s=20)
+            order.append(name)
+            await pool.release(slot)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(5):
+                group.create_task(use(f"t{number}"))
+                await asyncio.sleep(0)
+            await pool.release(held)
+        assert order == [f"t{number}" for number in range(5)]
+
+    with_pool(1, body)
+
+
+def test_acquire_really_times_out_and_says_who_holds() -> None:
+    async def body(pool: SlotPool) -> None:
+        held = await pool.acquire("greedy")
+        with pytest.raises(AcquireTimeout, match=r"modest in 0.05s: all 1 are in use \(longest by greedy"):
+            await pool.acquire("modest", timeout_s=0.05)
+        assert pool.get_stats()["timeouts"] == 1
+        await pool.release(held)
+        await pool.release(await pool.acquire("modest", timeout_s=0.05))
+
+    with_pool(1, body)
+
+
+def test_a_cancelled_wait_loses_no_place() -> None:
+    async def body(pool: SlotPool) -> None:
+        held = await pool.acquire("holder")
+        waiting = [asyncio.ensure_future(pool.acquire(f"w{number}")) for number in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        releasing = asyncio.ensure_future(pool.release(held))
+        slot = await waiting[1]
+        await releasing
+        waiting[2].cancel()
+        await pool.release(slot)
+        assert pool.available_slots == 1
+        results: list[Slot | BaseException] = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(result) for result in results][::2] == [asyncio.CancelledError] * 2
+
+    with_pool(1, body)
+
+
+def test_a_place_given_together_with_a_cancellation_goes_on() -> None:
+    async def body(pool: SlotPool) -> None:
+        held = await pool.acquire("holder")
+        first = asyncio.ensure_future(pool.acquire("first"))
+        second = asyncio.ensure_future(pool.acquire("second"))
+        await asyncio.sleep(0)
+        pool._held.clear()
+        pool._give_place()  # what release does last; the waiter has not run yet
+        first.cancel()
+        slot = await asyncio.wait_for(second, 10)
+        await pool.backend.destroy(held)
+        await pool.release(slot)
+        assert pool.available_slots == 1
+        with pytest.raises(asyncio.CancelledError):
+            await first
+
+    with_pool(1, body)
+
+
+def test_a_slot_that_cannot_be_made_gives_its_place_back() -> None:
+    async def body(pool: SlotPool) -> None:
+        for _ in range(3):
+            with pytest.raises(ValueError, match="not a directory"):
+                await pool.acquire("x", spec=SlotSpec(image="/no/such/image"))
+        assert pool.available_slots == 1
+
+    with_pool(1, body)
+
+
+def test_sealing_gives_the_place_back_and_a_snapshot() -> None:
+    async def body(pool: SlotPool) -> None:
+        slot = await pool.acquire("prepare")
+        await slot.execute("mkdir tests; echo 1 > tests/t; echo 2 > f")
+        snapshot = await pool.seal(slot)
+        assert pool.available_slots == 1
+        assert [change.path for change in await pool.changes(snapshot)][-1] == "/workspace/tests/t"
+        part = await pool.view(snapshot, View(without=("/workspace/tests",)))
+        fork = await pool.acquire("fork", snapshot=part)
+        assert [entry.path for entry in await fork.list_dir()] == ["/workspace/f"]
+        await pool.release(fork)
+        await pool.forget(part)
+        await pool.forget(snapshot)
+
+    with_pool(1, body)
+
+
+def test_closing_ends_the_waiting() -> None:
+    async def main() -> None:
+        pool = SlotPool(SlotPoolConfig(max_slots=1), LocalBackend())
+        with pytest.raises(SandboxError, match="start"):
+            await pool.acquire("early")
+        await pool.start()
+        await pool.acquire("holder")
+        waiting = asyncio.ensure_future(pool.acquire("waiter"))
+        await asyncio.sleep(0)
+        await pool.stop()
+        with pytest.raises(SandboxError, match="closed"):
+            await waiting
+        await pool.aclose()
+
+    asyncio.run(main())
+
+
+def test_the_configuration_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(ValidationError):
+        SlotPoolConfig(max_slots=0)
+    with pytest.raises(ValidationError):
+        SlotPoolConfig.model_validate({"acquire_timeout_s": 3})
+    assert SlotPoolConfig().max_slots == default_max_slots() >= 4
