@@ -144,7 +144,7 @@ class _Builder:
                 if not package.mutations:
                     repository = await self._searched(trial, repository)
                 return repository.package, await self._rows(trial, repository)
-        except (InfraError, TaskError) as problem:
+        except (InfraError, ConfigError) as problem:
             self._note(f"{package.name}=={package.version}: {problem}", problem)
             return package, []
 
@@ -205,7 +205,9 @@ class _Builder:
                     self._note(f"{repository.package.name}: {problem}", problem)
                     return None
             if len(row["FAIL_TO_PASS"]) != mutation.fail_to_pass:
-                self._note(f"{mutation.id}: {len(row['FAIL_TO_PASS'])} tests notice it, not {mutation.fail_to_pass}")
+                self._progress(
+                    f"{mutation.id}: {len(row['FAIL_TO_PASS'])} tests notice it, not {mutation.fail_to_pass}"
+                )
             self._progress(f"{row['instance_id']}: {len(row['FAIL_TO_PASS'])} F2P, {len(row['PASS_TO_PASS'])} P2P")
             return row
 
@@ -213,11 +215,10 @@ class _Builder:
             jobs = [group.create_task(one(mutation)) for mutation in mutations]
         return [row for job in jobs if (row := job.result()) is not None]
 
-    def _note(self, line: str, problem: Exception | None = None) -> None:
+    def _note(self, line: str, problem: Exception) -> None:
         self.problems.append(line)
+        self.failures.append(problem)
         self._progress(line)
-        if problem is not None:
-            self.failures.append(problem)
 
 
 def _write(out: Path, rows: Sequence[Mapping[str, JSON]]) -> None:

@@ -39,7 +39,7 @@ def read_sdist(archive: bytes, name: str) -> dict[str, SourceFile]:
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
             for member in tar:
-                checked = tarfile.data_filter(member, "/")
+                checked = tarfile.data_filter(member, "/sdist")
                 total += member.size
                 if total > MAX_TREE_BYTES:
                     raise PrepareError(f"{name}: more than {MAX_TREE_BYTES >> 20} MiB unpacked")

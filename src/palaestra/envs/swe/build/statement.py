@@ -7,20 +7,23 @@ changed, nor the tests. The same failures give the same text.
 from __future__ import annotations
 
 import ast
-import builtins
 import re
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from palaestra.envs.swe.build.claims import (
+    Claim,
+    called_name,
+    inlined,
+    read_claim,
+    setup_for,
+    statement_at,
+    unexplained,
+)
 from palaestra.envs.swe.testing import Failure
 
 MAX_EXAMPLES = 3
 _MAX_VALUE = 400
-_MAX_SETUP_LINES = 16
-_MAX_HELPER_LINES = 6
-_FOREIGN = frozenset(sys.stdlib_module_names) | frozenset(dir(builtins)) | {"self", "pytest"}
-_EQUALITIES = {"assertEqual", "assertEquals", "assertListEqual", "assertDictEqual", "assertSequenceEqual"}
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 """Where an object lies in memory: different each time."""
 
@@ -59,37 +62,32 @@ def _extent(failing: int, shown: int) -> str:
 
 def _example(failure: Failure, source: str) -> _Example:
     """A title and a paragraph with code for one failure."""
-    module = ast.parse(source)
-    located = _statement_at(module, failure.line)
+    module = ast.parse(source.removeprefix("\ufeff"))
+    located = statement_at(module, failure.line)
     if located is None:
         return _Example("unexpected failure", _happens(failure), 1000)
     function, statement = located
-    claim = _inlined(_claim(statement), function, statement)
-    setup = _setup(module, function, statement, claim.call)
-    unexplained = _unexplained(claim.call, setup, failure.params)
+    claim = inlined(read_claim(statement), function, statement)
+    setup = setup_for(module, function, statement, claim.call)
+    open_names = unexplained(claim.call, setup, failure.params)
     outer = next(node for node in function.body if statement in ast.walk(node))
-    if unexplained and outer is not statement:  # the names come from a block around the statement: show it whole
-        claim = _Claim(outer)
-        setup = _setup(module, function, outer, outer)
-        unexplained = _unexplained(outer, setup, failure.params)
+    if open_names and outer is not statement:  # the names come from a block around the statement: show it whole
+        claim = Claim(outer)
+        setup = setup_for(module, function, outer, outer)
+        open_names = unexplained(outer, setup, failure.params)
     code = "\n".join([*map(ast.unparse, setup), ast.unparse(_with_values(claim.call, failure.params))])
     body = f"```python\n{code}\n```\n\n{_contrast(failure, claim)}"
-    return _Example(_title(claim, setup, failure), body, len(unexplained))
+    return _Example(_title(claim, setup, failure), body, len(open_names))
 
 
-def _unexplained(call: ast.AST, setup: Sequence[ast.stmt], params: Mapping[str, str]) -> set[str]:
-    known = {name for node in (*setup, call) for name in _bound(node)} | set(params)
-    return {name for node in (*setup, call) for name in _names(node)} - known
-
-
-def _title(claim: _Claim, setup: Sequence[ast.stmt], failure: Failure) -> str:
-    name = _called_name([claim.call, *reversed(setup)])
+def _title(claim: Claim, setup: Sequence[ast.stmt], failure: Failure) -> str:
+    name = called_name([claim.call, *reversed(setup)])
     if not name:
         return "wrong behaviour"
     return f"`{name}` gives a wrong result" if failure.exception == "AssertionError" else f"`{name}` fails"
 
 
-def _contrast(failure: Failure, claim: _Claim) -> str:
+def _contrast(failure: Failure, claim: Claim) -> str:
     """What should be and what is."""
     if claim.expected is None:
         return _happens(failure)
@@ -110,10 +108,9 @@ def _happens(failure: Failure) -> str:
     if failure.exception in _TELLING:
         return f"Instead it fails with an internal `{failure.exception}`."
     if failure.exception == "AssertionError":
+        telling = message and not message.endswith(":")  # a colon announces lines that are not shown
         return (
-            f"The result is not as expected: `{_short(message.removeprefix('assert '))}`."
-            if message
-            else ("The result is not as expected.")
+            f"The result is not as expected{': `' + _short(message.removeprefix('assert ')) + '`' if telling else ''}."
         )
     return f"Instead it raises `{failure.exception}{': ' + _short(message) if message else ''}`."
 
@@ -126,73 +123,6 @@ def _actual(message: str, *, on_the_right: bool) -> str | None:
         if first.count(operator) == 1:
             return first.split(operator)[on_the_right].strip()
     return None
-
-
-def _statement_at(module: ast.Module, line: int) -> tuple[ast.FunctionDef, ast.stmt] | None:
-    """The innermost statement at a line, and the outermost function around it."""
-    for function in (node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)):
-        if function.lineno <= line <= (function.end_lineno or 0):
-            inside = [node for node in ast.walk(function) if isinstance(node, ast.stmt) and node is not function]
-            around = [node for node in inside if node.lineno <= line <= (node.end_lineno or 0)]
-            if around:
-                return function, min(around, key=lambda node: (node.end_lineno or 0) - node.lineno)
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Claim:
-    """What a test's statement does, and what it says should come out (None: it only has to work)."""
-
-    call: ast.expr | ast.stmt
-    expected: ast.expr | None = None
-    call_on_the_right: bool = False
-
-
-def _claim(statement: ast.stmt) -> _Claim:
-    if isinstance(statement, ast.Assert):
-        test = statement.test
-        if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq | ast.Is):
-            return _sides(test.left, test.comparators[0])
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            return _Claim(test.operand, ast.Constant(False))
-        return _Claim(test, ast.Constant(True))
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        call = statement.value
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-        if (name in _EQUALITIES or _spelled(call.func) == "assert_equal") and len(call.args) >= 2:
-            return _sides(call.args[0], call.args[1])
-        if _spelled(call.func) in ("assert_in", "assertIn") and len(call.args) >= 2:
-            return _Claim(call.args[0])
-        if name in ("assertTrue", "assertFalse") and call.args:
-            return _Claim(call.args[0], ast.Constant(name == "assertTrue"))
-    return _Claim(statement)
-
-
-def _sides(left: ast.expr, right: ast.expr) -> _Claim:
-    """What was done first: some people write the expected value on the left."""
-    calls = [any(isinstance(node, ast.Call) for node in ast.walk(side)) for side in (left, right)]
-    named = isinstance(left, ast.Name) and left.id.startswith(("expect", "want"))
-    flipped = named or calls == [False, True]
-    return _Claim(right, left, call_on_the_right=True) if flipped else _Claim(left, right)
-
-
-def _inlined(claim: _Claim, function: ast.FunctionDef, statement: ast.stmt) -> _Claim:
-    """Variables that only carry the result or the expectation replaced by what was assigned to them."""
-    if not isinstance(claim.call, ast.expr):
-        return claim
-    call = _assigned(claim.call, function, statement)
-    expected = None if claim.expected is None else _assigned(claim.expected, function, statement)
-    return replace(claim, call=call, expected=expected)
-
-
-def _assigned(node: ast.expr, function: ast.FunctionDef, statement: ast.stmt) -> ast.expr:
-    found = node
-    for before in function.body:
-        if isinstance(before, ast.Assign) and before.lineno < statement.lineno and isinstance(node, ast.Name):
-            target = before.targets[0]
-            if isinstance(target, ast.Name) and target.id == node.id and node.id not in _names(before.value):
-                found = before.value
-    return found
 
 
 def _with_values(node: ast.AST, params: Mapping[str, str]) -> ast.AST:
@@ -212,96 +142,6 @@ def _expression(text: str) -> ast.expr | None:
         return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError):
         return None
-
-
-def _setup(module: ast.Module, function: ast.FunctionDef, statement: ast.stmt, call: ast.AST) -> list[ast.stmt]:
-    """The statements before the failing one that make the names it uses, as far as they fit, with their imports."""
-    needed = _names(call)
-    kept: list[ast.stmt] = []
-    for before in reversed([node for node in function.body if node.lineno < statement.lineno]):
-        if _makes(before, needed) and statement not in ast.walk(before):
-            kept.insert(0, before)
-            needed |= _names(before)
-    for before in reversed(module.body):
-        if _bound(before) & needed and (narrow := _narrowed(before, needed)) is not None:
-            kept.insert(0, narrow)
-            needed |= _names(before)
-    while sum(len(ast.unparse(node).splitlines()) for node in kept) > _MAX_SETUP_LINES:
-        kept.pop(0)
-    return kept
-
-
-def _makes(statement: ast.stmt, needed: set[str]) -> bool:
-    """Whether a statement gives one of these names its value, or changes what it stands for; never an assertion."""
-    if isinstance(statement, ast.Assert | ast.FunctionDef | ast.ClassDef):
-        return False
-    if isinstance(statement, ast.Expr):
-        name = _first_call(statement).rpartition(".")[2]
-        return isinstance(statement.value, ast.Call) and "assert" not in name and bool(_names(statement) & needed)
-    return bool((_bound(statement) | _changed(statement)) & needed)
-
-
-def _changed(statement: ast.stmt) -> set[str]:
-    """The objects whose elements or attributes a statement sets or deletes."""
-    places = [node for node in ast.walk(statement) if isinstance(node, ast.Subscript | ast.Attribute)]
-    changed = [node.value for node in places if isinstance(node.ctx, ast.Store | ast.Del)]
-    return {name for node in changed for name in _names(node)}
-
-
-def _narrowed(statement: ast.stmt, needed: set[str]) -> ast.stmt | None:
-    """What a report would repeat of a module's top level: short helpers, values, and the imports that are needed."""
-    if isinstance(statement, ast.Assign | ast.FunctionDef):
-        return statement if len(ast.unparse(statement).splitlines()) <= _MAX_HELPER_LINES else None
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        names = [alias for alias in statement.names if _alias(alias) in needed]
-        if isinstance(statement, ast.Import):
-            return ast.Import(names)
-        own_tests = statement.level or (statement.module or "").split(".")[0] in ("test", "tests", "common")
-        return None if own_tests else ast.ImportFrom(statement.module, names, 0)
-    return None
-
-
-def _alias(alias: ast.alias) -> str:
-    return alias.asname or alias.name.split(".")[0]
-
-
-def _names(node: ast.AST) -> set[str]:
-    """The names that are read or bound, builtins apart."""
-    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)} - set(dir(builtins))
-
-
-def _bound(statement: ast.AST) -> set[str]:
-    """The names that a statement binds, in whatever it contains."""
-    bound = set()
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            bound.add(node.id)
-        elif isinstance(node, ast.alias):
-            bound.add(_alias(node))
-        elif isinstance(node, ast.FunctionDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
-    return bound
-
-
-def _called_name(nodes: Sequence[ast.AST]) -> str:
-    """The call that a title names: the first one that is neither a builtin's nor the standard library's."""
-    names = [_spelled(call.func) for node in nodes for call in ast.walk(node) if isinstance(call, ast.Call)]
-    own = [name for name in names if name and name.split(".")[0] not in _FOREIGN]
-    return own[0] if own else ""
-
-
-def _first_call(node: ast.AST) -> str:
-    return next((_spelled(child.func) for child in ast.walk(node) if isinstance(child, ast.Call)), "")
-
-
-def _spelled(function: ast.expr) -> str:
-    """A called name as the user writes it; for a method of something longer, the method's name."""
-    text = ast.unparse(function)
-    return text if re.fullmatch(r"[\w.]+", text) else text.rpartition(".")[2] if "." in text[-40:] else ""
 
 
 def _short(text: str) -> str:
