@@ -129,6 +129,11 @@ class SlotServer(asyncio.Protocol):
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def ended(self) -> bool:
+        """Whether the server is gone, and every slot with it."""
+        return self._over is not None
+
     async def aclose(self) -> None:
         """End the server, and with it every slot. Returns when nothing of it is left. Idempotent."""
         if self._transport is not None:

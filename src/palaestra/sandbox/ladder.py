@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from palaestra.core.errors import SandboxError
 from palaestra.sandbox.backends.local import BUILT, LocalBackend
 from palaestra.sandbox.base import Rung, Step
 
@@ -33,11 +32,9 @@ async def probe() -> list[Step]:
 
 
 async def _try(rung: Rung) -> Step:
-    backend = LocalBackend(rung=rung)
-    try:
-        await backend.start()
-    except SandboxError as error:
-        return Step(rung, False, str(error))
-    finally:
-        await backend.aclose()
+    backend = LocalBackend()
+    reason = await backend.attempt(rung)
+    await backend.aclose()
+    if reason is not None:
+        return Step(rung, False, reason)
     return Step(rung, True, "a throw-away slot held every check", _COVERS[rung])

@@ -34,7 +34,7 @@ class LocalSlot:
     def __init__(
         self, server: SlotServer, spec: SlotSpec, trajectory_id: str, rung: Rung, lease: tuple[str, int], bin_dir: str
     ) -> None:
-        self._server, self.spec, self._trajectory_id, self._rung = server, spec, trajectory_id, rung
+        self.server, self.spec, self._trajectory_id, self._rung = server, spec, trajectory_id, rung
         self._slot_id, self._epoch = lease
         path = f"{bin_dir}:{_SYSTEM_PATH}" if bin_dir and bin_dir not in _SYSTEM_PATH.split(":") else _SYSTEM_PATH
         self._env = {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **dict(spec.env)}
@@ -97,7 +97,7 @@ class LocalSlot:
         }
         name = f"{self._slot_id}.{self._executions}"
         try:
-            reply = await self._server.call("exec", fields, stdin, on_output)
+            reply = await self.server.call("exec", fields, stdin, on_output)
         except CommandNotStarted as error:
             return self._not_started(name, command, error)
         return self._result(name, reply.fields, reply.data, timeout_s)
@@ -136,12 +136,12 @@ class LocalSlot:
         _require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")
         pieces: list[bytes] = []
         fields = {**self.lease(), "path": path, "offset": offset, "max_bytes": max_bytes}
-        await self._server.call("read", fields, on_data=pieces.append)
+        await self.server.call("read", fields, on_data=pieces.append)
         return b"".join(pieces)
 
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         """Write atomically, creating parent directories. A link is followed, inside the slot."""
-        await self._server.upload({**self.lease(), "path": path, "mode": mode}, data)
+        await self.server.upload({**self.lease(), "path": path, "mode": mode}, data)
 
     @overload
     async def read_text(self, path: str) -> str: ...
@@ -162,22 +162,22 @@ class LocalSlot:
 
     async def list_dir(self, path: str = ".") -> list[FileInfo]:
         """The entries of a directory, sorted by name; their paths are absolute."""
-        reply = await self._server.call("list", {**self.lease(), "path": path})
+        reply = await self.server.call("list", {**self.lease(), "path": path})
         return [FileInfo(**entry) for entry in reply.fields["entries"]]
 
     async def stat(self, path: str) -> FileInfo | None:
         """What is at a path, links not followed; None when there is nothing."""
-        reply = await self._server.call("stat", {**self.lease(), "path": path})
+        reply = await self.server.call("stat", {**self.lease(), "path": path})
         entry = reply.fields["entry"]
         return None if entry is None else FileInfo(**entry)
 
     async def remove(self, path: str) -> None:
         """Remove a file or a whole directory. Nothing there is not an error."""
-        await self._server.call("remove", {**self.lease(), "path": path})
+        await self.server.call("remove", {**self.lease(), "path": path})
 
     async def changes(self) -> list[Change]:
         """What differs from where this slot started, as seen while looking: commands may be running."""
-        reply = await self._server.call("changes", self.lease())
+        reply = await self.server.call("changes", self.lease())
         return [Change(**change) for change in reply.fields["changes"]]
 
 

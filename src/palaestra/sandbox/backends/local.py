@@ -22,6 +22,7 @@ namespace, its loopback and abstract sockets included. Files under the host's /u
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import Mapping
@@ -56,6 +57,8 @@ class LocalBackend:
         self._rung: Rung | None = None
         self._slots: dict[int, LocalSlot] = {}
         self._lost = 0
+        self._last_epoch = 0
+        self._restarting = asyncio.Lock()
         self._bin_dir = os.path.join(sys.base_prefix, "bin")
 
     @classmethod
@@ -75,12 +78,10 @@ class LocalBackend:
             return
         reasons = []
         for rung in self._candidates():
-            try:
-                await self._start_on(rung)
+            reason = await self.attempt(rung)
+            if reason is None:
                 return
-            except (SandboxError, OSError) as error:
-                await self.aclose()
-                reasons.append(f"{rung.label}: {error}")
+            reasons.append(f"{rung.label}: {reason}")
         raise IsolationUnavailable(f"no isolation can be had here ({'; '.join(reasons)}). To mend it: {_WAY_OUT}.")
 
     def _candidates(self) -> list[Rung]:
@@ -96,13 +97,26 @@ class LocalBackend:
             )
         return allowed
 
-    async def _start_on(self, rung: Rung) -> None:
+    async def attempt(self, rung: Rung) -> str | None:
+        """Start on one rung and prove it; the reason where that cannot be done, and then nothing is left running."""
+        try:
+            await self._start_server(rung)
+            slot = await self.create(SlotSpec(), "proof")
+            await prove(slot)
+            await self.destroy(slot)
+        except (SandboxError, OSError) as error:
+            await self.aclose()
+            return str(error)
+        except BaseException:
+            await self.aclose()
+            raise
+        return None
+
+    async def _start_server(self, rung: Rung) -> None:
         prefix = _interpreter_prefix()
         self._rung = rung
-        self._server = await SlotServer.start(rung is Rung.FULL, {"prefix": prefix}, self._on_lost)
-        slot = await self.create(SlotSpec(), "proof")
-        await prove(slot)
-        await self.destroy(slot)
+        settings = {"prefix": prefix, "first_epoch": self._last_epoch + 1}
+        self._server = await SlotServer.start(rung is Rung.FULL, settings, self._on_lost)
 
     async def aclose(self) -> None:
         """End the server, every slot and every layer. Idempotent."""
@@ -141,14 +155,14 @@ class LocalBackend:
             "network": spec.network is Network.ON,
             "limits": asdict(spec.limits),
             "mounts": _mounts(spec),
-            "trajectory": trajectory_id,
         }
-        server = self._running()
+        server = await self._living()
         reply = await server.create(fields)
         bin_dir = self._bin_dir if image is None else ""
         lease = (reply["slot"], reply["epoch"])
         slot = LocalSlot(server, spec, trajectory_id, self.rung, lease, bin_dir)
         self._slots[slot.epoch] = slot
+        self._last_epoch = max(self._last_epoch, slot.epoch)
         return slot
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
@@ -157,7 +171,7 @@ class LocalBackend:
         fields = {**ours.lease(), "view": _view(view)}
         ours.released = True
         self._slots.pop(ours.epoch, None)
-        reply = await self._running().call("seal", fields)
+        reply = await ours.server.call("seal", fields)
         return _snapshot(reply.fields, ours.spec)
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
@@ -178,7 +192,8 @@ class LocalBackend:
         fields = ours.lease()
         ours.released = True
         self._slots.pop(ours.epoch, None)
-        await self._running().call("destroy", fields)
+        if not ours.server.ended:
+            await ours.server.call("destroy", fields)
 
     async def forget(self, snapshot: Snapshot) -> None:
         """Drop the snapshot's topmost layer, once nothing stands on it. One that is gone already is fine."""
@@ -188,6 +203,16 @@ class LocalBackend:
     def stats(self) -> Mapping[str, JSON]:
         """What there is at the moment."""
         return {"backend": self.name, "rung": self.rung.label, "slots": len(self._slots), "lost": self._lost}
+
+    async def _living(self) -> SlotServer:
+        """The server, started anew where it has died: its slots and snapshots are lost, but not the run."""
+        async with self._restarting:
+            server, rung = self._running(), self.rung
+            if server.ended:
+                self._slots.clear()
+                await server.aclose()
+                await self._start_server(rung)
+            return self._running()
 
     def _running(self) -> SlotServer:
         if self._server is None:

@@ -6,28 +6,26 @@ beside the others. A request that fails is answered with an ERROR and harms nobo
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from . import cgroups, files, frames, init, roots, views
+from . import cgroups, files, frames
 from .executions import Request
 from .frames import Fields, Frame, Kind
 from .link import Link
 from .loop import Job, Loop
-from .slots import Ground, Lease, Slot, State
-from .stack import Root, Stack, differences
-from .stores import Layer, Store, copy_attributes
+from .making import CannotMake, SlotMaker
+from .sealing import Sealer
+from .slots import Lease, Slot, State
+from .stores import Layer
 from .transfers import Download, Upload
 from .world import World, prepare
 
 _log = logging.getLogger("slotd")
 
-_STAGE = "/stage"
-_DEFAULT_DISK_BYTES = 8 << 30
 _GROUP_RETRY_S = 0.02
 
 
@@ -46,18 +44,17 @@ class Server:
         self.loop = Loop()
         self._link = Link(self.loop, stream, self._on_frame, self._stop)
         self._full, self._group = full, group
-        self._world: World | None = None
+        self._world: World
+        self._maker: SlotMaker
+        self._sealer: Sealer
         self._slots: dict[str, Slot] = {}
         self._layers: dict[str, Layer] = {}
         self._commands: dict[int, Slot] = {}
         self._transfers: dict[int, Download | Upload] = {}
-        self._token = os.urandom(4).hex()
         self._epochs = itertools.count(1)
-        self._layer_numbers = itertools.count(1)
-        self._stores = itertools.count(1)
         self._operations: dict[str, Callable[[Frame], Job | None]] = {
             "create": self._create, "exec": self._exec, "read": self._read, "write": self._write, "stat": self._stat,
-            "list": self._list, "remove": self._remove, "changes": self._changes, "seal": self._seal,
+            "list": self._list_directory, "remove": self._remove, "changes": self._changes, "seal": self._seal,
             "view": self._view, "layer_changes": self._layer_changes, "destroy": self._destroy,
             "forget": self._forget, "stats": self._stats,
         }  # fmt: skip
@@ -69,20 +66,27 @@ class Server:
     # Frames
 
     def _on_frame(self, frame: Frame) -> None:
+        self._guard(frame, lambda: self._handle(frame))
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.kind is Kind.HELLO:
+            self._hello(frame)
+        elif frame.kind is Kind.REQUEST:
+            job = self._operations[frame.fields["op"]](frame)
+            if job is not None:
+                self.loop.start(self._guarded(frame, job))
+        elif frame.kind is Kind.CANCEL and frame.request in self._commands:
+            self._commands[frame.request].cancel(frame.request)
+        elif frame.request in self._transfers:
+            self._transfers[frame.request].on_frame(frame)
+        elif frame.kind is Kind.CREDIT and frame.request in self._commands:
+            self._commands[frame.request].give_credit(frame.request, frame.fields["bytes"])
+
+    def _guard(self, frame: Frame, action: Callable[[], object]) -> None:
+        """One bad request must not end the others."""
         try:
-            if frame.kind is Kind.HELLO:
-                self._hello(frame)
-            elif frame.kind is Kind.REQUEST:
-                job = self._operations[frame.fields["op"]](frame)
-                if job is not None:
-                    self.loop.start(self._guarded(frame, job))
-            elif frame.kind is Kind.CANCEL and frame.request in self._commands:
-                self._commands[frame.request].cancel(frame.request)
-            elif frame.request in self._transfers:
-                self._transfers[frame.request].on_frame(frame)
-            elif frame.kind is Kind.CREDIT and frame.request in self._commands:
-                self._commands[frame.request].give_credit(frame.request, frame.fields["bytes"])
-        except Exception as error:  # one bad request must not end the others
+            action()
+        except Exception as error:
             self._fail(frame, error)
 
     def _guarded(self, frame: Frame, job: Job) -> Job:
@@ -94,6 +98,8 @@ class Server:
     def _fail(self, frame: Frame, error: Exception) -> None:
         if isinstance(error, RequestError):
             fields = error.fields
+        elif isinstance(error, CannotMake):
+            fields = {"error": "sandbox", "message": str(error)}
         elif isinstance(error, OSError):
             fields = {"error": "os", "errno": error.errno, "message": error.strerror, "path": error.filename}
         else:
@@ -111,104 +117,27 @@ class Server:
             self._world = prepare(self._full, frame.fields)
         except OSError as error:
             raise RequestError("isolation", str(error)) from error
+        self._maker, self._sealer = SlotMaker(self._world, self._group), Sealer(self._world)
+        self._epochs = itertools.count(frame.fields["first_epoch"])
         self._link.send(Kind.HELLO, frame.request, {"version": frames.VERSION, "pid": os.getpid()})
 
     # Slots
 
     def _create(self, frame: Frame) -> None:
-        assert self._world is not None
-        fields = frame.fields
-        layers = tuple(self._layer(name) for name in fields["layers"])
-        image, limits = fields["image"], fields["limits"]
-        if layers and layers[0].image != image:
-            raise RequestError("sandbox", "a snapshot starts only slots of the image it was made from")
-        try:
-            trees = self._world.trees(image, fields["network"])
-            binds = self._world.binds(fields["mounts"], image)
-        except OSError as error:
-            raise RequestError("sandbox", _lower_advice(error)) from None
+        layers = tuple(self._layer(name) for name in frame.fields["layers"])
         epoch = next(self._epochs)
-        disk = limits["disk_bytes"] or _DEFAULT_DISK_BYTES
-        store = Store(f"/slots/{next(self._stores)}", disk, self._world.owner)
-        try:
-            trees = self._lay_out(store, trees, layers, binds)
-            groups = self._join_groups(f"{epoch}", limits)
-        except BaseException:
-            store.release()
-            raise
-        for layer in layers:
-            layer.keep()
-        ground = Ground(store, layers, trees, image)
-        lease = Lease(f"slot-{epoch}", epoch, fields["trajectory"])
+        made = self._maker.make(f"{epoch}", frame.fields, layers)
         slot = Slot(
-            lease, ground, groups, self.loop, self._link, self._world.owner,
+            Lease(f"slot-{epoch}", epoch),
+            made.ground,
+            made.groups,
+            self.loop,
+            self._link,
             on_ready=lambda slot: self._on_created(frame, slot),
             on_end=lambda slot: self._on_lost(frame, slot),
-        )  # fmt: skip
-        self._slots[lease.name] = slot
-        slot.start(self._plan(slot, frame.fields, binds, disk))
-
-    def _lay_out(
-        self, store: Store, trees: tuple[roots.Tree, ...], layers: tuple[Layer, ...], binds: tuple[roots.Bind, ...]
-    ) -> tuple[roots.Tree, ...]:
-        """Make the directories of a new slot's store; its trees with everything that lies below them."""
-        assert self._world is not None
-        for name in ("u", "w", "m"):
-            os.mkdir(f"{store.path}/{name}")
-        stacked = []
-        for tree in trees:
-            targets = [bind.target for bind in binds if _tree_of(bind.target, trees) == tree]
-            places = [target[len(tree.target) :].strip("/") for target in targets]
-            lowers = tuple(layer.trees[tree.name] for layer in layers if tree.name in layer.trees) + tree.lowers
-            missing = [place for place in places if not _is_in(place, tree.lowers)]
-            if missing:
-                lowers += (self._make_places(store, tree, missing),)
-            stacked.append(roots.Tree(tree.name, tree.target, lowers))
-            upper = f"{store.path}/u/{tree.name}"
-            os.mkdir(upper)
-            copy_attributes(os.stat(lowers[0]), upper)
-            os.mkdir(f"{store.path}/w/{tree.name}")
-        return tuple(stacked)
-
-    def _make_places(self, store: Store, tree: roots.Tree, places: list[str]) -> str:
-        """A lowest layer with nothing but the mount points that are missing, so that no change shows them."""
-        assert self._world is not None
-        directory = f"{store.path}/m/{tree.name}"
-        os.mkdir(directory)
-        for place in places:
-            path = directory
-            for name in place.split("/"):
-                path = f"{path}/{name}"
-                if not os.path.isdir(path):
-                    os.mkdir(path)
-                    os.chown(path, self._world.owner, self._world.owner)
-        return directory
-
-    def _join_groups(self, name: str, limits: Fields) -> tuple[str, ...]:
-        if self._group is None:
-            return ()
-        wanted = cgroups.Limits(limits["memory_bytes"], limits["cpus"], limits["pids"])
-        return tuple(self._group.add(name, wanted, roots.HOST))
-
-    def _plan(self, slot: Slot, fields: Fields, binds: tuple[roots.Bind, ...], disk: int) -> init.Plan:
-        assert self._world is not None
-        overlays = tuple(
-            roots.Overlay(tree.target, tree.lowers, slot.ground.upper(tree), f"{slot.ground.store.path}/w/{tree.name}")
-            for tree in slot.ground.trees
         )
-        limits = fields["limits"]
-        counted = bool(slot.groups)
-        root = roots.RootPlan(overlays, binds, _STAGE, disk, self._world.owner, self._world.user_xattrs)
-        return init.Plan(
-            root=root,
-            hostname="slot",
-            network=fields["network"],
-            groups=slot.groups,
-            user_namespace=self._world.user_namespace,
-            open_files=limits["open_files"],
-            processes=None if counted or self._world.user_namespace is not None else limits["pids"],
-            data_bytes=None if counted else limits["memory_bytes"],
-        )
+        self._slots[slot.lease.name] = slot
+        slot.start(made.plan)
 
     def _on_created(self, frame: Frame, slot: Slot) -> None:
         self._reply(frame, {"slot": slot.lease.name, "epoch": slot.lease.epoch})
@@ -265,7 +194,6 @@ class Server:
         transfer.pump()
 
     def _write(self, frame: Frame) -> None:
-        assert self._world is not None
         slot, fields = self._leased(frame), frame.fields
         writing = files.Writing(slot.root, fields["path"], fields["mode"], self._world.owner)
         Upload(frame.request, writing, self._link, self._transfers)
@@ -273,7 +201,7 @@ class Server:
     def _stat(self, frame: Frame) -> None:
         self._reply(frame, {"entry": files.describe(self._leased(frame).root, frame.fields["path"])})
 
-    def _list(self, frame: Frame) -> None:
+    def _list_directory(self, frame: Frame) -> None:
         self._reply(frame, {"entries": files.list_directory(self._leased(frame).root, frame.fields["path"])})
 
     def _remove(self, frame: Frame) -> Job:
@@ -283,95 +211,44 @@ class Server:
     # Layers
 
     def _changes(self, frame: Frame) -> Job:
-        slot = self._leased(frame, alive=False)
-        uppers = [(tree, slot.ground.upper(tree)) for tree in slot.ground.trees]
-        yield from self._list_changes(frame, uppers)
+        yield from self._list(frame, self._sealer.slot_changes(self._leased(frame).ground))
 
     def _layer_changes(self, frame: Frame) -> Job:
-        layer = self._layer(frame.fields["layers"][0])
-        yield from self._list_changes(frame, [(tree, layer.trees[tree.name]) for tree in self._trees_below(layer)])
+        yield from self._list(frame, self._sealer.layer_changes(self._layer(frame.fields["layers"][0])))
 
-    def _list_changes(self, frame: Frame, uppers: list[tuple[roots.Tree, str]]) -> Job:
-        assert self._world is not None
+    def _list(self, frame: Frame, changes: Iterator[Fields | None]) -> Job:
         found: list[Fields] = []
-        for tree, upper in uppers:
-            for difference in differences(upper, Stack(tree.lowers, self._world.marks), self._world.marks):
-                if difference is None:
-                    yield
-                else:
-                    path = f"{tree.target.rstrip('/')}/{difference.path}"
-                    found.append({"path": path, "kind": difference.kind, "opaque": difference.opaque})
+        for change in changes:
+            if change is None:
+                yield
+            else:
+                found.append(change)
         self._reply(frame, {"changes": sorted(found, key=lambda change: str(change["path"]))})
 
     def _seal(self, frame: Frame) -> None:
-        slot = self._leased(frame, alive=True)
+        slot = self._leased(frame, alive=False)
+        if slot.state is not State.LIVE:
+            self._clean(slot)
+            raise RequestError("lost", f"{slot.lease.name} died before it was sealed")
 
         def ended() -> None:
             self._retire(slot)
-            layer = self._layer_of(slot)
-            self._finish_layer(frame, layer)
+            self._guard(frame, lambda: self._finish_layer(frame, self._sealer.seal(slot.ground)))
 
         slot.kill(then=ended)
 
-    def _layer_of(self, slot: Slot) -> Layer:
-        """The dead slot's change as a layer. It takes over the slot's store; the slot's hold on its layers goes."""
-        ground = slot.ground
-        trees = {tree.name: ground.upper(tree) for tree in ground.trees}
-        layer = Layer(self._new_layer_name(), ground.store, trees, ground.layers, ground.image)
-        for lower in ground.layers:
-            lower.release()
-        return layer
-
-    def _new_layer_name(self) -> str:
-        """Never the same in two servers: a snapshot of one that is gone must not mean another's files."""
-        return f"layer-{self._token}-{next(self._layer_numbers)}"
-
     def _view(self, frame: Frame) -> None:
-        """A second layer of the same files, cut; the first stays as it is, since slots may stand on it."""
-        whole = self._layer(frame.fields["layers"][0])
-        whole.store.unlimit()
-        name = self._new_layer_name()
-        directory = f"{whole.store.path}/{name}"
-        os.mkdir(directory)
-        for tree, path in whole.trees.items():
-            views.duplicate(path, f"{directory}/{tree}")
-        trees = {tree: f"{directory}/{tree}" for tree in whole.trees}
-        self._finish_layer(frame, Layer(name, whole.store.keep(), trees, whole.below, whole.image))
+        self._finish_layer(frame, self._sealer.duplicate(self._layer(frame.fields["layers"][0])))
 
     def _finish_layer(self, frame: Frame, layer: Layer) -> None:
         try:
-            if frame.fields.get("view") is not None:
-                self._cut(layer, frame.fields["view"])
+            if frame.fields["view"] is not None:
+                self._sealer.cut(layer, frame.fields["view"])
         except BaseException:
             layer.release()
             raise
         self._layers[layer.name] = layer
         self._reply(frame, {"layers": [layer.name, *(below.name for below in layer.below)]})
-
-    def _cut(self, layer: Layer, view: Fields) -> None:
-        assert self._world is not None
-        marks = self._world.marks
-        layer.store.unlimit()
-        stacks = {tree: Stack(tree.lowers, marks) for tree in self._trees_below(layer)}
-        below = Root([(tree.target, stack) for tree, stack in stacks.items()])
-        chosen = views.Selection.resolved(view["only"], view["without"], below)
-        for tree, stack in stacks.items():
-            trash = f"{layer.store.path}/trash-{layer.name}-{tree.name}"
-            os.mkdir(trash)
-            part = chosen.within(tree.target.strip("/"))
-            cut = views.Cut(layer.trees[tree.name], stack, marks, trash)
-            cut.keep_only(part.only)
-            for path in part.without:
-                cut.leave_out(path)
-
-    def _trees_below(self, layer: Layer) -> list[roots.Tree]:
-        """The trees that a layer changes, with what it lies on."""
-        assert self._world is not None
-        trees = []
-        for tree in self._world.trees(layer.image, network=False):
-            lowers = tuple(below.trees[tree.name] for below in layer.below if tree.name in below.trees) + tree.lowers
-            trees.append(roots.Tree(tree.name, tree.target, lowers))
-        return trees
 
     def _forget(self, frame: Frame) -> None:
         layer = self._layers.pop(frame.fields["layers"][0], None)
@@ -399,19 +276,3 @@ class Server:
         if name not in self._layers:
             raise RequestError("sandbox", f"the snapshot's layer {name} is no longer there")
         return self._layers[name]
-
-
-def _tree_of(path: str, trees: tuple[roots.Tree, ...]) -> roots.Tree:
-    """The tree that a path of the slot lies in."""
-    inside = [tree for tree in trees if tree.target == "/" or path == tree.target or path.startswith(f"{tree.target}/")]
-    return max(inside, key=lambda tree: len(tree.target))
-
-
-def _is_in(path: str, lowers: tuple[str, ...]) -> bool:
-    return any(os.path.lexists(f"{lower}/{path}") for lower in lowers)
-
-
-def _lower_advice(error: OSError) -> str:
-    if error.errno in (errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP):
-        return f"{error}: owners cannot be mapped there; use a directory on a local file system, or the rung userns"
-    return str(error)

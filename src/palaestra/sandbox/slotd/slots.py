@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,8 +21,7 @@ from .executions import Execution, Request
 from .frames import Fields
 from .link import Link
 from .loop import Loop
-from .roots import Tree
-from .stores import Layer, Store
+from .making import Ground
 
 _DRAIN_EVERY_S, _DRAIN_BYTES, _MAX_LEFTOVERS = 0.05, 256 << 10, 32
 _KILL_PATIENCE_S = 10.0
@@ -38,26 +36,11 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
-    """What a slot stands on: its own store, the layers it started from, and its trees with all that lies below them."""
-
-    store: Store
-    layers: tuple[Layer, ...]
-    trees: tuple[Tree, ...]
-    image: str | None
-
-    def upper(self, tree: Tree) -> str:
-        """Where the slot's own change of a tree is."""
-        return f"{self.store.path}/u/{tree.name}"
-
-
-@dataclass
 class Lease:
     """Who may use the slot."""
 
     name: str
     epoch: int
-    trajectory: str
 
 
 @dataclass
@@ -69,7 +52,6 @@ class Slot:
     groups: tuple[str, ...]
     loop: Loop
     link: Link
-    owner: int
     on_ready: Callable[[Slot], None]
     on_end: Callable[[Slot], None]
     state: State = State.STARTING
@@ -84,7 +66,6 @@ class Slot:
         self._executions: dict[int, Execution] = {}
         self._leftovers: list[int] = []
         self._oom_kills = 0
-        self.started = time.monotonic()
 
     def start(self, plan: init.Plan) -> None:
         """Fork the init. `on_ready` or `on_end` follows."""
@@ -108,17 +89,15 @@ class Slot:
 
     def execute(self, number: int, request: Request) -> None:
         """Start a command; its RESULT or ERROR is sent when it is over."""
-        execution = Execution(number, request, self.loop, self.link, lambda: self._kill_command(number))
-        self._executions[number] = execution
-        stdin = _input(request.stdin)
         message = {"do": "spawn", "id": number, "argv": request.argv, "cwd": request.cwd, "env": request.env}
-        fds = [stdin, execution.child_output] + ([execution.child_verdict] if request.verdict else [])
+        stdin = _input(request.stdin)
         try:
-            self._ask(message, fds)
+            execution = Execution(number, request, self.loop, self.link, lambda: self._kill_command(number))
+            self._executions[number] = execution
+            self._ask(message, [stdin, execution.child_output, execution.child_verdict][: 3 if request.verdict else 2])
         finally:
             os.close(stdin)
-        if number in self._executions:
-            execution.start()
+        execution.start()
 
     def runs(self, number: int) -> bool:
         """Whether a command is still on."""

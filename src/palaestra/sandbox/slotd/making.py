@@ -1,0 +1,145 @@
+"""What a new slot needs before its init is forked: its store, its trees with all that lies below, its limits."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from dataclasses import dataclass
+
+from . import cgroups, init, roots
+from .frames import Fields
+from .roots import Bind, Overlay, RootPlan, Tree
+from .stores import Layer, Store, copy_attributes
+from .world import World
+
+_STAGE = "/stage"
+_DEFAULT_DISK_BYTES = 8 << 30
+
+
+class CannotMake(Exception):
+    """A slot that cannot be made as asked; the message says why and what would help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a slot stands on: its own store, the layers it started from, and its trees with all that lies below them."""
+
+    store: Store
+    layers: tuple[Layer, ...]
+    trees: tuple[Tree, ...]
+    image: str | None
+
+    def upper(self, tree: Tree) -> str:
+        """Where the slot's own change of a tree is."""
+        return f"{self.store.path}/u/{tree.name}"
+
+    def work(self, tree: Tree) -> str:
+        """Where the kernel prepares changes of a tree."""
+        return f"{self.store.path}/w/{tree.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Everything for one slot but its processes."""
+
+    ground: Ground
+    groups: tuple[str, ...]
+    plan: init.Plan
+
+
+class SlotMaker:
+    """Makes slots in one world. `group` is the server's control groups, where it has any."""
+
+    def __init__(self, world: World, group: cgroups.ServerGroup | None) -> None:
+        self._world, self._group = world, group
+        self._stores = itertools.count(1)
+
+    def make(self, name: str, fields: Fields, layers: tuple[Layer, ...]) -> Made:
+        """Lay out a slot as a CREATE request describes it. Raises `CannotMake` or OSError and leaves nothing then."""
+        image, disk = fields["image"], fields["limits"]["disk_bytes"] or _DEFAULT_DISK_BYTES
+        if layers and layers[0].image != image:
+            raise CannotMake("a snapshot starts only slots of the image it was made from")
+        try:
+            trees = self._world.trees(image, fields["network"])
+            binds = self._world.binds(fields["mounts"], image)
+        except OSError as error:
+            raise CannotMake(_advice(error)) from None
+        store = Store(f"/slots/{next(self._stores)}", disk, self._world.owner)
+        try:
+            stacked = tuple(self._lay_out(store, tree, layers, _places(tree, trees, binds)) for tree in trees)
+            groups = self._join_groups(name, fields["limits"])
+        except BaseException:
+            store.release()
+            raise
+        for layer in layers:
+            layer.keep()
+        ground = Ground(store, layers, stacked, image)
+        return Made(ground, groups, self._plan(ground, groups, binds, disk, fields))
+
+    def _lay_out(self, store: Store, tree: Tree, layers: tuple[Layer, ...], places: list[str]) -> Tree:
+        """Make the directories of one tree; the tree with everything that lies below it."""
+        lowers = tuple(layer.trees[tree.name] for layer in layers if tree.name in layer.trees) + tree.lowers
+        missing = [place for place in places if not _is_in(place, tree.lowers)]
+        if missing:
+            lowers += (self._make_places(f"{store.path}/m/{tree.name}", missing),)
+        os.makedirs(f"{store.path}/u/{tree.name}")
+        os.makedirs(f"{store.path}/w/{tree.name}")
+        copy_attributes(os.stat(lowers[0]), f"{store.path}/u/{tree.name}")
+        return Tree(tree.name, tree.target, lowers)
+
+    def _make_places(self, directory: str, places: list[str]) -> str:
+        """A lowest layer with nothing but the mount points that are missing, so that no change shows them."""
+        os.makedirs(directory)
+        for place in places:
+            path = directory
+            for name in place.split("/"):
+                path = f"{path}/{name}"
+                if not os.path.isdir(path):
+                    os.mkdir(path)
+                    os.chown(path, self._world.owner, self._world.owner)
+        return directory
+
+    def _join_groups(self, name: str, limits: Fields) -> tuple[str, ...]:
+        if self._group is None:
+            return ()
+        wanted = cgroups.Limits(limits["memory_bytes"], limits["cpus"], limits["pids"])
+        return tuple(self._group.add(name, wanted, roots.HOST))
+
+    def _plan(
+        self, ground: Ground, groups: tuple[str, ...], binds: tuple[Bind, ...], disk: int, fields: Fields
+    ) -> init.Plan:
+        world, limits = self._world, fields["limits"]
+        overlays = [Overlay(tree.target, tree.lowers, ground.upper(tree), ground.work(tree)) for tree in ground.trees]
+        own_user_namespace = world.user_namespace is None
+        return init.Plan(
+            root=RootPlan(tuple(overlays), binds, _STAGE, disk, world.owner, world.user_xattrs),
+            hostname="slot",
+            network=fields["network"],
+            groups=groups,
+            user_namespace=world.user_namespace,
+            open_files=limits["open_files"],
+            # Counted per user, so only where every slot has a user namespace of its own.
+            processes=limits["pids"] if own_user_namespace else None,
+            data_bytes=None if groups else limits["memory_bytes"],
+        )
+
+
+def _places(tree: Tree, trees: tuple[Tree, ...], binds: tuple[Bind, ...]) -> list[str]:
+    """Where in a tree something is to be mounted, relative to it."""
+    return [bind.target[len(tree.target) :].strip("/") for bind in binds if _tree_of(bind.target, trees) == tree]
+
+
+def _tree_of(path: str, trees: tuple[Tree, ...]) -> Tree:
+    inside = [tree for tree in trees if tree.target == "/" or path == tree.target or path.startswith(f"{tree.target}/")]
+    return max(inside, key=lambda tree: len(tree.target))
+
+
+def _is_in(path: str, lowers: tuple[str, ...]) -> bool:
+    return any(os.path.lexists(f"{lower}/{path}") for lower in lowers)
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in (errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP):
+        return f"{error}: owners cannot be mapped there; use a directory on a local file system, or the rung userns"
+    return str(error)
