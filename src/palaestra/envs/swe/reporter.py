@@ -13,6 +13,7 @@ Invariant: nothing of the workspace is imported before `start` is out, and stand
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -98,9 +99,10 @@ class Reporter:
 
 
 def _failure(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException]) -> dict[str, object]:
-    code = getattr(getattr(item, "obj", None), "__code__", None)  # an inherited test lies in another file
-    path = code.co_filename if code else str(item.path)
-    lines = [entry.lineno + 1 for entry in excinfo.traceback if str(entry.path) == path]
+    test = getattr(item, "obj", None)
+    code = getattr(inspect.unwrap(test), "__code__", None) if callable(test) else None
+    path = code.co_filename if code else str(item.path)  # an inherited test lies in another file than its name says
+    lines = [entry.lineno + 1 for entry in excinfo.traceback if entry.frame.code.raw is code]
     arguments = getattr(item, "funcargs", {})
     params = getattr(getattr(item, "callspec", None), "params", {})
     direct = {name: value for name, value in params.items() if arguments.get(name, value) is value}

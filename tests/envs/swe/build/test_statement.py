@@ -7,7 +7,9 @@ from palaestra.envs.swe.testing import Failure
 
 TESTS = textwrap.dedent("""
     import unittest
+    from datetime import datetime
     import pytest
+    PATTERN = "\\/"
     from pkg import Box, double, parse
     from .helpers import check
 
@@ -35,6 +37,9 @@ TESTS = textwrap.dedent("""
     def test_raises():
         with pytest.raises(ValueError):
             parse("x")
+
+    def test_dates():
+        assert [datetime(2020, 1, 1)] == double([1])
 
     def test_block():
         try:
@@ -101,6 +106,16 @@ def test_names_of_the_code_are_not_told() -> None:
 def test_a_block_that_explains_its_names_is_shown_whole() -> None:
     text = statement("error.code", "assert 4 == 5")
     assert "try:\n    parse('y')\nexcept ValueError as error:" in text
+
+
+def test_a_spelled_out_value_is_not_what_was_done() -> None:
+    text = statement("datetime(2020", "assert [1] == [2]")
+    assert "double([1])\n```\n\nThis should give `[datetime(2020, 1, 1)]`. Instead it gives `[2]`." in text
+
+
+def test_what_differs_each_time_is_left_out() -> None:
+    text = statement("double(2)", "assert '<f at 0x7f00aa11bb22> /tmp/tmpab12cd_9/x' == 4")
+    assert "`'<f at …> /tmp/…/x'`" in text
 
 
 def test_unittests_own_assertions() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 MAX_SETUP_LINES = 16
 MAX_HELPER_LINES = 6
+MAX_HELPER_CHARS = 600
 _EQUALITIES = {
     "assertEqual",
     "assertEquals",
@@ -55,6 +56,8 @@ def read_claim(statement: ast.stmt) -> Claim:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             return Claim(test.operand, ast.Constant(False))
         return Claim(test, ast.Constant(True))
+    if isinstance(statement, ast.Return) and statement.value is not None:
+        return Claim(statement.value)
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         call = statement.value
         name = _spelled(call.func).rpartition(".")[2]
@@ -70,13 +73,15 @@ def read_claim(statement: ast.stmt) -> Claim:
 def _sides(left: ast.expr, right: ast.expr) -> Claim:
     """What was done first: some people write the expected value on the left."""
     named = isinstance(left, ast.Name) and left.id.startswith(("expect", "want"))
-    calls = [any(isinstance(node, ast.Call) for node in ast.walk(side)) for side in (left, right)]
-    flipped = named or calls == [False, True] or (_is_literal(left) and not _is_literal(right))
+    only_right_is_done = (called_name([right]) and not called_name([left])) or not _is_literal(right)
+    flipped = named or bool(only_right_is_done and _is_literal(left))
     return Claim(right, left, call_on_the_right=True) if flipped else Claim(left, right)
 
 
 def _is_literal(node: ast.expr) -> bool:
-    return not any(isinstance(child, ast.Name | ast.Call) for child in ast.walk(node))
+    """Whether a value is spelled out, at most by means of the standard library."""
+    names = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
+    return names <= _FOREIGN and not called_name([node])
 
 
 def inlined(claim: Claim, function: ast.FunctionDef, statement: ast.stmt) -> Claim:
@@ -135,7 +140,8 @@ def _changed(statement: ast.stmt) -> set[str]:
 def _narrowed(statement: ast.stmt, needed: set[str]) -> ast.stmt | None:
     """What a report would repeat of a module's top level: short helpers, values, and the imports that are needed."""
     if isinstance(statement, ast.Assign | ast.FunctionDef):
-        return statement if len(ast.unparse(statement).splitlines()) <= MAX_HELPER_LINES else None
+        text = ast.unparse(statement)
+        return statement if len(text) <= MAX_HELPER_CHARS and text.count("\n") < MAX_HELPER_LINES else None
     if isinstance(statement, ast.Import | ast.ImportFrom):
         names = [alias for alias in statement.names if _alias(alias) in needed]
         if isinstance(statement, ast.Import):
@@ -193,6 +199,14 @@ def _first_call(node: ast.AST) -> str:
 
 
 def _spelled(function: ast.expr) -> str:
-    """A called name as the user writes it; for a method of something longer, the method's name."""
+    """A called name as the user writes it; for a method of something longer, the method's name; else nothing."""
+    if isinstance(function, ast.Subscript):
+        function = function.value
     text = ast.unparse(function)
-    return text if re.fullmatch(r"[\w.]+", text) else text.rpartition(".")[2] if "." in text[-40:] else ""
+    if re.fullmatch(r"[\w.]+", text):
+        return text
+    return function.attr if isinstance(function, ast.Attribute) and not _is_text(function.value) else ""
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant | ast.JoinedStr)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,8 +25,8 @@ from palaestra.envs.swe.testing import Failure
 
 MAX_EXAMPLES = 3
 _MAX_VALUE = 400
-_ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
-"""Where an object lies in memory: different each time."""
+_DIFFERS = re.compile(r"\b0x[0-9a-f]{6,}\b|(?<=/tmp/)tmp\w{8}")
+"""Where an object lies in memory, and the names of temporary files: different each time."""
 
 _TELLING = {"NameError", "UnboundLocalError", "AttributeError"}
 """Exceptions whose message can name the very code that is wrong: only their type is told."""
@@ -62,7 +63,7 @@ def _extent(failing: int, shown: int) -> str:
 
 def _example(failure: Failure, source: str) -> _Example:
     """A title and a paragraph with code for one failure."""
-    module = ast.parse(source.removeprefix("\ufeff"))
+    module = _parse(source)
     located = statement_at(module, failure.line)
     if located is None:
         return _Example("unexpected failure", _happens(failure), 1000)
@@ -80,8 +81,14 @@ def _example(failure: Failure, source: str) -> _Example:
     return _Example(_title(claim, setup, failure), body, len(open_names))
 
 
+def _parse(source: str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a test file may hold escapes that newer versions frown upon
+        return ast.parse(source.removeprefix("\ufeff"))
+
+
 def _title(claim: Claim, setup: Sequence[ast.stmt], failure: Failure) -> str:
-    name = called_name([claim.call, *reversed(setup)])
+    name = called_name([claim.call, *setup])
     if not name:
         return "wrong behaviour"
     return f"`{name}` gives a wrong result" if failure.exception == "AssertionError" else f"`{name}` fails"
@@ -145,7 +152,7 @@ def _expression(text: str) -> ast.expr | None:
 
 
 def _short(text: str) -> str:
-    text = _ADDRESS.sub("0x…", " ".join(text.split("\n")).replace("`", "'"))
+    text = _DIFFERS.sub("…", " ".join(text.split("\n")).replace("`", "'"))
     return text if len(text) <= _MAX_VALUE else text[:_MAX_VALUE] + " …"
 
 
