@@ -137,3 +137,34 @@ class Engine(Protocol):
     async def aclose(self) -> None: ...
 
     def session(self, context: SessionContext) -> ChatServer: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a token engine sampled after a prompt: `ids[N]` and their `logprobs[N]`, the engine's own (natural log).
+
+    `finish_reason` is `stop`, `length` or `abort`; after `abort` (usually a weight update) the ids are those sampled so
+    far, perhaps none. Whether the token that ended a `stop` is among the ids differs from engine to engine.
+    """
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str
+    policy_version: str = ""
+
+
+class TokenEngine(Protocol):
+    """Something that samples token ids after token ids. What token-exact chat is built on."""
+
+    @property
+    def name(self) -> str:
+        """The model's name as reports show it."""
+        ...
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        """Continue `input_ids[T]`. `sampling` has OpenAI's names (`max_tokens`, `temperature`, `stop_token_ids`, …).
+
+        Raises `EngineError` (already retried), or `EngineReplyError` when the reply is not ids with one log-probability
+        each.
+        """
+        ...
