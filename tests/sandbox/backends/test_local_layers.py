@@ -48,6 +48,9 @@ for operation, *paths in json.loads(sys.argv[1]):
         elif operation == 'mkdir': os.makedirs(first)
         elif operation == 'remove' and os.path.isdir(first) and not os.path.islink(first): shutil.rmtree(first)
         elif operation == 'remove': os.remove(first)
+        elif operation == 'replace':
+            shutil.rmtree(first, ignore_errors=True)
+            os.makedirs(os.path.join(*paths))
         elif operation == 'rename': os.rename(*paths)
         elif operation == 'link': os.link(*paths)
         elif operation == 'symlink': os.symlink(*paths)
@@ -141,7 +144,9 @@ def model_without(base: Tree, agent: Tree, path: str) -> Tree:
 names = st.sampled_from(["tests", "src", "empty", "conf", "linked", "new", "sub", "t", "m"])
 paths = st.lists(names, min_size=1, max_size=3).map("/".join)
 targets = st.sampled_from(["/tmp", "src", "..", "tests", "/workspace/new", "nowhere"])
+folders = st.sampled_from(["tests", "src", "src/tests", "empty", "tests/sub"])
 operations = st.one_of(
+    st.tuples(st.just("replace"), folders, st.sampled_from(["", "tests", "sub", "sub/t"])),
     st.tuples(st.sampled_from(["write", "mkdir", "remove", "mode", "touch"]), paths),
     st.tuples(st.sampled_from(["rename", "link", "move"]), paths, paths),
     st.tuples(st.just("symlink"), targets, paths),
@@ -231,6 +236,32 @@ NO_PLANT = "pristine\ncat: conftest.py: No such file or directory\n"
 def test_tests_come_back_and_plants_go(ground: Ground, script: str) -> None:
     view = View(without=("/workspace/tests", "/workspace/conftest.py"))
     assert cut(ground, script, view) == PRISTINE + TESTS + NO_PLANT
+
+
+REPLACED = "rm -rf src; mkdir -p src/tests; echo new > src/new"
+
+
+@pytest.mark.parametrize(
+    ("view", "shown"),
+    [
+        (View(without=("/workspace/src/tests",)), {"src", "src/new", "src/tests", "src/tests/v"}),
+        (View(without=("/workspace/src/m",)), {"src", "src/new", "src/tests", "src/m"}),
+        (View(only=("/workspace/src/tests",)), {"src", "src/m", "src/tests"}),
+        (View(only=("/workspace/src",)), {"src", "src/new", "src/tests"}),
+        (View(only=("/workspace/src/m",)), {"src", "src/tests", "src/tests/v"}),
+        (View(only=("/workspace/src/new", "/workspace/conf")), {"src", "src/m", "src/new", "src/tests", "src/tests/v"}),
+        (View(only=("/workspace",), without=("/",)), {"src", "src/m", "src/tests", "src/tests/v"}),
+        (View(only=()), {"src", "src/m", "src/tests", "src/tests/v"}),
+    ],
+)
+def test_a_directory_that_was_replaced_is_cut_where_the_view_says(ground: Ground, view: View, shown: set[str]) -> None:
+    async def body() -> None:
+        slot = await ground.fork(ground.base)
+        assert (await slot.execute(REPLACED)).success
+        sealed = await ground.backend.seal(slot, view)
+        assert set(under(await ground.shown(sealed), "src")) == shown
+
+    ground.run(body())
 
 
 def test_a_workspace_that_became_a_link_does_not_lead_elsewhere(ground: Ground) -> None:
