@@ -23,7 +23,7 @@ from typing import IO, NamedTuple
 from palaestra.core.errors import IsolationUnavailable, SandboxError, SlotLost, StaleLease
 from palaestra.core.types import JSON
 from palaestra.sandbox.slotd import frames
-from palaestra.sandbox.slotd.frames import CHUNK, WINDOW, Decoder, Frame, Kind
+from palaestra.sandbox.slotd.frames import CHUNK, RECEIVE_BYTES, WINDOW, Decoder, Frame, Kind
 
 _SLOTD = Path(__file__).parent / "slotd"
 _CLOSE_PATIENCE_S = 15.0
@@ -78,12 +78,13 @@ class _Call:
             await _settle(self.answer)
 
 
-class SlotServer(asyncio.Protocol):
+class SlotServer(asyncio.BufferedProtocol):
     """One running slot server. Made by `start`; ends with `aclose`, or with this process."""
 
     def __init__(self, on_lost: OnLost) -> None:
         self._on_lost = on_lost
         self._decoder = Decoder()
+        self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
         self._writable = asyncio.Event()
@@ -226,8 +227,11 @@ class SlotServer(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
-    def data_received(self, data: bytes) -> None:
-        for frame in self._decoder.feed(data):
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        for frame in self._decoder.feed(self._buffer[:nbytes]):
             self._on_frame(frame)
 
     def pause_writing(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .capture import Capture
-from .frames import CHUNK, WINDOW, Fields, Kind
+from .frames import WINDOW, Fields, Kind
 from .link import Link
 from .loop import Loop, Timer
 
@@ -23,6 +23,8 @@ MAX_VERDICT_BYTES = 16 << 20
 TIMEOUT_EXIT_CODE = 124
 
 _PIPE_BYTES = 256 << 10
+_READ_BYTES = 64 << 10
+"""What a pipe holds unless its writer has changed that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ class Execution:
     def _drain(self) -> None:
         """What the command wrote before it ended is in the pipes now; no more than a pipe holds belongs to it."""
         if self._verdict >= 0:
-            for _ in range(_PIPE_BYTES // CHUNK + 1):
+            for _ in range(_PIPE_BYTES // _READ_BYTES + 1):
                 if self._verdict >= 0:
                     self._read_verdict()
             self._close_verdict()
@@ -211,7 +213,7 @@ def _pipe() -> tuple[int, int]:
 def _read(fd: int) -> bytes | None:
     """The next piece; empty at the end, None when there is nothing now."""
     with contextlib.suppress(BlockingIOError):
-        return os.read(fd, CHUNK)
+        return os.read(fd, _READ_BYTES)
     return None
 
 

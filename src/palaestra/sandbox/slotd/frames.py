@@ -33,6 +33,9 @@ WINDOW = 256 << 10
 CHUNK = 128 << 10
 """The size of one DATA frame, so that no stream keeps the others waiting for long."""
 
+RECEIVE_BYTES = 256 << 10
+"""The size of the buffer that each side receives into, made once: a fresh one per read costs more than the read."""
+
 MAX_FRAME = 64 << 20
 
 _HEADER = struct.Struct("!IBII")
@@ -81,7 +84,7 @@ class Decoder:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
+    def feed(self, data: bytes | memoryview) -> Iterator[Frame]:
         """The frames that `data` completes. Raises `ProtocolError` for a stream that cannot be ours."""
         self._buffer += data
         position = 0

@@ -10,7 +10,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
-from .frames import Decoder, Fields, Frame, Kind, encode
+from .frames import RECEIVE_BYTES, Decoder, Fields, Frame, Kind, encode
 from .loop import READ, WRITE, Loop
 
 
@@ -22,6 +22,7 @@ class Link:
     ) -> None:
         self._loop, self._stream, self._on_frame, self._on_end = loop, stream, on_frame, on_end
         self._decoder = Decoder()
+        self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._outgoing: deque[memoryview] = deque()
         stream.setblocking(False)
         loop.watch(stream.fileno(), self._ready)
@@ -40,16 +41,16 @@ class Link:
             if not self._outgoing:
                 self._loop.watch_for(self._stream.fileno(), READ, self._ready)
         try:
-            data = self._stream.recv(1 << 18)
+            size = self._stream.recv_into(self._buffer)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
+            size = 0
+        if not size:
             self._loop.unwatch(self._stream.fileno())
             self._on_end()
             return
-        for frame in self._decoder.feed(data):
+        for frame in self._decoder.feed(self._buffer[:size]):
             self._on_frame(frame)
 
     def _flush(self) -> None:

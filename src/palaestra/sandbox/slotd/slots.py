@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from .frames import Fields
 from .link import Link
 from .loop import Loop
 from .making import Ground
+from .roots import HOST
 
 _DRAIN_EVERY_S, _DRAIN_BYTES, _MAX_LEFTOVERS = 0.05, 256 << 10, 32
 _KILL_PATIENCE_S = 10.0
@@ -90,13 +92,19 @@ class Slot:
     def execute(self, number: int, request: Request) -> None:
         """Start a command; its RESULT or ERROR is sent when it is over."""
         message = {"do": "spawn", "id": number, "argv": request.argv, "cwd": request.cwd, "env": request.env}
-        stdin = _input(request.stdin)
+        stdin = _input(request.stdin) if request.stdin else -1
         try:
             execution = Execution(number, request, self.loop, self.link, lambda: self._kill_command(number))
             self._executions[number] = execution
-            self._ask(message, [stdin, execution.child_output, execution.child_verdict][: 3 if request.verdict else 2])
+            self._ask(
+                message,
+                [stdin if stdin >= 0 else _nothing(), execution.child_output, execution.child_verdict][
+                    : 3 if request.verdict else 2
+                ],
+            )
         finally:
-            os.close(stdin)
+            if stdin >= 0:
+                os.close(stdin)
         execution.start()
 
     def runs(self, number: int) -> bool:
@@ -231,10 +239,14 @@ class Slot:
             self.on_end(self)
 
 
+@functools.cache
+def _nothing() -> int:
+    """/dev/null for reading, opened once."""
+    return os.open(f"{HOST}/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+
+
 def _input(data: bytes) -> int:
-    """A descriptor to read the data from: /dev/null for none, else a memory file."""
-    if not data:
-        return os.open("/host/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+    """A memory file to read the data from."""
     memory = os.memfd_create("stdin", os.MFD_CLOEXEC)
     try:
         view = memoryview(data)
