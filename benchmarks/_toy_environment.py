@@ -11,6 +11,7 @@ from pathlib import Path
 from palaestra.core.types import JSON, Score, Task
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.servers import ServerGroup
+from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.base import Environment, Kit
 from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.grading import Grading
@@ -72,12 +73,12 @@ async def services(url: str) -> AsyncIterator[Services]:
     """What a run shares, with a journal in a temporary folder. The pool is never started: nobody asks for a slot."""
     engine = ServerGroup(APIServerConfig(base_url=url, model_name="m", health_check=False))
     await engine.start()
-    pool = SlotPool(SlotPoolConfig(), LocalBackend())
+    slots = AdmittedSlots(SlotPool(SlotPoolConfig(), LocalBackend()), 1)
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder, "journal.jsonl"))
         try:
             yield Services(
-                engine=engine, pool=pool, journal=journal, observer=NullObserver(), foundations=Foundations(pool)
+                engine=engine, slots=slots, journal=journal, observer=NullObserver(), foundations=Foundations(slots)
             )
         finally:
             journal.close()

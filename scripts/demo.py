@@ -57,7 +57,7 @@ def main() -> int:
     asyncio.run(build_tasks(wanted.tasks))
     built = time.monotonic()
     played = [play("oracle", 1.0), play("noop", 0.0)]
-    Console().print(table(played))
+    Console(width=None if sys.stdout.isatty() else 130).print(table(played))
     for each in played:
         print(f"{each.policy:7} groups {each.report.groups}\n        report {each.report.report}")
     tasks, rollouts = len(played[0].groups), sum(each.report.totals.rollouts for each in played)
@@ -91,10 +91,11 @@ def play(policy: str, wanted: float) -> Played:
 
 
 def table(played: list[Played]) -> Table:
-    """One row per task. Seconds are one rollout's, slot and fork milliseconds the group's median."""
+    """One row per task. Preparing is once per group; seconds and the time to fork slots are a rollout's, the median."""
     shown = Table(title="Real bugs, fixed and left alone")
-    for column in ("task", "F2P", "P2P", "oracle", "noop", "seconds", "prepare ms", "fork ms"):
-        shown.add_column(column, justify="left" if column == "task" else "right")
+    shown.add_column("task", no_wrap=True)
+    for column in ("F2P", "P2P", "oracle", "noop", "seconds", "prepare ms", "fork ms"):
+        shown.add_column(column, justify="right")
     oracle, noop = played
     for task_id, group in oracle.groups.items():
         first = group.trajectories[0] if group.trajectories else None
@@ -104,9 +105,9 @@ def table(played: list[Played]) -> Table:
             _passed(first, "p2p"),
             _rewards(group),
             _rewards(noop.groups.get(task_id)),
-            f"{_median([t.beside.duration_s for t in group.trajectories]):.2f}",
+            f"{_median([t.beside.duration_s - t.beside.stages.get('admit', 0.0) for t in group.trajectories]):.2f}",
             f"{group.prepare_s * 1000:.0f}",
-            f"{_median([t.beside.stages.get('acquire', 0.0) for t in group.trajectories]) * 1000:.1f}",
+            f"{_median([t.beside.stages.get('fork', 0.0) for t in group.trajectories]) * 1000:.1f}",
         )
     return shown
 

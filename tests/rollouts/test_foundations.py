@@ -31,7 +31,7 @@ class Forgetful(NoSlots):
 def test_many_ask_and_one_lays() -> None:
     async def main() -> tuple[int, list[str]]:
         source, laid = Forgetful(), 0
-        foundations = Foundations(source)
+        foundations = Foundations(AdmittedSlots(source, 1))
 
         async def lay() -> Snapshot:
             nonlocal laid
@@ -48,7 +48,7 @@ def test_many_ask_and_one_lays() -> None:
 
 def test_a_failure_is_everybodys_and_is_not_tried_again() -> None:
     async def main() -> tuple[int, int]:
-        foundations, laid = Foundations(NoSlots()), 0
+        foundations, laid = Foundations(AdmittedSlots(NoSlots(), 1)), 0
 
         async def lay() -> Snapshot:
             nonlocal laid
@@ -67,7 +67,7 @@ def test_a_failure_is_everybodys_and_is_not_tried_again() -> None:
 
 def test_when_the_layer_is_cancelled_a_waiter_takes_over() -> None:
     async def main() -> str:
-        foundations, started = Foundations(NoSlots()), asyncio.Event()
+        foundations, started = Foundations(AdmittedSlots(NoSlots(), 1)), asyncio.Event()
 
         async def hang() -> Snapshot:
             started.set()
@@ -122,7 +122,8 @@ def test_never_more_slots_out_than_places() -> None:
         slots = AdmittedSlots(source, 3)
 
         async def rollout(number: int) -> None:
-            slot = await slots.acquire(f"r{number}")
+            await slots.admit()
+            slot = await slots.lease(f"r{number}", spec=SlotSpec(), snapshot=None)
             await asyncio.sleep(0)
             await (slots.release(slot) if number % 2 else slots.seal(slot))
 
@@ -137,8 +138,9 @@ def test_a_failed_lease_gives_its_place_back() -> None:
         source = NoSlots()
         slots = AdmittedSlots(source, 1)
         for number in range(5):
+            await slots.admit()
             with pytest.raises(Exception, match="no slot"):
-                await slots.acquire(f"r{number}")
+                await slots.lease(f"r{number}", spec=SlotSpec(), snapshot=None)
         return source.asked
 
     assert asyncio.run(main()) == 5

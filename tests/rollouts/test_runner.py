@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from toy import NoSlots, Sums, services, until_cancelled
+from toy import Sums, services, until_cancelled
 
 from palaestra.core.errors import EngineUnavailable, GraderError
 from palaestra.core.types import Blame, Outcome, Task
@@ -109,10 +109,7 @@ def test_a_preparation_that_fails_ends_its_group_alone(tmp_path: Path) -> None:
         def prepares(self, task: Task) -> bool:
             return task.id == "sum-1"
 
-    shared = services(tmp_path)
-    totals, groups = run(Prepared(3), shared)
-    assert isinstance(shared.pool, NoSlots)
-    assert shared.pool.asked == 1
+    totals, groups = run(Prepared(3), services(tmp_path))
     assert (totals.groups, totals.failed_groups, totals.scored) == (3, 1, 4)
     assert "no slot for" in groups[1].error
     assert groups[1].trajectories == []

@@ -11,6 +11,7 @@ from palaestra.core.errors import SandboxError
 from palaestra.core.types import JSON, Score, Task, ToolStep
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.servers import ServerGroup
+from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.base import Environment, Kit
 from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.grading import Grading
@@ -111,10 +112,10 @@ class Sums(Environment):
 
 def services(folder: Path, *, policy: str = "oracle", group_size: int = 2, infra_retries: int = 0) -> Services:
     """What a run shares, with a scripted policy and no slots. The caller closes the journal."""
-    slots = NoSlots()
+    slots = AdmittedSlots(NoSlots(), 4)
     return Services(
         engine=ServerGroup([APIServerConfig(server_type="scripted", model_name=policy)]),
-        pool=slots,
+        slots=slots,
         journal=Journal(folder / "journal.jsonl"),
         observer=NullObserver(),
         group_size=group_size,

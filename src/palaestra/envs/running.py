@@ -164,7 +164,7 @@ class Batch:
         foundations = Foundations(slots)
         services = Services(
             engine=self.engine,
-            pool=slots,
+            slots=slots,
             foundations=foundations,
             journal=self.output.journal,
             observer=self.observer,

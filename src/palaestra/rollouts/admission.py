@@ -12,24 +12,20 @@ from palaestra.sandbox.base import Change, Slot, SlotSource, SlotSpec, Snapshot,
 
 
 class AdmittedSlots:
-    """A `SlotSource` over another, with at most `capacity` slots out at once."""
+    """The slots of a run, over a pool, with at most `capacity` of them out at once."""
 
     def __init__(self, pool: SlotSource, capacity: int) -> None:
         self._pool = pool
         self._places = asyncio.Semaphore(capacity)
 
-    async def acquire(
-        self,
-        trajectory_id: str,
-        *,
-        spec: SlotSpec | None = None,
-        snapshot: Snapshot | None = None,
-        timeout_s: float | None = None,
-    ) -> Slot:
-        """Wait for a place, then for the pool. `timeout_s` counts from admission on."""
+    async def admit(self) -> None:
+        """Wait for a place. Whoever was admitted calls `lease`, once."""
         await self._places.acquire()
+
+    async def lease(self, trajectory_id: str, *, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
+        """The slot of a caller that has been admitted. Without one the place is free again."""
         try:
-            return await self._pool.acquire(trajectory_id, spec=spec, snapshot=snapshot, timeout_s=timeout_s)
+            return await self._pool.acquire(trajectory_id, spec=spec, snapshot=snapshot)
         except BaseException:
             self._places.release()
             raise

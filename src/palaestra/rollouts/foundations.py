@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from palaestra.sandbox.base import SlotSource, Snapshot
+from palaestra.rollouts.admission import AdmittedSlots
+from palaestra.sandbox.base import Snapshot
 
 
 class Foundations:
     """The foundations of one run. `aclose` drops their layers."""
 
-    def __init__(self, pool: SlotSource) -> None:
-        self._pool = pool
+    def __init__(self, slots: AdmittedSlots) -> None:
+        self._slots = slots
         self._laid: dict[str, asyncio.Future[Snapshot]] = {}
 
     async def get(self, key: str, lay: Callable[[], Awaitable[Snapshot]]) -> Snapshot:
@@ -53,5 +54,5 @@ class Foundations:
         """Forget every foundation. The groups that stood on them have ended."""
         for future in self._laid.values():
             if future.done() and not future.cancelled() and future.exception() is None:
-                await self._pool.forget(future.result())
+                await self._slots.forget(future.result())
         self._laid.clear()

@@ -25,7 +25,7 @@ class Grading:
         if rollout.task.grading not in (SEALED, LIVE):
             raise TaskError(f"task {rollout.task.id}: grading must be sealed or live, not {rollout.task.grading!r}")
         self.rollout = rollout
-        self.pool = rollout.pool
+        self.slots = rollout.slots
         self.spec = spec
         self.live = rollout.task.grading == LIVE
         self._slot: Slot | None = None
@@ -47,7 +47,7 @@ class Grading:
     async def changes(self) -> Sequence[Change]:
         """What the agent changed, from the sealed layer."""
         sealed = await self.seal()
-        return [] if sealed is None else await self.pool.changes(sealed)
+        return [] if sealed is None else await self.slots.changes(sealed)
 
     async def slot(self, view: View | None = None) -> Slot:
         """The grading slot. `view` narrows what of the agent's change it shows; only the first call's counts."""
@@ -55,8 +55,7 @@ class Grading:
             return await self.rollout.sandbox()
         if self._slot is None:
             base = await self._base(view)
-            with self.rollout.stage("acquire"):
-                self._slot = await self.pool.acquire(f"{self.rollout.rollout_id}:grade", spec=self.spec, snapshot=base)
+            self._slot = await self.rollout.lease(f"{self.rollout.rollout_id}:grade", self.spec, base)
         return self._slot
 
     async def _base(self, view: View | None) -> Snapshot | None:
@@ -65,7 +64,7 @@ class Grading:
             return self.rollout.snapshot
         if view is None:
             return sealed
-        narrowed = await self.pool.view(sealed, view)
+        narrowed = await self.slots.view(sealed, view)
         self._made.append(narrowed)
         return narrowed
 
@@ -82,6 +81,6 @@ class Grading:
         """Release the grading slot and drop the layers that were made for it. Idempotent."""
         slot, self._slot = self._slot, None
         if slot is not None:
-            await self.pool.release(slot)
+            await self.slots.release(slot)
         while self._made:
-            await self.pool.forget(self._made.pop())
+            await self.slots.forget(self._made.pop())

@@ -16,6 +16,7 @@ from palaestra.agent.result import Turn
 from palaestra.core.errors import InfraError, PrepareError, TaskError
 from palaestra.core.types import Blame, Message, Task
 from palaestra.inference.base import Engine, SessionContext
+from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.attempt import Attempt, blaming
 from palaestra.rollouts.base import Environment, Kit, Phase
 from palaestra.rollouts.foundations import Foundations
@@ -23,7 +24,7 @@ from palaestra.rollouts.journal import AttemptDiscarded, GroupEnded, GroupStarte
 from palaestra.rollouts.progress import Observer
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.trajectory import Group
-from palaestra.sandbox.base import Slot, SlotSource, Snapshot
+from palaestra.sandbox.base import Slot, Snapshot
 from palaestra.tools.registry import schema_hash
 
 RETRIED = frozenset({Blame.SANDBOX, Blame.GRADER})
@@ -38,7 +39,7 @@ class Services:
     """What all groups of a run share."""
 
     engine: Engine
-    pool: SlotSource
+    slots: AdmittedSlots
     journal: Journal
     observer: Observer
     seed: int = 0
@@ -73,7 +74,7 @@ class GroupRun:
             services.journal.append(GroupStarted(at=time.time(), group=group))
         finally:
             if snapshot is not None:
-                await asyncio.shield(services.pool.forget(snapshot))
+                await asyncio.shield(services.slots.forget(snapshot))
         services.journal.append(
             GroupEnded(at=time.time(), group_id=group.group_id, number=group.number, error=group.error)
         )
@@ -100,24 +101,25 @@ class GroupRun:
             foundation = await self.services.foundations.get(key, lay)
         if foundation is None and not self.env.prepares(self.task):
             return None
-        started = time.perf_counter()
-        snapshot = await self._in_slot(self._fill, foundation, f"preparing task {self.task.id}")
-        self.group.prepare_s = round(time.perf_counter() - started, 6)
-        return snapshot
+        return await self._in_slot(self._fill, foundation, f"preparing task {self.task.id}")
 
     async def _in_slot(
         self, work: Callable[[Task, Slot], Awaitable[None]], base: Snapshot | None, doing: str
     ) -> Snapshot:
         """Do preparation work in a slot and seal it. What goes wrong in it is the task's fault."""
-        pool = self.services.pool
+        slots = self.services.slots
+        await slots.admit()
+        started = time.perf_counter()
         spec = self.env.slot_spec(self.task, Phase.PREPARE)
-        slot = await pool.acquire(f"{self.group.group_id}:prepare", spec=spec, snapshot=base)
+        slot = await slots.lease(f"{self.group.group_id}:prepare", spec=spec, snapshot=base)
         try:
             await blaming(PrepareError, work(self.task, slot), doing)
         except BaseException:
-            await asyncio.shield(pool.release(slot))
+            await asyncio.shield(slots.release(slot))
             raise
-        return await pool.seal(slot)
+        snapshot = await slots.seal(slot)
+        self.group.prepare_s += round(time.perf_counter() - started, 6)
+        return snapshot
 
     async def _fill(self, task: Task, slot: Slot) -> None:
         for path, content in task.files.items():
@@ -164,7 +166,7 @@ class GroupRun:
             rng=rng,
             server=self.services.engine.session(context),
             kit=self._kit,
-            pool=self.services.pool,
+            slots=self.services.slots,
             spec=self.env.slot_spec(self.task, Phase.AGENT),
             snapshot=snapshot,
             settings=self.env.agent,

@@ -16,8 +16,9 @@ from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult, Turn
 from palaestra.core.types import JSON, Message, Task
 from palaestra.inference.base import ChatServer
+from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.base import AgentSettings, Kit
-from palaestra.sandbox.base import Rung, Slot, SlotSource, SlotSpec, Snapshot, View
+from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.binding import SlotTools
 
 TurnRecorder = Callable[["Rollout", Turn, list[Message]], None]
@@ -36,7 +37,7 @@ class Rollout:
         rng: random.Random,
         server: ChatServer,
         kit: Kit,
-        pool: SlotSource,
+        slots: AdmittedSlots,
         spec: SlotSpec,
         snapshot: Snapshot | None,
         settings: AgentSettings,
@@ -50,7 +51,7 @@ class Rollout:
         self.rng = rng
         self.server = server
         self.kit = kit
-        self.pool = pool
+        self.slots = slots
         self.spec = spec
         self.snapshot = snapshot
         self.settings = settings
@@ -89,10 +90,16 @@ class Rollout:
         """The rollout's slot, leased at the first call: a fork of the group's prepared workspace."""
         async with self._leasing:
             if self._slot is None:
-                with self.stage("acquire"):
-                    self._slot = await self.pool.acquire(self.rollout_id, spec=self.spec, snapshot=self.snapshot)
+                self._slot = await self.lease(self.rollout_id, self.spec, self.snapshot)
                 self.rung = self._slot.rung
             return self._slot
+
+    async def lease(self, name: str, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
+        """A slot for this rollout, its own or the one that grades it. Waiting and forking are timed apart."""
+        with self.stage("admit"):
+            await self.slots.admit()
+        with self.stage("fork"):
+            return await self.slots.lease(name, spec=spec, snapshot=snapshot)
 
     @property
     def tools(self) -> SlotTools:
@@ -165,13 +172,13 @@ class Rollout:
         if slot is None:
             return None
         with self.stage("seal"):
-            return await self.pool.seal(slot, view)
+            return await self.slots.seal(slot, view)
 
     async def aclose(self) -> None:
         """Give the slot back, if one is held."""
         slot, self._slot = self._slot, None
         if slot is not None:
-            await self.pool.release(slot)
+            await self.slots.release(slot)
 
 
 def _first_user_text(messages: list[Message]) -> str:

@@ -35,7 +35,8 @@ class ToolErrorRecord(msgspec.Struct, kw_only=True):
 
 
 class Beside(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What differs from run to run. Seconds are wall time; `stages` has acquire, setup, model, tool, seal, grade."""
+    """What differs from run to run. Seconds are wall time; `stages` has setup, agent,
+    admit (waiting for a place), fork (making a slot), seal and grade; a later one may contain an earlier one."""
 
     started_at: float = 0.0
     duration_s: float = 0.0

@@ -84,6 +84,9 @@ class SweSmithOracleEnvConfig(HermesAgentEnvConfig):
         default="https://github.com", description="Where repositories come from that a row brings no path for."
     )
     install_timeout_s: float = Field(default=600, gt=0, description="Seconds that installing a repository may take.")
+    install_env: dict[str, str] = Field(
+        default={}, description="Variables while a repository is installed, for example PIP_INDEX_URL=https://…"
+    )
     test_timeout_s: float = Field(default=600, gt=0, description="Seconds that running the named tests may take.")
     cache_dir: str = Field(
         default="~/.cache/palaestra", description="Repositories, test tools and built tasks, on the host only."
@@ -152,7 +155,9 @@ class SweEnvironment(ContractEnvironment):
     async def lay(self, task: Task, sandbox: Slot) -> None:
         row = task.data.row
         await unpack(sandbox, await self.repositories.export_tree(row), REPOSITORY)
-        await install_editable(sandbox, REPOSITORY, row.install, timeout_s=self.settings.install_timeout_s)
+        await install_editable(
+            sandbox, REPOSITORY, row.install, timeout_s=self.settings.install_timeout_s, env=self.settings.install_env
+        )
 
     def prepares(self, task: Task) -> bool:
         return True

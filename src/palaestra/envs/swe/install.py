@@ -15,7 +15,7 @@ import importlib.util
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from palaestra.sandbox.base import Mount, Slot
 
 DEPENDENCIES_DIR = "/opt/palaestra/dependencies"
 VENV_DIR = "/opt/palaestra/venv"
+CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PUBLIC_TEST_REQUIREMENTS = ("pytest",)
 
@@ -129,16 +130,21 @@ def _write_commands(bin_dir: Path, python: str) -> None:
         script.chmod(0o755)
 
 
-async def install_editable(slot: Slot, repo_dir: str, install: Install, *, timeout_s: float) -> Toolchain:
+async def install_editable(
+    slot: Slot, repo_dir: str, install: Install, *, timeout_s: float, env: Mapping[str, str] | None = None
+) -> Toolchain:
     """Make a virtual environment with the repository and pytest in it, inside a preparation slot (network on).
 
-    Raises `PrepareError` with the installer's last words.
+    `env` are variables of the installer, such as PIP_INDEX_URL. Raises `PrepareError` with its last words.
     """
     python, mounts = interpreter()
-    await _in_slot(slot, [python, "-m", "venv", "--symlinks", VENV_DIR], "/", 120.0)
+    # The host's certificates, where the slot has them: an index behind a private authority is trusted as on the host.
+    trust = {"PIP_CERT": CERTIFICATES} if await slot.stat(CERTIFICATES) else {}
+    variables = {"PIP_NO_CACHE_DIR": "1", **trust, **(env or {})}
+    await _in_slot(slot, [python, "-m", "venv", "--symlinks", VENV_DIR], "/", 120.0, variables)
     pip = [f"{VENV_DIR}/bin/python", "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--quiet"]
     requirements = [*PUBLIC_TEST_REQUIREMENTS, *install.requirements]
-    await _in_slot(slot, [*pip, "-e", repo_dir, *requirements], repo_dir, timeout_s)
+    await _in_slot(slot, [*pip, "-e", repo_dir, *requirements], repo_dir, timeout_s, variables)
     return venv_toolchain(install, mounts)
 
 
@@ -153,7 +159,7 @@ def venv_toolchain(install: Install, mounts: tuple[Mount, ...] | None = None) ->
     )
 
 
-async def _in_slot(slot: Slot, argv: Sequence[str], cwd: str, timeout_s: float) -> None:
-    result = await slot.execute(list(argv), cwd=cwd, timeout_s=timeout_s, env={"PIP_NO_CACHE_DIR": "1"})
+async def _in_slot(slot: Slot, argv: Sequence[str], cwd: str, timeout_s: float, env: Mapping[str, str]) -> None:
+    result = await slot.execute(list(argv), cwd=cwd, timeout_s=timeout_s, env=env)
     if not result.success:
         raise PrepareError(f"{' '.join(argv[:6])} … failed: {result.error}\n{result.output[-3000:].strip()}")
