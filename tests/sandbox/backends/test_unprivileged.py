@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -40,25 +41,23 @@ def as_somebody(*argv: str, cwd: str | Path = "/", timeout_s: float = 20) -> sub
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="already runs without root")
 @pytest.mark.timeout(180)
-def test_the_suite_of_the_local_backend_without_root(tmp_path: Path) -> None:
+def test_the_suite_of_the_local_backend_without_root() -> None:
     python = interpreter()
     if python is None or as_somebody("/bin/ls", str(HERE)).returncode != 0:
         pytest.skip("no Python and checkout that another user can read")
     probe = "import asyncio; from palaestra.sandbox.ladder import probe; print(asyncio.run(probe())[1].available)"
     if as_somebody(python, "-c", probe).stdout != "True\n":
         pytest.skip("no user namespaces without root here")
-    own = tmp_path.parent / "somebody"
-    own.mkdir(mode=0o755)
-    os.chown(own, SOMEBODY, SOMEBODY)
-    tmp_path.parent.chmod(0o755)
-    tmp_path.parents[1].chmod(0o755)
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", f"--basetemp={own}/t"]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly"]
     options += [
         "-k",
         "not model and (isolation or layers or lifetime or userns)",
         "-W",
         "ignore::hypothesis.errors.HypothesisWarning",
     ]
-    result = as_somebody(python, "-m", "pytest", *options, str(HERE), cwd=ROOT, timeout_s=170)
+    with tempfile.TemporaryDirectory() as own:
+        os.chown(own, SOMEBODY, SOMEBODY)
+        options.append(f"--basetemp={own}/t")
+        result = as_somebody(python, "-m", "pytest", *options, str(HERE), cwd=ROOT, timeout_s=170)
     assert result.returncode == 0, result.stdout[-8000:]
     assert " passed" in result.stdout
