@@ -19,7 +19,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.export.html import write_report
-from palaestra.rollouts.journal import Journal, read_groups
+from palaestra.rollouts.journal import Journal, RunEnded, RunStarted, read_groups
 from palaestra.rollouts.metrics import MetricsFile, summarise
 
 
@@ -74,6 +74,7 @@ class Output:
         self.folder = folder
         self.env = env
         self.model = model
+        self._settings = dict(settings)
         self._started_at = time.time()
         self.journal = Journal(folder.journal)
         path = groups_path or folder.path / "groups.jsonl"
@@ -86,8 +87,22 @@ class Output:
         """The report, beside the groups file and of its name."""
         return self.groups.path.with_suffix(".html")
 
-    def close(self) -> dict[str, float]:
-        """Close everything and write the report from the journal. Returns the run's figures."""
+    def start(self, seed: int) -> None:
+        """Write the journal's first line."""
+        self.journal.append(
+            RunStarted(
+                at=self._started_at,
+                run_id=self.folder.run_id,
+                env=self.env,
+                model=self.model,
+                seed=seed,
+                config=self._settings,
+            )
+        )
+
+    def close(self, reason: str) -> dict[str, float]:
+        """Write the journal's last line, close everything and make the report. Returns the run's figures."""
+        self.journal.append(RunEnded(at=time.time(), reason=reason))
         self.groups.close()
         self.journal.close()
         finished = read_groups(self.folder.journal)

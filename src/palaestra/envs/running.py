@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -29,9 +30,10 @@ from palaestra.envs.settings import make_pool
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.servers import ServerGroup
 from palaestra.rollouts.admission import AdmittedSlots
+from palaestra.rollouts.base import Environment
 from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.group import Services
-from palaestra.rollouts.journal import RunEnded, RunStarted, without_secrets
+from palaestra.rollouts.journal import without_secrets
 from palaestra.rollouts.progress import Observer, make_progress
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.trajectory import Group
@@ -91,97 +93,116 @@ class RunReport:
 
 
 async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream: TextIO | None = None) -> RunReport:
-    """Run to the end and say where things lie. What was finished is kept, whatever ends the run."""
+    """Run to the end and say where things lie. What was finished is kept, whatever ends the run.
+
+    Nothing is written before model server, slots and environment have been found to work.
+    """
     stream = stream or sys.stderr
-    engine = ServerGroup(parsed.server_configs)
-    pool = make_pool(parsed.env_config)
+    config = parsed.env_config
+    async with started(ServerGroup(parsed.server_configs)) as engine, make_pool(config) as pool:
+        environment = form.build(config, parsed.server_configs, engine)
+        async with opened(environment):
+            output = _open_output(form, parsed, engine, root)
+            stream.write(f"run {output.folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")
+            totals = await _recorded(Batch(environment, parsed, engine, pool, output), stream)
+    return RunReport(
+        exit_code=UNFINISHED if _unfinished(totals, config) else 0,
+        totals=totals,
+        folder=output.folder.path,
+        journal=output.folder.journal,
+        groups=output.groups.path,
+        report=output.report,
+    )
+
+
+@asynccontextmanager
+async def started(engine: ServerGroup) -> AsyncIterator[ServerGroup]:
+    """The engine, started and in the end closed."""
     await engine.start()
     try:
-        async with pool:
-            return await _with_output(form, parsed, engine, pool, root, stream)
+        yield engine
     finally:
         await engine.aclose()
 
 
-async def _with_output(
-    form: Form, parsed: RunLine, engine: ServerGroup, pool: SlotPool, root: Path, stream: TextIO
-) -> RunReport:
+@asynccontextmanager
+async def opened(environment: Environment) -> AsyncIterator[None]:
+    """The environment, opened and in the end closed."""
+    await environment.open()
+    try:
+        yield
+    finally:
+        await environment.aclose()
+
+
+def _open_output(form: Form, parsed: RunLine, engine: ServerGroup, root: Path) -> Output:
     config = parsed.env_config
-    folder = claim_folder(root, form.name, engine.name)
-    settings = _settings(parsed)
     groups_path = Path(config.data_path_to_save_groups) if config.data_path_to_save_groups else None
     output = Output(
-        folder,
+        claim_folder(root, form.name, engine.name),
         env=form.name,
         model=engine.name,
         groups_path=groups_path,
-        settings=settings,
+        settings=_settings(parsed),
         messages=config.include_messages,
     )
-    stream.write(f"run {folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")
+    output.start(config.seed)
+    return output
+
+
+async def _recorded(batch: Batch, stream: TextIO) -> Totals:
+    """Run the batch with its progress on `stream`, and finish the output however it ends."""
     reason = "failed"
     try:
-        output.journal.append(
-            RunStarted(run_id=folder.run_id, env=form.name, model=engine.name, seed=config.seed, config=settings)
-        )
         with make_progress(stream) as progress:
-            totals = await Batch(form, parsed, engine, pool, output, progress).run()
+            totals = await batch.run(progress)
         reason = "done"
+        return totals
     except asyncio.CancelledError:
         reason = "interrupted"
         raise
     finally:
-        output.journal.append(RunEnded(reason=reason))
-        _say_where(output, output.close(), reason, stream)
-    return RunReport(
-        exit_code=UNFINISHED if _unfinished(totals, config) else 0,
-        totals=totals,
-        folder=folder.path,
-        journal=folder.journal,
-        groups=output.groups.path,
-        report=output.report,
-    )
+        _say_where(batch.output, batch.output.close(reason), reason, stream)
 
 
 @dataclass(slots=True)
 class Batch:
     """One command of one environment: process or evaluate."""
 
-    form: Form
+    environment: Environment
     parsed: RunLine
     engine: ServerGroup
     pool: SlotPool
     output: Output
-    observer: Observer
 
-    async def run(self) -> Totals:
-        """Open the environment, run the command, close the environment."""
-        config = self.parsed.env_config
-        environment = self.form.build(config, self.parsed.server_configs, self.engine)
+    async def run(self, observer: Observer) -> Totals:
+        """Run the command's groups."""
+        config, environment = self.parsed.env_config, self.environment
         limit = config.total_steps if config.total_steps >= 0 else None
-        self.observer.run_started(limit, config.group_size)
-        slots = AdmittedSlots(self.pool, self.pool.total_slots)
-        foundations = Foundations(slots)
-        services = Services(
-            engine=self.engine,
-            slots=slots,
-            foundations=foundations,
-            journal=self.output.journal,
-            observer=self.observer,
-            seed=config.seed,
-            group_size=config.group_size,
-            infra_retries=config.infra_retries,
-        )
+        observer.run_started(limit, config.group_size)
+        services = self._services(observer)
         workers = concurrency(config)
-        await environment.open()
         try:
             if self.parsed.command == "evaluate" and isinstance(environment, ContractEnvironment):
                 return await Evaluation(environment, services, workers, self._keep).run()
             return await Runner(environment, services, concurrency=workers, limit=limit, on_group=self._keep).run()
         finally:
-            self.observer.run_finished()
-            await foundations.aclose()
-            await environment.aclose()
+            observer.run_finished()
+            await services.foundations.aclose()
+
+    def _services(self, observer: Observer) -> Services:
+        config = self.parsed.env_config
+        slots = AdmittedSlots(self.pool, self.pool.total_slots)
+        return Services(
+            engine=self.engine,
+            slots=slots,
+            foundations=Foundations(slots),
+            journal=self.output.journal,
+            observer=observer,
+            seed=config.seed,
+            group_size=config.group_size,
+            infra_retries=config.infra_retries,
+        )
 
     def _keep(self, group: Group) -> None:
         rewards = {trajectory.reward for trajectory in group.scored}
@@ -215,10 +236,11 @@ def _settings(parsed: RunLine) -> dict[str, JSON]:
 
 
 def _say_where(output: Output, figures: dict[str, float], reason: str, stream: TextIO) -> None:
-    groups, rollouts, scored = (int(figures.get(name, 0)) for name in ("groups", "rollouts", "scored"))
+    names = ("groups", "groups_failed", "rollouts", "scored")
+    groups, failed, rollouts, scored = (int(figures.get(name, 0)) for name in names)
     mean = figures.get("reward/mean")
     reward = "no reward" if mean is None else f"mean reward {mean:.3f}"
     stream.write(
-        f"{reason}: {groups} groups, {rollouts} rollouts, {rollouts - scored} unscored, {reward}\n"
+        f"{reason}: {groups} groups ({failed} not run), {rollouts} rollouts ({rollouts - scored} unscored), {reward}\n"
         f"  groups  {output.groups.path}\n  report  {output.report}\n  run     {output.folder.path}\n"
     )
