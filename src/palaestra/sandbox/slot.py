@@ -83,7 +83,6 @@ class LocalSlot:
         _require(math.isfinite(timeout_s) and timeout_s > 0, f"timeout_s must be positive, not {timeout_s}")
         _require(0 <= max_output_bytes <= MAX_OUTPUT_BYTES, f"max_output_bytes must be within 0 and {MAX_OUTPUT_BYTES}")
         _require(len(stdin) <= MAX_STDIN_BYTES, f"stdin is limited to {MAX_STDIN_BYTES} bytes; write a file instead")
-        _require("\0" not in str(command), "a command cannot hold a NUL character")
         self._executions += 1
         fields: dict[str, JSON] = {
             **self.lease(),
@@ -128,7 +127,7 @@ class LocalSlot:
             "exit_code": code, "timeout": False, "cancelled": False, "swept": False, "duration_s": 0.0, "oom": False,
             "truncated": False, "shell": None, "cpu_s": 0.0, "max_rss_bytes": 0, "tail": 0,
         }  # fmt: skip
-        text = f"{program[:200]}: {error}\n".encode()
+        text = f"{program[:200]}: {error}\n".encode(errors="backslashreplace")
         return self._result(name, {**fields, "head": len(text), "output_total_bytes": len(text)}, text, 0)
 
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes:
@@ -157,8 +156,12 @@ class LocalSlot:
             return missing
 
     async def write_text(self, path: str, text: str, *, mode: int | None = None) -> None:
-        """Write as UTF-8; see `write_bytes`."""
-        await self.write_bytes(path, text.encode(errors="surrogateescape"), mode=mode)
+        """Write as UTF-8; surrogates, which have no place in it, are written as the bytes they stand for."""
+        try:
+            data = text.encode(errors="surrogateescape")
+        except UnicodeEncodeError:  # lone surrogates, as models write them in JSON
+            data = text.encode(errors="surrogatepass")
+        await self.write_bytes(path, data, mode=mode)
 
     async def list_dir(self, path: str = ".") -> list[FileInfo]:
         """The entries of a directory, sorted by name; their paths are absolute."""

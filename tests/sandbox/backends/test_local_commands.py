@@ -67,6 +67,20 @@ def test_programs_that_cannot_run_end_as_in_a_shell(with_slot: WithSlot) -> None
     with_slot(body)
 
 
+def test_what_no_program_can_be_given_is_a_failed_command(with_slot: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        assert (await slot.execute("echo a\0b")).exit_code == 126
+        assert (await slot.execute(["echo", "a\0b"])).exit_code == 126
+        assert (await slot.execute("echo \ud800")).exit_code == 126
+        assert (await slot.execute("true", env={"A=B": "x", "": "y"})).exit_code in (0, 126)
+        await slot.write_text("f", "a\ud800\udcffb")
+        assert (await slot.execute("echo alive")).output == "alive\n"
+        with pytest.raises(ValueError, match="program"):
+            await slot.execute([])
+
+    with_slot(body)
+
+
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
 def test_a_timeout_that_is_none_is_refused(with_slot: WithSlot, timeout_s: float) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:

@@ -152,11 +152,19 @@ def test_limits_hold_and_the_slot_survives(with_slot: WithSlot) -> None:
 def test_mounts_are_read_only_and_change_nothing(on_each_rung: WithSlot, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "tool").write_text("t")
-    spec = SlotSpec(mounts=(Mount(str(tmp_path), "/opt/tools/a"), Mount(str(tmp_path), "/workspace/b")))
+    spec = SlotSpec(
+        mounts=(
+            Mount(str(tmp_path), "/opt/tools/a"),
+            Mount(str(tmp_path), "/workspace/b"),
+            Mount(str(tmp_path), "/tmp/c/d"),
+        )
+    )
 
     async def body(backend: LocalBackend, slot: Slot) -> None:
         mounted = await backend.create(spec, "mounted")
-        assert (await mounted.execute("cat /opt/tools/a/tool b/tool; touch b/x")).output.startswith("tttouch: cannot")
+        assert (await mounted.execute("cat /opt/tools/a/tool b/tool /tmp/c/d/tool; touch b/x")).output.startswith(
+            "ttttouch: cannot"
+        )
         assert await mounted.changes() == []
         forked = await backend.create(spec, "forked", await backend.seal(mounted))
         assert await forked.read_text("b/tool") == "t"
@@ -202,7 +210,7 @@ def test_what_cannot_be_had_is_refused_before_anything_runs(tmp_path: Path) -> N
         async with LocalBackend() as backend:
             with pytest.raises(ConfigError, match="not a directory"):
                 await backend.create(SlotSpec(image=str(tmp_path / "missing")), "x")
-            with pytest.raises(ConfigError, match="nothing on this machine"):
+            with pytest.raises(ConfigError, match="not a directory on this machine"):
                 await backend.create(SlotSpec(mounts=(Mount(str(tmp_path / "missing"), "/opt/x"),)), "x")
             with pytest.raises(ConfigError, match="absolute"):
                 await backend.create(SlotSpec(mounts=(Mount(str(tmp_path), "opt"),)), "x")

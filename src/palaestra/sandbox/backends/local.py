@@ -59,7 +59,7 @@ class LocalBackend:
         self._lost = 0
         self._last_epoch = 0
         self._restarting = asyncio.Lock()
-        self._bin_dir = os.path.join(sys.base_prefix, "bin")
+        self._bin_dir = os.path.join(os.path.realpath(sys.base_prefix), "bin")
 
     @classmethod
     def from_isolation(cls, isolation: str, *, require_sandbox: bool = False) -> LocalBackend:
@@ -240,8 +240,8 @@ def _interpreter_prefix() -> str:
 
 def _mounts(spec: SlotSpec) -> list[list[str]]:
     for mount in spec.mounts:
-        if not os.path.exists(mount.source):
-            raise ConfigError(f"cannot mount {mount.source!r} into a slot: there is nothing on this machine")
+        if not os.path.isdir(mount.source):
+            raise ConfigError(f"cannot mount {mount.source!r} into a slot: it is not a directory on this machine")
         if not os.path.isabs(mount.target) or os.path.normpath(mount.target) == "/":
             raise ConfigError(f"cannot mount at {mount.target!r}: give an absolute path below the root")
     return [[os.path.realpath(mount.source), os.path.normpath(mount.target)] for mount in spec.mounts]

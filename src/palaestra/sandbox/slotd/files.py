@@ -29,11 +29,15 @@ _MAX_LINKS = 40
 
 
 def absolute(path: str) -> str:
-    """The path as seen from the slot's root. Raises FileNotFoundError for an empty one, ValueError for a NUL."""
+    """The path as seen from the slot's root. Raises OSError for one that no file can have."""
     if not path:
         raise FileNotFoundError(errno.ENOENT, "the path is empty", path)
-    if "\0" in path:
-        raise ValueError("a path cannot hold a NUL character")
+    try:
+        nul = b"\0" in os.fsencode(path)
+    except UnicodeEncodeError:
+        raise OSError(errno.EINVAL, "the path cannot be encoded", ascii(path)) from None
+    if nul:
+        raise OSError(errno.EINVAL, "a path cannot hold a NUL character", ascii(path))
     return path if path.startswith("/") else f"{WORKSPACE}/{path}"
 
 

@@ -178,6 +178,8 @@ class _Init:
             self._names[pid] = name
         except OSError as error:
             reply = {"id": name, "errno": error.errno, "cwd": error.filename == message["cwd"]}
+        except ValueError:  # a NUL, a lone surrogate, a variable without a name
+            reply = {"id": name, "errno": errno.EINVAL, "cwd": False}
         finally:
             with contextlib.suppress(OSError):  # a root that the slot may not enter fails its commands, not init
                 os.chdir("/")

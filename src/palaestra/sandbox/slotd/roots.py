@@ -132,12 +132,12 @@ def build(plan: RootPlan) -> None:
         _mount_overlay(overlay, plan)
     os.chdir(plan.stage)
     root = os.open(".", os.O_PATH | os.O_DIRECTORY)
-    for bind in plan.binds:
-        _mount_bind(bind, root)
     _mount_dev(plan)
     _mount_proc()
     options = f"size={plan.tmp_bytes},mode=1777,uid={plan.owner},gid={plan.owner}"
     syscalls.mount("tmpfs", _inside(root, "tmp"), "tmpfs", MS_NOSUID | MS_NODEV, options)
+    for bind in plan.binds:
+        _mount_bind(bind, root)
     os.close(root)
     _enter()
 
@@ -158,6 +158,8 @@ def _inside(root: int, path: str) -> str:
 
 
 def _mount_bind(bind: Bind, root: int) -> None:
+    if bind.target.startswith("/tmp/"):  # noqa: S108
+        os.makedirs(bind.target.lstrip("/"), exist_ok=True)  # fresh and empty, so no link can be on the way
     target = _inside(root, bind.target.lstrip("/"))
     syscalls.mount(bind.source, target, flags=MS_BIND | MS_REC)
 

@@ -6,10 +6,13 @@ programs need to link, to find fonts, time zones and certificates. No accounts, 
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import shutil
 from collections.abc import Iterable
+
+from . import syscalls
 
 _COPIED = (
     "alternatives", "ca-certificates.conf", "crypto-policies", "debian_version", "fonts", "gai.conf", "host.conf",
@@ -64,12 +67,16 @@ def build(root: str, host: str, workspace: str, links: dict[str, str], trees: It
 def build_network(root: str, host: str) -> None:
     """Fill the directory `root` with what a slot with network has besides: the host's resolver."""
     os.mkdir(f"{root}/etc")
-    for name in ("resolv.conf", "hosts"):
-        try:
-            with open(f"{host}/etc/{name}", encoding="utf-8", errors="replace") as file:
-                _write(f"{root}/etc/{name}", file.read())
-        except OSError:
-            continue  # a link into /run that is not there, or no resolver at all
+    top = os.open(host, os.O_PATH | os.O_DIRECTORY)
+    try:
+        for name in ("resolv.conf", "hosts"):
+            with contextlib.suppress(OSError):  # a link to what is not there, or no resolver at all
+                # Often a link, relative or absolute, that must be followed in the host's root and not in the server's.
+                fd = syscalls.openat2(top, f"etc/{name}", os.O_RDONLY, syscalls.RESOLVE_IN_ROOT)
+                with open(fd, encoding="utf-8", errors="replace") as file:
+                    _write(f"{root}/etc/{name}", file.read())
+    finally:
+        os.close(top)
 
 
 def give(root: str, owner: int) -> None:
