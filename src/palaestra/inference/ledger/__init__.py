@@ -1,0 +1,20 @@
+"""The append-only record of the exact tokens of a rollout: written by `Ledger`, judged by `verify_ledger`."""
+
+from palaestra.inference.ledger.base import LEDGER_SCHEMA, LedgerRecord, Reason, Row, SegmentRecord, Span, Turn
+from palaestra.inference.ledger.ledger import Ledger, Piece
+from palaestra.inference.ledger.verify import Verdict, Violation, verify_ledger
+
+__all__ = [
+    "LEDGER_SCHEMA",
+    "Ledger",
+    "LedgerRecord",
+    "Piece",
+    "Reason",
+    "Row",
+    "SegmentRecord",
+    "Span",
+    "Turn",
+    "Verdict",
+    "Violation",
+    "verify_ledger",
+]

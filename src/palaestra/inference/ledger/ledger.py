@@ -1,0 +1,183 @@
+"""The ledger of one rollout, growing: append a turn, read the rows.
+
+Not for deciding what is appended (`managed` does) nor for judging a stored one (`verify`). Invariants: what was
+appended never changes (T1); every token that is marked as trained was sampled, with the engine's own log-probability
+(T3, T4); a turn is appended whole or not at all, at a cost that grows with its new tokens only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from palaestra.inference.base import Sampled
+from palaestra.inference.ledger.base import (
+    PROMPT_LOGPROB,
+    UNTRAINED,
+    Kind,
+    LedgerRecord,
+    Reason,
+    Row,
+    SegmentRecord,
+    Span,
+    Turn,
+    packed,
+)
+
+DIGEST_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One answer of the engine, and the CRC-32 of the ids it was given (`sent_checksum`)."""
+
+    sampled: Sampled
+    sent: int
+
+
+@dataclass(slots=True)
+class _Segment:
+    """`tokens[T]`, `mask[T]`, `logprobs[T]`, and the running hash over all of it."""
+
+    reason: Reason
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    mask: bytearray = field(default_factory=bytearray)
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    spans: list[Span] = field(default_factory=list)
+    hasher: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
+    finish_reason: str = ""
+
+    def append(self, kind: Kind, turn: int, ids: array[int], logprobs: array[float], piece: Piece | None) -> None:
+        start = len(self.tokens)
+        version = piece.sampled.policy_version if piece else ""
+        resumed = bool(piece and self.spans and self.spans[-1].kind == "sampled")
+        self.tokens.extend(ids)
+        self.logprobs.extend(logprobs)
+        self.mask.extend((b"\1" if piece else b"\0") * len(ids))
+        feed(self.hasher, kind, version, packed(ids), packed(logprobs))
+        self.spans.append(
+            Span(
+                kind=kind,
+                start=start,
+                stop=len(self.tokens),
+                turn=turn,
+                digest=self.hasher.hexdigest(),
+                version=version,
+                sent=piece.sent if piece else 0,
+                reason=Reason.ABORT_RESUME if resumed else "",
+            )
+        )
+
+
+class Ledger:
+    """The tokens of one rollout. `stop_ids` are the tokens that end a turn; they are stored for the verifier."""
+
+    def __init__(self, stop_ids: Iterable[int] = ()) -> None:
+        self.stop_ids = tuple(stop_ids)
+        self.turns: list[Turn] = []
+        self._segments: list[_Segment] = []
+
+    def __len__(self) -> int:
+        """How many segments there are."""
+        return len(self._segments)
+
+    def open(self, reason: Reason) -> int:
+        """Begin a segment and say why; its number. The first one's reason is `START` whatever is given."""
+        if not self._segments:
+            reason = Reason.START
+        elif reason in (Reason.START, Reason.ABORT_RESUME):
+            raise ValueError(f"'{reason}' is no reason for a further segment")
+        self._segments.append(_Segment(reason))
+        return len(self._segments) - 1
+
+    def prompt(self, segment: int, delta: Sequence[int]) -> array[int]:
+        """What the engine is asked to continue: the segment so far and `delta`. A copy."""
+        prompt = self._segments[segment].tokens[:]
+        prompt.extend(delta)
+        return prompt
+
+    def last_token(self, segment: int) -> int | None:
+        """The last token of a segment."""
+        tokens = self._segments[segment].tokens
+        return tokens[-1] if tokens else None
+
+    def append(self, segment: int, delta: Sequence[int], pieces: Sequence[Piece]) -> int:
+        """One whole turn: the new prompt tokens and what was sampled after them; the turn's number.
+
+        Several pieces are one reply whose request was aborted and taken up again. Raises `ValueError` when a piece does
+        not have one log-probability per token, and then nothing was appended.
+        """
+        for piece in pieces:
+            if len(piece.sampled.ids) != len(piece.sampled.logprobs):
+                raise ValueError(f"{len(piece.sampled.ids)} ids with {len(piece.sampled.logprobs)} log-probabilities")
+        prompt, sampled = (
+            array("i", delta),
+            [(array("i", p.sampled.ids), array("f", p.sampled.logprobs)) for p in pieces],
+        )
+        number, into = len(self.turns) + 1, self._segments[segment]
+        into.append("prompt", number, prompt, array("f", [PROMPT_LOGPROB]) * len(prompt), None)
+        prompt_tokens = len(into.tokens)
+        for piece, (ids, logprobs) in zip(pieces, sampled, strict=True):
+            into.append("sampled", number, ids, logprobs, piece)
+        into.finish_reason = pieces[-1].sampled.finish_reason
+        self.turns.append(
+            Turn(
+                number=number,
+                segment=segment,
+                prompt_tokens=prompt_tokens,
+                sampled_tokens=len(into.tokens) - prompt_tokens,
+                finish_reason=into.finish_reason,
+            )
+        )
+        return number
+
+    def rows(self) -> list[Row]:
+        """The training rows, one per segment with anything in it, in the order they began."""
+        return [_row(number, segment) for number, segment in enumerate(self._segments) if segment.tokens]
+
+    def record(self) -> LedgerRecord:
+        """The ledger as it is stored."""
+        return LedgerRecord(
+            stop_ids=list(self.stop_ids),
+            segments=[
+                SegmentRecord(
+                    reason=segment.reason,
+                    tokens=packed(segment.tokens),
+                    mask=bytes(segment.mask),
+                    logprobs=packed(segment.logprobs),
+                    spans=list(segment.spans),
+                )
+                for segment in self._segments
+                if segment.tokens
+            ],
+            turns=list(self.turns),
+        )
+
+
+def sent_checksum(ids: array[int], before: int = 0) -> int:
+    """The CRC-32 of the ids that an engine is given; `before` is that of the ids ahead of these."""
+    return zlib.crc32(packed(ids), before)
+
+
+def feed(hasher: hashlib.blake2b, kind: str, version: str, tokens: bytes, logprobs: bytes) -> None:
+    """Add one span to a segment's running hash."""
+    hasher.update(f"{kind}\0{version}\0{len(tokens)}\0".encode())
+    hasher.update(tokens)
+    hasher.update(logprobs)
+
+
+def _row(number: int, segment: _Segment) -> Row:
+    tokens = segment.tokens.tolist()
+    trained = zip(tokens, segment.mask, strict=True)
+    return Row(
+        segment=number,
+        reason=segment.reason,
+        tokens=tokens,
+        masks=[token if sampled else UNTRAINED for token, sampled in trained],
+        logprobs=segment.logprobs.tolist(),
+        versions=[(span.start, span.stop, span.version) for span in segment.spans if span.kind == "sampled"],
+        finish_reason=segment.finish_reason,
+    )

@@ -1,0 +1,220 @@
+"""Judges a stored ledger: are its tokens provably what was sampled, each trained exactly once?
+
+Not for reading runs from disk. It trusts nothing but the record and derives everything again: the layout of the spans,
+the mask from the spans, the checksums of what the engine was given and the running hash from the bytes. What it cannot
+know is whether the engine told the truth. The first violation is named with its place; the rest is not looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+from palaestra.inference.ledger.base import (
+    LEDGER_SCHEMA,
+    PROMPT_LOGPROB,
+    SEGMENT_REASONS,
+    LedgerRecord,
+    Reason,
+    SegmentRecord,
+    Span,
+    packed,
+    unpacked,
+)
+from palaestra.inference.ledger.ledger import DIGEST_BYTES, feed
+
+HIGHEST_LOGPROB = 1e-3
+"""Above 0 by what rounding can do."""
+
+ITEM_BYTES = 4
+_ONE = packed(array("f", [PROMPT_LOGPROB]))
+_FINISHES = ("stop", "length")
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """The invariant that is broken (T1 to T4), where, and how."""
+
+    invariant: str
+    place: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.invariant} is broken at {self.place}: {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was looked at, and the first violation, if any."""
+
+    segments: int
+    turns: int
+    tokens: int
+    trained: int
+    violation: Violation | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is broken."""
+        return self.violation is None
+
+
+def verify_ledger(record: LedgerRecord) -> Verdict:
+    """Derive again that T1 to T4 hold. Costs one pass over the tokens."""
+    violation = next(_violations(record), None)
+    return Verdict(
+        segments=len(record.segments),
+        turns=len(record.turns),
+        tokens=sum(len(segment.tokens) // ITEM_BYTES for segment in record.segments),
+        trained=sum(sum(segment.mask) for segment in record.segments),
+        violation=violation,
+    )
+
+
+def _violations(record: LedgerRecord) -> Iterator[Violation]:
+    if record.schema != LEDGER_SCHEMA:
+        yield Violation("T1", "the record", f"schema '{record.schema}', this version reads {LEDGER_SCHEMA}")
+        return
+    for number, segment in enumerate(record.segments):
+        yield from _SegmentCheck(number, segment, frozenset(record.stop_ids)).violations()
+    yield from _turns(record)
+
+
+def _turns(record: LedgerRecord) -> Iterator[Violation]:
+    """Every turn lies in one segment, once, and all sampled spans belong to a turn."""
+    found: dict[int, tuple[int, int, int]] = {}
+    for number, segment in enumerate(record.segments):
+        for span in segment.spans:
+            at, prompt, sampled = found.get(span.turn, (number, 0, 0))
+            if at != number:
+                yield Violation("T3", f"turn {span.turn}", f"lies in segments {at} and {number}: trained twice")
+            if span.kind == "prompt":
+                found[span.turn] = (number, span.stop, sampled)
+            else:
+                found[span.turn] = (number, prompt, sampled + span.stop - span.start)
+    if sorted(found) != [turn.number for turn in record.turns]:
+        yield Violation("T3", "the list of turns", "does not name the turns that the spans have, each once, in order")
+    for turn in record.turns:
+        listed = turn.segment, turn.prompt_tokens, turn.sampled_tokens
+        if listed != found[turn.number]:
+            yield Violation(
+                "T3", f"turn {turn.number}", f"(segment, prompt, sampled) {listed}, not {found[turn.number]}"
+            )
+        if turn.finish_reason not in _FINISHES:
+            yield Violation("T2", f"turn {turn.number}", f"ended with '{turn.finish_reason}' and was not resumed")
+
+
+class _SegmentCheck:
+    """One segment's checks, cheapest first."""
+
+    def __init__(self, number: int, segment: SegmentRecord, stop_ids: frozenset[int]) -> None:
+        self.number = number
+        self.segment = segment
+        self.stop_ids = stop_ids
+
+    def violations(self) -> Iterator[Violation]:
+        yield from self._reason()
+        if violation := self._lengths():
+            yield violation
+            return  # nothing below can be computed
+        self.tokens = cast("array[int]", unpacked("i", self.segment.tokens))
+        self.logprobs = cast("array[float]", unpacked("f", self.segment.logprobs))
+        yield from self._layout()
+        for span in self.segment.spans:
+            yield from self._values(span)
+        yield from self._ends()
+        yield from self._hashes()
+
+    def _at(self, invariant: str, what: str, span: Span | None = None) -> Violation:
+        place = f"segment {self.number}"
+        if span is not None:
+            place += f", turn {span.turn}, {span.kind} tokens {span.start} to {span.stop}"
+        return Violation(invariant, place, what)
+
+    def _reason(self) -> Iterator[Violation]:
+        reason = self.segment.reason
+        if self.number == 0 and reason != Reason.START:
+            yield self._at("T2", f"the first segment begins with '{reason}', not with '{Reason.START}'")
+        if self.number > 0 and reason not in SEGMENT_REASONS:
+            yield self._at("T2", f"'{reason}' is no reason for a further segment")
+
+    def _lengths(self) -> Violation | None:
+        if len(self.segment.tokens) % ITEM_BYTES or len(self.segment.logprobs) % ITEM_BYTES:
+            return self._at("T3", "tokens or log-probabilities end inside an item")
+        lengths = (
+            len(self.segment.tokens) // ITEM_BYTES,
+            len(self.segment.mask),
+            len(self.segment.logprobs) // ITEM_BYTES,
+        )
+        if len(set(lengths)) > 1:
+            return self._at("T3", "{} tokens, {} masks, {} log-probabilities".format(*lengths))
+        return None
+
+    def _layout(self) -> Iterator[Violation]:
+        """Spans cover the segment without gap; a turn is one prompt span and then its sampled ones."""
+        at, before = 0, None
+        for span in self.segment.spans:
+            if span.start != at or span.stop < span.start:
+                yield self._at("T3", f"the span should begin at {at}", span)
+            at = span.stop
+            follows = before is not None and before.kind == "sampled" and before.turn == span.turn
+            if span.kind == "prompt":
+                if before is not None and (before.kind != "sampled" or before.turn >= span.turn):
+                    yield self._at("T3", "the turns are out of order", span)
+                if span.reason:
+                    yield self._at("T2", "a prompt span has a reason", span)
+            elif before is None or before.turn != span.turn:
+                yield self._at("T3", "sampled tokens without the prompt of their turn", span)
+            elif follows != (span.reason == Reason.ABORT_RESUME):
+                yield self._at("T2", "sampled in two pieces without a declared abort, or the other way round", span)
+            before = span
+        if at != len(self.tokens):
+            yield self._at("T3", f"the spans end at {at}, the tokens at {len(self.tokens)}")
+        if before is not None and before.kind == "prompt":
+            yield self._at("T3", "a prompt without anything sampled after it", before)
+
+    def _values(self, span: Span) -> Iterator[Violation]:
+        """Mask, log-probabilities and ids of one span."""
+        length, sampled = span.stop - span.start, span.kind == "sampled"
+        if self.segment.mask[span.start : span.stop] != (b"\1" if sampled else b"\0") * length:
+            wrong = "a sampled token is not trained" if sampled else "a token that was not sampled is trained"
+            yield self._at("T3", wrong, span)
+        ids, logprobs = self.tokens[span.start : span.stop], self.logprobs[span.start : span.stop]
+        if length and min(ids) < 0:
+            yield self._at("T1", "a negative token id", span)
+        if not sampled:
+            if self.segment.logprobs[span.start * ITEM_BYTES : span.stop * ITEM_BYTES] != _ONE * length:
+                yield self._at("T4", "a log-probability where nothing was sampled", span)
+        elif length and not (math.isfinite(sum(logprobs)) and max(logprobs) <= HIGHEST_LOGPROB):
+            yield self._at("T4", "a sampled token without a log-probability", span)
+
+    def _ends(self) -> Iterator[Violation]:
+        """No end-of-turn token stands twice where a turn meets the next."""
+        for before, span in zip(self.segment.spans, self.segment.spans[1:], strict=False):
+            if (
+                before.kind == "sampled"
+                and span.kind == "prompt"
+                and span.start < span.stop
+                and before.start < before.stop
+            ):
+                last = self.tokens[span.start - 1]
+                if last in self.stop_ids and self.tokens[span.start] == last:
+                    yield self._at("T1", f"the end-of-turn token {last} stands twice", span)
+
+    def _hashes(self) -> Iterator[Violation]:
+        """What the engine was given is what stands here, and nothing was changed since."""
+        hasher, checksum = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
+        for span in self.segment.spans:
+            part = slice(span.start * ITEM_BYTES, span.stop * ITEM_BYTES)
+            if span.kind == "sampled" and span.sent != checksum:
+                yield self._at("T1", "the engine was given other tokens than stand before it", span)
+            tokens = self.segment.tokens[part]
+            checksum = zlib.crc32(tokens, checksum)
+            feed(hasher, span.kind, span.version, tokens, self.segment.logprobs[part])
+            if hasher.hexdigest() != span.digest:
+                yield self._at("T1", "tokens, log-probabilities or versions are not those that were recorded", span)

@@ -1,0 +1,103 @@
+"""From the text that a model wrote to an assistant message: thinking, content, tool calls.
+
+Not for tokens, and not for judging calls. Invariant (T6): nothing is repaired; thinking is taken out before calls are
+looked for, unknown names and malformed arguments stay as the model wrote them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.inference.base import AssistantMessage, FunctionCall, ToolCallMessage
+from palaestra.inference.templates.messages import THINK_CLOSE, THINK_OPEN
+
+
+class Parser(Protocol):
+    """The contract's tool-call parser: the content without the calls, and the calls or None.
+
+    A richer one may also take `tools=` (the schemas) and `cut=` (the reply ran out of room), and return an object with
+    `content` and `calls`.
+    """
+
+    def parse(self, text: str) -> JSON: ...
+
+
+def parser_named(parser: Parser | str | None) -> Parser | None:
+    """The parser itself, or the one of that name. Raises `ConfigError`."""
+    if not isinstance(parser, str):
+        return parser
+    try:
+        found: Parser = importlib.import_module("palaestra.inference.parsers").get_parser(parser)
+    except (ImportError, KeyError) as error:
+        raise ConfigError(f"There is no tool-call parser '{parser}': {error}.") from None
+    return found
+
+
+class Speech:
+    """Reads replies with one parser; None leaves calls in the content."""
+
+    def __init__(self, parser: Parser | str | None) -> None:
+        self._parser = parser_named(parser)
+        self._accepts = _accepted(self._parser.parse) if self._parser else frozenset()
+
+    def read(
+        self, text: str, *, thinking: bool, cut: bool, tools: Sequence[Mapping[str, JSON]], turn: int
+    ) -> AssistantMessage:
+        """The message. `thinking`: the reply begins inside its thinking. `turn` goes into the ids of calls."""
+        reasoning, said = split_thinking(text, thinking)
+        content, calls = self._parsed(said, cut, tools)
+        return AssistantMessage(
+            content=content,
+            reasoning_content=reasoning,
+            tool_calls=[_call(call, f"call_{turn}_{index}") for index, call in enumerate(calls)] or None,
+        )
+
+    def _parsed(self, text: str, cut: bool, tools: Sequence[Mapping[str, JSON]]) -> tuple[str | None, Sequence[JSON]]:
+        """Content and calls."""
+        if self._parser is None or not tools:
+            return text, ()
+        extra = {name: value for name, value in (("tools", tools), ("cut", cut)) if name in self._accepts}
+        result = self._parser.parse(text, **extra)
+        content, calls = result if isinstance(result, tuple) else (result.content, result.calls)
+        return content, calls or ()
+
+
+def split_thinking(text: str, inside: bool) -> tuple[str | None, str]:
+    """The thinking (None where there is none) and the rest. Thinking that was not closed is all there is."""
+    begun = text.lstrip()
+    if begun.startswith(THINK_OPEN):
+        text, inside = begun[len(THINK_OPEN) :], True
+    if not inside:
+        return None, text
+    thought, closed, rest = text.partition(THINK_CLOSE)
+    return thought.strip("\n") or None, rest.lstrip("\n") if closed else ""
+
+
+def _accepted(parse: Callable[..., JSON]) -> frozenset[str]:
+    try:
+        parameters = inspect.signature(parse).parameters.values()
+    except (TypeError, ValueError):
+        return frozenset()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return frozenset({"tools", "cut"})
+    return frozenset(parameter.name for parameter in parameters) & {"tools", "cut"}
+
+
+def _call(call: JSON, call_id: str) -> ToolCallMessage:
+    """Any parser's call as ours. The id follows from the turn: a parser's own may be random."""
+    function = _part(call, "function") or call
+    arguments = _part(function, "arguments")
+    if not isinstance(arguments, str):
+        arguments = "" if arguments is None else msgspec.json.encode(arguments).decode()
+    return ToolCallMessage(id=call_id, function=FunctionCall(name=_part(function, "name") or "", arguments=arguments))
+
+
+def _part(value: JSON, name: str) -> JSON:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)

@@ -1,0 +1,120 @@
+"""Renders a chat template as `transformers` does: sandboxed jinja2, its filters, its globals, its whitespace rules.
+
+Not for tokens (`turns`). Invariant: the same messages give the same text for as long as the run lasts; a template that
+asks for the date is told the one at which it was loaded, so that a conversation does not change at midnight.
+
+Source of the semantics: `transformers.utils.chat_template_utils`, version 5.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON, Message
+from palaestra.inference.tokens import Tokenizer
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ChatTemplate:
+    """One template with the special tokens it may name. `source` is the template's text.
+
+    Raises `ConfigError` when the text is no template.
+    """
+
+    def __init__(
+        self, source: str, special: Mapping[str, str] | None = None, now: Callable[[], datetime] = datetime.now
+    ) -> None:
+        self.source = source
+        self._special = dict(special or {})
+        loaded_at = now()
+        environment = _environment()
+        environment.globals["strftime_now"] = loaded_at.strftime
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"The chat template cannot be read: {error}.") from None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, JSON]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: JSON,
+    ) -> str:
+        """The conversation as text. Raises `ConfigError` with the template's own words when it refuses."""
+        values = {**self._special, **variables}
+        try:
+            return self._template.render(
+                values, messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"The chat template refuses this conversation: {error}.") from error
+
+
+def template_of(tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate:
+    """The template `source`, or the tokenizer's own. Raises `ConfigError` when there is neither."""
+    source = source or getattr(tokenizer, "chat_template", None)
+    if not isinstance(source, str):
+        raise ConfigError("The tokenizer has no chat template: pass chat_template=, or save one beside the tokenizer.")
+    special = getattr(tokenizer, "special", None)
+    if not isinstance(special, Mapping):
+        named = {name: getattr(tokenizer, name, None) for name in _NAMED_TOKENS}
+        special = {name: text for name, text in named.items() if isinstance(text, str)}
+    return ChatTemplate(source, special)
+
+
+class WrittenOnce(dict[str, JSON]):
+    """A mapping whose JSON is made once: tool schemas are written out in every rendering."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, value: Mapping[str, JSON]) -> None:
+        super().__init__({key: WrittenOnce(item) if isinstance(item, dict) else item for key, item in value.items()})
+        self.text = json.dumps(value, ensure_ascii=False)
+
+
+def _tojson(
+    value: JSON,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is, unlike jinja's own filter, which escapes for HTML."""
+    if isinstance(value, WrittenOnce) and not (ensure_ascii or indent or separators or sort_keys):
+        return value.text
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+class _Generation(Extension):
+    """Lets `{% generation %}` blocks, which mark what a trainer trains, be what stands in them."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's own declaration of the field
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    return environment

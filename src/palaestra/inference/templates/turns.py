@@ -1,0 +1,200 @@
+"""The tokens that a new turn adds to a conversation, without encoding anything again that was sampled.
+
+The template is rendered with marks in place of what the assistant said (`marks`): once for the prompt that the reply
+was sampled from, once for the conversation that goes on. Where the second begins with the first, and all that the
+assistant said is still in it, history is intact, and what follows the end of the reply is the new turn's text. Where
+not, the template rewrites history, and the caller decides what that means.
+
+Rendering a whole conversation costs more with every turn, so the same is measured on a short one: a stand-in for the
+head, the last reply, the new messages. The first time that a kind of step occurs, and at turns 2, 4, 8, …, both are
+measured and must agree; where they don't, the template depends on more than that, and is rendered in full from then on.
+
+Invariant: only text that the template put after the last sampled token is encoded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON, Message
+from palaestra.inference.templates.jinja import ChatTemplate, WrittenOnce
+from palaestra.inference.templates.marks import Shape, shape_of
+from palaestra.inference.templates.messages import for_template, reasoning_of
+from palaestra.inference.templates.probes import Traits, probe
+from palaestra.inference.tokens import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_STAND_IN = "."
+_MAX_HEAD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A conversation so far: the messages that the last reply was sampled after, the reply, how many turns there were.
+
+    `reasoning` says whether any sampled reply of the segment has thinking in it.
+    """
+
+    prompt: Sequence[Message]
+    reply: Message
+    reasoning: bool
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What follows the last sampled token: `ids[D]`; `rewrites` says how the template changes history, if it does."""
+
+    ids: list[int]
+    rewrites: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The prompt `ids[T]` of a segment's first turn, and whether there is thinking in it."""
+
+    ids: list[int]
+    reasoning: bool
+
+
+_Measured: TypeAlias = tuple[str | None, str]
+"""The text after the reply (None where it cannot be found), and how history is rewritten."""
+
+
+class TurnRenderer:
+    """One template, one set of tools, one set of template variables; shared by all rollouts that use them.
+
+    Raises `ConfigError` at construction when the template does not show the tools to the model, drops tool results, or
+    when it cannot be found out which token ends a turn.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        *,
+        tools: Sequence[Mapping[str, JSON]] = (),
+        variables: Mapping[str, JSON] | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> None:
+        self.tools = list(tools)
+        self.variables = dict(variables or {})
+        self._written = [WrittenOnce(tool) for tool in tools] or None
+        self._template = template
+        self._tokenizer = tokenizer
+        self.traits: Traits = probe(self._render, tokenizer, self.tools, stop_ids)
+        self._ends = [tokenizer.decode([number], skip_special_tokens=False) for number in self.traits.ends]
+        self._heads: dict[tuple[str, ...], str] = {}
+        self._trusted: dict[object, bool] = {}
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end a turn."""
+        return self.traits.stop_ids
+
+    def opening(self, messages: Sequence[Message]) -> Opening:
+        """The prompt of a segment's first turn: everything rendered and encoded."""
+        text = self._render(self._ready(messages))
+        thoughts = (reasoning_of(message).strip() for message in messages if message.get("role") == "assistant")
+        ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+        return Opening(ids, any(thought and thought in text for thought in thoughts))
+
+    def thinks_at_once(self, messages: Sequence[Message]) -> bool:
+        """Whether the prompt itself opens the thinking, so that a reply begins inside it."""
+        return self._before(self._stand_ins(messages)).rstrip().endswith(self.traits.think_open)
+
+    def step(self, history: History, new: Sequence[Message], last_token: int | None) -> Step:
+        """What `new` messages and the prompt for a reply add after `last_token`.
+
+        Raises `ConfigError` when the template refuses the conversation or shows nothing of it.
+        """
+        text, rewrites = self._measure(history, new)
+        if text is None:
+            if rewrites:
+                return Step([], rewrites)
+            raise ConfigError("The chat template shows nothing of an assistant's reply: the conversation cannot go on.")
+        ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+        if ids and last_token in self.traits.stop_ids:
+            closed = self.traits.closes and ids[0] in self.traits.ends
+            if closed or ids[0] == last_token:
+                del ids[0]  # the model has said it itself
+        return Step(ids, rewrites)
+
+    def _measure(self, history: History, new: Sequence[Message]) -> _Measured:
+        shape = shape_of(history.reply, history.reasoning)
+        head = self._stand_ins(history.prompt)
+        kind = (
+            tuple(message["role"] for message in head),
+            shape.kind,
+            tuple(message.get("role") for message in new[:_MAX_HEAD]),
+            len(new) > _MAX_HEAD,
+        )
+        trusted = self._trusted.get(kind)
+        if trusted is False:
+            return self._in_full(history, new)
+        try:
+            short = self._compare(head, shape, new, self._before(head))
+        except ConfigError:  # the stand-in does not suit the template; the conversation itself may
+            self._trusted[kind] = False
+            return self._in_full(history, new)
+        if trusted is None or history.turn & (history.turn - 1) == 0:
+            full = self._in_full(history, new)
+            self._trusted[kind] = agree = full[0] == short[0] and bool(full[1]) == bool(short[1])
+            if trusted and not agree:
+                logger.warning(
+                    "The chat template depends on the whole conversation; it is rendered in full from now on."
+                )
+            return full
+        return short
+
+    def _in_full(self, history: History, new: Sequence[Message]) -> _Measured:
+        """Measured on the conversation itself, in which only the last reply is marked."""
+        head = self._ready(history.prompt)
+        shape = shape_of(history.reply, bool(reasoning_of(history.reply)))
+        return self._compare(head, shape, new, self._render(head))
+
+    def _compare(self, head: list[Message], shape: Shape, new: Sequence[Message], before: str) -> _Measured:
+        ready = self._ready([shape.message(), *new])
+        after = self._render([*head, *ready])
+        rewrites = ""
+        if not after.startswith(before):
+            rewrites, shared = "an earlier part of the conversation is rendered differently", 0
+        else:
+            shared = len(before)
+        ends = [after.find(found, shared) + len(found) for found in shape.marks() if after.find(found, shared) >= 0]
+        if len(ends) < len(shape.marks()):
+            rewrites = rewrites or "a part of the assistant's reply is left out"
+        return (self._tail(after, max(ends)) if ends else None), rewrites
+
+    def _tail(self, after: str, said: int) -> str:
+        """The text from the end of the turn on; `said` is where the last thing that the assistant said ends."""
+        found = [at for end in self._ends if (at := after.find(end, said)) >= 0]
+        return after[min(found, default=said) :]
+
+    def _stand_ins(self, prompt: Sequence[Message]) -> list[Message]:
+        """A short head with the roles of the real one: what stands before the first reply."""
+        head: list[Message] = []
+        for message in prompt[:_MAX_HEAD]:
+            if message.get("role") in ("assistant", "tool"):
+                break
+            head.append({"role": message.get("role", "user"), "content": _STAND_IN})
+        return head or [{"role": "user", "content": _STAND_IN}]
+
+    def _before(self, head: list[Message]) -> str:
+        roles = tuple(message["role"] for message in head)
+        if roles not in self._heads:
+            self._heads[roles] = self._render(head)
+        return self._heads[roles]
+
+    def _ready(self, messages: Sequence[Message]) -> list[Message]:
+        return for_template(messages, self.traits.reasoning_field)
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        return self._template.render(
+            messages, tools=self._written, add_generation_prompt=add_generation_prompt, **self.variables
+        )

@@ -1,0 +1,190 @@
+"""Tokenizers: what token-exact chat needs of one, and the fast one that most models ship as `tokenizer.json`.
+
+Not for chat templates (`templates`) and not for counting text. Invariant: text goes in as it is and comes out as it is,
+without tokens added at the start or special ones left out, so that what was encoded is exactly what was asked for.
+
+Loading a folder touches no network. A name that is no folder is a model's name; naming it is the user's consent to
+fetch its tokenizer files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+"""What a model's folder may hold for us; only the first is needed."""
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer(Protocol):
+    """Anything that encodes and decodes; those of `transformers` do.
+
+    Read where they are there: `chat_template`, `special` or `bos_token` and its kin, `stop_ids` or `eos_token_id`,
+    `special_ids` or `all_special_ids`, and the length.
+    """
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> Sequence[int]:
+        """Token ids of the text. Special tokens written out in it become themselves."""
+        ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids; bytes that are no text yet become replacement characters."""
+        ...
+
+
+class FastTokenizer:
+    """A `tokenizer.json` with what lies beside it in a model's folder. Extra: `tokens`.
+
+    `special` maps names (`bos_token`, …) to their text. `stop_ids` end a turn as far as the folder says; `special_ids`
+    are never text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: RustTokenizer,
+        *,
+        chat_template: str | None = None,
+        special: Mapping[str, str] | None = None,
+        stop_ids: Sequence[int] = (),
+        source: str = "",
+    ) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.special = dict(special or {})
+        self.source = source
+        own = tokenizer.token_to_id(self.special["eos_token"]) if "eos_token" in self.special else None
+        self.special_ids = frozenset(
+            number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self.stop_ids = tuple(dict.fromkeys([*stop_ids, *([] if own is None else [own])]))
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of the text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of one token, None where there is none of this text."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    def __len__(self) -> int:
+        size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        return size
+
+
+def load_tokenizer(name: str) -> FastTokenizer:
+    """The tokenizer of a folder, of a `tokenizer.json` or of a model by name. Blocks; a name may fetch files.
+
+    Raises `ConfigError` when there is none, or the extra is missing.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _from_files(name, lambda file: path / file if (path / file).is_file() else None)
+    if path.is_file():
+        return _from_files(name, lambda file: path if file == "tokenizer.json" else _beside(path, file))
+    if name in ("", "none", "default"):
+        raise ConfigError("No tokenizer was named: set --openai.tokenizer_name to a model's folder or name.")
+    return _from_files(name, lambda file: _fetched(name, file))
+
+
+def _beside(path: Path, file: str) -> Path | None:
+    return path.parent / file if (path.parent / file).is_file() else None
+
+
+def _fetched(name: str, file: str) -> Path | None:
+    """One file of a model's repository, from the local cache or the hub; None where the repository has no such file."""
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+    except ImportError:
+        raise _missing_extra() from None
+    try:
+        return Path(hf_hub_download(name, file))
+    except EntryNotFoundError:
+        return None
+    except Exception as error:  # whatever the hub's client raises: no such model, no network, no right
+        raise ConfigError(
+            f"No tokenizer '{name}': it is neither a folder here nor could it be fetched ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}). Set --openai.tokenizer_name to a local folder."
+        ) from None
+
+
+def _missing_extra() -> ConfigError:
+    return ConfigError("Token-exact servers need the extra 'tokens': pip install 'palaestra[tokens]'.")
+
+
+def _from_files(source: str, find: Callable[[str], Path | None]) -> FastTokenizer:
+    try:
+        from tokenizers import Tokenizer as RustTokenizer
+    except ImportError:
+        raise _missing_extra() from None
+    main = find("tokenizer.json")
+    if main is None:
+        raise ConfigError(
+            f"'{source}' has no tokenizer.json. Save the model's tokenizer in its fast form, or pass tokenizer=."
+        )
+    try:
+        tokenizer = RustTokenizer.from_file(str(main))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"{main} is not a tokenizer: {error}") from None
+    config, generation = _json(find("tokenizer_config.json")), _json(find("generation_config.json"))
+    stops = generation.get("eos_token_id", [])
+    return FastTokenizer(
+        tokenizer,
+        chat_template=_template(find, config),
+        special={name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name)))},
+        stop_ids=[stop for stop in (stops if isinstance(stops, list) else [stops]) if isinstance(stop, int)],
+        source=source,
+    )
+
+
+def _template(find: Callable[[str], Path | None], config: Mapping[str, JSON]) -> str | None:
+    """The chat template: a file of its own, or in the tokenizer's config, where it may be a list with names."""
+    if (file := find("chat_template.jinja")) is not None:
+        return file.read_text(encoding="utf-8")
+    found = config.get("chat_template") or _json(find("chat_template.json")).get("chat_template")
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("tool_use") or named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _token_text(value: JSON) -> str | None:
+    """A token in the config is its text, or an object that holds it."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _json(path: Path | None) -> dict[str, JSON]:
+    if path is None:
+        return {}
+    try:
+        value = msgspec.json.decode(path.read_bytes())
+    except (msgspec.DecodeError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+    return value if isinstance(value, dict) else {}
