@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from palaestra.core.types import Outcome, Score, Task, ToolStep
     from palaestra.envs.config import BaseEnvConfig, HermesAgentEnvConfig
     from palaestra.envs.function import environment
-    from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
-    from palaestra.inference.config import APIServerConfig
+    from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item, ScoredDataGroup, ScoredDataItem
+    from palaestra.inference.config import APIServerConfig, ServerBaseline
+    from palaestra.inference.servers import ServerManager
     from palaestra.rollouts.context import ToolContext
     from palaestra.sandbox.base import ExecutionResult, Slot
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
@@ -34,8 +35,13 @@ __all__ = [
     "HermesAgentBaseEnv",
     "HermesAgentEnvConfig",
     "HermesAgentLoop",
+    "Item",
     "Outcome",
     "Score",
+    "ScoredDataGroup",
+    "ScoredDataItem",
+    "ServerBaseline",
+    "ServerManager",
     "Slot",
     "SlotPool",
     "SlotPoolConfig",
@@ -62,8 +68,13 @@ _MODULES = {
     "HermesAgentBaseEnv": "envs.hermes_base_env",
     "HermesAgentEnvConfig": "envs.config",
     "HermesAgentLoop": "agent.loop",
+    "Item": "envs.hermes_base_env",
     "Outcome": "core.types",
     "Score": "core.types",
+    "ScoredDataGroup": "envs.hermes_base_env",
+    "ScoredDataItem": "envs.hermes_base_env",
+    "ServerBaseline": "inference.config",
+    "ServerManager": "inference.servers",
     "Slot": "sandbox.base",
     "SlotPool": "sandbox.pool",
     "SlotPoolConfig": "sandbox.pool",

@@ -33,6 +33,9 @@ class WordsEnv(HermesAgentBaseEnv):
         seen = ctx.terminal("cat word.txt")
         return 1.0 if seen["exit_code"] == 0 and seen["output"].strip() == item["word"] else 0.0
 
+    async def wandb_log(self, wandb_metrics=None):
+        await super().wandb_log({**(wandb_metrics or {}), "train/words_seen": self.iter})
+
     async def evaluate(self, *args, **kwargs):
         done = await self.evaluate_items(self.items, 2)
         await self.evaluate_log({"mean": sum(t.reward for t in done) / len(done)}, [{"id": t.task_id} for t in done])

@@ -98,6 +98,8 @@ def test_a_class_environment_runs_with_process(tmp_path: Path) -> None:
     assert groups[0]["token_source"] == "placeholder"
     assert all(mask == -100 for masks in groups[0]["masks"] for mask in masks)  # type: ignore[attr-defined]
     assert "data/words.jsonl" in done.stderr
+    (metrics,) = tmp_path.glob("runs/words--oracle/*/metrics.jsonl")
+    assert lines(metrics)[-1]["train/words_seen"] == 3
 
 
 def test_a_class_environment_evaluates(tmp_path: Path) -> None:

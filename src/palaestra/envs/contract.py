@@ -129,6 +129,10 @@ class ContractEnvironment(Environment):
             detail = {}
         return Score(_number(reward), numbers(detail), detail)
 
+    async def figures(self) -> Mapping[str, float]:
+        await self.inner.wandb_log({})
+        return numbers(self.inner._logged)
+
     def project(self, rollout: Rollout, score: Score | None) -> Projection:
         if score is None or rollout.result is None:
             return Projection()

@@ -11,7 +11,7 @@ import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, TypedDict
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import ConfigError
@@ -30,6 +30,38 @@ logger = logging.getLogger(__name__)
 
 Item: TypeAlias = JSON
 """One row of whatever the environment draws from; the runner only carries it."""
+
+
+class ScoredDataItem(TypedDict, total=False):
+    """The training row of one rollout: `tokens[T]`, `masks[T]` (-100 where nothing is trained), its score, messages."""
+
+    tokens: list[int]
+    masks: list[int]
+    scores: float
+    messages: list[Message] | None
+    advantages: list[float] | None
+    ref_logprobs: list[float] | None
+    inference_logprobs: list[float] | None
+    overrides: dict[str, JSON] | None
+    images: JSON
+    token_source: str
+
+
+class ScoredDataGroup(TypedDict, total=False):
+    """The rows of a group, each list in the order of its rollouts."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    messages: list[list[Message]] | None
+    advantages: list[list[float]] | None
+    ref_logprobs: list[list[float]] | None
+    inference_logprobs: list[list[float]] | None
+    generation_params: dict[str, JSON] | None
+    group_overrides: dict[str, JSON] | None
+    overrides: list[dict[str, JSON]] | None
+    images: JSON
+
 
 ItemRunner: TypeAlias = Callable[[Sequence[Item], int], Awaitable[list[Trajectory]]]
 
@@ -57,7 +89,7 @@ class HermesAgentBaseEnv(ABC):
         self.testing = testing
         self._server: ChatServer | None = None
         self._run_items: ItemRunner | None = None
-        self._logged: list[dict[str, JSON]] = []
+        self._logged: dict[str, JSON] = {}
         self._evaluation: dict[str, JSON] = {}
 
     @classmethod
@@ -149,7 +181,7 @@ class HermesAgentBaseEnv(ABC):
         """Run the agent. Override to change how; the default is the one loop."""
         return await rollout.run_agent(messages)
 
-    def _build_scored_item(self, item: Item, result: AgentResult, reward: float) -> dict[str, JSON]:
+    def _build_scored_item(self, item: Item, result: AgentResult, reward: float) -> ScoredDataItem:
         """The training row of one rollout: `tokens`, `masks`, `scores`, `messages`.
 
         A chat server gives no token ids, so the tokens are placeholders and every mask is -100: nothing is trained on
@@ -181,9 +213,8 @@ class HermesAgentBaseEnv(ABC):
         return await self._run_items(items, samples)
 
     async def wandb_log(self, wandb_metrics: dict[str, JSON] | None = None) -> None:
-        """Add numbers to the run's `metrics.jsonl`."""
-        if wandb_metrics:
-            self._logged.append(dict(wandb_metrics))
+        """Add numbers to the run's metrics. Called once at the end of a run; a subclass may add its own and pass on."""
+        self._logged.update(wandb_metrics or {})
 
     async def evaluate_log(
         self, metrics: Mapping[str, JSON], samples: Sequence[JSON] = (), task_name: str | None = None, **extra: JSON

@@ -74,6 +74,7 @@ class Output:
         self.folder = folder
         self.env = env
         self.model = model
+        self.own: dict[str, float] = {}
         self._settings = dict(settings)
         self._started_at = time.time()
         self.journal = Journal(folder.journal)
@@ -106,7 +107,7 @@ class Output:
         self.groups.close()
         self.journal.close()
         finished = read_groups(self.folder.journal)
-        figures = summarise(finished)
+        figures = summarise(finished) | self.own
         self.metrics.append(len(finished), figures)
         self.metrics.close()
         meta = {

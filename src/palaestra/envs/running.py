@@ -184,8 +184,12 @@ class Batch:
         workers = concurrency(config)
         try:
             if self.parsed.command == "evaluate" and isinstance(environment, ContractEnvironment):
-                return await Evaluation(environment, services, workers, self._keep).run()
-            return await Runner(environment, services, concurrency=workers, limit=limit, on_group=self._keep).run()
+                totals = await Evaluation(environment, services, workers, self._keep).run()
+            else:
+                runner = Runner(environment, services, concurrency=workers, limit=limit, on_group=self._keep)
+                totals = await runner.run()
+            self.output.own.update(await environment.figures())
+            return totals
         finally:
             observer.run_finished()
             await services.foundations.aclose()

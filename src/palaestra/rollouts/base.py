@@ -128,6 +128,10 @@ class Environment(ABC):
         """What to record besides."""
         return Projection()
 
+    async def figures(self) -> Mapping[str, float]:
+        """Numbers of the environment's own for the run's metrics. Asked once, after the last group."""
+        return {}
+
 
 def network_of(task: Task, phase: Phase) -> Network:
     """The network of a phase as the task says."""
