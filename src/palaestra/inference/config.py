@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from palaestra.core.config import Settings, later
+from palaestra.core.config import Settings
 
-ServerType: TypeAlias = Literal["openai", "scripted", "sglang", "trl", "vllm"]
+ServerType: TypeAlias = Literal["openai", "scripted", "sglang", "transformers", "trl", "vllm"]
 """What speaks at the other end; see `servers.ENGINES` for those that this version has."""
 
 
@@ -33,9 +33,21 @@ class ServerBaseline(Settings):
     """How many of the latest requests the latency statistics look at."""
 
     server_type: ServerType = "openai"
-    """openai: any server that speaks chat completions. scripted: a policy that needs no model."""
+    """openai: any server that speaks chat completions. sglang, vllm: token-exact. transformers: token-exact, in this
+    process. scripted: a policy that needs no model."""
 
-    tokenizer_name: str = later("none", "The tokenizer of a token-exact server.")
+    tokenizer_name: str = "none"
+    """The tokenizer of a token-exact server: a folder, or a model's name; none is that of model_name."""
+
+    tool_parser: str = "hermes"
+    """How a token-exact model writes tool calls: the name of a parser; none leaves them in the text."""
+
+    chat_template: str | None = None
+    """A file with the chat template of a token-exact model; the tokenizer's own when left out."""
+
+    history: Literal["template", "append"] = "template"
+    """When the chat template rewrites history (strips thinking): template begins a new training row, as a server that
+    renders every turn anew would; append keeps one row with what was sampled."""
 
 
 class APIServerConfig(ServerBaseline):

@@ -9,16 +9,22 @@ import asyncio
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from palaestra.core.errors import ConfigError, EngineUnavailable
 from palaestra.core.types import JSON, Message
-from palaestra.inference.base import ChatCompletion, ChatServer, Engine, SessionContext
+from palaestra.inference.base import ChatCompletion, ChatServer, Engine, Sampled, SessionContext, TokenEngine
 from palaestra.inference.config import APIServerConfig, ServerBaseline
+
+if TYPE_CHECKING:
+    from palaestra.inference.managed import ManagedChat
 
 ENGINES: Mapping[str, str] = {
     "openai": "palaestra.inference.engines.openai:OpenAIEngine",
     "scripted": "palaestra.inference.engines.scripted:ScriptedEngine",
+    "sglang": "palaestra.inference.engines.sglang:SGLangEngine",
+    "transformers": "palaestra.inference.engines.transformers:TransformersEngine",
+    "vllm": "palaestra.inference.engines.vllm:VLLMEngine",
 }
 """Server type to the class of its engine, which takes the config."""
 
@@ -78,12 +84,13 @@ class ServerGroup:
             await server.aclose()
 
     def session(self, context: SessionContext) -> ChatServer:
-        """A session for one rollout."""
-        first = self._sessions % len(self.servers)
-        self._sessions += 1
-        if len(self.servers) == 1:
-            return self.servers[0].session(context)
-        return _Session([server.session(context) for server in self.servers[first:] + self.servers[:first]])
+        """A session for one rollout; token-exact where the servers are."""
+        if self.token_exact:
+            return self.managed_server(name=context.rollout_id)
+        servers = self._in_turn()
+        if len(servers) == 1:
+            return servers[0].session(context)
+        return _Session([server.session(context) for server in servers])
 
     async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
         """One reply from the least busy server."""
@@ -94,9 +101,30 @@ class ServerGroup:
         finally:
             self._under_way[order[0]] -= 1
 
-    def managed_server(self, **options: JSON) -> ChatServer:
-        """Token-exact sessions. Raises `NotImplementedError`, on which environments fall back to chat completions."""
-        raise NotImplementedError("Token-exact servers are not available in this version.")
+    @property
+    def token_exact(self) -> bool:
+        """Whether every server continues token ids, so that `managed_server` and sessions are token-exact."""
+        return all(hasattr(server, "managed_server") for server in self.servers)
+
+    def managed_server(self, **options: JSON) -> ManagedChat:
+        """Token-exact chat for one rollout: `tokenizer=`, `tool_call_parser=` or `tool_parser=`, `history=`.
+
+        Raises `NotImplementedError` for servers that only chat, on which contract environments fall back to chat
+        completions, and `ConfigError` for a tokenizer, template or parser that cannot work.
+        """
+        if not self.token_exact:
+            kinds = ", ".join(dict.fromkeys(server.config.server_type for server in self.servers))
+            raise NotImplementedError(f"Servers of type {kinds} do not give tokens; sglang, vllm and transformers do.")
+        servers: list[JSON] = self._in_turn()
+        sampled_by: TokenEngine = servers[0] if len(servers) == 1 else _Sampling(servers)
+        managed: ManagedChat = servers[0].managed_server(engine=sampled_by, **options)
+        return managed
+
+    def _in_turn(self) -> list[Server]:
+        """The servers, beginning with the one whose turn it is."""
+        first = self._sessions % len(self.servers)
+        self._sessions += 1
+        return self.servers[first:] + self.servers[:first]
 
 
 ServerManager = ServerGroup
@@ -121,3 +149,24 @@ class _Session:
             except EngineUnavailable:
                 self.servers.append(self.servers.pop(0))
         return await self.servers[0].chat_completion(messages=messages, **request)
+
+
+@dataclass(slots=True)
+class _Sampling:
+    """Samples at the first server, whose prefix cache holds the conversation, and elsewhere only when that is
+    unavailable: token ids mean the same at every server of one model.
+    """
+
+    servers: list[TokenEngine]
+
+    @property
+    def name(self) -> str:
+        return self.servers[0].name
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        for _ in self.servers[1:]:
+            try:
+                return await self.servers[0].generate(input_ids, sampling)
+            except EngineUnavailable:
+                self.servers.append(self.servers.pop(0))
+        return await self.servers[0].generate(input_ids, sampling)

@@ -52,8 +52,8 @@ class Tokenizer(Protocol):
 class FastTokenizer:
     """A `tokenizer.json` with what lies beside it in a model's folder. Extra: `tokens`.
 
-    `special` maps names (`bos_token`, …) to their text. `stop_ids` end a turn as far as the folder says; `special_ids`
-    are never text.
+    `special` maps names (`bos_token`, …) to their text. `stop_ids` end a turn as far as the folder says; `added_ids`
+    are single tokens whatever stands around them; of these, `special_ids` are never text.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class FastTokenizer:
         self.special = dict(special or {})
         self.source = source
         own = tokenizer.token_to_id(self.special["eos_token"]) if "eos_token" in self.special else None
-        self.special_ids = frozenset(
-            number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        )
+        added = tokenizer.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self.stop_ids = tuple(dict.fromkeys([*stop_ids, *([] if own is None else [own])]))
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -90,6 +90,11 @@ class FastTokenizer:
     def token_to_id(self, token: str) -> int | None:
         """The id of one token, None where there is none of this text."""
         found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    def id_to_token(self, number: int) -> str | None:
+        """The token of an id in the vocabulary's own spelling, None where there is none."""
+        found: str | None = self._tokenizer.id_to_token(number)
         return found
 
     def __len__(self) -> int:

@@ -6,8 +6,9 @@ is sampled from a prompt in which the model cannot see what it is asked to use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Protocol
 
 from palaestra.core.errors import ConfigError
@@ -31,14 +32,14 @@ class Traits:
     """What was found out.
 
     `reasoning_field` is where the template looks for thinking, None where it knows no field. `stop_ids` are the tokens
-    with which a model ends its turn. `ends` are those that the template writes after a reply: `closes` says that they
-    belong to the reply; otherwise they open the next message, as GLM's do.
+    with which a model ends its turn. The template writes one of `closers` after a reply, as a part of it, or one of
+    `openers`, which begin the next message, as GLM's do.
     """
 
     reasoning_field: str | None
     stop_ids: tuple[int, ...]
-    ends: tuple[int, ...]
-    closes: bool
+    closers: tuple[int, ...]
+    openers: tuple[int, ...]
     think_open: str = THINK_OPEN
 
 
@@ -46,18 +47,20 @@ def probe(
     render: Render, tokenizer: Tokenizer, tools: Sequence[Mapping[str, JSON]], stop_ids: Sequence[int] = ()
 ) -> Traits:
     """Look at a template. `stop_ids` given by the caller are believed. Raises `ConfigError`."""
+    if CONTENT not in render([{"role": "user", "content": CONTENT}]):
+        raise ConfigError("The chat template does not show what a user says; does it want a list of parts?")
     if tools:
         _check_tools(render, tools)
-    closing, following = _ends(render, tokenizer, tools)
+    ends = _ends(render, tokenizer, tools)
     known = getattr(tokenizer, "stop_ids", None) or [getattr(tokenizer, "eos_token_id", None)]
-    stops = [*stop_ids, *(number for number in known if isinstance(number, int)), *(closing or following)]
+    stops = [*stop_ids, *(number for number in known if isinstance(number, int)), *ends.closing, *ends.openers]
     if not stops:
         raise ConfigError("No token ends a turn of this chat template, as far as can be seen: pass stop_ids=.")
     return Traits(
         reasoning_field=_reasoning_field(render, tools),
         stop_ids=tuple(dict.fromkeys(stops)),
-        ends=tuple(dict.fromkeys([*closing, *following])),
-        closes=bool(closing),
+        closers=tuple(dict.fromkeys([*ends.closing, *ends.instead])),
+        openers=tuple(dict.fromkeys(ends.openers)),
     )
 
 
@@ -97,43 +100,74 @@ def _reasoning_field(render: Render, tools: Sequence[Mapping[str, JSON]]) -> str
     result: Message = {"role": "tool", "tool_call_id": "call00000", "name": "f", "content": "."}
     plain: Message = {"role": "assistant", "content": CONTENT}
     calling = for_template([_call(tools).message()], None)[0]
-    for field in REASONING_FIELDS:
+    for name in REASONING_FIELDS:
         for conversation in (
-            [_USER, {**plain, field: REASONING}],
-            [_USER, {**calling, field: REASONING}, result],
+            [_USER, {**plain, name: REASONING}],
+            [_USER, {**calling, name: REASONING}, result],
         ):
             if any(REASONING in text for text in _tried(render, conversation)):
-                return field
+                return name
     return None
 
 
-def _tried(render: Render, messages: list[Message], generation: bool = False) -> Iterator[str]:
+def _tried(render: Render, messages: list[Message]) -> Iterator[str]:
     """The rendering, if the template has one."""
     try:
-        yield render(messages, add_generation_prompt=generation)
+        yield render(messages, add_generation_prompt=False)
     except ConfigError:
         return
 
 
-def _ends(render: Render, tokenizer: Tokenizer, tools: Sequence[Mapping[str, JSON]]) -> tuple[list[int], list[int]]:
-    """Special tokens after a reply: those that close it when it is the last message, and others when it is not."""
-    conversations: list[tuple[Shape, Message]] = [(Shape(content=True, reasoning=False), _USER)]
+@dataclass(slots=True)
+class _Ends:
+    """Tokens after a reply: that close it when it is the last message, that stand there `instead` when it is not, and
+    that open the next message where nothing closes a reply.
+    """
+
+    closing: list[int] = field(default_factory=list)
+    instead: list[int] = field(default_factory=list)
+    openers: list[int] = field(default_factory=list)
+
+
+def _ends(render: Render, tokenizer: Tokenizer, tools: Sequence[Mapping[str, JSON]]) -> _Ends:
+    ends = _Ends()
+    for shape, after in _probed_shapes(tools):
+        alone = [_encoded(tokenizer, render, [shape.message()], shape)]
+        if shape.calls:  # what stands once per call ends a call, not a turn
+            calls = Shape(content=False, reasoning=False, calls=[*shape.calls, ("call00001", shape.calls[0][1])])
+            alone.append(_encoded(tokenizer, render, [calls.message()], shape))
+        closing = _closing(tokenizer, alone, shape)
+        ends.closing += closing
+        ids = _encoded(tokenizer, render, [shape.message(), after], shape)
+        if not any(number in ids for number in closing):
+            own = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone[0], ids, strict=False)))
+            found = [number for number in ids[own:] if number in _special_ids(tokenizer)][:1]
+            (ends.instead if closing else ends.openers).extend(found)
+    return ends
+
+
+def _probed_shapes(tools: Sequence[Mapping[str, JSON]]) -> Iterator[tuple[Shape, Message]]:
+    """A reply, and what may come after it."""
+    yield Shape(content=True, reasoning=False), _USER
     if tools:
         call = _call(tools)
-        conversations.append(
-            (call, {"role": "tool", "tool_call_id": "call00000", "name": call.calls[0][1], "content": "."})
-        )
-    closing: list[int] = []
-    following: list[int] = []
-    for shape, _ in conversations:
-        for text in _tried(render, for_template([_USER, shape.message()], None)):
-            # before a call's end there may be special tokens of the call, so only the very last one counts
-            closing += _special(tokenizer, _after_marks(text, shape).rstrip())[-1 if shape.calls else 0 :][:1]
-    for shape, after in conversations:
-        for text in _tried(render, for_template([_USER, shape.message(), after], None)):
-            found = _special(tokenizer, _after_marks(text, shape))
-            following += [] if any(number in closing for number in found) else found[:1]
-    return closing, following
+        yield call, {"role": "tool", "tool_call_id": "call00000", "name": call.calls[0][1], "content": "."}
+
+
+def _closing(tokenizer: Tokenizer, alone: Sequence[Sequence[int]], shape: Shape) -> list[int]:
+    """The special token that closes a reply which is the last message: right after text, at the very end of calls."""
+    special = _special_ids(tokenizer)
+    if not shape.calls:
+        return [number for number in alone[0] if number in special][:1]
+    last = alone[0][-1:]
+    return [number for number in last if number in special and all(ids.count(number) <= 1 for ids in alone)]
+
+
+def _encoded(tokenizer: Tokenizer, render: Render, messages: Sequence[Message], shape: Shape) -> list[int]:
+    """What is rendered after the first thing that `shape` says, as tokens; nothing where the template refuses."""
+    for text in _tried(render, for_template([_USER, *messages], None)):
+        return list(tokenizer.encode(_after_marks(text, shape).rstrip(), add_special_tokens=False))
+    return []
 
 
 def _after_marks(text: str, shape: Shape) -> str:
@@ -142,7 +176,6 @@ def _after_marks(text: str, shape: Shape) -> str:
     return text[max(ends) :] if ends else ""
 
 
-def _special(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The special tokens of a text, in order."""
-    special = getattr(tokenizer, "special_ids", None) or getattr(tokenizer, "all_special_ids", None) or ()
-    return [number for number in tokenizer.encode(text, add_special_tokens=False) if number in special]
+def _special_ids(tokenizer: Tokenizer) -> Collection[int]:
+    ids: Collection[int] = getattr(tokenizer, "special_ids", None) or getattr(tokenizer, "all_special_ids", None) or ()
+    return ids

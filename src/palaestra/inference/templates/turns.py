@@ -88,7 +88,8 @@ class TurnRenderer:
         self._template = template
         self._tokenizer = tokenizer
         self.traits: Traits = probe(self._render, tokenizer, self.tools, stop_ids)
-        self._ends = [tokenizer.decode([number], skip_special_tokens=False) for number in self.traits.ends]
+        ends = (*self.traits.closers, *self.traits.openers)
+        self._ends = [tokenizer.decode([number], skip_special_tokens=False) for number in ends]
         self._heads: dict[tuple[str, ...], str] = {}
         self._trusted: dict[object, bool] = {}
 
@@ -119,10 +120,9 @@ class TurnRenderer:
                 return Step([], rewrites)
             raise ConfigError("The chat template shows nothing of an assistant's reply: the conversation cannot go on.")
         ids = list(self._tokenizer.encode(text, add_special_tokens=False))
-        if ids and last_token in self.traits.stop_ids:
-            closed = self.traits.closes and ids[0] in self.traits.ends
-            if closed or ids[0] == last_token:
-                del ids[0]  # the model has said it itself
+        ended = bool(ids) and last_token in self.traits.stop_ids
+        if ended and (ids[0] == last_token or ids[0] in self.traits.closers):
+            del ids[0]  # the model has said it itself
         return Step(ids, rewrites)
 
     def _measure(self, history: History, new: Sequence[Message]) -> _Measured:

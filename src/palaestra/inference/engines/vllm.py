@@ -1,0 +1,115 @@
+"""vLLM: its OpenAI server with token-id prompts, and the `/generate` that Atropos adds to it.
+
+Wire sources: vLLM's `CompletionRequest` and `CompletionResponseChoice` (`return_token_ids` since 0.10.2; older servers
+spell ids as `token_id:N` in the log-probabilities), and `vllm_api_server.py` of atroposlib 0.4. A server without
+`/v1/completions` is spoken to in the second shape. vLLM does not say which policy sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from palaestra.core.types import JSON
+from palaestra.inference.base import Sampled
+from palaestra.inference.engines.token_server import TokenServer
+from palaestra.inference.refusals import refused
+from palaestra.inference.wire import encode_json
+
+_SPELLED = "token_id:"
+
+
+class VLLMEngine(TokenServer):
+    """One vLLM server."""
+
+    _stock: bool | None = None
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        """Continue `input_ids[T]`, in the shape that the server has."""
+        if self._stock is False:
+            return await self._from_atropos(list(input_ids), sampling)
+        url = self.base_url / "completions"
+        body = {
+            **sampling,
+            "model": self.name,
+            "prompt": list(input_ids),
+            "logprobs": 1,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "skip_special_tokens": False,
+            "add_special_tokens": False,
+        }
+        response = await self.transport.request("POST", url, encode_json(body))
+        if response.status in (404, 405) and self._stock is None:
+            self._stock = False
+            return await self._from_atropos(list(input_ids), sampling)
+        if not 200 <= response.status < 300:
+            raise refused(url, response.status, response.body, self.name)
+        self._stock = True
+        return self._from_stock(response.body, input_ids)
+
+    def _from_stock(self, raw: bytes, input_ids: Sequence[int]) -> Sampled:
+        url = self.base_url / "completions"
+        reply = self._decoded(raw, _Completion, url, len(input_ids))
+        if not reply.choices or reply.choices[0].logprobs is None:
+            raise self._wrong(url, len(input_ids), "it has no log-probabilities")
+        choice, logprobs = reply.choices[0], reply.choices[0].logprobs
+        if choice.prompt_token_ids is not None and choice.prompt_token_ids != list(input_ids):
+            raise self._wrong(url, len(input_ids), "it was given other prompt tokens, it says")
+        if reply.usage is not None and reply.usage.prompt_tokens != len(input_ids):
+            raise self._wrong(url, len(input_ids), f"it was given {reply.usage.prompt_tokens} tokens, it says")
+        ids = choice.token_ids
+        if ids is None:
+            if not all(token.startswith(_SPELLED) for token in logprobs.tokens):
+                raise self._wrong(url, len(input_ids), "it has no token ids (vLLM 0.10.2 or newer gives them)")
+            ids = [int(token.removeprefix(_SPELLED)) for token in logprobs.tokens]
+        if len(ids) != len(logprobs.token_logprobs) or None in logprobs.token_logprobs:
+            found = sum(value is not None for value in logprobs.token_logprobs)
+            raise self._wrong(url, len(input_ids), f"{len(ids)} tokens but {found} log-probabilities")
+        values = [value for value in logprobs.token_logprobs if value is not None]
+        return Sampled(ids=ids, logprobs=values, finish_reason=choice.finish_reason or "stop")
+
+    async def _from_atropos(self, input_ids: list[int], sampling: Mapping[str, JSON]) -> Sampled:
+        url = self.root_url / "generate"
+        body = {**sampling, "prompt": {"prompt_token_ids": input_ids}, "logprobs": 0}
+        reply = self._decoded(await self.transport.post_json(url, body), _Generated, url, len(input_ids))
+        if not reply.logprobs or not reply.finish_reasons:
+            raise self._wrong(url, len(input_ids), "it has no completion")
+        ids: list[int] = []
+        logprobs: list[float] = []
+        for position in reply.logprobs[0]:
+            if len(position) != 1 or len(position[0]) != 1:
+                raise self._wrong(url, len(input_ids), "a position does not have exactly one token")
+            (token, logprob), *_ = position[0].items()
+            ids.append(token)
+            logprobs.append(logprob)
+        return Sampled(ids=ids, logprobs=logprobs, finish_reason=reply.finish_reasons[0])
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None]
+    tokens: list[str] = []
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+class _Generated(msgspec.Struct):
+    """`logprobs[C][N]` hold, per completion and position, a list of one mapping from id to log-probability."""
+
+    logprobs: list[list[list[dict[int, float]]]]
+    finish_reasons: list[str]

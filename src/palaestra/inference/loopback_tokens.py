@@ -1,0 +1,121 @@
+"""A token server on the loopback that speaks SGLang's wire, stock vLLM's and Atropos' vLLM's over any token engine.
+
+The fake beside the real servers: it listens on 127.0.0.1 only and samples nothing itself. `spoil` may change a reply
+before it is sent, to try out what clients do with a wrong one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Self
+
+from aiohttp import web
+
+from palaestra.core.types import JSON
+from palaestra.inference.base import Sampled, TokenEngine
+from palaestra.inference.tokens import Tokenizer
+
+Reply = dict[str, JSON]
+
+
+class TokenLoopback:
+    """Serves `engine`. An async context manager; `url` is where it listens.
+
+    `stock` False leaves out `/v1/completions`, as Atropos' server does. `token_ids` False answers as vLLM before
+    0.10.2. `seen` holds the requests' bodies.
+    """
+
+    def __init__(
+        self,
+        engine: TokenEngine,
+        tokenizer: Tokenizer,
+        *,
+        stock: bool = True,
+        token_ids: bool = True,
+        spoil: Callable[[Reply], Reply] = lambda reply: reply,
+    ) -> None:
+        self.seen: list[JSON] = []
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._stock = stock
+        self._token_ids = token_ids
+        self._spoil = spoil
+        self._counter = itertools.count(1)
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/generate", self._generate)
+        if self._stock:
+            app.router.add_post("/v1/completions", self._completions)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.01)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    async def _body(self, request: web.Request) -> JSON:
+        body = await request.json()
+        self.seen.append(body)
+        return body
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self._engine.name, "object": "model"}]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        ids = list(self._tokenizer.encode(body["prompt"], add_special_tokens=False))
+        return web.json_response({"count": len(ids), "max_model_len": 1 << 20, "tokens": ids})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await self._body(request)
+        if "prompt" in body:
+            sampled = await self._engine.generate(body["prompt"]["prompt_token_ids"], body)
+            positions = [[{str(number): logprob}] for number, logprob in _pairs(sampled)]
+            reply: Reply = {"prompt": "", "logprobs": [positions], "finish_reasons": [sampled.finish_reason]}
+            return web.json_response(self._spoil(reply))
+        settings = body["sampling_params"]
+        asked = {**settings, "max_tokens": settings.get("max_new_tokens")}
+        sampled = await self._engine.generate(body["input_ids"], asked)
+        info = {
+            "id": str(next(self._counter)),
+            "finish_reason": {"type": sampled.finish_reason},
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": len(sampled.ids),
+            "weight_version": sampled.policy_version,
+            "output_token_logprobs": [[logprob, number, None] for number, logprob in _pairs(sampled)],
+        }
+        text = self._tokenizer.decode(list(sampled.ids), skip_special_tokens=True)
+        return web.json_response(self._spoil({"text": text, "meta_info": info}))
+
+    async def _completions(self, request: web.Request) -> web.Response:
+        body = await self._body(request)
+        sampled = await self._engine.generate(body["prompt"], body)
+        choice = {
+            "index": 0,
+            "text": self._tokenizer.decode(list(sampled.ids), skip_special_tokens=True),
+            "finish_reason": sampled.finish_reason,
+            "logprobs": {
+                "tokens": [f"token_id:{number}" for number in sampled.ids],
+                "token_logprobs": list(sampled.logprobs),
+            },
+        }
+        if self._token_ids and body.get("return_token_ids"):
+            choice |= {"token_ids": list(sampled.ids), "prompt_token_ids": body["prompt"]}
+        used = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(sampled.ids)}
+        reply: Reply = {
+            "id": f"cmpl-{next(self._counter)}",
+            "model": self._engine.name,
+            "choices": [choice],
+            "usage": used,
+        }
+        return web.json_response(self._spoil(reply))
+
+
+def _pairs(sampled: Sampled) -> list[tuple[int, float]]:
+    return list(zip(sampled.ids, sampled.logprobs, strict=True))
