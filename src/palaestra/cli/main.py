@@ -19,8 +19,9 @@ COMMANDS = {
     "run": "Roll out an environment and write its groups.",
     "env": "List environments.",
     "tasks": "Make verifiable tasks.",
+    "model": "Make a tiny real model.",
     "tools": "List the tools and toolsets an agent can have.",
-    "doctor": "Show what this machine can isolate, and why not more.",
+    "doctor": "Show what this machine can isolate, or what a model server can do, and why not more.",
 }
 """Each subcommand is `palaestra.cli.<name>.command`."""
 

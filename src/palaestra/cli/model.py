@@ -1,0 +1,58 @@
+"""`palaestra model tiny OUT`: make a tiny real model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+_CONTEXT = {"help_option_names": ["-h", "--help"]}
+
+
+@click.group(
+    "model",
+    context_settings=_CONTEXT,
+    help="""Make models.
+
+    \b
+      palaestra model tiny OUT
+    """,
+)
+def command() -> None:
+    pass
+
+
+@command.command(
+    "tiny",
+    context_settings=_CONTEXT,
+    help="""Make a tiny real model in the folder OUT, for tests and first steps. Takes seconds; downloads nothing.
+
+    \b
+      palaestra model tiny /tmp/tiny
+      palaestra model tiny /tmp/tiny --practice 150        # and let it learn to write tool calls
+      palaestra run my_env.py --openai.server_type transformers --model /tmp/tiny
+
+    Qwen3 architecture with random weights, a byte-level BPE tokenizer, a chat template with tools. Any program that
+    loads a folder of a model takes it. Needs the extra 'train'.
+    """,
+)
+@click.argument("out", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the weights.")
+@click.option("--hidden", type=int, default=128, show_default=True, help="Hidden size, a multiple of 32.")
+@click.option("--layers", type=int, default=3, show_default=True, help="Layers.")
+@click.option("--practice", type=click.IntRange(min=0), default=0, show_default=True, help="Training steps.")
+@click.option("--force", is_flag=True, help="Write into a folder that is not empty.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+def tiny(out: Path, seed: int, hidden: int, layers: int, practice: int, force: bool, as_json: bool) -> None:
+    from palaestra.inference.tiny import make_tiny
+
+    made = make_tiny(out, seed=seed, hidden=hidden, layers=layers, practice=practice, force=force)
+    facts = {"path": str(made.path), "parameters": made.parameters, "vocabulary": made.vocabulary}
+    if made.practice_loss is not None:
+        facts["practice_loss"] = round(made.practice_loss, 4)
+    if as_json:
+        click.echo(json.dumps(facts))
+    else:
+        click.echo(f"{made.path}: {made.parameters:,} parameters, {made.vocabulary} tokens", err=True)
+        click.echo(made.path)

@@ -1,0 +1,108 @@
+"""What all engines that continue token ids have in common: the tokenizer, the chat format, token-exact chat on top.
+
+Not for sampling. Invariant: a tokenizer or a template that cannot work is found when the engine starts, before anything
+is rolled out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON, Message
+from palaestra.inference.base import ChatCompletion, Sampled, SessionContext, TokenEngine
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.managed import HistoryMode, ManagedChat
+from palaestra.inference.said import Parser
+from palaestra.inference.templates import ChatFormat
+from palaestra.inference.tokens import Tokenizer, load_tokenizer
+
+
+class TokenChat:
+    """The chat side of one token engine; subclasses sample in `generate`.
+
+    `tokenizer` None loads the one that the config names, when it is first needed.
+    """
+
+    def __init__(
+        self, config: APIServerConfig, *, tokenizer: Tokenizer | None = None, clock: Clock | None = None
+    ) -> None:
+        self.config = config
+        self._clock = clock or SystemClock()
+        self._tokenizer = tokenizer
+        self._formats: list[ChatFormat] = []
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.config.model_name
+
+    async def start(self) -> None:
+        """Load the tokenizer and its template. Raises `ConfigError`."""
+        if self._tokenizer is None:
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, self.tokenizer_name)
+        self._chat_format(None)
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        """Continue `input_ids[T]`; see `TokenEngine`."""
+        raise NotImplementedError
+
+    def session(self, context: SessionContext) -> ManagedChat:
+        """Token-exact chat for one rollout, with the config's parser and history mode."""
+        return self.managed_server(name=context.rollout_id)
+
+    def managed_server(
+        self,
+        tokenizer: Tokenizer | None = None,
+        tool_call_parser: Parser | str | None = None,
+        tool_parser: Parser | str | None = None,
+        *,
+        history: HistoryMode | None = None,
+        name: str = "",
+        engine: TokenEngine | None = None,
+    ) -> ManagedChat:
+        """Token-exact chat for one rollout. What is not given is the config's; `engine` samples, if not this one.
+
+        Raises `ConfigError`.
+        """
+        return ManagedChat(
+            engine or self,
+            self._chat_format(tokenizer),
+            tool_call_parser or tool_parser or self.config.tool_parser,
+            history=history or self.config.history,
+            name=name,
+            clock=self._clock,
+        )
+
+    async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
+        """One reply outside any rollout; its tokens are not kept."""
+        return await self.managed_server().chat_completion(messages=messages, **request)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The folder or name that the tokenizer is loaded from: the model's own unless the config names another."""
+        named = self.config.tokenizer_name
+        return self.config.model_name if named in ("", "none") else named
+
+    def _chat_format(self, tokenizer: Tokenizer | None) -> ChatFormat:
+        """The format of a tokenizer, made once: a caller gives the same one for every rollout."""
+        if tokenizer is None:
+            tokenizer = self._tokenizer = self._tokenizer or load_tokenizer(self.tokenizer_name)
+        for known in self._formats:
+            if known.tokenizer is tokenizer:
+                return known
+        self._formats.append(ChatFormat(tokenizer, template_text(self.config.chat_template)))
+        return self._formats[-1]
+
+
+def template_text(named: str | None) -> str | None:
+    """The template in a file. Raises `ConfigError`."""
+    if named is None:
+        return None
+    try:
+        return Path(named).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The chat template '{named}' cannot be read: {error}.") from None

@@ -1,0 +1,222 @@
+"""Continues several token sequences at once with a `transformers` model: one batch, a key-value cache, left padding.
+
+For `batching.Batcher`, from its one thread. Invariants: padding is never attended to, so a row's numbers do not depend
+on its neighbours beyond rounding; a row's random choices come from its own generator, so neither do they.
+
+The token is found by inverting the cumulative distribution at a number that Python's generator gives: the same seed and
+the same probabilities give the same token on every device. What stays is rounding: the same sequence in another batch
+may differ in the last bits, and then a token at a boundary may differ.
+
+Extra: `train` (torch, transformers).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from palaestra.core.errors import ConfigError, EngineUnavailable
+from palaestra.inference.engines.sampling import Sampling
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+_PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+
+def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
+    """The model of a folder, or of a name, ready to sample. Blocks.
+
+    `device` None takes the first GPU where there is one. Raises `ConfigError` when the extra is missing, there is no
+    such model, or its layers keep a state that cannot be batched here.
+    """
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError(
+            f"The transformers engine needs the extra 'train' ({error}): pip install 'palaestra[train]'."
+        ) from None
+    try:
+        with quiet_loading():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"No model could be loaded from '{folder}': {first}") from None
+    odd = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _PLAIN_LAYERS
+    if odd:
+        raise ConfigError(
+            f"The transformers engine cannot batch layers of type {', '.join(sorted(odd))}; use a server."
+        )
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to(chosen).eval()
+
+
+class TorchDecoder:
+    """One model and the rows it is continuing. See `batching.Decoder`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._sampling: list[Sampling] = []
+        self._rngs: list[random.Random] = []
+        self._lengths: list[int] = []
+        self._keys_values: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._logits: torch.Tensor | None = None
+        self._unread: torch.Tensor | None = None
+
+    def admit(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> None:
+        """Read the new prompts in one pass, and put their caches beside those that are there."""
+        import torch
+
+        self._advance()
+        lengths = [len(prompt) for prompt in prompts]
+        longest = max(lengths)
+        padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        logits, fresh = self._forward(torch.tensor(padded, device=self.model.device), [], lengths)
+        if self._logits is None:
+            self._keys_values, self._logits = fresh, logits
+        else:
+            self._keys_values = [_beside(old, new) for old, new in zip(self._keys_values, fresh, strict=True)]
+            self._logits = torch.cat([self._logits, logits])
+        self._lengths += lengths
+        self._sampling += sampling
+        self._rngs += [random.Random(each.seed) for each in sampling]
+
+    def step(self) -> list[tuple[int, float]]:
+        """One token per row. The cost of a row is that of the longest."""
+        import torch
+
+        self._advance()
+        assert self._logits is not None
+        ids, logprobs = sample(self._logits, self._sampling, [rng.random() for rng in self._rngs])
+        self._unread, self._logits = ids, None
+        both = torch.stack([ids.double(), logprobs.double()]).tolist()  # one transfer from the device
+        return [(int(token), logprob) for token, logprob in zip(*both, strict=True)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop the other rows, and the padding that only they needed."""
+        chosen = list(rows)
+        self._lengths = [self._lengths[row] for row in chosen]
+        self._sampling = [self._sampling[row] for row in chosen]
+        self._rngs = [self._rngs[row] for row in chosen]
+        if not chosen:
+            self._keys_values, self._logits, self._unread = [], None, None
+            return
+        first = self._keys_values[0][0].shape[2] - max(self._lengths)
+        self._keys_values = [(keys[chosen, :, first:], values[chosen, :, first:]) for keys, values in self._keys_values]
+        self._logits = None if self._logits is None else self._logits[chosen]
+        self._unread = None if self._unread is None else self._unread[chosen]
+
+    def load(self, folder: str) -> None:
+        """Replace the weights."""
+        fresh = load_model(folder, device="cpu", dtype=str(self.model.dtype).removeprefix("torch."))
+        self.model.load_state_dict(fresh.state_dict())
+
+    def _advance(self) -> None:
+        """Let the model read the tokens that were sampled last; put off until it is clear that more are wanted."""
+        if self._unread is not None:
+            ids, self._unread = self._unread, None
+            lengths = [length + 1 for length in self._lengths]
+            self._logits, self._keys_values = self._forward(ids[:, None], self._keys_values, lengths)
+            self._lengths = lengths
+
+    def _forward(
+        self, ids_bt: torch.Tensor, keys_values: list[tuple[torch.Tensor, torch.Tensor]], lengths: Sequence[int]
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """`logits[B, V]` after the last of `ids_bt[B, T]`, and the cache; `lengths[B]` are those with these tokens."""
+        import torch
+        from transformers import DynamicCache
+
+        total = ids_bt.shape[1] + (keys_values[0][0].shape[2] if keys_values else 0)
+        device = ids_bt.device
+        positions = torch.arange(total, device=device)[None, :] - torch.tensor(
+            [total - length for length in lengths], device=device
+        ).unsqueeze(1)
+        cache = DynamicCache(keys_values or None)
+        try:
+            with torch.inference_mode():
+                out = self.model(
+                    input_ids=ids_bt,
+                    attention_mask=(positions >= 0).long(),
+                    position_ids=positions[:, -ids_bt.shape[1] :].clamp(min=0),
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
+        except torch.OutOfMemoryError as error:
+            raise EngineUnavailable(
+                f"The transformers engine ran out of memory with {len(lengths)} requests of up to {max(lengths)} "
+                "tokens: lower --openai.num_max_requests_at_once."
+            ) from error
+        return out.logits[:, -1].float(), [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def sample(
+    logits: torch.Tensor, sampling: Sequence[Sampling], chances: Sequence[float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ids[B]` and `logprobs[B]` from `logits[B, V]`; `chances[B]` in [0, 1) decide.
+
+    The log-probabilities are the model's own, at temperature 1 and before `top_k` and `top_p`, so that one forward pass
+    over the tokens gives them again; where a request asks for processed ones, those of the distribution that the token
+    was drawn from.
+    """
+    import torch
+
+    device = logits.device
+    own = torch.log_softmax(logits, dim=-1)
+    temperatures = torch.tensor([each.temperature or 1.0 for each in sampling], device=device)
+    drawn_from = torch.log_softmax(_cut(logits / temperatures[:, None], sampling), dim=-1)
+    heaped = drawn_from.double().exp().cumsum(dim=-1)
+    wanted = torch.tensor(chances, device=device, dtype=torch.float64) * heaped[:, -1]
+    ids = torch.searchsorted(heaped, wanted[:, None], right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+    greedy = torch.tensor([each.temperature == 0 for each in sampling], device=device)
+    ids = torch.where(greedy, logits.argmax(dim=-1), ids)
+    processed = torch.tensor([each.processed_logprobs for each in sampling], device=device)
+    drawn_from = torch.where(greedy[:, None], torch.zeros_like(drawn_from), drawn_from)
+    chosen = torch.where(processed[:, None], drawn_from, own).gather(1, ids[:, None]).squeeze(1)
+    return ids, chosen
+
+
+def _cut(scaled: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
+    """`scaled[B, V]` with what `top_k` and `top_p` leave out at minus infinity."""
+    import torch
+
+    if all(each.top_k == 0 and each.top_p >= 1.0 for each in sampling):
+        return scaled
+    ordered, places = scaled.sort(dim=-1, descending=True)
+    ranks = torch.arange(scaled.shape[1], device=scaled.device)[None, :]
+    most = torch.tensor([each.top_k or scaled.shape[1] for each in sampling], device=scaled.device)
+    share = torch.tensor([each.top_p for each in sampling], device=scaled.device)
+    probabilities = ordered.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    out = (ranks >= most[:, None]) | ((before >= share[:, None]) & (ranks > 0))
+    return torch.full_like(scaled, float("-inf")).scatter(1, places, ordered.masked_fill(out, float("-inf")))
+
+
+def _beside(
+    old: tuple[torch.Tensor, torch.Tensor], new: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One layer's keys and values `[B, H, T, D]` of both, the shorter ones padded on the left."""
+    import torch
+    from torch.nn.functional import pad
+
+    longest = max(old[0].shape[2], new[0].shape[2])
+    padded = [[pad(part, (0, 0, longest - part.shape[2], 0)) for part in (old[i], new[i])] for i in (0, 1)]
+    return torch.cat(padded[0]), torch.cat(padded[1])
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Without the progress bars of `transformers`, which would write over our own output."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,122 @@
+"""A `transformers` model in this process, on CPU or GPU: token ids in, ids with the model's own log-probabilities out.
+
+For development, tests, evaluation of small models and training on one machine; a model server is faster with a large
+one. The model lives in one thread (`batching.py`), which samples all requests together; the event loop never blocks.
+Log-probabilities are the model's own (T4), at temperature 1 and before `top_k` and `top_p`, as vLLM reports them: one
+forward pass over a ledger's row gives them again, whatever the sampling settings were. A trainer that wants those of
+the distribution that was drawn from asks for `logprobs_mode: processed_logprobs` in `extra_body`.
+
+Extra: `train` (torch, transformers). Source: `model_name`, a folder; or a model's name, and naming it is consent to
+fetch it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from palaestra.core.errors import ContextExceeded, EngineRefused
+from palaestra.core.types import JSON
+from palaestra.inference.base import Sampled
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engines.batching import Batcher
+from palaestra.inference.engines.sampling import Sampling
+from palaestra.inference.engines.token_chat import TokenChat
+from palaestra.inference.tokens import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from palaestra.inference.engines.torch_decoder import TorchDecoder
+
+MOST_ROWS = 64
+"""Requests in one batch at most, where the config allows more in flight: beyond this, steps only get longer."""
+
+DEFAULT_WINDOW_TOKENS = 4096
+"""The window of a model that does not say how long its is."""
+
+
+class TransformersEngine(TokenChat):
+    """One model. `make` builds it inside the engine's thread; None loads the config's `model_name`.
+
+    `seed` feeds the requests that have none of their own.
+    """
+
+    def __init__(
+        self,
+        config: APIServerConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        make: Callable[[], PreTrainedModel] | None = None,
+        device: str | None = None,
+        dtype: str = "auto",
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(config, tokenizer=tokenizer)
+        self._make = make
+        self._device = device
+        self._dtype = dtype
+        self._seeds = random.Random(seed)
+        self._model: PreTrainedModel | None = None
+        self.batcher = Batcher(
+            self._decoder, name="transformers-engine", most_rows=min(MOST_ROWS, config.num_max_requests_at_once)
+        )
+
+    async def start(self) -> None:
+        """Load tokenizer and model, in the engine's thread. Raises `ConfigError` where either cannot be had."""
+        await super().start()
+        await asyncio.wrap_future(self.batcher.start())
+
+    async def aclose(self) -> None:
+        """End the thread; requests under way fail. Idempotent."""
+        await asyncio.shield(asyncio.to_thread(self.batcher.close))
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model itself. Its thread may be using it: read it, and change weights with `load_weights`."""
+        assert self._model is not None, "the engine was not started"
+        return self._model
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        """Continue `input_ids[T]`. The token that ended the reply is among the ids.
+
+        Raises `EngineRefused` for a setting that this engine does not have and `ContextExceeded` where the prompt fills
+        the window. Cancelling takes the request out of the batch.
+        """
+        wanted = Sampling.read(sampling, self._stop_ids())
+        if wanted.seed is None:
+            wanted = wanted.seeded(self._seeds.getrandbits(64))
+        config = self.model.config.get_text_config()
+        window = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_WINDOW_TOKENS)
+        room = window - len(input_ids)
+        if room < 1:
+            raise ContextExceeded(
+                f"Model '{self.name}' has a window of {window} tokens; the prompt has {len(input_ids)}."
+            )
+        if not input_ids or not 0 <= min(input_ids) <= max(input_ids) < config.vocab_size:
+            raise EngineRefused(
+                f"Model '{self.name}' has token ids 0 to {config.vocab_size - 1}; the prompt is empty or has others. "
+                "Is --openai.tokenizer_name the tokenizer of this model?"
+            )
+        answer = self.batcher.submit(tuple(input_ids), wanted, min(room, wanted.max_tokens or room))
+        return await asyncio.wrap_future(answer)
+
+    async def load_weights(self, folder: str, version: str) -> None:
+        """Go on with the weights in `folder`, under the policy version `version`.
+
+        Requests under way end with `abort` and what they have; token-exact chat then resumes them with the new weights.
+        """
+        await asyncio.wrap_future(self.batcher.load(folder, version))
+
+    def _decoder(self) -> TorchDecoder:
+        from palaestra.inference.engines.torch_decoder import TorchDecoder, load_model
+
+        make = self._make or (lambda: load_model(self.config.model_name, self._device, self._dtype))
+        self._model = make()
+        return TorchDecoder(self._model)
+
+    def _stop_ids(self) -> tuple[int, ...]:
+        found = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        return (found,) if isinstance(found, int) else tuple(found or ())
