@@ -22,8 +22,8 @@ from palaestra.inference.templates.messages import THINK_CLOSE, THINK_OPEN
 class Parser(Protocol):
     """The contract's tool-call parser: the content without the calls, and the calls or None.
 
-    A richer one may also take `tools=` (the schemas) and `cut=` (the reply ran out of room), and return an object with
-    `content` and `calls`.
+    Those of `palaestra.inference.parsers` also take `tools=` (the schemas), `cut=` (the reply ran out of room) and
+    `thinking=` (it begins inside its thinking), and find thinking and broken calls too.
     """
 
     def parse(self, text: str) -> JSON: ...
@@ -33,6 +33,8 @@ def parser_named(parser: Parser | str | None) -> Parser | None:
     """The parser itself, or the one of that name. Raises `ConfigError`."""
     if not isinstance(parser, str):
         return parser
+    if parser == "none":
+        return None
     try:
         found: Parser = importlib.import_module("palaestra.inference.parsers").get_parser(parser)
     except (ImportError, KeyError) as error:
@@ -51,22 +53,27 @@ class Speech:
         self, text: str, *, thinking: bool, cut: bool, tools: Sequence[Mapping[str, JSON]], turn: int
     ) -> AssistantMessage:
         """The message. `thinking`: the reply begins inside its thinking. `turn` goes into the ids of calls."""
-        reasoning, said = split_thinking(text, thinking)
-        content, calls = self._parsed(said, cut, tools)
+        reasoning, content, calls = self._parts(text, thinking, cut, tools)
         return AssistantMessage(
             content=content,
             reasoning_content=reasoning,
             tool_calls=[_call(call, f"call_{turn}_{index}") for index, call in enumerate(calls)] or None,
         )
 
-    def _parsed(self, text: str, cut: bool, tools: Sequence[Mapping[str, JSON]]) -> tuple[str | None, Sequence[JSON]]:
-        """Content and calls."""
+    def _parts(
+        self, text: str, thinking: bool, cut: bool, tools: Sequence[Mapping[str, JSON]]
+    ) -> tuple[str | None, str | None, Sequence[JSON]]:
+        """Thinking, content and calls. Where there are no tools, nothing is a call."""
+        reasoning, said = split_thinking(text, thinking)
         if self._parser is None or not tools:
-            return text, ()
-        extra = {name: value for name, value in (("tools", tools), ("cut", cut)) if name in self._accepts}
-        result = self._parser.parse(text, **extra)
-        content, calls = result if isinstance(result, tuple) else (result.content, result.calls)
-        return content, calls or ()
+            return reasoning, said, ()
+        known = {"tools": tools, "cut": cut, "thinking": thinking}
+        options = {name: value for name, value in known.items() if name in self._accepts}
+        if "thinking" in options:  # a parser that knows its format's thinking, which need not be in these tags
+            parsed = self._parser.parse(text, **options)
+            return parsed.reasoning, parsed.content, parsed.all_tool_calls or ()
+        content, calls = self._parser.parse(said, **options)
+        return reasoning, content, calls or ()
 
 
 def split_thinking(text: str, inside: bool) -> tuple[str | None, str]:
@@ -87,7 +94,7 @@ def _accepted(parse: Callable[..., JSON]) -> frozenset[str]:
         return frozenset()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return frozenset({"tools", "cut"})
-    return frozenset(parameter.name for parameter in parameters) & {"tools", "cut"}
+    return frozenset(parameter.name for parameter in parameters) & {"tools", "cut", "thinking"}
 
 
 def _call(call: JSON, call_id: str) -> ToolCallMessage:

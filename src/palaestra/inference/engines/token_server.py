@@ -1,4 +1,4 @@
-"""What the engines over HTTP that continue token ids have in common: the connection, the tokenizer, the chat on top.
+"""What the engines over HTTP that continue token ids have in common: the connection and the look at the start.
 
 Not for any one server's wire: `sglang` and `vllm` are. Invariant: a run does not start with a tokenizer that is not the
 server's own, as far as the server can be asked.
@@ -6,45 +6,32 @@ server's own, as far as the server can be asked.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import random
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 from yarl import URL
 
-from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.clock import Clock
 from palaestra.core.errors import ConfigError, EngineReplyError, EngineUnavailable
-from palaestra.core.types import JSON, Message
-from palaestra.inference.base import ChatCompletion, Sampled, SessionContext, TokenEngine
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.openai import parse_base_url
-from palaestra.inference.managed import HistoryMode, ManagedChat
+from palaestra.inference.engines.token_chat import TokenChat
 from palaestra.inference.refusals import refused, shown
 from palaestra.inference.retry import AT_START, RetryPolicy
-from palaestra.inference.said import Parser
-from palaestra.inference.templates import ChatFormat
-from palaestra.inference.tokens import Tokenizer, load_tokenizer
+from palaestra.inference.tokens import Tokenizer
 from palaestra.inference.transport import Transport
 from palaestra.inference.wire import encode_json
 
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
 
 LOOK_TIMEOUT_S = 10.0
 PROBE = 'Tokens: ½ naïve 東京 <|x|>\n\t{"a": 1}'
 """Text on which two tokenizers would hardly agree by accident."""
 
 
-class TokenServer:
-    """One model server that continues token ids. Subclasses speak its wire in `generate`.
-
-    `tokenizer` None loads the one that the config names, when it is first needed.
-    """
+class TokenServer(TokenChat):
+    """One model server that continues token ids. Subclasses speak its wire in `generate`."""
 
     def __init__(
         self,
@@ -55,7 +42,7 @@ class TokenServer:
         retry: RetryPolicy | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        self.config = config
+        super().__init__(config, tokenizer=tokenizer, clock=clock)
         self.base_url = parse_base_url(config.base_url)
         self.root_url = self.base_url.parent if self.base_url.name == "v1" else self.base_url
         self.transport = Transport(
@@ -68,14 +55,6 @@ class TokenServer:
             rng=rng,
             remembered=config.rolling_buffer_length,
         )
-        self._clock = clock or SystemClock()
-        self._tokenizer = tokenizer
-        self._formats: list[ChatFormat] = []
-
-    @property
-    def name(self) -> str:
-        """The model's name."""
-        return self.config.model_name
 
     async def start(self) -> None:
         """Load the tokenizer, look whether the server answers, and whether it writes text in the same tokens.
@@ -83,9 +62,7 @@ class TokenServer:
         Raises `ConfigError` for a tokenizer that cannot be had or is another one, `EngineUnavailable` within seconds
         when nothing answers, `EngineRefused` when the key is refused.
         """
-        if self._tokenizer is None:
-            self._tokenizer = await asyncio.to_thread(load_tokenizer, self._tokenizer_name())
-        self._chat_format(None)
+        await super().start()
         if not self.config.health_check:
             return
         url = self.base_url / "models"
@@ -97,55 +74,6 @@ class TokenServer:
     async def aclose(self) -> None:
         """Close the connections. Idempotent."""
         await self.transport.aclose()
-
-    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
-        """Continue `input_ids[T]`; see `TokenEngine`."""
-        raise NotImplementedError
-
-    def session(self, context: SessionContext) -> ManagedChat:
-        """Token-exact chat for one rollout, with the config's parser and history mode."""
-        return self.managed_server(name=context.rollout_id)
-
-    def managed_server(
-        self,
-        tokenizer: Tokenizer | None = None,
-        tool_call_parser: Parser | str | None = None,
-        tool_parser: Parser | str | None = None,
-        *,
-        history: HistoryMode | None = None,
-        name: str = "",
-        engine: TokenEngine | None = None,
-    ) -> ManagedChat:
-        """Token-exact chat for one rollout. What is not given is the config's; `engine` samples, if not this one.
-
-        Raises `ConfigError`.
-        """
-        return ManagedChat(
-            engine or self,
-            self._chat_format(tokenizer),
-            tool_call_parser or tool_parser or self.config.tool_parser,
-            history=history or self.config.history,
-            name=name,
-            clock=self._clock,
-        )
-
-    async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
-        """One reply outside any rollout; its tokens are not kept."""
-        return await self.managed_server().chat_completion(messages=messages, **request)
-
-    def _tokenizer_name(self) -> str:
-        named = self.config.tokenizer_name
-        return self.config.model_name if named in ("", "none") else named
-
-    def _chat_format(self, tokenizer: Tokenizer | None) -> ChatFormat:
-        """The format of a tokenizer, made once: a caller gives the same one for every rollout."""
-        if tokenizer is None:
-            tokenizer = self._tokenizer = self._tokenizer or load_tokenizer(self._tokenizer_name())
-        for known in self._formats:
-            if known.tokenizer is tokenizer:
-                return known
-        self._formats.append(ChatFormat(tokenizer, _template_text(self.config.chat_template)))
-        return self._formats[-1]
 
     async def _compare_tokenizers(self) -> None:
         """Ask the server for the tokens of a text. Servers that cannot be asked are believed."""
@@ -162,7 +90,7 @@ class TokenServer:
         if theirs is not None and theirs != ours:
             raise ConfigError(
                 f"The server at {shown(self.root_url)} writes text in other tokens than tokenizer "
-                f"'{self._tokenizer_name()}' ({theirs[:6]}…, not {ours[:6]}…). Set --openai.tokenizer_name to the "
+                f"'{self.tokenizer_name}' ({theirs[:6]}…, not {ours[:6]}…). Set --openai.tokenizer_name to the "
                 f"tokenizer of model '{self.name}'."
             )
 
@@ -185,13 +113,3 @@ class TokenServer:
 
 class _Tokenized(msgspec.Struct):
     tokens: list[int]
-
-
-def _template_text(named: str | None) -> str | None:
-    """The template in a file. Raises `ConfigError`."""
-    if named is None:
-        return None
-    try:
-        return Path(named).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The chat template '{named}' cannot be read: {error}.") from None
