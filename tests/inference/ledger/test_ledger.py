@@ -1,0 +1,114 @@
+"""The growing ledger: turns, segments, rows, and that appending costs what is new."""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+import pytest
+
+from palaestra.inference.base import Sampled
+from palaestra.inference.ledger import Ledger, LedgerRecord, Piece, Reason, verify_ledger
+from palaestra.inference.ledger.ledger import sent_checksum
+
+
+def say(ledger: Ledger, segment: int, delta: list[int], *parts: tuple[list[int], str], finish: str = "stop") -> int:
+    """One turn: `parts` are (ids, version) of what was sampled, all but the last aborted."""
+    prompt, pieces = ledger.prompt(segment, delta), []
+    for number, (ids, version) in enumerate(parts):
+        reason = finish if number == len(parts) - 1 else "abort"
+        sampled = Sampled(ids, [-0.5 - 0.25 * at for at in range(len(ids))], reason, version)
+        pieces.append(Piece(sampled, sent_checksum(prompt)))
+        prompt.extend(array("i", ids))
+    return ledger.append(segment, delta, pieces)
+
+
+def test_a_turn_is_prompt_and_sample() -> None:
+    ledger = Ledger(stop_ids=[9])
+    segment = ledger.open(Reason.START)
+    assert say(ledger, segment, [1, 2, 3], ([4, 9], "7")) == 1
+    (row,) = ledger.rows()
+    assert row.tokens == [1, 2, 3, 4, 9]
+    assert row.masks == [-100, -100, -100, 4, 9]
+    assert row.logprobs == [1.0, 1.0, 1.0, -0.5, -0.75]
+    assert row.versions == [(3, 5, "7")]
+    assert (row.reason, row.finish_reason) == ("start", "stop")
+
+
+def test_a_second_turn_appends_and_the_first_stays_trained() -> None:
+    ledger = Ledger()
+    segment = ledger.open(Reason.START)
+    say(ledger, segment, [1], ([2, 9], ""))
+    assert ledger.prompt(segment, [5]).tolist() == [1, 2, 9, 5]
+    say(ledger, segment, [5], ([6, 9], ""))
+    (row,) = ledger.rows()
+    assert row.masks == [-100, 2, 9, -100, 6, 9]
+    assert [(turn.number, turn.prompt_tokens, turn.sampled_tokens) for turn in ledger.turns] == [(1, 1, 2), (2, 4, 2)]
+
+
+def test_an_aborted_request_stays_one_row_with_both_policies() -> None:
+    ledger = Ledger()
+    say(ledger, ledger.open(Reason.START), [1], ([2, 3], "a"), ([4, 9], "b"))
+    (row,) = ledger.rows()
+    assert row.tokens == [1, 2, 3, 4, 9]
+    assert row.versions == [(1, 3, "a"), (3, 5, "b")]
+    assert [span.reason for span in ledger.record().segments[0].spans] == ["", "", "abort_resume"]
+    assert verify_ledger(ledger.record()).ok
+
+
+def test_segments_are_rows_of_their_own() -> None:
+    ledger = Ledger()
+    first = ledger.open(Reason.COMPACTION)
+    second = ledger.open(Reason.COMPACTION)
+    say(ledger, first, [1], ([2], ""))
+    say(ledger, second, [1, 7], ([3], ""))
+    say(ledger, first, [8], ([4], ""))
+    assert [(row.reason, row.tokens) for row in ledger.rows()] == [
+        ("start", [1, 2, 8, 4]),
+        ("compaction", [1, 7, 3]),
+    ]
+    assert verify_ledger(ledger.record()).ok
+
+
+def test_a_segment_without_a_turn_leaves_nothing() -> None:
+    ledger = Ledger()
+    ledger.open(Reason.START)
+    assert ledger.rows() == []
+    assert ledger.record().segments == []
+
+
+@pytest.mark.parametrize("reason", [Reason.START, Reason.ABORT_RESUME])
+def test_what_is_no_reason_for_a_segment(reason: Reason) -> None:
+    ledger = Ledger()
+    ledger.open(Reason.START)
+    with pytest.raises(ValueError, match=reason):
+        ledger.open(reason)
+
+
+def test_a_turn_is_appended_whole_or_not_at_all() -> None:
+    ledger = Ledger()
+    segment = ledger.open(Reason.START)
+    with pytest.raises(ValueError, match="2 ids with 1 log-probabilities"):
+        ledger.append(segment, [1], [Piece(Sampled([2, 3], [-1.0], "stop"), 0)])
+    assert ledger.rows() == []
+    assert ledger.turns == []
+
+
+def test_a_prompt_is_a_copy() -> None:
+    ledger = Ledger()
+    segment = ledger.open(Reason.START)
+    say(ledger, segment, [1], ([2], ""))
+    ledger.prompt(segment, []).append(99)
+    assert ledger.rows()[0].tokens == [1, 2]
+
+
+def test_a_record_survives_json_and_is_compact() -> None:
+    ledger = Ledger(stop_ids=[9])
+    segment = ledger.open(Reason.START)
+    for number in range(20):
+        say(ledger, segment, list(range(100_000, 100_050)), ([200_000 + number] * 50, "v1"))
+    raw = msgspec.json.encode(ledger.record())
+    again = msgspec.json.decode(raw, type=LedgerRecord)
+    assert again == ledger.record()
+    assert verify_ledger(again).ok
+    assert len(raw) / len(ledger.rows()[0].tokens) < 15  # 9 bytes a token as base64, and the turns
