@@ -47,6 +47,10 @@ class BaseEnvConfig(Settings):
         description="Leave groups of equal scores out of training data (off for groups of one).",
     )
     worker_timeout: float = Field(default=600, description="Seconds that one rollout may take; 0 or less: no limit.")
+    tokenizer_name: str = Field(
+        default="none",
+        description="Tokenizer of a token-exact server, where --openai.tokenizer_name does not say; none: the model's.",
+    )
     seed: int = Field(default=0, description="The seed of every random choice; equal seeds give equal runs.")
     max_failures: int = Field(
         default=0, ge=0, description="Unscored rollouts that a run may end with before its exit code becomes 3."
@@ -61,7 +65,6 @@ class BaseEnvConfig(Settings):
     batch_size: int = later(-1, "Rollouts per trainer batch; -1 leaves it to the trainer.")
     max_batches_offpolicy: int = later(3, "Batches that may wait for the trainer.")
     min_batch_allocation: float | None = later(None, "Least share of a trainer's batch, 0 to 1.")
-    tokenizer_name: str = later("none", "The tokenizer of the trained model; nothing is loaded for `none`.")
     use_wandb: bool = later(True, "Log to Weights & Biases.")
     wandb_name: str | None = later(None, "The run's name there.")
     rollout_server_url: str = later("http://localhost:8000", "The trainer's trajectory server.")
@@ -96,6 +99,11 @@ class HermesAgentEnvConfig(BaseEnvConfig):
         default=None, description="Further fields of every model request, as the provider names them."
     )
 
+    tool_call_parser: str = Field(
+        default="hermes",
+        description="How a token-exact model writes tool calls, where --openai.tool_parser is not set.",
+    )
+
     tool_pool_mode: str = Field(
         default="default", description="Where slots come from: `local`, or `default`, which means terminal_backend."
     )
@@ -122,7 +130,6 @@ class HermesAgentEnvConfig(BaseEnvConfig):
     distribution: str | None = later(None, "A named random draw of toolsets, one per group.")
     terminal_lifetime: int = later(3600, "Seconds an idle sandbox lives.")
     tool_pool_size: int = later(128, "Threads for tools; tools run on the event loop here.")
-    tool_call_parser: str = later("hermes", "The format of tool calls in raw model text.")
     nomad_address: str = later("http://localhost:4646", "Nomad: its API.")
     sandbox_job_id: str = later("atropos-sandbox", "Nomad: the job's name.")
     sandbox_image: str = later("atropos-sandbox:local", "Nomad: the container image.")

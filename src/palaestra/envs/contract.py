@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from copy import copy
@@ -12,6 +13,7 @@ from palaestra.core.errors import ConfigError, GraderError
 from palaestra.core.types import JSON, Score, Task
 from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item
 from palaestra.envs.settings import agent_settings, network_policy
+from palaestra.inference.ledger import Ledger
 from palaestra.rollouts.base import AgentSettings, Environment, Kit, Projection
 from palaestra.rollouts.context import ToolContext
 from palaestra.rollouts.exec_tool import ExecTool
@@ -20,6 +22,8 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.trajectory import TokenRow
 from palaestra.sandbox.base import Slot
 from palaestra.tools.binding import SlotTools
+
+logger = logging.getLogger(__name__)
 
 NOT_CALLED = ("collect_trajectory", "collect_trajectories")
 """What subclasses of the old base class could replace and this runner does not call."""
@@ -44,6 +48,7 @@ class ContractEnvironment(Environment):
         self._settings = agent_settings(inner.config)
         self._policy = network_policy(inner.config.allow_network)
         self._verifies = overrides(inner, "verify_and_score_trajectory")
+        self._warned = False
 
     @property
     def name(self) -> str:
@@ -110,7 +115,17 @@ class ContractEnvironment(Environment):
         )
 
     async def act(self, rollout: Rollout) -> AgentResult:
+        self._choose_server(rollout)
         return await self.inner._run_agent_loop(rollout, rollout.opening())
+
+    def _choose_server(self, rollout: Rollout) -> None:
+        """The session is token-exact where the servers are; the environment may want plain chat instead."""
+        exact, wanted = hasattr(rollout.server, "ledger"), self.inner._use_managed_server()
+        if exact and not wanted:
+            rollout.server = self.inner.server
+        elif wanted and not exact and not self._warned:
+            self._warned = True
+            logger.warning("%s wants a managed server, but these servers only chat: no tokens are kept", self.name)
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         assert rollout.result is not None
@@ -137,13 +152,23 @@ class ContractEnvironment(Environment):
         if score is None or rollout.result is None:
             return Projection()
         item = self.inner._build_scored_item(rollout.task.data, rollout.result, score.reward)
-        row = TokenRow(
-            tokens=list(item["tokens"]),
-            masks=list(item["masks"]),
-            logprobs=item.get("inference_logprobs"),
-            source=item.get("token_source", "placeholder"),
-        )
-        return Projection(row, {key: value for key, value in item.items() if key not in ROW_KEYS})
+        return Projection(_own_row(item, rollout.result), {k: value for k, value in item.items() if k not in ROW_KEYS})
+
+
+def _own_row(item: Mapping[str, JSON], result: AgentResult) -> TokenRow | None:
+    """The row that the environment made; None where it left the ledger's as it was. Only the latter counts as exact."""
+    row = TokenRow(
+        tokens=list(item["tokens"]),
+        masks=list(item["masks"]),
+        logprobs=item.get("inference_logprobs"),
+        source=item.get("token_source", "placeholder"),
+    )
+    state = result.managed_state or {}
+    if isinstance(state.get("ledger"), Ledger):
+        if any(row.tokens == node.tokens and row.masks == node.masked_tokens for node in state["nodes"]):
+            return None
+        row.source = "environment" if state["nodes"] else row.source
+    return row
 
 
 def overrides(inner: HermesAgentBaseEnv, method: str) -> bool:

@@ -20,6 +20,7 @@ from palaestra.envs.config import HermesAgentEnvConfig
 from palaestra.envs.settings import kit
 from palaestra.inference.base import ChatServer
 from palaestra.inference.config import APIServerConfig
+from palaestra.inference.tokens import Tokenizer
 from palaestra.rollouts.base import Environment, Kit
 from palaestra.rollouts.context import ToolContext
 from palaestra.rollouts.exec_tool import ExecTool
@@ -177,6 +178,13 @@ class HermesAgentBaseEnv(ABC):
         """The tools of one group as the runner takes them."""
         return kit(self.config, None, rng)
 
+    def _use_managed_server(self) -> bool:
+        """Whether rollouts are token-exact: yes where the servers give tokens (sglang, vllm, transformers).
+
+        Override to chat without keeping tokens; rows then are placeholders and say so.
+        """
+        return bool(getattr(self._server, "token_exact", False))
+
     async def _run_agent_loop(self, rollout: Rollout, messages: list[Message]) -> AgentResult:
         """Run the agent. Override to change how; the default is the one loop."""
         return await rollout.run_agent(messages)
@@ -184,9 +192,19 @@ class HermesAgentBaseEnv(ABC):
     def _build_scored_item(self, item: Item, result: AgentResult, reward: float) -> ScoredDataItem:
         """The training row of one rollout: `tokens`, `masks`, `scores`, `messages`.
 
-        A chat server gives no token ids, so the tokens are placeholders and every mask is -100: nothing is trained on
-        them, and the line says `token_source: placeholder`.
+        With a token-exact server these are the last row of its ledger, with `inference_logprobs`; as long as they are
+        left as they are, all rows of the ledger are trained. A chat server gives no token ids, so the tokens are
+        placeholders and every mask is -100: nothing is trained on them, and the line says `token_source: placeholder`.
         """
+        if nodes := (result.managed_state or {}).get("nodes"):
+            return {
+                "tokens": nodes[-1].tokens,
+                "masks": nodes[-1].masked_tokens,
+                "inference_logprobs": nodes[-1].logprobs,
+                "scores": reward,
+                "messages": result.messages,
+                "token_source": "engine",
+            }
         length = sum(len(str(message.get("content") or "")) for message in result.messages)
         tokens = list(range(min(length // 4, 128)))
         return {
@@ -205,6 +223,12 @@ class HermesAgentBaseEnv(ABC):
         if self._server is None:
             raise ConfigError(f"{type(self).__name__}.server is only there while the environment runs")
         return self._server
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the token-exact servers; None for servers that only chat."""
+        servers = getattr(self._server, "servers", ())
+        return getattr(servers[0], "tokenizer", None) if servers else None
 
     async def evaluate_items(self, items: Sequence[Item], samples: int = 1) -> list[Trajectory]:
         """Roll out every item `samples` times and score it, under the run's limits. Failed ones have no reward."""

@@ -26,7 +26,7 @@ from palaestra.envs.flags import Answer, CommandLine, Parsed, set_fields
 from palaestra.envs.forms import Form, form_of
 from palaestra.envs.loading import load_environment
 from palaestra.envs.output import Output, claim_folder
-from palaestra.envs.settings import make_pool
+from palaestra.envs.settings import make_pool, server_settings
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.servers import ServerGroup
 from palaestra.rollouts.admission import AdmittedSlots
@@ -99,8 +99,9 @@ async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream:
     """
     stream = stream or sys.stderr
     config = parsed.env_config
-    async with started(ServerGroup(parsed.server_configs)) as engine, make_pool(config) as pool:
-        environment = form.build(config, parsed.server_configs, engine)
+    servers = server_settings(config, parsed.server_configs)
+    async with started(ServerGroup(servers)) as engine, make_pool(config) as pool:
+        environment = form.build(config, servers, engine)
         async with opened(environment):
             output = _open_output(form, parsed, engine, root)
             stream.write(f"run {output.folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from palaestra.agent.budget import Budget
 from palaestra.core.types import Network, NetworkPolicy
 from palaestra.envs.config import HermesAgentEnvConfig
+from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.base import AgentSettings, Kit
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
@@ -32,6 +33,19 @@ def kit(config: HermesAgentEnvConfig, toolsets: Sequence[str] | None, rng: rando
     enabled = config.enabled_toolsets if config.enabled_toolsets is not None else toolsets
     registry = build_tool_registry(enabled_toolsets=enabled, disabled_toolsets=config.disabled_toolsets)
     return Kit(registry, tuple(enabled or ()))
+
+
+def server_settings(config: HermesAgentEnvConfig, servers: Sequence[APIServerConfig]) -> list[APIServerConfig]:
+    """The servers with what the environment says about the model's tokens, where they do not say it themselves."""
+    told: dict[str, str] = {}
+    if config.tokenizer_name != "none":
+        told["tokenizer_name"] = config.tokenizer_name
+    if "tool_call_parser" in config.model_fields_set:
+        told["tool_parser"] = config.tool_call_parser
+    return [
+        server.model_copy(update={name: value for name, value in told.items() if name not in server.model_fields_set})
+        for server in servers
+    ]
 
 
 def network_policy(allowed: bool) -> NetworkPolicy:

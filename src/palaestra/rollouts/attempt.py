@@ -128,6 +128,7 @@ class Attempt:
             tool_calls_schema_valid=result.tool_calls_schema_valid,
             tool_errors=_tool_errors(result),
             row=self.projection.row,
+            ledger=rollout.ledger_record(),
             extra=self.projection.extra,
             beside=self._beside(result),
         )

@@ -16,6 +16,7 @@ from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult, Turn
 from palaestra.core.types import JSON, Message, Task
 from palaestra.inference.base import ChatServer
+from palaestra.inference.ledger import Ledger, LedgerRecord
 from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.base import AgentSettings, Kit
 from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot, View
@@ -165,6 +166,15 @@ class Rollout:
         """Note the messages that were added, in the journal."""
         if self._on_turn is not None:
             self._on_turn(self, turn or Turn(0, None, 0, 0, 0.0, 0.0), messages)
+
+    def ledger_record(self) -> LedgerRecord | None:
+        """The exact tokens so far: those of the server that the agent really used, which may be a hook's own.
+
+        None where the server gives no tokens, or nothing was sampled.
+        """
+        state = (self.result.managed_state if self.result is not None else None) or {}
+        ledger = state.get("ledger", getattr(self.server, "ledger", None))
+        return ledger.record() if isinstance(ledger, Ledger) and ledger.turns else None
 
     async def seal(self, view: View | None = None) -> Snapshot | None:
         """End the agent's slot; its change becomes a layer. None where no slot was ever leased."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from palaestra.core.types import JSON, Blame, Message, Outcome
+from palaestra.inference.ledger import LedgerRecord, Row, record_rows
 
 TRAJECTORY_SCHEMA = "palaestra.trajectory/1"
 GROUP_SCHEMA = "palaestra.group/1"
@@ -48,8 +49,8 @@ class Beside(msgspec.Struct, kw_only=True, omit_defaults=True):
 class TokenRow(msgspec.Struct, kw_only=True):
     """`tokens[T]`, `masks[T]` (-100 where nothing is trained, else the token id) and `logprobs[T]` or None.
 
-    `source` is `engine` when the ids are the ones that were sampled, `placeholder` when there were none to record; a
-    placeholder row trains nothing.
+    `source` is `engine` when the ids are the ones that were sampled, `placeholder` when there were none to record (such
+    a row trains nothing), `environment` when the environment made the row itself.
     """
 
     tokens: list[int]
@@ -57,12 +58,18 @@ class TokenRow(msgspec.Struct, kw_only=True):
     logprobs: list[float] | None = None
     source: str = "placeholder"
 
+    @classmethod
+    def from_ledger(cls, row: Row) -> TokenRow:
+        """One segment of a ledger."""
+        return cls(tokens=row.tokens, masks=row.masks, logprobs=row.logprobs, source="engine")
+
 
 class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One rollout from first message to reward. `reward` is None exactly when the rollout was not scored.
 
     `blame` and `error` are set on every rollout that did not finish cleanly. `metrics` are numbers worth averaging,
-    `detail` is evidence (test results, the agent's patch).
+    `detail` is evidence (test results, the agent's patch). `ledger` holds the exact tokens where the engine gave them,
+    `row` only what is not in it.
     """
 
     schema: str = TRAJECTORY_SCHEMA
@@ -84,6 +91,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     tool_calls_schema_valid: int = 0
     tool_errors: list[ToolErrorRecord] = []
     row: TokenRow | None = None
+    ledger: LedgerRecord | None = None
     extra: dict[str, JSON] = {}
     beside: Beside = msgspec.field(default_factory=Beside)
 
@@ -91,6 +99,13 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     def scored(self) -> bool:
         """Whether there is a reward to train on."""
         return self.reward is not None
+
+    @property
+    def rows(self) -> list[TokenRow]:
+        """The training rows: the environment's own where it made one, else one for each segment of the ledger."""
+        if self.row is not None:
+            return [self.row]
+        return [] if self.ledger is None else [TokenRow.from_ledger(row) for row in record_rows(self.ledger)]
 
 
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True):

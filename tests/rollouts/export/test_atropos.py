@@ -85,6 +85,7 @@ def test_an_unscored_rollout_is_told_of_but_not_trained_on(line_of, trajectory):
         "prompt_tokens": 10,
         "completion_tokens": 3,
         "turns": 2,
+        "rows": 0,
         "tool_errors": 1,
     }
     assert [rollout["index"] for rollout in line["rollouts"]] == [0, 1, 2]

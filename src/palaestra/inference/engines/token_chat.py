@@ -1,7 +1,7 @@
 """What all engines that continue token ids have in common: the tokenizer, the chat format, token-exact chat on top.
 
-Not for sampling. Invariant: a tokenizer or a template that cannot work is found when the engine starts, before anything
-is rolled out.
+Not for sampling. Invariant: a tokenizer, template or parser that cannot work is found when the engine starts, before
+anything is rolled out.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class TokenChat:
         return self.config.model_name
 
     async def start(self) -> None:
-        """Load the tokenizer and its template. Raises `ConfigError`."""
+        """Load the tokenizer and its template, look for the parser. Raises `ConfigError`."""
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self.tokenizer_name)
-        self._chat_format(None)
+        self.managed_server()
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         """Continue `input_ids[T]`; see `TokenEngine`."""
@@ -82,6 +82,12 @@ class TokenChat:
         return await self.managed_server().chat_completion(messages=messages, **request)
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, loaded when it is first asked for. Raises `ConfigError`."""
+        tokenizer = self._tokenizer = self._tokenizer or load_tokenizer(self.tokenizer_name)
+        return tokenizer
+
+    @property
     def tokenizer_name(self) -> str:
         """The folder or name that the tokenizer is loaded from: the model's own unless the config names another."""
         named = self.config.tokenizer_name
@@ -89,8 +95,7 @@ class TokenChat:
 
     def _chat_format(self, tokenizer: Tokenizer | None) -> ChatFormat:
         """The format of a tokenizer, made once: a caller gives the same one for every rollout."""
-        if tokenizer is None:
-            tokenizer = self._tokenizer = self._tokenizer or load_tokenizer(self.tokenizer_name)
+        tokenizer = self.tokenizer if tokenizer is None else tokenizer
         for known in self._formats:
             if known.tokenizer is tokenizer:
                 return known

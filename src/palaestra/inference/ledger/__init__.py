@@ -2,6 +2,7 @@
 
 from palaestra.inference.ledger.base import LEDGER_SCHEMA, LedgerRecord, Reason, Row, SegmentRecord, Span, Turn
 from palaestra.inference.ledger.ledger import Ledger, Piece
+from palaestra.inference.ledger.rows import record_rows
 from palaestra.inference.ledger.verify import Verdict, Violation, verify_ledger
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "Turn",
     "Verdict",
     "Violation",
+    "record_rows",
     "verify_ledger",
 ]

@@ -34,21 +34,23 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
     """The group as one JSON object, or None when nothing in it was scored.
 
     `tokens[G][T]`, `masks[G][T]` (-100 where nothing is trained), `scores[G]`; `inference_logprobs[G][T]` only when
-    every row has them; `messages` False leaves that list empty. Raises `ValueError` when the lengths of a row differ,
-    a score is not finite or a message has no role: none of these may reach a trainer.
+    every row has them; `messages` False leaves that list empty. A rollout whose history was rewritten has several rows,
+    each with its score and messages; `rows` in `rollouts` counts them. Raises `ValueError` when the lengths of a row
+    differ, a score is not finite or a message has no role: none of these may reach a trainer.
     """
     trajectories = sorted(group.trajectories, key=lambda trajectory: trajectory.index)
     scored = [trajectory for trajectory in trajectories if trajectory.scored]
     if not scored:
         return None
-    rows = [_checked_row(trajectory) for trajectory in scored]
+    pairs = [(trajectory, row) for trajectory in scored for row in _checked_rows(trajectory)]
+    owners, rows = [owner for owner, _ in pairs], [row for _, row in pairs]
     line: dict[str, JSON] = {
         "tokens": [row.tokens for row in rows],
         "masks": [row.masks for row in rows],
-        "scores": [_checked_score(trajectory) for trajectory in scored],
-        "messages": [_messages(trajectory) for trajectory in scored] if messages else [],
-        **{key: _from_extra(scored, key) for key in _ROW_KEYS},
-        "group_overrides": {} if len(scored) == len(trajectories) else {"group_size": len(scored)},
+        "scores": [_checked_score(trajectory) for trajectory in owners],
+        "messages": [_messages(trajectory) for trajectory in owners] if messages else [],
+        **{key: _from_extra(owners, key) for key in _ROW_KEYS},
+        "group_overrides": {} if len(rows) == len(trajectories) else {"group_size": len(rows)},
         "generation_params": scored[0].extra.get("generation_params"),
         "distill_token_ids": None,
         "distill_logprobs": None,
@@ -68,14 +70,15 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
     }
 
 
-def _checked_row(trajectory: Trajectory) -> TokenRow:
-    row = trajectory.row or _NO_TOKENS
-    lengths = {len(row.tokens), len(row.masks)}
-    if row.logprobs is not None:
-        lengths.add(len(row.logprobs))
-    if len(lengths) != 1:
-        raise ValueError(f"rollout {trajectory.rollout_id}: tokens, masks and logprobs differ in length: {lengths}")
-    return row
+def _checked_rows(trajectory: Trajectory) -> list[TokenRow]:
+    rows = trajectory.rows or [_NO_TOKENS]
+    for row in rows:
+        lengths = {len(row.tokens), len(row.masks)}
+        if row.logprobs is not None:
+            lengths.add(len(row.logprobs))
+        if len(lengths) != 1:
+            raise ValueError(f"rollout {trajectory.rollout_id}: tokens, masks and logprobs differ in length: {lengths}")
+    return rows
 
 
 def _checked_score(trajectory: Trajectory) -> float:
@@ -119,6 +122,7 @@ def _rollout(trajectory: Trajectory) -> dict[str, JSON]:
         "prompt_tokens": trajectory.prompt_tokens,
         "completion_tokens": trajectory.completion_tokens,
         "turns": len(trajectory.turns),
+        "rows": (len(trajectory.rows) or 1) if trajectory.scored else 0,
         "tool_errors": len(trajectory.tool_errors),
     }
 

@@ -127,7 +127,7 @@ def _without_texts(group: Group) -> Group:
 
 def _without_text(trajectory: Trajectory) -> Trajectory:
     """The record without its bulk, so that a long run's conversations are not in memory twice."""
-    return msgspec.structs.replace(trajectory, messages=[], detail={}, row=None, extra={})
+    return msgspec.structs.replace(trajectory, messages=[], detail={}, row=None, ledger=None, extra={})
 
 
 def _strip(stages: Mapping[str, float]) -> list[tuple[str, float, float, float]]:
@@ -149,9 +149,13 @@ def _facts(trajectory: Trajectory) -> list[tuple[str, str]]:
         "tokens": f"{trajectory.prompt_tokens:,} read, {trajectory.completion_tokens:,} written",
         "tool calls": f"{attempted}, {valid} valid, {len(trajectory.tool_errors)} failed",
     }
-    if row := trajectory.row:
-        trained = sum(mask != -100 for mask in row.masks)
-        facts["recorded tokens"] = f"{len(row.tokens):,} ({row.source}), {trained:,} trained"
+    if rows := trajectory.rows:
+        recorded, trained = (
+            sum(len(row.tokens) for row in rows),
+            sum(mask != -100 for row in rows for mask in row.masks),
+        )
+        segments = "" if len(rows) == 1 else f" in {len(rows)} rows"
+        facts["recorded tokens"] = f"{recorded:,} ({rows[0].source}){segments}, {trained:,} trained"
     if trajectory.beside.started_at:
         facts["started"] = _when(trajectory.beside.started_at)
     return [*facts.items(), *_pairs(trajectory.beside.sandbox), ("id", trajectory.rollout_id)]
