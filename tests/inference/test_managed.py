@@ -1,0 +1,427 @@
+"""Token-exact chat over an engine that writes tokens as a model might: nothing is re-encoded, lost or trained twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from palaestra.agent.loop import HermesAgentLoop
+from palaestra.core.clock import ManualClock
+from palaestra.core.errors import ConfigError, EngineReplyError, EngineUnavailable
+from palaestra.core.types import JSON, Message, Outcome
+from palaestra.inference.base import ChatCompletion, Sampled
+from palaestra.inference.ledger import verify_ledger
+from palaestra.inference.managed import ManagedChat
+from palaestra.inference.templates import ChatFormat, ChatTemplate
+from palaestra.inference.toy import ToyEngine, toy_logprob, toy_tokenizer
+
+TOKENIZER = toy_tokenizer(["hello there world, what is in the file? the answer is 42 <tool_call> {} terminal"] * 5)
+FORMAT = ChatFormat(TOKENIZER)
+END = TOKENIZER.stop_ids[0]
+TERMINAL = {
+    "type": "function",
+    "function": {
+        "name": "terminal",
+        "description": "Run a command.",
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+    },
+}
+CALL = '<tool_call>\n{"name": "terminal", "arguments": {"command": "ls"}}\n</tool_call>'
+HI: list[Message] = [{"role": "user", "content": "hello"}]
+STRIPPING = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.reasoning_content and loop.index0 > ns.last %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}"
+    "{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+class Hermes:
+    """A parser in the contract's shape, and nothing more."""
+
+    def parse(self, text: str) -> tuple[str | None, list[dict[str, JSON]] | None]:
+        found = [json.loads(block) for block in re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text, re.DOTALL)]
+        content = re.sub(r"\n?<tool_call>.*?</tool_call>", "", text, flags=re.DOTALL)
+        calls = [
+            {"id": "random", "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])}}
+            for call in found
+        ]
+        return content or None, calls or None
+
+
+def toy(*replies: str, **options: JSON) -> ToyEngine:
+    return ToyEngine(TOKENIZER, iter(replies), **options)
+
+
+def managed(engine: ToyEngine, **options: JSON) -> ManagedChat:
+    chat_format = options.pop("chat_format", FORMAT)
+    return ManagedChat(engine, chat_format, Hermes(), clock=ManualClock(), **options)
+
+
+def said(completion: ChatCompletion) -> Message:
+    message = completion.choices[0].message.model_dump()
+    return {key: value for key, value in message.items() if value is not None}
+
+
+async def talk(chat: ManagedChat, turns: int, messages: list[Message] | None = None, **request: JSON) -> list[Message]:
+    """So many turns; calls are answered by a tool, other replies by the user."""
+    messages = list(messages or HI)
+    for _ in range(turns):
+        reply = said(await chat.chat_completion(messages=messages, **request))
+        messages.append(reply)
+        for call in reply.get("tool_calls", ()):
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "file.txt\n"})
+        if not reply.get("tool_calls"):
+            messages.append({"role": "user", "content": "go on"})
+    return messages
+
+
+def text_of(chat: ManagedChat, row: int = 0) -> str:
+    return TOKENIZER.decode(chat.ledger.rows()[row].tokens)
+
+
+def check(chat: ManagedChat) -> None:
+    """What must hold whatever was said: the verifier agrees, and every log-probability is the one of its place."""
+    verdict = verify_ledger(chat.ledger.record())
+    assert verdict.ok, verdict.violation
+    for row in chat.ledger.rows():
+        for place, (token, mask, logprob) in enumerate(zip(row.tokens, row.masks, row.logprobs, strict=True)):
+            assert (mask, logprob) in ((-100, 1.0), (token, toy_logprob(token, place)))
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["end token returned", "end token stripped"])
+def test_a_conversation_with_tools_is_one_row_as_the_template_writes_it(ends: bool) -> None:
+    chat = managed(toy("I look.\n" + CALL, "it is file.txt", rate=0.5, ends=ends))
+    messages = asyncio.run(talk(chat, 2, tools=[TERMINAL]))
+    (row,) = chat.ledger.rows()
+    call = {"function": {"name": "terminal", "arguments": {"command": "ls"}}}
+    history = [messages[0], {**messages[1], "tool_calls": [call]}, *messages[2:4]]
+    expected = ChatTemplate(CHATML).render(history, tools=[TERMINAL], add_generation_prompt=False)
+    assert text_of(chat) == expected.removesuffix("\n" if ends else "<|im_end|>\n")
+    end = "<|im_end|>" if ends else ""
+    trained = TOKENIZER.decode([token for token in row.masks if token != -100])
+    assert trained == f"I look.\n{CALL}{end}it is file.txt{end}"
+    check(chat)
+
+
+def test_the_engine_is_given_the_ledger_and_what_is_new() -> None:
+    asked: list[list[int]] = []
+
+    class Listening(ToyEngine):
+        async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+            asked.append(list(input_ids))
+            return await super().generate(input_ids, sampling)
+
+    chat = managed(Listening(TOKENIZER, iter(["hello there", "the answer", "is 42"]), rate=1.0))
+    asyncio.run(talk(chat, 3))
+    tokens = chat.ledger.rows()[0].tokens
+    assert all(tokens[: len(prompt)] == prompt for prompt in asked)
+    assert tokens != TOKENIZER.encode(text_of(chat)), "the engine should have written non-canonical tokens"
+    check(chat)
+
+
+def test_a_reply_cut_by_length_stays_cut_and_the_conversation_goes_on() -> None:
+    chat = managed(toy("hello there world", "ok"))
+
+    async def go() -> tuple[ChatCompletion, ChatCompletion]:
+        first = await chat.chat_completion(messages=HI, max_tokens=2)
+        messages = [*HI, said(first), {"role": "user", "content": "what"}]
+        return first, await chat.chat_completion(messages=messages)
+
+    first, second = asyncio.run(go())
+    assert [first.choices[0].finish_reason, second.choices[0].finish_reason] == ["length", "stop"]
+    assert first.usage is not None
+    assert first.usage.completion_tokens == 2
+    assert text_of(chat).count("<|im_end|>") == 4
+    assert chat.ledger.rows()[0].masks.count(END) == 1, "the end that the model did not say is not trained"
+    check(chat)
+
+
+def test_calls_read_as_objects_and_as_dicts_with_ids_of_the_turn() -> None:
+    completion = asyncio.run(managed(toy(CALL + "\n" + CALL)).chat_completion(messages=HI, tools=[TERMINAL]))
+    choice = completion.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    first, second = choice.message.tool_calls or ()
+    assert (first.id, second["id"]) == ("call_1_0", "call_1_1")
+    assert first.function.name == second["function"]["name"] == "terminal"
+    assert json.loads(first["function"]["arguments"]) == {"command": "ls"}
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    completion = asyncio.run(managed(toy(CALL)).chat_completion(messages=HI))
+    assert completion.choices[0].message.tool_calls is None
+    assert completion.choices[0].message.content == CALL
+
+
+@pytest.mark.parametrize("history", ["template", "append"])
+def test_a_template_that_strips_thinking(history: str) -> None:
+    chat_format = ChatFormat(TOKENIZER, STRIPPING)
+    thoughts = [f"<think>\nhm {number}\n</think>\n\nhello {number}" for number in range(3)]
+    chat = managed(toy(*thoughts, rate=0.3), chat_format=chat_format, history=history)
+    messages = asyncio.run(talk(chat, 3))
+    assert messages[1] == {"role": "assistant", "content": "hello 0", "reasoning_content": "hm 0"}
+    rows = chat.ledger.rows()
+    if history == "append":
+        assert [row.reason for row in rows] == ["start"]
+        assert text_of(chat).count("<think>") == 3
+    else:
+        assert [row.reason for row in rows] == ["start", "template_rewrite", "template_rewrite"]
+        assert [text_of(chat, row).count("<think>") for row in range(3)] == [1, 1, 1]
+    assert sum(mask != -100 for row in rows for mask in row.masks) == sum(t.sampled_tokens for t in chat.ledger.turns)
+    check(chat)
+
+
+def test_thinking_that_stays_is_no_rewrite() -> None:
+    chat = managed(
+        toy("<think>\nhm\n</think>\n\nhello", "there", "world"), chat_format=ChatFormat(TOKENIZER, STRIPPING)
+    )
+
+    async def go() -> None:
+        reply = said(await chat.chat_completion(messages=HI))
+        tool = {"role": "tool", "tool_call_id": "x", "content": "1"}
+        await chat.chat_completion(messages=[*HI, reply, tool])
+
+    asyncio.run(go())
+    assert [row.reason for row in chat.ledger.rows()] == ["start"]
+    check(chat)
+
+
+def test_a_template_without_tools_is_refused_before_anything_is_sampled() -> None:
+    engine = toy("hello")
+    chat = managed(engine, chat_format=ChatFormat(TOKENIZER, STRIPPING))
+    with pytest.raises(ConfigError, match="does not show tool 'terminal'"):
+        asyncio.run(chat.chat_completion(messages=HI, tools=[TERMINAL]))
+    assert engine.requests == 0
+
+
+def test_an_edited_history_is_a_segment_that_says_so() -> None:
+    chat = managed(toy("hello", "there", "world"))
+
+    async def go() -> None:
+        messages = await talk(chat, 2)
+        messages[1] = {**messages[1], "content": "hullo"}
+        await chat.chat_completion(messages=[*messages[:4], {"role": "user", "content": "x"}])
+
+    asyncio.run(go())
+    rows = chat.ledger.rows()
+    assert [row.reason for row in rows] == ["start", "history_edit"]
+    assert "hullo" in text_of(chat, 1)
+    assert TOKENIZER.decode([mask for mask in rows[1].masks if mask != -100]) == "world<|im_end|>"
+    check(chat)
+
+
+def test_a_change_in_place_of_an_earlier_message_is_an_edit() -> None:
+    chat = managed(toy("hello", "there"))
+
+    async def go() -> None:
+        messages = await talk(chat, 1, [{"role": "user", "content": "hello"}])
+        messages[0]["content"] = "HELLO"
+        await chat.chat_completion(messages=messages)
+
+    asyncio.run(go())
+    assert [row.reason for row in chat.ledger.rows()] == ["start", "history_edit"]
+
+
+def test_compaction_and_sub_agents_are_declared_by_the_caller() -> None:
+    chat = managed(toy("hello", "there", "world", "42", "is"))
+
+    async def go() -> None:
+        messages = await talk(chat, 1)
+        helper = chat.child()
+        await talk(helper, 2, [{"role": "user", "content": "a sub-task"}])
+        messages = await talk(chat, 1, messages)
+        chat.declare("compaction")
+        await talk(chat, 1, [{"role": "user", "content": "summary of it all"}])
+
+    asyncio.run(go())
+    assert [row.reason for row in chat.ledger.rows()] == ["start", "subagent", "compaction"]
+    assert [turn.segment for turn in chat.ledger.turns] == [0, 1, 1, 0, 2]
+    check(chat)
+
+
+def test_several_choices_are_segments_and_each_can_go_on() -> None:
+    chat = managed(toy("hello", "there", "world", "42"))
+
+    async def go() -> ChatCompletion:
+        completion = await chat.chat_completion(messages=HI, n=3)
+        second: Message = {"role": "assistant", "content": completion.choices[1].message.content}
+        await chat.chat_completion(messages=[*HI, second, {"role": "user", "content": "what"}])
+        return completion
+
+    completion = asyncio.run(go())
+    assert [choice.message.content for choice in completion.choices] == ["hello", "there", "world"]
+    assert [row.reason for row in chat.ledger.rows()] == ["start", "branch", "branch"]
+    assert [turn.segment for turn in chat.ledger.turns] == [0, 1, 2, 1]
+    check(chat)
+
+
+def test_requests_at_the_same_time_do_not_meet_in_one_row() -> None:
+    chat = managed(toy("hello", "there", "world"))
+
+    async def go() -> None:
+        messages = await talk(chat, 1)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(2):
+                group.create_task(chat.chat_completion(messages=messages))
+
+    asyncio.run(go())
+    assert [row.reason for row in chat.ledger.rows()] == ["start", "branch"]
+    check(chat)
+
+
+def test_aborts_are_hidden_and_the_policy_is_kept_per_token() -> None:
+    replies = ["hello there world, what is in the file", "the answer is 42", "hello"]
+    chat = managed(toy(*replies, abort_rate=0.6, rate=0.3, seed=3))
+    messages = asyncio.run(talk(chat, 3))
+    assert [message["content"] for message in messages if message["role"] == "assistant"] == replies
+    (row,) = chat.ledger.rows()
+    assert len({version for _, _, version in row.versions}) > 3
+    assert [turn.finish_reason for turn in chat.ledger.turns] == ["stop"] * 3
+    check(chat)
+
+
+def test_what_an_abort_used_up_counts_towards_the_limit() -> None:
+    chat = managed(toy("hello there world, what is in the file", abort_rate=0.7, seed=1))
+    completion = asyncio.run(chat.chat_completion(messages=HI, max_tokens=6))
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == 6
+    assert completion.choices[0].finish_reason == "length"
+    check(chat)
+
+
+class Answering:
+    """An engine that gives one answer for ever, or raises it."""
+
+    name = "odd"
+
+    def __init__(self, answer: Sampled | Exception) -> None:
+        self.answer = answer
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        (Sampled([5, 6], [-1.0], "stop"), "2 token ids with 1 log-probabilities"),
+        (Sampled([5], [], "stop"), "1 token ids with 0 log-probabilities"),
+        (Sampled([5, 10**6], [-1.0, -1.0], "stop"), "token id 1000000, which the tokenizer"),
+        (Sampled([-1], [-1.0], "stop"), "token id -1"),
+        (Sampled([5], [float("nan")], "stop"), "a log-probability that is none"),
+        (Sampled([5], [0.5], "stop"), "a log-probability that is none"),
+        (Sampled([5] * 9, [-1.0] * 9, "stop"), "9 tokens where at most 8 were asked for"),
+        (Sampled([5], [-1.0], "content_filter"), "finish reason 'content_filter'"),
+    ],
+)
+def test_an_answer_that_cannot_be_right_is_a_typed_error_and_no_row(answer: Sampled, complaint: str) -> None:
+    chat = ManagedChat(Answering(answer), FORMAT, clock=ManualClock())
+    with pytest.raises(EngineReplyError, match=rf"Engine 'odd' answered a prompt of \d+ tokens with {complaint}"):
+        asyncio.run(chat.chat_completion(messages=HI, max_tokens=8))
+    assert chat.ledger.rows() == []
+
+
+def test_an_engine_that_aborts_for_ever_is_unavailable() -> None:
+    chat = ManagedChat(Answering(Sampled([], [], "abort")), FORMAT, clock=ManualClock())
+    with pytest.raises(EngineUnavailable, match="aborted one request 200 times"):
+        asyncio.run(chat.chat_completion(messages=HI))
+    assert chat.ledger.rows() == []
+
+
+def test_a_failed_request_leaves_no_trace() -> None:
+    engine = toy("hello", "there")
+    chat = managed(engine)
+
+    async def go() -> None:
+        messages = await talk(chat, 1)
+        chat._engine = Answering(EngineUnavailable("down"))
+        with pytest.raises(EngineUnavailable):
+            await chat.chat_completion(messages=messages)
+        chat._engine = engine
+        await chat.chat_completion(messages=messages)
+
+    asyncio.run(go())
+    assert [row.reason for row in chat.ledger.rows()] == ["start"]
+    check(chat)
+
+
+def test_a_cancelled_request_leaves_no_trace() -> None:
+    class Stuck(ToyEngine):
+        async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+            if self.requests == 1:
+                self.requests += 1
+                await asyncio.Event().wait()
+            return await super().generate(input_ids, sampling)
+
+    chat = managed(Stuck(TOKENIZER, iter(["hello", "there"])))
+
+    async def go() -> None:
+        messages = await talk(chat, 1)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await chat.chat_completion(messages=messages)
+        await chat.chat_completion(messages=messages)
+
+    asyncio.run(go())
+    assert [row.reason for row in chat.ledger.rows()] == ["start"]
+    check(chat)
+
+
+def test_the_agent_loop_runs_over_it_and_brings_the_nodes_home() -> None:
+    async def tool(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
+        return json.dumps({"output": f"{name} {arguments['command']}"})
+
+    async def go() -> None:
+        async with managed(toy("I look.\n" + CALL, "it is there", rate=0.4)) as chat:
+            loop = HermesAgentLoop(chat, [TERMINAL], {"terminal"}, tool_handler=tool, max_tokens=200)
+            result = await loop.run([{"role": "system", "content": "be brief"}, *HI])
+        assert result.outcome is Outcome.NATURAL
+        assert result.managed_state is not None
+        (node,) = result.managed_state["nodes"]
+        assert node.tokens == node["tokens"] == chat.ledger.rows()[0].tokens
+        assert len(node.tokens) == len(node.masked_tokens) == len(node.logprobs)
+        assert node.full_text.endswith("it is there<|im_end|>")
+        assert "terminal ls" in node.full_text
+        assert node.metadata["finish_reason"] == "stop"
+        check(chat)
+
+    asyncio.run(go())
+
+
+REPLY = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda text: "<" not in text),
+    st.just(CALL),
+    st.just("<think>\nhm\n</think>\n\nso"),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    replies=st.lists(REPLY, min_size=1, max_size=6),
+    rate=st.sampled_from([0.0, 0.2, 1.0]),
+    abort_rate=st.sampled_from([0.0, 0.4]),
+    ends=st.booleans(),
+    max_tokens=st.sampled_from([None, 3]),
+    seed=st.integers(0, 99),
+)
+def test_any_conversation_keeps_every_invariant(
+    replies: list[str], rate: float, abort_rate: float, ends: bool, max_tokens: int | None, seed: int
+) -> None:
+    chat = managed(toy(*replies, rate=rate, abort_rate=abort_rate, ends=ends, seed=seed))
+    asyncio.run(talk(chat, len(replies), tools=[TERMINAL], max_tokens=max_tokens))
+    check(chat)
+    (row,) = chat.ledger.rows()
+    again = managed(toy(*replies, rate=0.0, ends=ends))
+    asyncio.run(talk(again, len(replies), tools=[TERMINAL]))
+    if max_tokens is None:
+        assert TOKENIZER.decode(row.tokens) == text_of(again), "other tokens, the same text"
+    assert not re.search(r"<\|im_end\|>\s*<\|im_end\|>", text_of(again).replace("assistant\n<|im_end|>", ""))
