@@ -19,7 +19,7 @@ from palaestra.inference.base import ChatCompletion, Sampled
 from palaestra.inference.ledger import verify_ledger
 from palaestra.inference.managed import ManagedChat
 from palaestra.inference.templates import ChatFormat, ChatTemplate
-from palaestra.inference.toy import ToyEngine, toy_logprob, toy_tokenizer
+from palaestra.inference.toy import CHATML, ToyEngine, toy_logprob, toy_tokenizer
 
 TOKENIZER = toy_tokenizer(["hello there world, what is in the file? the answer is 42 <tool_call> {} terminal"] * 5)
 FORMAT = ChatFormat(TOKENIZER)

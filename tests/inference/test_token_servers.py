@@ -1,0 +1,315 @@
+"""SGLang's and vLLM's wires over a real connection: whole rollouts, and every wrong reply a typed error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from palaestra.core.clock import ManualClock
+from palaestra.core.errors import (
+    ConfigError,
+    ContextExceeded,
+    EngineError,
+    EngineRefused,
+    EngineReplyError,
+    EngineUnavailable,
+)
+from palaestra.core.types import JSON, Message
+from palaestra.inference.base import Sampled, SessionContext
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engines.sglang import SGLangEngine
+from palaestra.inference.engines.token_server import TokenServer
+from palaestra.inference.engines.vllm import VLLMEngine
+from palaestra.inference.ledger import verify_ledger
+from palaestra.inference.loopback import Answer, LoopbackServer
+from palaestra.inference.loopback_tokens import TokenLoopback
+from palaestra.inference.managed import ManagedChat
+from palaestra.inference.servers import ServerGroup
+from palaestra.inference.toy import ToyEngine, toy_logprob, toy_tokenizer
+
+T = TypeVar("T")
+TOKENIZER = toy_tokenizer(["hello there world, the answer is 42"] * 3)
+HI: list[Message] = [{"role": "user", "content": "hello"}]
+KINDS: dict[str, tuple[type[TokenServer], dict[str, JSON]]] = {
+    "sglang": (SGLangEngine, {}),
+    "vllm": (VLLMEngine, {}),
+    "vllm before token ids": (VLLMEngine, {"token_ids": False}),
+    "vllm of atropos": (VLLMEngine, {"stock": False}),
+}
+Work = Callable[[TokenServer], Awaitable[T]]
+
+
+def replies() -> Iterator[str]:
+    number = 0
+    while True:
+        yield f"hello there world, the answer is {(number := number + 1)}"
+
+
+def config(url: str, **settings: JSON) -> APIServerConfig:
+    return APIServerConfig(base_url=url, model_name="toy", tool_parser="none", **settings)
+
+
+def with_server(kind: str, work: Work[T], server: JSON = None, toy: JSON = None, **settings: JSON) -> T:
+    """A client of the kind against the loopback."""
+    client, options = KINDS[kind]
+    sampler = ToyEngine(TOKENIZER, replies(), rate=0.3, **(toy or {}))
+
+    async def go() -> T:
+        async with TokenLoopback(sampler, TOKENIZER, **options, **(server or {})) as loopback:
+            engine = client(config(loopback.url, **settings), tokenizer=TOKENIZER, clock=ManualClock())
+            try:
+                await engine.start()
+                return await work(engine)
+            finally:
+                await engine.aclose()
+
+    return asyncio.run(go())
+
+
+async def rollout(chat: ManagedChat, turns: int = 4) -> ManagedChat:
+    messages = list(HI)
+    for _ in range(turns):
+        reply = await chat.chat_completion(messages=messages, max_tokens=200, temperature=0.7)
+        messages += [
+            {"role": "assistant", "content": reply.choices[0].message.content},
+            {"role": "user", "content": "go on"},
+        ]
+    return chat
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("toy", [{}, {"ends": False}, {"abort_rate": 0.5}], ids=["", "end stripped", "aborts"])
+def test_a_rollout_is_exact(kind: str, toy: dict[str, JSON]) -> None:
+    chat = with_server(kind, lambda engine: rollout(engine.session(SessionContext(rollout_id="r"))), toy=toy)
+    verdict = verify_ledger(chat.ledger.record())
+    assert verdict.ok, verdict.violation
+    (row,) = chat.ledger.rows()
+    assert verdict.turns == 4
+    for place, (token, mask, logprob) in enumerate(zip(row.tokens, row.masks, row.logprobs, strict=True)):
+        assert logprob == (1.0 if mask == -100 else toy_logprob(token, place))
+    text = TOKENIZER.decode(row.tokens)
+    assert text.count("<|im_end|>") == (8 if toy.get("ends", True) else 7)
+    assert "answer is 4" in text
+
+
+def test_sglang_is_asked_in_its_own_names_and_names_the_policy() -> None:
+    async def work(engine: TokenServer) -> tuple[JSON, Sampled]:
+        async with TokenLoopback(ToyEngine(TOKENIZER, replies()), TOKENIZER) as loopback:
+            asked = SGLangEngine(config(loopback.url), tokenizer=TOKENIZER)
+            sampling = {"max_tokens": 9, "temperature": 0.5, "top_k": 3, "stop_token_ids": [1]}
+            sampled = await asked.generate([1, 2], sampling)
+            await asked.aclose()
+            return loopback.seen[0], sampled
+
+    seen, sampled = with_server("sglang", work)
+    assert seen["input_ids"] == [1, 2]
+    assert seen["return_logprob"] is True
+    assert seen["sampling_params"] == {
+        "max_new_tokens": 9,
+        "temperature": 0.5,
+        "top_k": 3,
+        "stop_token_ids": [1],
+        "skip_special_tokens": False,
+    }
+    assert sampled.policy_version == "0"
+
+
+def test_vllm_is_asked_for_ids_and_log_probabilities() -> None:
+    async def work(engine: TokenServer) -> JSON:
+        async with TokenLoopback(ToyEngine(TOKENIZER, replies()), TOKENIZER) as loopback:
+            asked = VLLMEngine(config(loopback.url), tokenizer=TOKENIZER)
+            await asked.generate([1, 2], {"max_tokens": 9, "stop_token_ids": [1]})
+            await asked.aclose()
+            return loopback.seen[0]
+
+    seen = with_server("vllm", work)
+    assert (seen["model"], seen["prompt"], seen["max_tokens"]) == ("toy", [1, 2], 9)
+    assert (seen["return_token_ids"], seen["logprobs"], seen["stop_token_ids"]) == (True, 1, [1])
+
+
+def drop_last_logprob(reply: JSON) -> JSON:
+    if "meta_info" in reply:
+        reply["meta_info"]["output_token_logprobs"].pop()
+    elif "choices" in reply:
+        reply["choices"][0]["logprobs"]["token_logprobs"].pop()
+    else:
+        reply["logprobs"][0][-1] = []
+    return reply
+
+
+def null_logprob(reply: JSON) -> JSON:
+    if "meta_info" in reply:
+        reply["meta_info"]["output_token_logprobs"][0][0] = None
+    elif "choices" in reply:
+        reply["choices"][0]["logprobs"]["token_logprobs"][0] = None
+    else:
+        reply["logprobs"][0][0] = [{"5": None}]
+    return reply
+
+
+def no_logprobs(reply: JSON) -> JSON:
+    if "meta_info" in reply:
+        del reply["meta_info"]["output_token_logprobs"]
+    elif "choices" in reply:
+        reply["choices"][0]["logprobs"] = None
+    else:
+        del reply["logprobs"]
+    return reply
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spoil", [drop_last_logprob, null_logprob, no_logprobs])
+def test_missing_log_probabilities_are_a_typed_error(kind: str, spoil: Callable[[JSON], JSON]) -> None:
+    with pytest.raises(EngineReplyError, match=r"model 'toy'\) answered a prompt of \d+ tokens with what is not"):
+        with_server(kind, lambda engine: engine.chat_completion(messages=HI), server={"spoil": spoil})
+
+
+def other_prompt(reply: JSON) -> JSON:
+    if "meta_info" in reply:
+        reply["meta_info"]["prompt_tokens"] += 1
+    else:
+        reply["usage"]["prompt_tokens"] += 1
+    return reply
+
+
+def other_prompt_ids(reply: JSON) -> JSON:
+    reply["choices"][0]["prompt_token_ids"][0] += 1
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("kind", "spoil"),
+    [
+        ("sglang", other_prompt),
+        ("vllm", other_prompt),
+        ("vllm before token ids", other_prompt),
+        ("vllm", other_prompt_ids),
+    ],
+)
+def test_a_server_that_sampled_after_other_ids_is_found_out(kind: str, spoil: Callable[[JSON], JSON]) -> None:
+    with pytest.raises(EngineReplyError, match="it was given"):
+        with_server(kind, lambda engine: engine.chat_completion(messages=HI), server={"spoil": spoil})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("answers", "error", "requests"),
+    [
+        ([Answer({"error": "slow down"}, 429)], EngineUnavailable, 8),
+        ([Answer({"error": "oops"}, 500)], EngineUnavailable, 8),
+        ([Answer(cut=True)], EngineUnavailable, 8),
+        ([Answer(b'{"meta_info": {"finish')], EngineReplyError, 1),
+        ([Answer([])], EngineReplyError, 1),
+        ([Answer({"error": {"message": "no such model"}}, 400)], EngineRefused, 1),
+        ([Answer({"error": "The input is longer than the model's context length"}, 400)], ContextExceeded, 1),
+    ],
+    ids=["429", "500", "cut", "half a reply", "another shape", "400", "too long"],
+)
+def test_what_a_server_does_wrong(kind: str, answers: list[Answer], error: type[EngineError], requests: int) -> None:
+    async def go() -> int:
+        async with LoopbackServer(*answers) as server:
+            engine = KINDS[kind][0](config(server.url), tokenizer=TOKENIZER, clock=ManualClock())
+            chat = engine.managed_server()
+            try:
+                with pytest.raises(error, match=r"127\.0\.0\.1"):
+                    await chat.chat_completion(messages=HI)
+            finally:
+                await engine.aclose()
+            assert chat.ledger.rows() == []
+            return len(server.seen)
+
+    assert asyncio.run(go()) == requests
+
+
+def test_a_server_that_recovers_costs_the_rollout_nothing() -> None:
+    info = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.5, 5, None]]}
+    answers = [Answer({"error": "loading"}, 503), Answer(cut=True), Answer({"text": "", "meta_info": info})]
+
+    async def go() -> tuple[ManagedChat, int]:
+        async with LoopbackServer(*answers) as server:
+            engine = SGLangEngine(config(server.url), tokenizer=TOKENIZER, clock=ManualClock())
+            chat = await rollout(engine.managed_server(), 1)
+            await engine.aclose()
+            return chat, len(server.seen)
+
+    chat, requests = asyncio.run(go())
+    assert requests == 3
+    assert len(chat.ledger.turns) == 1
+    assert verify_ledger(chat.ledger.record()).ok
+
+
+def test_sglang_refuses_in_an_abort() -> None:
+    abort = {"type": "abort", "message": "input too long", "status_code": 400}
+    reply = {"text": "", "meta_info": {"finish_reason": abort, "output_token_logprobs": []}}
+
+    async def go() -> None:
+        async with LoopbackServer(Answer(reply)) as server:
+            engine = SGLangEngine(config(server.url), tokenizer=TOKENIZER)
+            try:
+                await engine.generate([1], {})
+            finally:
+                await engine.aclose()
+
+    with pytest.raises(EngineRefused, match="input too long"):
+        asyncio.run(go())
+
+
+def test_another_tokenizer_than_the_servers_ends_the_start() -> None:
+    other = toy_tokenizer(["completely different words"] * 3)
+
+    async def go() -> None:
+        async with TokenLoopback(ToyEngine(TOKENIZER, replies()), TOKENIZER) as loopback:
+            engine = SGLangEngine(config(loopback.url), tokenizer=other)
+            try:
+                await engine.start()
+            finally:
+                await engine.aclose()
+
+    with pytest.raises(ConfigError, match="writes text in other tokens than tokenizer"):
+        asyncio.run(go())
+
+
+def test_a_tokenizer_that_cannot_be_had_ends_the_start(tmp_path: Path) -> None:
+    engine = SGLangEngine(config("http://h", tokenizer_name=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        asyncio.run(engine.start())
+
+
+def test_a_chat_template_from_a_file(tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}", encoding="utf-8")
+
+    async def work(engine: TokenServer) -> str:
+        chat = engine.managed_server()
+        await chat.chat_completion(messages=HI)
+        return TOKENIZER.decode(chat.ledger.rows()[0].tokens)
+
+    text = with_server("sglang", work, chat_template=str(template))
+    assert text.startswith("<|im_start|>hello<|im_end|>hello there")
+
+
+def test_a_group_moves_on_when_a_server_goes_away() -> None:
+    async def go() -> None:
+        async with TokenLoopback(ToyEngine(TOKENIZER, replies(), name="a"), TOKENIZER) as good:
+            async with LoopbackServer(Answer({"error": "down"}, 500)) as bad:
+                group = ServerGroup([config(bad.url, server_type="sglang"), config(good.url, server_type="sglang")])
+                for server in group.servers:
+                    server.transport.retry = type(server.transport.retry)(attempts=1)  # type: ignore[attr-defined]
+                assert group.token_exact
+                chat = await rollout(group.managed_server(tokenizer=TOKENIZER), 2)
+                await group.aclose()
+            assert verify_ledger(chat.ledger.record()).ok
+            assert [row.reason for row in chat.ledger.rows()] == ["start"]
+
+    asyncio.run(go())
+
+
+def test_servers_that_only_chat_have_no_managed_server() -> None:
+    group = ServerGroup([APIServerConfig(base_url="http://h"), config("http://h", server_type="vllm")])
+    assert not group.token_exact
+    with pytest.raises(NotImplementedError, match="openai, vllm do not give tokens"):
+        group.managed_server(tokenizer=TOKENIZER, tool_call_parser=None)
