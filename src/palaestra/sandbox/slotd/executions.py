@@ -18,6 +18,8 @@ from .capture import Capture
 from .frames import WINDOW, Fields, Kind
 from .link import Link
 from .loop import Loop, Timer
+from .orders import Kind as ReportKind
+from .orders import Report
 
 MAX_VERDICT_BYTES = 16 << 20
 TIMEOUT_EXIT_CODE = 124
@@ -56,7 +58,7 @@ class Execution:
         self._started = time.monotonic()
         self._timer: Timer | None = None
         self._killing = self._timed_out = self._cancelled = self._swept = False
-        self._exit: Fields | None = None
+        self._exit: Report | None = None
         self.leftover: int | None = None
         """The output pipe that a daemon still holds after the end; the slot empties it from then on."""
 
@@ -79,7 +81,7 @@ class Execution:
             self._loop.watch(self._output, self._read_output)
         self._credit += size
 
-    def on_exit(self, report: Fields) -> bool:
+    def on_exit(self, report: Report) -> bool:
         """The main process has ended. True when the command is over."""
         self._exit = report
         return not self._killing
@@ -91,15 +93,16 @@ class Execution:
     @property
     def was_killed(self) -> bool:
         """Whether it, or what a shell ran as its last command, ended by SIGKILL."""
-        return self._exit is not None and _shell_status(self._exit["exit"]) == 128 + signal.SIGKILL
+        return self._exit is not None and _shell_status(self._exit.value) == 128 + signal.SIGKILL
 
     def finish(self, oom: bool) -> None:
         """Take what is left in the pipes and send the RESULT."""
         self._stop()
         self._drain()
         head, tail = self._capture.parts()
+        end = self._exit or Report(ReportKind.EXIT, self.number, -signal.SIGKILL)
         fields: dict[str, Any] = {
-            "exit_code": TIMEOUT_EXIT_CODE if self._timed_out else _shell_status((self._exit or {}).get("exit", 137)),
+            "exit_code": TIMEOUT_EXIT_CODE if self._timed_out else _shell_status(end.value),
             "timeout": self._timed_out,
             "cancelled": self._cancelled,
             "swept": self._swept,
@@ -110,8 +113,9 @@ class Execution:
             "shell": self._request.shell,
             "head": len(head),
             "tail": len(tail),
+            "cpu_s": end.cpu_s,
+            "max_rss_bytes": end.max_rss_bytes,
         }
-        fields |= {name: (self._exit or {}).get(name) for name in ("cpu_s", "max_rss_bytes")}
         self._link.send(Kind.RESULT, self.number, fields, head + tail + bytes(self._verdict_data))
 
     def fail(self, fields: Fields) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import fcntl
 import gc
-import json
 import os
 import resource
 import select
@@ -21,13 +20,12 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from . import capabilities, cgroups, killing, namespaces, roots, seccomp, syscalls
+from . import capabilities, cgroups, killing, namespaces, orders, roots, seccomp, syscalls
+from .orders import Kind, Order, Report
 
 CONTROL = 3
-MAX_MESSAGE = 96 << 10
-"""The longest control message that is sent as it is; a longer one travels in a memory file."""
 
 _SPAWN_SIGNALS = (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EXIT_NOT_FOUND, _EXIT_NOT_EXECUTABLE = 127, 126
@@ -63,9 +61,9 @@ def run(plan: Plan, control: socket.socket) -> NoReturn:
             _confine(plan)
             syscalls.close_from(root + 1)
         except BaseException as error:
-            _send(channel, {"failed": str(error), "errno": getattr(error, "errno", None)})
+            _send(channel, Report(Kind.FAILED, value=getattr(error, "errno", None) or 0, text=str(error)))
             raise
-        socket.send_fds(channel, [json.dumps({"ready": True}).encode()], [root])
+        socket.send_fds(channel, [orders.encode_report(Report(Kind.READY))], [root])
         os.close(root)
         _Init(channel).serve()
         status = 0
@@ -150,43 +148,50 @@ class _Init:
                 return
 
     def _take(self) -> bool:
-        data, fds, _, _ = socket.recv_fds(self._channel, MAX_MESSAGE + 4096, 8, socket.MSG_CMSG_CLOEXEC)
+        data, fds, _, _ = socket.recv_fds(self._channel, orders.MAX_DATAGRAM + 4096, 8, socket.MSG_CMSG_CLOEXEC)
         if not data:
             return False
-        message = json.loads(data)
-        if message.get("long"):
+        order, command, number = orders.decode_order(data)
+        if order is Order.LONG:
             with open(fds.pop(0), "rb") as file:
-                message = json.loads(file.read())
-        if message["do"] == "spawn":
-            self._spawn(message, fds)
+                data = file.read()
+            order, command, number = orders.decode_order(data)
+        if order is Order.SPAWN:
+            self._spawn(orders.decode_spawn(data), fds)
+        elif order is Order.KILL:
+            self._kill(command)
         else:
-            self._kill(message["id"])
+            self._signal(command, number)
         return True
 
-    def _spawn(self, message: Mapping[str, Any], fds: list[int]) -> None:
-        name, argv, env = message["id"], message["argv"], message["env"]
+    def _spawn(self, spawn: orders.Spawn, fds: list[int]) -> None:
+        failed = None
         try:
-            os.chdir(message["cwd"])
-            path, reply = _find(argv[0], env), {"id": name}
-            places = [(fds[0], 0), (fds[1], 1), (fds[1], 2), *((fd, 3) for fd in fds[2:])]
-            actions = [(os.POSIX_SPAWN_DUP2, fd, place) for fd, place in places]
+            os.chdir(spawn.cwd)
+            path = _find(spawn.argv[0], spawn.env)
+            actions = [(os.POSIX_SPAWN_DUP2, fds[index], target) for index, target in spawn.places]
             started = time.clock_gettime(time.CLOCK_BOOTTIME)
             pid = os.posix_spawn(
-                path, argv, env, file_actions=actions, setsid=True, setsigmask=(), setsigdef=_SPAWN_SIGNALS
+                path, spawn.argv, spawn.env, file_actions=actions, setsid=True, setsigmask=(), setsigdef=_SPAWN_SIGNALS
             )
             self._commands[pid] = killing.Command(pid, killing.ticks(started))
-            self._names[pid] = name
+            self._names[pid] = spawn.command
         except OSError as error:
-            reply = {"id": name, "errno": error.errno, "cwd": error.filename == message["cwd"]}
-        except ValueError:  # a NUL, a lone surrogate, a variable without a name
-            reply = {"id": name, "errno": errno.EINVAL, "cwd": False}
+            failed = Report(Kind.NOT_STARTED, spawn.command, error.errno or 0, error.filename == spawn.cwd)
         finally:
             with contextlib.suppress(OSError):  # a root that the slot may not enter fails its commands, not init
                 os.chdir("/")
             for fd in fds:
                 os.close(fd)
-        if "errno" in reply:
-            _send(self._channel, reply)
+        if failed is not None:
+            _send(self._channel, failed)
+
+    def _signal(self, name: int, number: int) -> None:
+        """Send a signal to the group that a command leads."""
+        for pid, known in self._names.items():
+            if known == name:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, number)
 
     def _kill(self, name: int) -> None:
         """Kill a command and what it started, then say so. Its exit is reported first, as always."""
@@ -196,7 +201,7 @@ class _Init:
                 others = [command for command in self._commands.values() if command.pid != pid]
                 swept = killing.kill_tree(self._commands[pid], others, self._reap)
         self._reap()
-        _send(self._channel, {"id": name, "killed": True, "swept": swept})
+        _send(self._channel, Report(Kind.KILLED, name, flag=swept))
 
     def _reap(self) -> None:
         while True:
@@ -208,9 +213,8 @@ class _Init:
                 return
             if pid in self._commands:
                 del self._commands[pid]
-                report: dict[str, Any] = {"id": self._names.pop(pid), "exit": os.waitstatus_to_exitcode(status)}
-                report |= {"cpu_s": usage.ru_utime + usage.ru_stime, "max_rss_bytes": usage.ru_maxrss << 10}
-                _send(self._channel, report)
+                code, cpu_s = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+                _send(self._channel, Report(Kind.EXIT, self._names.pop(pid), code, False, cpu_s, usage.ru_maxrss << 10))
 
 
 def _find(program: str, env: Mapping[str, str]) -> str:
@@ -226,6 +230,6 @@ def _find(program: str, env: Mapping[str, str]) -> str:
     raise OSError(errno.EACCES if denied else errno.ENOENT, "cannot run", program)
 
 
-def _send(channel: socket.socket, message: Mapping[str, Any]) -> None:
+def _send(channel: socket.socket, report: Report) -> None:
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        channel.send(json.dumps(message).encode())
+        channel.send(orders.encode_report(report))

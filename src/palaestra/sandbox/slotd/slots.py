@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import json
 import os
 import signal
 import socket
@@ -17,12 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from . import cgroups, files, init, namespaces
+from . import cgroups, files, init, namespaces, orders
 from .executions import Execution, Request
 from .frames import Fields
 from .link import Link
 from .loop import Loop
 from .making import Ground
+from .orders import Kind, Order, Report, Spawn
 from .roots import HOST
 
 _DRAIN_EVERY_S, _DRAIN_BYTES, _MAX_LEFTOVERS = 0.05, 256 << 10, 32
@@ -91,17 +91,19 @@ class Slot:
 
     def execute(self, number: int, request: Request) -> None:
         """Start a command; its RESULT or ERROR is sent when it is over."""
-        message = {"do": "spawn", "id": number, "argv": request.argv, "cwd": request.cwd, "env": request.env}
         stdin = _input(request.stdin) if request.stdin else -1
         try:
             execution = Execution(number, request, self.loop, self.link, lambda: self._kill_command(number))
             self._executions[number] = execution
-            self._ask(
-                message,
-                [stdin if stdin >= 0 else _nothing(), execution.child_output, execution.child_verdict][
-                    : 3 if request.verdict else 2
-                ],
-            )
+            fds = [stdin if stdin >= 0 else _nothing(), execution.child_output]
+            places = [(0, 0), (1, 1), (1, 2)]
+            if request.verdict:
+                fds, places = [*fds, execution.child_verdict], [*places, (2, 3)]
+            self._ask(orders.encode_spawn(Spawn(number, request.argv, request.cwd, request.env, places)), fds)
+        except ValueError:  # a NUL, a lone surrogate, a variable without a name
+            del self._executions[number]
+            execution.fail(_start_error(Report(Kind.NOT_STARTED, number, errno.EINVAL)))
+            return
         finally:
             if stdin >= 0:
                 os.close(stdin)
@@ -133,7 +135,7 @@ class Slot:
             layer.release()
 
     def _kill_command(self, number: int) -> None:
-        self._ask({"do": "kill", "id": number})
+        self._ask(orders.encode(Order.KILL, number))
         self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(number))
 
     def _give_up(self, number: int) -> None:
@@ -141,15 +143,15 @@ class Slot:
         if number in self._executions and self.state is State.LIVE:
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
-    def _ask(self, message: Fields, fds: list[int] | None = None) -> None:
+    def _ask(self, order: bytes, fds: list[int] | None = None) -> None:
         assert self._channel is not None
-        data, extra = json.dumps(message).encode(), list(fds or [])
+        extra = list(fds or [])
         memory = -1
-        if len(data) > init.MAX_MESSAGE:
-            memory = _input(data)
-            data, extra = b'{"long":true}', [memory, *extra]
+        if len(order) > orders.MAX_DATAGRAM:
+            memory = _input(order)
+            order, extra = orders.encode(Order.LONG), [memory, *extra]
         try:
-            socket.send_fds(self._channel, [data], extra)
+            socket.send_fds(self._channel, [order], extra)
         except OSError:
             # An init that does not take messages is as good as dead; what waits for it hears of it when it is.
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
@@ -169,24 +171,24 @@ class Slot:
         if not data:
             self.loop.unwatch(self._channel.fileno())
             return False
-        message = json.loads(data)
-        if "ready" in message:
+        report = orders.decode_report(data)
+        if report.kind is Kind.READY:
             self.root, self.state = fds[0], State.LIVE
             self.on_ready(self)
-        elif "failed" in message:
-            self.failure = message
-        elif message["id"] in self._executions:
-            self._on_command(self._executions[message["id"]], message)
+        elif report.kind is Kind.FAILED:
+            self.failure = {"failed": report.text}
+        elif report.command in self._executions:
+            self._on_command(self._executions[report.command], report)
         return True
 
-    def _on_command(self, execution: Execution, message: Fields) -> None:
-        if "errno" in message:
+    def _on_command(self, execution: Execution, report: Report) -> None:
+        if report.kind is Kind.NOT_STARTED:
             del self._executions[execution.number]
-            execution.fail(_start_error(message))
-        elif message.get("killed"):
-            execution.on_killed(message["swept"])
+            execution.fail(_start_error(report))
+        elif report.kind is Kind.KILLED:
+            execution.on_killed(report.flag)
             self._finish(execution)
-        elif execution.on_exit(message):
+        elif execution.on_exit(report):
             self._finish(execution)
 
     def _finish(self, execution: Execution) -> None:
@@ -257,9 +259,9 @@ def _input(data: bytes) -> int:
         os.close(memory)
 
 
-def _start_error(message: Fields) -> Fields:
-    if message["cwd"]:
-        return {"error": "os", "errno": message["errno"], "message": "no directory to start in"}
+def _start_error(report: Report) -> Fields:
+    number = report.value
+    if report.flag:
+        return {"error": "os", "errno": number, "message": "no directory to start in"}
     names = {errno.ENOENT: "not found", errno.EACCES: "permission denied", errno.E2BIG: "argument list too long"}
-    number = message["errno"]
     return {"error": "exec", "errno": number, "message": names.get(number, os.strerror(number))}

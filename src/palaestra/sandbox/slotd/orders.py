@@ -1,0 +1,132 @@
+"""What the server tells the init of a slot, and what the init reports: one datagram each. Does no I/O.
+
+Plain structs, because the init may be the native one (`native/init.c`), which has to read them too; both sides run on
+one machine, so the byte order is its own. Descriptors travel with an order; `places` says where a command finds them.
+
+    order    u8 kind, u8 flags, u16 places, u32 command, u16 arguments, u16 variables
+             then for SPAWN: (u8 index, u8 target) per place, and NUL-terminated: cwd, arguments, NAME=value variables
+    report   u8 kind, u8 flag, u16 0, u32 command, i32 value, u32 0, i64 cpu microseconds, i64 peak resident bytes
+             then for FAILED: a text
+
+An order that is too long for a datagram is written to a memory file; the datagram is LONG and the file its first
+descriptor.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+VERSION = 1
+"""Of these structs. The native init says which one it was built for, and is not used when it is another."""
+
+MAX_DATAGRAM = 96 << 10
+
+TERMINAL = 1
+"""Flag of SPAWN: the descriptor at place 0 becomes the controlling terminal of the command's session."""
+
+_ORDER, _REPORT = struct.Struct("=BBHIHH"), struct.Struct("=BBHIiIqq")
+_MAX_STRINGS = 0xFFFF
+
+
+class Order(IntEnum):
+    """What the server asks for."""
+
+    SPAWN = 1
+    KILL = 2
+    SIGNAL = 3
+    LONG = 4
+
+
+class Kind(IntEnum):
+    """What the init reports."""
+
+    READY = 1
+    FAILED = 2
+    EXIT = 3
+    NOT_STARTED = 4
+    KILLED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """A command to start. `places` are pairs: which descriptor of the message, and the number the command has it at."""
+
+    command: int
+    argv: list[str]
+    cwd: str
+    env: Mapping[str, str]
+    places: Sequence[tuple[int, int]]
+    terminal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """READY comes with the slot's root as a descriptor.
+
+    `value` is the exit code of EXIT (negative: the signal) and the errno of NOT_STARTED and FAILED; `flag` says for
+    NOT_STARTED that it was the directory, for KILLED that everything in the slot had to be killed.
+    """
+
+    kind: Kind
+    command: int = 0
+    value: int = 0
+    flag: bool = False
+    cpu_s: float = 0.0
+    max_rss_bytes: int = 0
+    text: str = ""
+
+
+def encode_spawn(spawn: Spawn) -> bytes:
+    """Raises ValueError for what no system call takes: a NUL, a lone surrogate, a variable without a name."""
+    variables = [f"{_name(name)}={value}" for name, value in spawn.env.items()]
+    strings = [os.fsencode(text) for text in (spawn.cwd, *spawn.argv, *variables)]
+    if not spawn.argv[0] or len(strings) > _MAX_STRINGS or any(b"\0" in text for text in strings):
+        raise ValueError("no program, a NUL, or too many arguments")
+    flags = TERMINAL if spawn.terminal else 0
+    head = _ORDER.pack(Order.SPAWN, flags, len(spawn.places), spawn.command, len(spawn.argv), len(variables))
+    places = bytes(number for place in spawn.places for number in place)
+    return b"".join((head, places, b"\0".join(strings), b"\0"))
+
+
+def encode(order: Order, command: int = 0, number: int = 0) -> bytes:
+    """An order without strings; `number` is the signal of SIGNAL."""
+    return _ORDER.pack(order, number, 0, command, 0, 0)
+
+
+def decode_order(data: bytes) -> tuple[Order, int, int]:
+    """The kind of an order, its command, and its flags (or number)."""
+    kind, flags, _, command, _, _ = _ORDER.unpack_from(data)
+    return Order(kind), command, flags
+
+
+def decode_spawn(data: bytes) -> Spawn:
+    """The inverse of `encode_spawn`."""
+    _, flags, places, command, arguments, _ = _ORDER.unpack_from(data)
+    start = _ORDER.size + 2 * places
+    pairs = list(zip(data[_ORDER.size : start : 2], data[_ORDER.size + 1 : start : 2], strict=True))
+    cwd, *texts = (os.fsdecode(text) for text in data[start:-1].split(b"\0"))
+    env = dict(text.split("=", 1) for text in texts[arguments:])
+    return Spawn(command, texts[:arguments], cwd, env, pairs, bool(flags & TERMINAL))
+
+
+def encode_report(report: Report) -> bytes:
+    """One report as a datagram."""
+    cpu_us = round(report.cpu_s * 1e6)
+    fields = (report.kind, report.flag, 0, report.command, report.value, 0, cpu_us, report.max_rss_bytes)
+    return _REPORT.pack(*fields) + report.text.encode(errors="replace")
+
+
+def decode_report(data: bytes) -> Report:
+    """The inverse of `encode_report`."""
+    kind, flag, _, command, value, _, cpu_us, rss = _REPORT.unpack_from(data)
+    return Report(Kind(kind), command, value, bool(flag), cpu_us / 1e6, rss, data[_REPORT.size :].decode())
+
+
+def _name(name: str) -> str:
+    if not name or "=" in name:
+        raise ValueError(f"{name!r} cannot be the name of a variable")
+    return name
