@@ -1,0 +1,69 @@
+"""A JSON list of calls after one mark: Granite 3 and Mistral's older models.
+
+For those grammars. Invariant: elements are read one by one, so a broken one costs none of those before it, nor those
+after it where its end can be seen. In an output that was cut the last one counts only if a comma or bracket follows.
+"""
+
+from __future__ import annotations
+
+from palaestra.inference.parsers.base import Malformed, Reason
+from palaestra.inference.parsers.bodies import CUT_OFF, Body, write_call
+from palaestra.inference.parsers.grammar import Output
+from palaestra.inference.parsers.json_text import decode_object, scan_brackets, scan_value
+from palaestra.inference.parsers.source import Reading
+
+
+def read_array(output: Output, start: int, bracket: int) -> Reading[int]:
+    """Read the list whose `[` is at `bracket`; the first call's span begins at `start`. Returns where the list ends."""
+    source = output.source
+    position = bracket + 1
+    while True:
+        begin = yield from source.skip(position)
+        if (yield from source.at(begin, "]")) and position == bracket + 1:
+            return begin + 1
+        first = min(start, begin) if position == bracket + 1 else begin
+        body = yield from _element(output, begin, bracket)
+        after = yield from source.skip(body.end)
+        more = yield from source.at(after, ",")
+        last = yield from source.at(after, "]")
+        write_call(output, first, _settled(output, body, more, last, after))
+        if last:
+            return after + 1
+        if not more:
+            return body.end
+        position = after + 1
+        output.page.skip_to(position)
+
+
+def _element(output: Output, begin: int, bracket: int) -> Reading[Body]:
+    source = output.source
+    if not (yield from source.at(begin, "{")):
+        end = yield from scan_brackets(source, bracket)
+        why = "the output ends in the list" if begin >= source.end else "an element of the list is not an object"
+        reason = Reason.UNCLOSED if begin >= source.end else Reason.MALFORMED_JSON
+        return Body(source.read(begin, end), max(begin, end), Malformed(reason, why))
+    scan = yield from scan_value(source, begin)
+    if scan.complete:
+        return Body(source.read(begin, scan.end), scan.end)
+    end = yield from scan_brackets(source, begin)
+    return Body(source.read(begin, end), end, why_not_json(source.read(begin, scan.end + 1), scan.end >= source.end))
+
+
+def _settled(output: Output, body: Body, more: bool, last: bool, after: int) -> Body:
+    """The element, broken if what follows it says so."""
+    if body.problem is not None or more or last:
+        return body
+    if after < output.source.end:
+        return Body(body.text, body.end, Malformed(Reason.MALFORMED_JSON, "the list does not go on after an element"))
+    return Body(body.text, body.end, Malformed(Reason.UNCLOSED, CUT_OFF)) if output.source.cut else body
+
+
+def why_not_json(text: str, ended: bool) -> Malformed:
+    """What is wrong with the beginning of an object that does not end as one."""
+    if ended:
+        return Malformed(Reason.UNCLOSED, "the JSON does not end")
+    try:
+        decode_object(text)
+    except Malformed as problem:
+        return problem
+    return Malformed(Reason.MALFORMED_JSON, "not JSON")

@@ -1,0 +1,168 @@
+"""One format as a grammar, and the driver that makes a parser of it: text, thinking, calls, in one pass.
+
+For: everything that all formats share. A grammar only says how a call begins and reads on from there. Not for any one
+format. Invariants: a stream and a whole text go through the same code, so they give the same pieces; thinking is taken
+out before calls are looked for; a grammar consumes what it has read, so no text is read more than a fixed number of
+times.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from palaestra.inference.parsers.base import Call, Event, Malformed, Parsed, Reason, Reasoning, Tools, Unwritable
+from palaestra.inference.parsers.page import Page
+from palaestra.inference.parsers.schemas import ArgumentTypes
+from palaestra.inference.parsers.source import Mark, Markers, Reading, Source
+
+
+class Output:
+    """What a grammar works with: the text, the page to write to, and the types of arguments."""
+
+    def __init__(self, tools: Tools | None, short_ids: bool) -> None:
+        self.source = Source()
+        self.page = Page(self.source, short_ids)
+        self.types = ArgumentTypes(tools or ())
+
+
+class Grammar(ABC):
+    """How calls look in one format."""
+
+    openers: ClassVar[Markers]
+    thinking: ClassVar[Sequence[tuple[str, str]]] = (("<think>", "</think>"),)
+    short_ids: ClassVar[bool] = False
+
+    @abstractmethod
+    def read(self, output: Output, mark: Mark) -> Reading[int | None]:
+        """Read the call or calls that begin at `mark` and write them to the page.
+
+        Returns where text goes on, or None when the mark is only mentioned, not used.
+        """
+
+    @abstractmethod
+    def render(self, calls: Sequence[Call], text: str) -> str:
+        """`text` and then `calls` as the family's own chat template writes them."""
+
+
+class GrammarParser:
+    """The parser of one grammar."""
+
+    def __init__(self, name: str, grammar: Grammar) -> None:
+        self.name = name
+        self._grammar = grammar
+
+    def parse(self, text: str, *, tools: Tools | None = None, cut: bool = False, thinking: bool = False) -> Parsed:
+        """What `text` holds; see `Parser.parse`."""
+        stream = self.stream(tools=tools, thinking=thinking)
+        stream.take(text)
+        return stream.end(cut)
+
+    def stream(self, *, tools: Tools | None = None, thinking: bool = False) -> GrammarStream:
+        """The same, piece by piece."""
+        return GrammarStream(self._grammar, tools, thinking)
+
+    def render(self, calls: Sequence[Call], text: str = "", *, tools: Tools | None = None) -> str:
+        """`text` and `calls` in this format. Raises `Unwritable` when they would not be read back as they are."""
+        rendered = self._grammar.render(calls, text)
+        parsed = self.parse(rendered, tools=tools)
+        wanted = [(call.name, call.arguments) for call in calls]
+        found = [(call.name, call.arguments) for call in parsed.calls]
+        if found != wanted or parsed.errors or (parsed.content or "").strip() != text.strip():
+            raise Unwritable(f"{self.name} cannot express these calls: they are read back as {found!r:.500}")
+        return rendered
+
+
+class GrammarStream:
+    """Reads one output."""
+
+    def __init__(self, grammar: Grammar, tools: Tools | None, thinking: bool) -> None:
+        self._grammar = grammar
+        self._output = Output(tools, grammar.short_ids)
+        self._opens = {begin: Markers(end) for begin, end in grammar.thinking}
+        self._ends = frozenset(end for _, end in grammar.thinking)
+        self._marks = Markers(*grammar.openers.literals, *self._opens, *self._ends)
+        self._thinking = thinking and bool(self._opens)
+        self._reading = self._read()
+
+    def take(self, chunk: str) -> None:
+        """More text, to be looked at later."""
+        self._output.source.feed(chunk)
+
+    def feed(self, chunk: str) -> list[Event]:
+        """More text; what it settles."""
+        self.take(chunk)
+        next(self._reading)
+        return self._output.page.news()
+
+    def end(self, cut: bool = False) -> Parsed:
+        """No more text."""
+        self._output.source.close(cut)
+        for _ in self._reading:
+            raise AssertionError("a reading waits although the output has ended")
+        return Parsed(tuple(self._output.page.pieces))
+
+    def news(self) -> list[Event]:
+        """What `end` settled."""
+        return self._output.page.news()
+
+    def _read(self) -> Reading[None]:
+        source, page = self._output.source, self._output.page
+        position = 0
+        if self._thinking:
+            position = yield from self._think(Mark("", 0, 0), next(iter(self._opens.values())))
+        while True:
+            mark = yield from source.find(self._marks, position, passed=page.text_to)
+            if mark is None:
+                page.text_to(source.end)
+                page.end_text()
+                return
+            page.text_to(mark.start)
+            if mark.text in self._opens:
+                position = yield from self._think(mark, self._opens[mark.text])
+            elif mark.text in self._ends:
+                position = self._stray_end(mark)
+            else:
+                went_on = yield from self._grammar.read(self._output, mark)
+                position = mark.end if went_on is None else went_on
+                if went_on is not None and position > page.written:
+                    page.skip_to(position)
+
+    def _think(self, mark: Mark, ends: Markers) -> Reading[int]:
+        """A block of thinking; one that is not closed goes on to the end."""
+        page = self._output.page
+        page.skip_to(mark.end)
+        end = yield from self._output.source.find(ends, mark.end, passed=page.reasoning_to)
+        if end is None:
+            end = Mark("", self._output.source.end, self._output.source.end)
+        page.reasoning_to(end.start)
+        page.end_reasoning(mark.start, end.end)
+        return end.end
+
+    def _stray_end(self, mark: Mark) -> int:
+        """The end of thinking that began in the prompt. After other thinking it is text."""
+        page = self._output.page
+        if not any(isinstance(piece, Reasoning) for piece in page.pieces):
+            page.take_back(mark.start, mark.end)
+        return mark.end
+
+
+def mentioned(output: Output, mark: Mark, close: str) -> Reading[int | None]:
+    """What an opening tag is that no call follows: a mention in prose (None), or a broken call up to its end tag.
+
+    At the very end of the output it is a call that was begun.
+    """
+    source = output.source
+    after = yield from source.skip(mark.end)
+    if (yield from source.ends(after)):
+        output.page.broken(
+            Malformed(Reason.UNCLOSED, "the output ends where a call begins"), "", mark.start, source.end
+        )
+        return source.end
+    found = yield from source.find(Markers(mark.text, close), mark.end)
+    if found is None or found.text != close:
+        return None
+    problem = Malformed(Reason.MALFORMED_MARKUP, "what stands between the tags is no call")
+    output.page.broken(problem, "", mark.start, found.end)
+    return found.end

@@ -1,0 +1,185 @@
+"""Calls as markup, one element per argument: Qwen3-Coder, MiniMax M2 and DeepSeek V3.2.
+
+    SECTION  CALL_OPEN name>  PARAMETER_OPEN key>value PARAMETER_CLOSE …  CALL_CLOSE  SECTION_END
+
+For those families' grammars. Values are bare text, quoted by nothing, so the end of one is the first end tag after
+which the markup goes on: an end tag inside code stays in the value. Invariant: a value that was never closed breaks its
+call; it never takes up the next argument or the next call.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from palaestra.core.types import JSON
+from palaestra.inference.parsers.base import Malformed, Reason
+from palaestra.inference.parsers.bodies import CUT_OFF
+from palaestra.inference.parsers.grammar import Grammar, Output, mentioned
+from palaestra.inference.parsers.json_text import decode_object, scan_value
+from palaestra.inference.parsers.render import bare
+from palaestra.inference.parsers.source import Mark, Markers, Reading, Source, closing
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """One call as far as it was read. `problem` says why it must not run."""
+
+    name: str
+    arguments: dict[str, JSON]
+    end: int
+    problem: Malformed | None = None
+
+
+class Markup(Grammar):
+    """The tags of one family. Opening tags are given up to where the name begins."""
+
+    section: ClassVar[tuple[str, str]]
+    call: ClassVar[tuple[str, str]]
+    parameter: ClassVar[tuple[str, str]]
+
+    @abstractmethod
+    def named(self, head: str) -> str:
+        """The name that the rest of an opening tag, up to `>`, gives. Raises `Malformed`."""
+
+    @abstractmethod
+    def argument(self, output: Output, call: str, head: str, value: str) -> tuple[str, JSON]:
+        """Key and value of an argument. Raises `Malformed`."""
+
+    def read(self, output: Output, mark: Mark) -> Reading[int | None]:
+        """All calls of a section."""
+        source = output.source
+        begin = yield from source.skip(mark.end)
+        if not (yield from source.at(begin, self.call[0])):
+            return (yield from mentioned(output, mark, self.section[1]))
+        output.page.skip_to(begin)
+        while True:
+            element = yield from self.element(output, begin)
+            write_element(output, element, begin)
+            begin = yield from source.skip(element.end)
+            if (yield from source.at(begin, self.section[1])):
+                return begin + len(self.section[1])
+            if not (yield from source.at(begin, self.call[0])):
+                return element.end
+
+    def element(self, output: Output, start: int) -> Reading[Element]:
+        """The call whose opening tag begins at `start`."""
+        source = output.source
+        name, arguments = "", dict[str, JSON]()
+        try:
+            head = yield from _head(source, start + len(self.call[0]))
+            if head.text.endswith("/"):
+                return Element(self.named(head.text[:-1].rstrip()), arguments, head.end)
+            name = self.named(head.text)
+            end = yield from self._arguments(output, name, head.end, arguments)
+            return Element(name, arguments, end)
+        except Malformed as problem:
+            found = yield from source.find(Markers(self.call[1]), problem.at)
+            return Element(name, {}, source.end if found is None else found.end, problem)
+
+    def _arguments(self, output: Output, name: str, start: int, arguments: dict[str, JSON]) -> Reading[int]:
+        """Fill `arguments` and return the end of the call. Raises `Malformed`."""
+        source = output.source
+        position = yield from source.skip(start)
+        if (yield from source.at(position, "{")):
+            position = yield from self._object(source, position, arguments)
+        while not (yield from source.at(position, self.call[1])):
+            if not (yield from source.at(position, self.parameter[0])):
+                ended = yield from source.ends(position)
+                raise Malformed(
+                    Reason.UNCLOSED if ended else Reason.MALFORMED_MARKUP,
+                    CUT_OFF if ended else f"{self.parameter[0]!r} or {self.call[1]!r} is missing",
+                    position,
+                )
+            head = yield from _head(source, position + len(self.parameter[0]))
+            end, position = yield from self._value_end(source, head.end)
+            try:
+                key, value = self.argument(output, name, head.text, source.read(head.end, end))
+            except Malformed as problem:
+                problem.at = position
+                raise
+            if key in arguments:
+                raise Malformed(Reason.DUPLICATE_KEY, f"the argument {key!r} is there twice", position)
+            arguments[key] = value
+        return position + len(self.call[1])
+
+    def _object(self, source: Source, start: int, arguments: dict[str, JSON]) -> Reading[int]:
+        """All arguments as one JSON object."""
+        scan = yield from scan_value(source, start)
+        try:
+            arguments.update(decode_object(source.read(start, scan.end + (not scan.complete))))
+        except Malformed as problem:
+            problem.at = scan.end
+            raise
+        if not scan.complete:
+            raise Malformed(Reason.UNCLOSED, "the JSON does not end", scan.end)
+        return (yield from source.skip(scan.end))
+
+    def _value_end(self, source: Source, start: int) -> Reading[tuple[int, int]]:
+        """Where the value that begins at `start` ends, and where the markup goes on. Raises `Malformed`."""
+        marks = Markers(self.parameter[1], self.parameter[0], self.call[1])
+        position = start
+        while True:
+            mark = yield from source.find(marks, position)
+            if mark is None:
+                raise Malformed(Reason.UNCLOSED, CUT_OFF if source.cut else "an argument is not closed", source.end)
+            after = yield from source.skip(mark.end)
+            if mark.text == self.parameter[1]:
+                goes_on = yield from source.at(after, self.parameter[0])
+                if goes_on or (yield from source.at(after, self.call[1])):
+                    return mark.start, after
+            elif mark.text == self.parameter[0]:
+                if source.read(mark.start - 1, mark.start) == "\n":
+                    raise Malformed(Reason.UNCLOSED, "an argument is not closed", mark.start)
+            elif (yield from self._is_over(source, after)):
+                raise Malformed(Reason.UNCLOSED, "an argument is not closed", mark.start)
+            position = mark.end
+
+    def _is_over(self, source: Source, after: int) -> Reading[bool]:
+        """Whether what follows an end tag of a call shows that it is none inside a value."""
+        return (yield from source.at(after, self.section[1]))
+
+
+def write_element(output: Output, element: Element, start: int) -> None:
+    """Put a call on the page, or why it is broken."""
+    if element.problem is not None:
+        output.page.broken(element.problem, element.name, start, element.end)
+    else:
+        output.page.call(element.name, element.arguments, bare(element.arguments), start, element.end)
+
+
+class _Head:
+    __slots__ = ("end", "text")
+
+    def __init__(self, text: str, end: int) -> None:
+        self.text, self.end = text, end
+
+
+_HEAD_ENDS = Markers(">", "<", "\n")
+
+
+def _head(source: Source, start: int) -> Reading[_Head]:
+    """The rest of an opening tag. Raises `Malformed`."""
+    mark = yield from source.find(_HEAD_ENDS, start)
+    if mark is None or mark.text != ">":
+        at = source.end if mark is None else mark.start
+        raise Malformed(Reason.UNCLOSED if mark is None else Reason.MALFORMED_MARKUP, "a tag is not closed", at)
+    return _Head(source.read(start, mark.start), mark.end)
+
+
+def quoted(head: str) -> str:
+    """What stands before the closing quote that must end an attribute. Raises `Malformed`."""
+    text, quote, rest = head.partition('"')
+    if not quote or rest.strip() or not text:
+        raise Malformed(Reason.NO_NAME, "a name is missing or not quoted")
+    return text
+
+
+def ending(source: Source, position: int, *tags: str) -> Reading[tuple[int, Malformed | None]]:
+    """The end of a call that needs these tags after it, and why it is broken without."""
+    ended = yield from closing(source, position, *tags)
+    if ended.how == "else":
+        return ended.end, Malformed(Reason.UNCLOSED, f"{tags[-1]!r} does not follow the call")
+    cut = ended.how == "output" and source.cut
+    return ended.end, Malformed(Reason.UNCLOSED, CUT_OFF) if cut else None

@@ -1,0 +1,102 @@
+"""Mistral, in the three forms that its tokenizers have had.
+
+    up to v10   [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]
+    v11, v12    [TOOL_CALLS]f{...}[TOOL_CALLS]g{...}
+    from v13    [TOOL_CALLS]f[ARGS]{...}, with an optional [CALL_ID]id before [ARGS]
+
+Source: mistral-common's instruct tokenizers and the templates of the models. Which form it is shows in the text: a list
+begins with a bracket, a name never does. Ids are nine letters and digits, as the templates demand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import ClassVar
+
+from palaestra.inference.parsers.arrays import read_array, why_not_json
+from palaestra.inference.parsers.base import Call, Malformed, Reason
+from palaestra.inference.parsers.grammar import Grammar, Output
+from palaestra.inference.parsers.json_text import decode_object, scan_brackets, scan_value
+from palaestra.inference.parsers.source import Mark, Markers, Reading
+
+_CALLS, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_NAME = re.compile(r"[^\s\[\]{}\"'(),;]*")
+
+
+class Mistral(Grammar):
+    """Calls end with their JSON; there is no end tag."""
+
+    openers: ClassVar[Markers] = Markers(_CALLS)
+    thinking: ClassVar[Sequence[tuple[str, str]]] = (("[THINK]", "[/THINK]"), ("<think>", "</think>"))
+    short_ids: ClassVar[bool] = True
+
+    def read(self, output: Output, mark: Mark) -> Reading[int | None]:
+        """A list of calls, or one call with its name before the arguments."""
+        source = output.source
+        begin = yield from source.skip(mark.end)
+        if (yield from source.at(begin, "[")):
+            inner = yield from source.skip(begin + 1)
+            if not (yield from source.at(inner, "{")) and not (yield from source.ends(inner)):
+                return None
+            return (yield from read_array(output, mark.start, begin))
+        if (yield from source.ends(begin)):
+            output.page.broken(Malformed(Reason.UNCLOSED, "the output ends here"), "", mark.start, begin)
+            return begin
+        return (yield from self._named(output, mark, begin))
+
+    def _named(self, output: Output, mark: Mark, begin: int) -> Reading[int | None]:
+        source = output.source
+        end = yield from source.skip(begin, _NAME)
+        name = source.read(begin, end)
+        position = yield from source.skip(end)
+        call_id = ""
+        if (yield from source.at(position, _ID)):
+            end = yield from source.skip(position + len(_ID), _NAME)
+            call_id = source.read(position + len(_ID), end)
+            position = yield from source.skip(end)
+        marked = yield from source.at(position, _ARGUMENTS)
+        if marked:
+            position = yield from source.skip(position + len(_ARGUMENTS))
+        if (yield from source.at(position, "{")):
+            return (yield from self._arguments(output, mark, position, name, call_id))
+        ended = yield from source.ends(position)
+        if not marked and not (ended and source.cut and end == position):
+            return None  # prose that mentions the mark
+        reason = Reason.UNCLOSED if ended else Reason.MALFORMED_JSON
+        found = yield from source.find(self.openers, position)
+        end = source.end if found is None else found.start
+        output.page.broken(Malformed(reason, "there is no JSON object"), name, mark.start, end)
+        return end
+
+    def _arguments(self, output: Output, mark: Mark, begin: int, name: str, call_id: str) -> Reading[int]:
+        source = output.source
+        scan = yield from scan_value(source, begin)
+        end = scan.end
+        if not scan.complete:
+            problem = why_not_json(source.read(begin, scan.end + 1), scan.end >= source.end)
+            end = yield from self._end_of_broken(output, begin, scan.end)
+        elif not name:
+            problem = Malformed(Reason.NO_NAME, "the call has no name")
+        else:
+            text = source.read(begin, end)
+            try:
+                output.page.call(name, decode_object(text), text, mark.start, end, call_id)
+            except Malformed as malformed:
+                problem = malformed
+            else:
+                return end
+        output.page.broken(problem, name, mark.start, end)
+        return end
+
+    def _end_of_broken(self, output: Output, begin: int, failed: int) -> Reading[int]:
+        """Before the mark that made the JSON fail, or else where the brackets are balanced."""
+        around = max(begin, failed - len(_CALLS))
+        found = yield from output.source.find(self.openers, around, stop=failed + 1)
+        if found is not None and found.end > failed:
+            return found.start
+        return (yield from scan_brackets(output.source, begin))
+
+    def render(self, calls: Sequence[Call], text: str) -> str:
+        """The newest form."""
+        return text + "".join(f"{_CALLS}{call.name}{_ARGUMENTS}{call.arguments_text}" for call in calls)

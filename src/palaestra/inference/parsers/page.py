@@ -1,0 +1,124 @@
+"""The pieces of one output as they are found, and what to tell a listener of them.
+
+For the driver and the grammars, which write here in the order of the text. Invariant: text is what no other piece
+covers; white space alone is never text, so it is held back until something follows it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from palaestra.core.types import JSON
+from palaestra.inference.parsers.base import (
+    BrokenCall,
+    Call,
+    Event,
+    Malformed,
+    Piece,
+    Reasoning,
+    ReasoningDelta,
+    TakenBack,
+    Text,
+    TextDelta,
+)
+from palaestra.inference.parsers.source import Source
+
+_ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+class Page:
+    """`written` is the position up to which everything is accounted for."""
+
+    def __init__(self, source: Source, short_ids: bool = False) -> None:
+        self.pieces: list[Piece] = []
+        self.written = 0
+        self._source = source
+        self._short_ids = short_ids
+        self._events: list[Event] = []
+        self._open: list[str] = []
+        self._held = ""
+        self._number = 0
+
+    def text_to(self, end: int) -> None:
+        """Everything up to `end` that is not written yet is text."""
+        more = self._take(end)
+        if not self._open and (not more or more.isspace()):
+            self._held += more
+        elif more:
+            self._tell(TextDelta(self._held + more))
+            self._open.append(self._held + more)
+            self._held = ""
+
+    def reasoning_to(self, end: int) -> None:
+        """Everything up to `end` that is not written yet is thinking."""
+        more = self._take(end)
+        if more:
+            self._tell(ReasoningDelta(more))
+            self._open.append(more)
+
+    def end_text(self) -> None:
+        """What is written next is no text."""
+        if self._open:
+            text = "".join(self._open)
+            self.pieces.append(Text(text, self.written - len(text), self.written))
+        self._open, self._held = [], ""
+
+    def end_reasoning(self, start: int, end: int) -> None:
+        """The thinking so far, with its tags, goes from `start` to `end`."""
+        self.pieces.append(Reasoning("".join(self._open), start, end))
+        self._open = []
+        self.written = end
+
+    def skip_to(self, end: int) -> None:
+        """What lies before `end` belongs to the format: neither text nor call."""
+        self.end_text()
+        self.written = end
+
+    def call(
+        self, name: str, arguments: Mapping[str, JSON], arguments_text: str, start: int, end: int, call_id: str = ""
+    ) -> None:
+        """A call that may run. `call_id` where the format has ids of its own."""
+        self._add(Call(call_id or self._id(name, arguments_text), name, arguments, arguments_text, start, end))
+
+    def broken(self, problem: Malformed, name: str, start: int, end: int) -> None:
+        """A call that must not run."""
+        text = self._source.read(start, end)
+        self._add(BrokenCall(self._id(name, text), name, problem.reason, problem.detail, text, start, end))
+
+    def take_back(self, start: int, end: int) -> None:
+        """All that came before the end of thinking from `start` to `end` was thinking."""
+        self.end_text()
+        self.pieces = [Reasoning(self._source.read(0, start), 0, end)]
+        self.written = end
+        self._tell(TakenBack(end))
+
+    def news(self) -> list[Event]:
+        """What was found since this was last asked."""
+        events, self._events = self._events, []
+        return events
+
+    def _add(self, piece: Call | BrokenCall) -> None:
+        self.text_to(piece.start)
+        self.skip_to(piece.end)
+        self.pieces.append(piece)
+        self._tell(piece)
+        self._number += 1
+
+    def _take(self, end: int) -> str:
+        start, self.written = self.written, max(self.written, end)
+        return self._source.read(start, end)
+
+    def _tell(self, event: Event) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
+            self._events[-1] = TextDelta(last.text + event.text)
+        else:
+            self._events.append(event)
+
+    def _id(self, name: str, content: str) -> str:
+        """Of the content and the place in the output, so that equal outputs have equal ids."""
+        digest = hashlib.sha256(f"{self._number}\0{name}\0{content}".encode(errors="surrogatepass")).digest()
+        if self._short_ids:
+            return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest[:9])
+        return f"call_{digest[:4].hex()}"

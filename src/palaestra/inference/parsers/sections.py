@@ -1,0 +1,90 @@
+"""Calls in a section of their own, each a header and JSON arguments between tags: DeepSeek V3 and Kimi K2.
+
+    SECTION_BEGIN (CALL_BEGIN header json CALL_END)* SECTION_END
+
+For those families' grammars, which say how a header looks. Invariant: a call counts by its own end tag, so one that is
+whole survives a section that is not closed.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar, NamedTuple
+
+from palaestra.inference.parsers.base import Malformed, Reason
+from palaestra.inference.parsers.bodies import Tags, json_body
+from palaestra.inference.parsers.grammar import Grammar, Output
+from palaestra.inference.parsers.json_text import decode_object
+from palaestra.inference.parsers.source import Mark, Markers, Reading, Source
+
+
+class Header(NamedTuple):
+    """What stands before the arguments. `id` is empty where the format has none."""
+
+    name: str
+    id: str
+    end: int
+    problem: Malformed | None = None
+
+
+class Sections(Grammar):
+    """`section` is the pair of tags around all calls, `tags` those of one call."""
+
+    section: ClassVar[tuple[str, str]]
+    tags: ClassVar[Tags]
+
+    @abstractmethod
+    def header(self, source: Source, start: int) -> Reading[Header | None]:
+        """The header that begins at `start`; None when there is none."""
+
+    def read(self, output: Output, mark: Mark) -> Reading[int | None]:
+        """All calls of a section, or one call that stands without."""
+        source, begin = output.source, mark.start
+        if mark.text == self.section[0]:
+            begin = yield from source.skip(mark.end)
+            if not (yield from source.at(begin, self.tags.open)):
+                return (yield from self._no_call(output, mark, begin))
+            output.page.skip_to(begin)
+        end = yield from self._call(output, begin, lone=mark.text != self.section[0])
+        while end is not None:
+            begin = yield from source.skip(end)
+            if (yield from source.at(begin, self.section[1])):
+                return begin + len(self.section[1])
+            if not (yield from source.at(begin, self.tags.open)):
+                break
+            end = yield from self._call(output, begin, lone=False)
+        return end
+
+    def _call(self, output: Output, start: int, lone: bool) -> Reading[int | None]:
+        source, page = output.source, output.page
+        header = yield from self.header(source, start + len(self.tags.open))
+        if header is None:
+            if lone and not (yield from source.ends((yield from source.skip(start + len(self.tags.open))))):
+                return None
+            header = Header("", "", start + len(self.tags.open), Malformed(Reason.MALFORMED_MARKUP, "no header"))
+        body = yield from json_body(source, header.end, self.tags)
+        problem = header.problem or body.problem
+        if problem is None:
+            try:
+                arguments = decode_object(body.text)
+            except Malformed as malformed:
+                problem = malformed
+            else:
+                page.call(header.name, arguments, body.text, start, body.end, header.id)
+                return body.end
+        page.broken(problem, header.name, start, body.end)
+        return body.end
+
+    def _no_call(self, output: Output, mark: Mark, begin: int) -> Reading[int | None]:
+        """A section without a call: begun at the very end, or only mentioned."""
+        if not (yield from output.source.ends(begin)):
+            return None
+        problem = Malformed(Reason.UNCLOSED, "the output ends where a call begins")
+        output.page.broken(problem, "", mark.start, output.source.end)
+        return output.source.end
+
+
+def head(source: Source, start: int, end_mark: str, tags: Tags) -> Reading[Mark | None]:
+    """The mark that ends a header, unless the call or the output ends first."""
+    found = yield from source.find(Markers(end_mark, tags.open, tags.last), start)
+    return found if found is not None and found.text == end_mark else None

@@ -1,0 +1,147 @@
+"""Text that is still arriving, and the few ways in which grammars look at it.
+
+For: writing a grammar once, as straight-line code that reads a whole text and a stream alike. A reading is a generator:
+it yields when the answer depends on text that has not arrived, and is resumed when there is more. Not for deciding what
+the text means. Invariant: what a reading returns depends on the text alone, never on how it was cut into chunks, and
+each costs no more than the distance it covers.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Generator
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
+
+T = TypeVar("T")
+Reading: TypeAlias = Generator[None, None, T]
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_FIRST_WINDOW, _LAST_WINDOW = 256, 65_536
+
+
+class Mark(NamedTuple):
+    """A marker found in the text, from `start` to `end`."""
+
+    text: str
+    start: int
+    end: int
+
+
+class Markers:
+    """Literal strings to look for together. None may contain another, or which is found would depend on chunks."""
+
+    def __init__(self, *literals: str) -> None:
+        assert not any(a != b and a in b for a in literals for b in literals), literals
+        self.literals = literals
+        self.longest = max(map(len, literals))
+        self.pattern = re.compile("|".join(map(re.escape, literals)))
+        self._beginnings = frozenset(literal[:size] for literal in literals for size in range(1, len(literal)))
+
+    def held(self, window: str) -> int:
+        """How many characters at the window's end may be the beginning of a marker."""
+        sizes = range(min(self.longest - 1, len(window)), 0, -1)
+        return next((size for size in sizes if window[-size:] in self._beginnings), 0)
+
+
+class Source:
+    """One output. Positions count characters from its beginning. `cut` is known once it is closed."""
+
+    def __init__(self) -> None:
+        self._buffer = io.StringIO(newline="")  # appends and slices in time that does not grow with what it holds
+        self.end = 0
+        self.closed = False
+        self.cut = False
+
+    def feed(self, chunk: str) -> None:
+        """More text."""
+        self._buffer.seek(self.end)
+        self._buffer.write(chunk)
+        self.end += len(chunk)
+
+    def close(self, cut: bool) -> None:
+        """No more text."""
+        self.closed, self.cut = True, cut
+
+    def read(self, start: int, end: int) -> str:
+        """The text between two positions, as far as it has arrived."""
+        self._buffer.seek(start)
+        return self._buffer.read(max(0, end - start))
+
+    def find(
+        self, markers: Markers, start: int, stop: int | None = None, passed: Callable[[int], None] | None = None
+    ) -> Reading[Mark | None]:
+        """The first marker at or after `start` that begins before `stop`; None when the text has none.
+
+        `passed` is told, before each wait, the position before which no marker can begin any more.
+        """
+        position, size = start, _FIRST_WINDOW
+        while True:
+            last = min(position + size, self.end)
+            window = self.read(position, last)
+            found = markers.pattern.search(window)
+            if found is not None:
+                begin = position + found.start()
+                return None if stop is not None and begin >= stop else Mark(found[0], begin, position + found.end())
+            if stop is not None and last >= stop + markers.longest:
+                return None
+            if last == self.end and self.closed:
+                return None
+            if last < self.end:
+                position, size = max(start, last - markers.longest + 1), min(2 * size, _LAST_WINDOW)
+                continue
+            held = markers.held(window)
+            if passed is not None:
+                passed(last - held)
+            position = last - held
+            yield
+
+    def skip(self, position: int, run: re.Pattern[str] = _SPACE) -> Reading[int]:
+        """Where a run of characters (white space, if nothing else is said) that begins at `position` ends."""
+        size = 64
+        while True:
+            window = self.read(position, position + size)
+            found = run.match(window)
+            length = found.end() if found else 0
+            position += length
+            if length < len(window) or (position >= self.end and self.closed):
+                return position
+            size = min(2 * size, _LAST_WINDOW)
+            if position >= self.end:
+                yield
+
+    def at(self, position: int, literal: str) -> Reading[bool]:
+        """Whether the text goes on with `literal`."""
+        while True:
+            seen = self.read(position, position + len(literal))
+            if seen == literal:
+                return True
+            if self.closed or not literal.startswith(seen):
+                return False
+            yield
+
+    def ends(self, position: int) -> Reading[bool]:
+        """Whether the text ends at `position`."""
+        while position >= self.end and not self.closed:
+            yield
+        return position >= self.end
+
+
+class Closing(NamedTuple):
+    """How a call ends: with its end tags, with the output, or with something `else`."""
+
+    end: int
+    how: Literal["tags", "output", "else"]
+
+
+def closing(source: Source, position: int, *tags: str) -> Reading[Closing]:
+    """Whether the text goes on with the end tags, white space between them. Part of a tag at the end counts as none."""
+    for tag in tags:
+        begin = yield from source.skip(position)
+        if (yield from source.at(begin, tag)):
+            position = begin + len(tag)
+        elif source.closed and tag.startswith(source.read(begin, begin + len(tag))):
+            return Closing(source.end, "output")
+        else:
+            return Closing(position, "else")
+    return Closing(position, "tags")
