@@ -15,10 +15,13 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 
 from . import cgroups, namespaces, seccomp, syscalls, world
 from .frames import Fields, Kind, encode
+from .layered import Layered
 from .server import Server
+from .workshop import Workshop
 
 _REMOVE_PATIENCE_S = 5.0
 
@@ -39,7 +42,7 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         if group is not None:
             group.remove()
-        stream.sendall(encode(Kind.ERROR, 0, _refusal(error)))
+        stream.sendall(encode(Kind.ERROR, 0, refusal(error)))
         return 1
     stream.close()
     os.waitpid(server, 0)
@@ -75,18 +78,20 @@ def _fork_server(stream: socket.socket, full: bool, group: cgroups.ServerGroup |
     status = 1
     try:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
-        serve(stream, full, group, watcher_reader)
+        make_ready()
+        world.enter_own_root()
+        serve(stream, lambda settings: Layered(full, group, settings), watcher_reader)
         status = 0
     except OSError as error:
         stream.setblocking(True)
-        stream.sendall(encode(Kind.ERROR, 0, _refusal(error)))
+        stream.sendall(encode(Kind.ERROR, 0, refusal(error)))
     finally:
         logging.shutdown()
         os._exit(status)
 
 
-def serve(stream: socket.socket, full: bool, group: cgroups.ServerGroup | None, watcher: int) -> None:
-    """The life of the server, until the client or the watching process is gone."""
+def make_ready() -> None:
+    """What every server does first: it does not end by accident, and shows nothing of the host in its name."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     syscalls.overwrite_command_line("slotd")
@@ -94,8 +99,11 @@ def serve(stream: socket.socket, full: bool, group: cgroups.ServerGroup | None, 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
     sys.setrecursionlimit(10_000)
-    world.enter_own_root()
-    server = Server(stream, full, group)
+
+
+def serve(stream: socket.socket, open_workshop: Callable[[Fields], Workshop], watcher: int) -> None:
+    """The life of the server, until the client or the watching process is gone."""
+    server = Server(stream, open_workshop)
     server.loop.watch(watcher, lambda: setattr(server.loop, "running", False))
     # What is here now stays: the forks for slots share it for as long as nobody touches it.
     gc.collect()
@@ -103,5 +111,5 @@ def serve(stream: socket.socket, full: bool, group: cgroups.ServerGroup | None, 
     server.loop.run()
 
 
-def _refusal(error: OSError) -> Fields:
+def refusal(error: OSError) -> Fields:
     return {"error": "isolation", "message": error.strerror or str(error)}

@@ -11,14 +11,11 @@ from . import cgroups, init, roots
 from .frames import Fields
 from .roots import Bind, Overlay, RootPlan, Tree
 from .stores import Layer, Store, copy_attributes
+from .workshop import CannotMake
 from .world import World
 
 _STAGE = "/stage"
 _DEFAULT_DISK_BYTES = 8 << 30
-
-
-class CannotMake(Exception):
-    """A slot that cannot be made as asked; the message says why and what would help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +34,12 @@ class Ground:
     def work(self, tree: Tree) -> str:
         """Where the kernel prepares changes of a tree."""
         return f"{self.store.path}/w/{tree.name}"
+
+    def release(self) -> None:
+        """Let go of the store and of the layers below it."""
+        self.store.release()
+        for layer in self.layers:
+            layer.release()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ beside the others. A request that fails is answered with an ERROR and harms nobo
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -17,12 +18,9 @@ from .executions import Request
 from .frames import Fields, Frame, Kind
 from .link import Link
 from .loop import Job, Loop
-from .making import CannotMake, SlotMaker
-from .sealing import Sealer
 from .slots import Lease, Slot, State
-from .stores import Layer
 from .transfers import Download, Upload
-from .world import World, prepare
+from .workshop import CannotMake, Layer, Place, Workshop
 
 _log = logging.getLogger("slotd")
 
@@ -38,15 +36,13 @@ class RequestError(Exception):
 
 
 class Server:
-    """One per run. `full` is the rung; `group` the control groups, where there are any."""
+    """One per run. `open_workshop` makes the rung's ways ready, from the settings of the client's HELLO."""
 
-    def __init__(self, stream: socket.socket, full: bool, group: cgroups.ServerGroup | None) -> None:
+    def __init__(self, stream: socket.socket, open_workshop: Callable[[Fields], Workshop]) -> None:
         self.loop = Loop()
         self._link = Link(self.loop, stream, self._on_frame, self._stop)
-        self._full, self._group = full, group
-        self._world: World
-        self._maker: SlotMaker
-        self._sealer: Sealer
+        self._open_workshop = open_workshop
+        self._workshop: Workshop
         self._slots: dict[str, Slot] = {}
         self._layers: dict[str, Layer] = {}
         self._commands: dict[int, Slot] = {}
@@ -114,10 +110,9 @@ class Server:
         if frame.fields["version"] != frames.VERSION:
             raise RequestError("isolation", f"the slot server speaks version {frames.VERSION} of its protocol")
         try:
-            self._world = prepare(self._full, frame.fields)
+            self._workshop = self._open_workshop(frame.fields)
         except OSError as error:
             raise RequestError("isolation", str(error)) from error
-        self._maker, self._sealer = SlotMaker(self._world, self._group), Sealer(self._world)
         self._epochs = itertools.count(frame.fields["first_epoch"])
         self._link.send(Kind.HELLO, frame.request, {"version": frames.VERSION, "pid": os.getpid()})
 
@@ -126,7 +121,7 @@ class Server:
     def _create(self, frame: Frame) -> None:
         layers = tuple(self._layer(name) for name in frame.fields["layers"])
         epoch = next(self._epochs)
-        made = self._maker.make(f"{epoch}", frame.fields, layers)
+        made = self._workshop.make(f"{epoch}", frame.fields, layers)
         slot = Slot(
             Lease(f"slot-{epoch}", epoch),
             made.ground,
@@ -137,7 +132,7 @@ class Server:
             on_end=lambda slot: self._on_lost(frame, slot),
         )
         self._slots[slot.lease.name] = slot
-        slot.start(made.plan)
+        slot.start(made.body)
 
     def _on_created(self, frame: Frame, slot: Slot) -> None:
         self._reply(frame, {"slot": slot.lease.name, "epoch": slot.lease.epoch})
@@ -189,32 +184,48 @@ class Server:
 
     def _read(self, frame: Frame) -> None:
         slot, fields = self._leased(frame), frame.fields
-        fd, size = files.open_for_reading(slot.root, fields["path"], fields["offset"], fields["max_bytes"])
+        with self._at(slot, fields["path"]) as place:
+            fd, size = files.open_for_reading(place.root, place.path, fields["offset"], fields["max_bytes"])
         transfer = Download(frame.request, fd, size, self._link, self._transfers)
         transfer.pump()
 
     def _write(self, frame: Frame) -> None:
         slot, fields = self._leased(frame), frame.fields
-        writing = files.Writing(slot.root, fields["path"], fields["mode"], self._world.owner)
+        with self._at(slot, fields["path"], writing=True) as place:
+            writing = files.Writing(place.root, place.path, fields["mode"], place.owner)
         Upload(frame.request, writing, self._link, self._transfers)
 
     def _stat(self, frame: Frame) -> None:
-        self._reply(frame, {"entry": files.describe(self._leased(frame).root, frame.fields["path"])})
+        with self._at(self._leased(frame), frame.fields["path"]) as place:
+            entry = files.describe(place.root, place.path)
+        self._reply(frame, {"entry": None if entry is None else place.seen(entry)})
 
     def _list_directory(self, frame: Frame) -> None:
-        self._reply(frame, {"entries": files.list_directory(self._leased(frame).root, frame.fields["path"])})
+        with self._at(self._leased(frame), frame.fields["path"]) as place:
+            entries = files.list_directory(place.root, place.path)
+        self._reply(frame, {"entries": [place.seen(entry) for entry in entries]})
 
     def _remove(self, frame: Frame) -> Job:
-        yield from files.remove(self._leased(frame).root, frame.fields["path"])
+        with self._at(self._leased(frame), frame.fields["path"], writing=True) as place:
+            yield from files.remove(place.root, place.path)
         self._reply(frame)
+
+    @contextlib.contextmanager
+    def _at(self, slot: Slot, path: str, writing: bool = False) -> Iterator[Place]:
+        """Where a path of a slot is found; errors name it as the slot sees it."""
+        place = self._workshop.locate(slot.ground, slot.root, files.absolute(path), writing)
+        try:
+            yield place
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, f"{place.prefix}{error.filename or path}") from None
 
     # Layers
 
     def _changes(self, frame: Frame) -> Job:
-        yield from self._list(frame, self._sealer.slot_changes(self._leased(frame).ground))
+        yield from self._list(frame, self._workshop.slot_changes(self._leased(frame).ground))
 
     def _layer_changes(self, frame: Frame) -> Job:
-        yield from self._list(frame, self._sealer.layer_changes(self._layer(frame.fields["layers"][0])))
+        yield from self._list(frame, self._workshop.layer_changes(self._layer(frame.fields["layers"][0])))
 
     def _list(self, frame: Frame, changes: Iterator[Fields | None]) -> Job:
         found: list[Fields] = []
@@ -233,17 +244,17 @@ class Server:
 
         def ended() -> None:
             self._retire(slot)
-            self._guard(frame, lambda: self._finish_layer(frame, self._sealer.seal(slot.ground)))
+            self._guard(frame, lambda: self._finish_layer(frame, self._workshop.seal(slot.ground)))
 
         slot.kill(then=ended)
 
     def _view(self, frame: Frame) -> None:
-        self._finish_layer(frame, self._sealer.duplicate(self._layer(frame.fields["layers"][0])))
+        self._finish_layer(frame, self._workshop.duplicate(self._layer(frame.fields["layers"][0])))
 
     def _finish_layer(self, frame: Frame, layer: Layer) -> None:
         try:
             if frame.fields["view"] is not None:
-                self._sealer.cut(layer, frame.fields["view"])
+                self._workshop.cut(layer, frame.fields["view"])
         except BaseException:
             layer.release()
             raise

@@ -16,17 +16,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from . import cgroups, files, init, namespaces, orders
+from . import cgroups, files, orders
 from .executions import Execution, Request
 from .frames import Fields
 from .link import Link
 from .loop import Loop
-from .making import Ground
 from .orders import Kind, Order, Report, Spawn
 from .roots import HOST
+from .workshop import Body, Ground
 
 _DRAIN_EVERY_S, _DRAIN_BYTES, _MAX_LEFTOVERS = 0.05, 256 << 10, 32
 _KILL_PATIENCE_S = 10.0
+_GONE_EVERY_S = 0.002
 
 
 class State(Enum):
@@ -64,17 +65,16 @@ class Slot:
 
     def __post_init__(self) -> None:
         self._pid = self._process = -1
+        self._body: Body
         self._channel: socket.socket | None = None
         self._executions: dict[int, Execution] = {}
         self._leftovers: list[int] = []
         self._oom_kills = 0
 
-    def start(self, plan: init.Plan) -> None:
+    def start(self, body: Body) -> None:
         """Fork the init. `on_ready` or `on_end` follows."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pid = namespaces.fork_into_pid_namespace()
-        if pid == 0:
-            init.run(plan, theirs)
+        self._body, pid = body, body.fork(theirs)
         theirs.close()
         self._pid, self._process, self._channel = pid, os.pidfd_open(pid), ours
         ours.setblocking(False)
@@ -129,10 +129,8 @@ class Slot:
             self._executions[number].give_credit(size)
 
     def release_files(self) -> None:
-        """Let go of the store and of the layers below it."""
-        self.ground.store.release()
-        for layer in self.ground.layers:
-            layer.release()
+        """Let go of the slot's files and of the layers below them."""
+        self.ground.release()
 
     def _kill_command(self, number: int) -> None:
         self._ask(orders.encode(Order.KILL, number))
@@ -220,6 +218,13 @@ class Slot:
         self.loop.unwatch(self._process)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
+        self._bury()
+
+    def _bury(self) -> None:
+        """The init is dead; the slot is when nothing it has left lives any more."""
+        if not self._body.gone():
+            self.loop.later(_GONE_EVERY_S, self._bury)
+            return
         os.close(self._process)
         if self._channel is not None:
             while self._on_message():
@@ -244,7 +249,8 @@ class Slot:
 @functools.cache
 def _nothing() -> int:
     """/dev/null for reading, opened once."""
-    return os.open(f"{HOST}/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+    host = HOST if os.path.isdir(HOST) else ""  # a server without a root of its own
+    return os.open(f"{host}/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _input(data: bytes) -> int:

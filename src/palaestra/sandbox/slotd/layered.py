@@ -1,0 +1,78 @@
+"""The rungs `full` and `userns` at work: slots of namespaces, over stacks of layers."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from . import cgroups, init, making, namespaces, stores, workshop
+from .frames import Fields
+from .sealing import Sealer
+from .workshop import Made, Place
+from .world import prepare
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceBody:
+    """A slot whose init is pid 1 of a process namespace: the kernel ends everything with it."""
+
+    plan: init.Plan
+
+    def fork(self, control: socket.socket) -> int:
+        """Fork the init into a namespace of its own."""
+        pid = namespaces.fork_into_pid_namespace()
+        if pid == 0:
+            init.run(self.plan, control)
+        return pid
+
+    def gone(self) -> bool:
+        """Always: the init's death is reported after that of all others in its namespace."""
+        return True
+
+
+class Layered:
+    """Implements `Workshop`."""
+
+    def __init__(self, full: bool, group: cgroups.ServerGroup | None, settings: Fields) -> None:
+        self._world = prepare(full, settings)
+        self._maker, self._sealer = making.SlotMaker(self._world, group), Sealer(self._world)
+
+    def make(self, name: str, fields: Fields, layers: tuple[workshop.Layer, ...]) -> Made:
+        """Lay out a slot as a CREATE request describes it."""
+        made = self._maker.make(name, fields, tuple(_layer(layer) for layer in layers))
+        return Made(made.ground, made.groups, NamespaceBody(made.plan))
+
+    def seal(self, ground: workshop.Ground) -> stores.Layer:
+        """A dead slot's change as a layer."""
+        return self._sealer.seal(_ground(ground))
+
+    def duplicate(self, layer: workshop.Layer) -> stores.Layer:
+        """A second layer of the same files."""
+        return self._sealer.duplicate(_layer(layer))
+
+    def cut(self, layer: workshop.Layer, view: Fields) -> None:
+        """Reduce a layer to a view of itself."""
+        self._sealer.cut(_layer(layer), view)
+
+    def slot_changes(self, ground: workshop.Ground) -> Iterator[Fields | None]:
+        """What a slot has changed so far."""
+        return self._sealer.slot_changes(_ground(ground))
+
+    def layer_changes(self, layer: workshop.Layer) -> Iterator[Fields | None]:
+        """What a layer changes."""
+        return self._sealer.layer_changes(_layer(layer))
+
+    def locate(self, ground: workshop.Ground, root: int, path: str, writing: bool = False) -> Place:
+        """Everything is below the slot's own root."""
+        return Place(root, path, self._world.owner)
+
+
+def _ground(ground: workshop.Ground) -> making.Ground:
+    assert isinstance(ground, making.Ground)
+    return ground
+
+
+def _layer(layer: workshop.Layer) -> stores.Layer:
+    assert isinstance(layer, stores.Layer)
+    return layer
