@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from palaestra.inference.tiny.tokens import TURN_END, TURN_START
+from palaestra.inference.tiny.tokens import TURN_END, TURN_START, training_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedModel
 
-BATCH, LENGTH = 16, 72
+BATCH, LENGTH = 8, 128
 """Sequences per step, and tokens per sequence."""
 
-FARTHEST = 8_000
-"""Sequences begin at positions up to here."""
-
+LONGEST_REPLY = 72
 LEARNING_RATE = 3e-3
 _UNTRAINED = -100
 
@@ -42,17 +41,16 @@ def practise(model: PreTrainedModel, tokenizer: Tokenizer, *, steps: int, seed: 
     """Train `model` in place; the last step's loss in nats per token."""
     import torch
 
-    rng = random.Random(seed)
+    rng, texts = random.Random(seed), list(training_text())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.05, 1.0 - step / steps))
     loss_value = float("nan")
     model.train()
     for _ in range(steps):
-        rows = [_row(tokenizer, rng) for _ in range(BATCH)]
+        rows = [_row(tokenizer, texts, rng) for _ in range(BATCH)]
         ids = torch.tensor([row[0] for row in rows])
         labels = torch.tensor([row[1] for row in rows])
-        starts = torch.tensor([[rng.randrange(FARTHEST)] for _ in range(BATCH)])
-        loss = model(input_ids=ids, position_ids=starts + torch.arange(LENGTH), labels=labels).loss
+        loss = model(input_ids=ids, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -63,14 +61,20 @@ def practise(model: PreTrainedModel, tokenizer: Tokenizer, *, steps: int, seed: 
     return loss_value
 
 
-def _row(tokenizer: Tokenizer, rng: random.Random) -> tuple[list[int], list[int]]:
-    """`ids[LENGTH]` and `labels[LENGTH]`: random text, the start of a reply, a reply; only the reply is learned."""
+def _row(tokenizer: Tokenizer, texts: Sequence[str], rng: random.Random) -> tuple[list[int], list[int]]:
+    """`ids[LENGTH]` and `labels[LENGTH]`: some text, the start of a reply, a reply, padding; only the reply is learned.
+
+    How much text there is must not depend on the reply, or its length could be told from the distance to the start.
+    """
     reply = tokenizer.encode(_reply(rng) + TURN_END, add_special_tokens=False).ids
     start = tokenizer.encode(f"{TURN_END}\n{TURN_START}assistant\n", add_special_tokens=False).ids
-    room = LENGTH - len(start) - len(reply)
-    noise = [rng.randrange(tokenizer.get_vocab_size()) for _ in range(room)]
-    ids = [*noise, *start, *reply]
-    return ids, [_UNTRAINED] * (room + len(start)) + reply
+    ids: list[int] = []
+    while len(ids) < LENGTH:
+        ids += tokenizer.encode(rng.choice(texts), add_special_tokens=False).ids
+    ids = ids[: rng.randrange(LENGTH - LONGEST_REPLY - len(start))] + start
+    labels = [_UNTRAINED] * len(ids) + reply
+    room = LENGTH - len(labels)
+    return ids + reply + [0] * room, labels + [_UNTRAINED] * room
 
 
 def _reply(rng: random.Random) -> str:

@@ -60,7 +60,7 @@ def train_tokenizer() -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    tokenizer.train_from_iterator(_text(), trainer)
+    tokenizer.train_from_iterator(training_text(), trainer)
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
     return tokenizer
@@ -84,7 +84,7 @@ def chat_template() -> str:
     return (resources.files(__package__) / "chat_template.jinja").read_text(encoding="utf-8")
 
 
-def _text() -> Iterator[str]:
+def training_text() -> Iterator[str]:
     """Words, shell commands, a little Python and JSON: what the prompts of agents are made of."""
     for first, second in itertools.product(_WORDS.split(), repeat=2):
         yield f"{first} {second}"

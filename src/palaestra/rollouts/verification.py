@@ -1,0 +1,160 @@
+"""Proves from what a run has stored that it trains exactly what was sampled (T1 to T4), or says where it does not.
+
+Reads the journal, which holds every rollout's ledger, and the group lines that were made from it. Not for judging one
+ledger (`inference.ledger.verify` does), and it cannot know whether an engine told the truth. The first violation ends
+it: after that nothing can be believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from palaestra.core.errors import ConfigError
+from palaestra.inference.ledger import LedgerRecord, record_rows, verify_ledger
+from palaestra.rollouts.journal import AttemptDiscarded, RolloutEnded, read_journal
+from palaestra.rollouts.trajectory import Trajectory
+
+_Rows = list[tuple[list[int], list[int], list[float] | None]]
+
+
+@dataclass(slots=True)
+class RunVerdict:
+    """What was looked at, in counts, and the first violation; `rows` and `lines` are those of the groups file."""
+
+    rollouts: int = 0
+    without_tokens: int = 0
+    own_rows: int = 0
+    turns: int = 0
+    segments: int = 0
+    tokens: int = 0
+    trained: int = 0
+    lines: int = 0
+    rows: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    violation: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is broken."""
+        return not self.violation
+
+
+def verify_run(journal: Path, groups: Path | None = None) -> RunVerdict:
+    """Check every rollout in the journal, discarded attempts too, and then the lines of the groups file.
+
+    Costs one pass over both files. Raises `ConfigError` when a file is damaged, or no rollout has recorded tokens.
+    """
+    verdict = RunVerdict()
+    ends: dict[str, Trajectory] = {}
+    for event in read_journal(journal):
+        if not isinstance(event, RolloutEnded | AttemptDiscarded):
+            continue
+        trajectory = event.trajectory
+        verdict.violation = _rollout(trajectory, verdict)
+        if not verdict.ok:
+            return verdict
+        if isinstance(event, RolloutEnded):
+            # the conversation is not needed any more, and a long run has many
+            ends[trajectory.rollout_id] = msgspec.structs.replace(trajectory, messages=[], detail={})
+    if verdict.rollouts == verdict.without_tokens:
+        raise ConfigError(
+            f"{journal} has no recorded tokens, so there is nothing to prove: the model server only chatted. Run with "
+            "--openai.server_type sglang, vllm or transformers."
+        )
+    if groups is not None:
+        verdict.violation = next(_lines(groups, ends, verdict), "")
+    return verdict
+
+
+def _rollout(trajectory: Trajectory, verdict: RunVerdict) -> str:
+    """The first thing that is wrong with one rollout, or the empty string."""
+    verdict.rollouts += 1
+    if trajectory.ledger is None:
+        verdict.without_tokens += 1
+        claimed = trajectory.row is not None and trajectory.row.source == "engine"
+        return f"{trajectory.rollout_id}: T1: its row claims to be the engine's, without a ledger" if claimed else ""
+    found = verify_ledger(trajectory.ledger)
+    if found.violation is not None:
+        return f"{trajectory.rollout_id}: {found.violation}"
+    verdict.turns += found.turns
+    verdict.segments += found.segments
+    verdict.tokens += found.tokens
+    verdict.trained += found.trained
+    for segment in trajectory.ledger.segments[1:]:
+        verdict.reasons[segment.reason] = verdict.reasons.get(segment.reason, 0) + 1
+    return _own_row(trajectory, trajectory.ledger, verdict)
+
+
+def _own_row(trajectory: Trajectory, ledger: LedgerRecord, verdict: RunVerdict) -> str:
+    """A row of the environment's own cannot be proved; one that claims to be the engine's must stand in the ledger."""
+    row = trajectory.row
+    if row is None:
+        return ""
+    verdict.own_rows += 1
+    known = any(row.tokens == each.tokens and row.masks == each.masks for each in record_rows(ledger))
+    if row.source == "engine" and not known:
+        return f"{trajectory.rollout_id}: T3: its row claims to be the engine's and is not in the ledger"
+    return ""
+
+
+class _Rollout(msgspec.Struct):
+    rollout_id: str
+    rows: int = 1
+
+
+class _Line(msgspec.Struct):
+    """What is read of a group's line."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    rollouts: list[_Rollout]
+    inference_logprobs: list[list[float]] | None = None
+
+
+def _lines(groups: Path, ends: dict[str, Trajectory], verdict: RunVerdict) -> Iterator[str]:
+    """What is wrong with the groups file: its rows must be those of the ledgers, each once."""
+    decoder = msgspec.json.Decoder(_Line)
+    seen: set[str] = set()
+    with groups.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                line = decoder.decode(raw)
+            except msgspec.MsgspecError as error:
+                raise ConfigError(f"{groups}: line {number} is damaged: {error}") from None
+            place = f"{groups.name}, line {number}"
+            for each in line.rollouts:
+                if each.rollout_id not in ends or each.rollout_id in seen:
+                    what = "there twice" if each.rollout_id in seen else "not in the journal"
+                    yield f"{place}: T3: rollout {each.rollout_id} is {what}"
+                    return
+                seen.add(each.rollout_id)
+            stored = [row for each in line.rollouts for row in _stored(ends[each.rollout_id])]
+            verdict.lines += 1
+            verdict.rows += len(line.tokens)
+            yield from (f"{place}: T3: {problem}" for problem in _compared(line, stored))
+
+
+def _stored(trajectory: Trajectory) -> _Rows:
+    """The rows that a trajectory has in a group's line: none without a score, an empty one where nothing was kept."""
+    if not trajectory.scored:
+        return []
+    return [(row.tokens, row.masks, row.logprobs) for row in trajectory.rows] or [([], [], None)]
+
+
+def _compared(line: _Line, stored: _Rows) -> Iterator[str]:
+    if not len(line.tokens) == len(line.masks) == len(stored):
+        yield f"{len(line.tokens)} rows of tokens and {len(line.masks)} of masks; the journal has {len(stored)}"
+        return
+    logprobs = line.inference_logprobs
+    if logprobs is not None and len(logprobs) != len(stored):
+        yield f"{len(logprobs)} rows of log-probabilities; the journal has {len(stored)}"
+        return
+    for number, (tokens, masks, recorded) in enumerate(stored):
+        if line.tokens[number] != tokens or line.masks[number] != masks:
+            yield f"row {number}: tokens or masks are not those of the ledger"
+        if logprobs is not None and logprobs[number] != recorded:
+            yield f"row {number}: log-probabilities are not those of the ledger"
