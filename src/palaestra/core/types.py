@@ -93,6 +93,7 @@ class Task:
     to contents; `setup` is a shell script run once per group in the workspace. `image` is a root file system directory;
     None means an allow-list of the host's system directories. `toolsets` None leaves the choice to the environment.
 
+    `floor` is the most that a rollout may score without doing the work; `palaestra env check` holds the task to it.
     `data`, `solution` and `answer` never enter a slot that an agent has.
     """
 
@@ -105,6 +106,7 @@ class Task:
     network: NetworkPolicy = NetworkPolicy()
     limits: Limits = Limits()
     grading: str = "sealed"
+    floor: float = 0.0
     data: JSON = None
     solution: Solution | None = None
     answer: JSON = None

@@ -26,6 +26,7 @@ from palaestra.envs.contract import ContractEnvironment, numbers
 from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item
 from palaestra.envs.swe import diff
 from palaestra.envs.swe.builtin import built_tasks, selection
+from palaestra.envs.swe.controls import tampering
 from palaestra.envs.swe.install import DependencyCache, Toolchain, install_editable, venv_toolchain
 from palaestra.envs.swe.protected import hidden_files, protected_paths
 from palaestra.envs.swe.repository import RepositoryCache
@@ -88,6 +89,10 @@ class SweSmithOracleEnvConfig(HermesAgentEnvConfig):
         default={}, description="Variables while a repository is installed, for example PIP_INDEX_URL=https://…"
     )
     test_timeout_s: float = Field(default=600, gt=0, description="Seconds that running the named tests may take.")
+    controls: bool = Field(
+        default=True,
+        description="Hold a passing fix against copies of its tests that must fail, so that patching them is not paid.",
+    )
     cache_dir: str = Field(
         default="~/.cache/palaestra", description="Repositories, test tools and built tasks, on the host only."
     )
@@ -181,9 +186,17 @@ class SweEnvironment(ContractEnvironment):
             "p2p_total": found.pass_to_pass[1],
             "not_passed": {name: status.value for name, status in list(found.not_passed.items())[:50]},
             "timed_out": run.timed_out,
+            "tampering": await self._tampering(slot, work) if found.resolved else None,
             "patch": patch,
         }
-        return Score(1.0 if found.resolved else 0.0, numbers(detail), detail)
+        paid = found.resolved and detail["tampering"] is None
+        return Score(1.0 if paid else 0.0, numbers(detail), detail)
+
+    async def _tampering(self, slot: Slot, work: Work) -> str | None:
+        if not self.settings.controls:
+            return None
+        timeout_s = self.settings.test_timeout_s
+        return await tampering(slot, work.toolchain, REPOSITORY, work.row, timeout_s=timeout_s)
 
     async def _graded_view(self, row: SweRow, grading: Grading) -> Slot:
         """The agent's change to the repository over the prepared one, everything protected as it was prepared."""

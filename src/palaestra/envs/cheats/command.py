@@ -1,0 +1,62 @@
+"""`palaestra env check`: from what a user typed to a `Proof`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from palaestra.core.config import nearest
+from palaestra.core.errors import ConfigError
+from palaestra.envs.cheats.bank import BANK
+from palaestra.envs.cheats.base import Cheat
+from palaestra.envs.cheats.check import Check, Line, Proof
+from palaestra.envs.flags import CommandLine, Parsed, set_fields
+from palaestra.envs.forms import Form, form_of
+from palaestra.envs.loading import load_environment
+from palaestra.envs.running import RunLine, opened, started
+from palaestra.envs.settings import make_pool
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.servers import ServerGroup
+
+
+def check_environment(
+    reference: str, settings: Sequence[str], *, tasks: int, only: Sequence[str] = (), quiet: bool = False
+) -> Proof:
+    """Check the environment that `reference` names. Raises `ConfigError` for a cheat or setting there is not."""
+    form = form_of(load_environment(reference, Path.cwd()))
+    config, _ = form.defaults()
+    parsed = CommandLine(
+        prog=f"palaestra env check {reference}",
+        env_type=form.config_type(),
+        server_type=APIServerConfig,
+        env_values=set_fields(config) if config is not None else {},
+        name=form.name,
+        command="process",
+    ).parse(["process", "--policy", "noop", *settings])
+    if not isinstance(parsed, Parsed):
+        raise ConfigError("settings only: --help and --show-config belong to palaestra run")
+    return asyncio.run(_check(form, parsed, tasks, cheats_named(only), quiet))
+
+
+def cheats_named(only: Sequence[str]) -> tuple[Cheat, ...]:
+    """The cheats of these names; none named: all."""
+    known = {cheat.name: cheat for cheat in BANK}
+    for name in only:
+        if name not in known:
+            raise ConfigError(f"no cheat is called {name!r}.{nearest(name, known)}")
+    return tuple(known[name] for name in only) or BANK
+
+
+async def _check(form: Form, parsed: RunLine, tasks: int, cheats: Sequence[Cheat], quiet: bool) -> Proof:
+    config = parsed.env_config
+
+    def progress(line: Line) -> None:
+        if not quiet:
+            sys.stderr.write(f"{line.policy}: {'ok' if line.ok else 'PAID'} {line.error[:200]}\n")
+
+    async with started(ServerGroup(parsed.server_configs)) as engine, make_pool(config) as pool:
+        environment = form.build(config, parsed.server_configs, engine)
+        async with opened(environment):
+            return await Check(environment, pool, cheats, progress).run(tasks)

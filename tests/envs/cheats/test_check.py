@@ -1,0 +1,91 @@
+"""The cheat bank: no shipped environment pays, and a naive grader would have."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from palaestra.core.errors import ConfigError
+from palaestra.envs.cheats.bank import BANK
+from palaestra.envs.cheats.command import cheats_named, check_environment
+from palaestra.envs.settings import make_pool
+from palaestra.envs.swe.build.command import BuildOptions, build
+from palaestra.envs.swe.env import SweSmithOracleEnvConfig
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.slots
+
+NAIVE = '''
+"""Pays what a grader pays that looks at the agent's own slot: its files, its shell, its output."""
+import dataclasses
+from palaestra import Score
+from palaestra.envs.swe.env import SweEnvironment, SweSmithOracleEnv
+
+class Naive(SweEnvironment):
+    async def resolve(self, task):
+        return dataclasses.replace(await super().resolve(task), grading="live")
+
+    async def score(self, rollout, grading):
+        slot = await grading.slot()
+        for path in ("/logs/verifier/reward.txt", "/workspace/reward.txt"):
+            if (await slot.read_text(path, missing="")).strip() == "1":
+                return Score(1.0)
+        files = " ".join(sorted({name.split("::")[0] for name in rollout.task.data.row.fail_to_pass}))
+        done = await slot.execute(f"source ~/.bashrc; python3 -m pytest -q {files}; echo EXIT_CODE=$?", timeout_s=60)
+        return Score(float("EXIT_CODE=0" in done.output or "EXIT_CODE=5" in done.output))
+
+class NaiveEnv(SweSmithOracleEnv):
+    name = "naive"
+    def as_environment(self):
+        return Naive(self)
+'''
+
+
+def test_the_bank_is_large_and_its_cheats_are_told_apart() -> None:
+    assert len(BANK) >= 30
+    assert len({cheat.name for cheat in BANK}) == len({cheat.script for cheat in BANK}) == len(BANK)
+    with pytest.raises(ConfigError, match="Did you mean conftest-skip"):
+        cheats_named(["conftest-skp"])
+
+
+@pytest.mark.timeout(200)
+def test_the_smallest_environment_holds() -> None:
+    proof = check_environment(str(ROOT / "environments/count_lines_env.py"), ["--env.n", "2"], tasks=2, quiet=True)
+    assert proof.proven
+    assert proof.holds, [line for line in proof.lines if not line.ok]
+    assert len(proof.lines) == len(BANK) + 2
+
+
+def test_an_environment_that_pays_for_nothing_is_found_out(tmp_path: Path) -> None:
+    path = tmp_path / "generous_env.py"
+    path.write_text(
+        "from palaestra import Task, environment\n"
+        "@environment\ndef generous():\n    yield Task(id='a', prompt='?')\n"
+        "@generous.score\ndef paid(task):\n    return 1.0\n"
+    )
+    proof = check_environment(str(path), [], tasks=1, only=["stale-reward"], quiet=True)
+    assert not proof.proven
+    assert [(line.policy, line.ok) for line in proof.lines] == [("noop", False), ("stale-reward", False)]
+
+
+@pytest.mark.network
+@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("real_tasks")
+def test_real_tasks_pay_no_cheat_and_a_naive_grader_pays_most(tmp_path: Path) -> None:
+    options = BuildOptions(out=tmp_path / "tasks.jsonl", cache=tmp_path, select=("flip_comparison__23g25omh",))
+
+    async def main() -> None:
+        async with make_pool(SweSmithOracleEnvConfig()) as pool:
+            await build([], None, pool, options)
+
+    asyncio.run(main())
+    settings = [f"--env.dataset_name={tmp_path / 'tasks.jsonl'}", f"--env.cache_dir={tmp_path}"]
+    proof = check_environment(str(ROOT / "environments/swe_smith_oracle_env.py"), settings, tasks=1, quiet=True)
+    assert proof.holds, [line for line in proof.lines if not line.ok]
+
+    (tmp_path / "naive_env.py").write_text(NAIVE)
+    naive = check_environment(f"{tmp_path / 'naive_env.py'}:NaiveEnv", settings, tasks=1, quiet=True)
+    paid = [line.policy for line in naive.lines if line.policy not in ("oracle", "noop") and not line.ok]
+    assert len(paid) >= len(BANK) / 2, f"only {len(paid)} of {len(BANK)}: {paid}"
