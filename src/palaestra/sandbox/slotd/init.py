@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from . import capabilities, cgroups, killing, namespaces, orders, roots, seccomp, syscalls
+from . import capabilities, cgroups, descriptors, killing, namespaces, orders, roots, seccomp, syscalls
 from .orders import Kind, Order, Report
 
 CONTROL = 3
@@ -106,6 +106,8 @@ def _confine(plan: Plan) -> None:
         os.setgroups([])
         os.setresgid(0, 0, 0)
         os.setresuid(0, 0, 0)
+        if plan.processes is not None:
+            namespaces.enter_single_namespace(0, 0)  # processes are counted per user and namespace
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for limit, value in (
         (resource.RLIMIT_NOFILE, plan.open_files),
@@ -148,7 +150,7 @@ class _Init:
                 return
 
     def _take(self) -> bool:
-        data, fds, _, _ = socket.recv_fds(self._channel, orders.MAX_DATAGRAM + 4096, 8, socket.MSG_CMSG_CLOEXEC)
+        data, fds = descriptors.receive(self._channel, orders.MAX_DATAGRAM + 4096, 8)
         if not data:
             return False
         order, command, number = orders.decode_order(data)
@@ -159,32 +161,34 @@ class _Init:
         if order is Order.SPAWN:
             self._spawn(orders.decode_spawn(data), fds)
         elif order is Order.KILL:
-            self._kill(command)
+            self._kill(command, orders.decode_since(data), bool(number & orders.SPARE))
         else:
             self._signal(command, number)
         return True
 
     def _spawn(self, spawn: orders.Spawn, fds: list[int]) -> None:
-        failed = None
+        said: Report | None = None
         try:
             os.chdir(spawn.cwd)
             path = _find(spawn.argv[0], spawn.env)
-            actions = [(os.POSIX_SPAWN_DUP2, fds[index], target) for index, target in spawn.places]
+            actions = _terminal(spawn, fds) + [(os.POSIX_SPAWN_DUP2, fds[i], target) for i, target in spawn.places]
             started = time.clock_gettime(time.CLOCK_BOOTTIME)
             pid = os.posix_spawn(
                 path, spawn.argv, spawn.env, file_actions=actions, setsid=True, setsigmask=(), setsigdef=_SPAWN_SIGNALS
             )
             self._commands[pid] = killing.Command(pid, killing.ticks(started))
             self._names[pid] = spawn.command
+            if spawn.announce:
+                said = Report(Kind.STARTED, spawn.command, pid)
         except OSError as error:
-            failed = Report(Kind.NOT_STARTED, spawn.command, error.errno or 0, error.filename == spawn.cwd)
+            said = Report(Kind.NOT_STARTED, spawn.command, error.errno or 0, error.filename == spawn.cwd)
         finally:
             with contextlib.suppress(OSError):  # a root that the slot may not enter fails its commands, not init
                 os.chdir("/")
             for fd in fds:
                 os.close(fd)
-        if failed is not None:
-            _send(self._channel, failed)
+        if said is not None:
+            _send(self._channel, said)
 
     def _signal(self, name: int, number: int) -> None:
         """Send a signal to the group that a command leads."""
@@ -193,13 +197,14 @@ class _Init:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, number)
 
-    def _kill(self, name: int) -> None:
+    def _kill(self, name: int, since: int, spare: bool) -> None:
         """Kill a command and what it started, then say so. Its exit is reported first, as always."""
         swept = False
         for pid, known in list(self._names.items()):
             if known == name:
                 others = [command for command in self._commands.values() if command.pid != pid]
-                swept = killing.kill_tree(self._commands[pid], others, self._reap)
+                command = killing.Command(pid, since or self._commands[pid].started)
+                swept = killing.kill_tree(command, others, self._reap, spare)
         self._reap()
         _send(self._channel, Report(Kind.KILLED, name, flag=swept))
 
@@ -215,6 +220,13 @@ class _Init:
                 del self._commands[pid]
                 code, cpu_s = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
                 _send(self._channel, Report(Kind.EXIT, self._names.pop(pid), code, False, cpu_s, usage.ru_maxrss << 10))
+
+
+def _terminal(spawn: orders.Spawn, fds: list[int]) -> list[tuple[int, int, str, int, int]]:
+    """Opening a terminal is how the leader of a session without one gets it; `setsid` has come before."""
+    if not spawn.terminal:
+        return []
+    return [(os.POSIX_SPAWN_OPEN, 0, os.ttyname(fds[spawn.places[0][0]]), os.O_RDWR, 0)]
 
 
 def _find(program: str, env: Mapping[str, str]) -> str:

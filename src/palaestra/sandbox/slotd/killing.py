@@ -47,11 +47,18 @@ def ticks(seconds_since_boot: float) -> int:
     return int(seconds_since_boot * _TICK)
 
 
-def kill_tree(command: Command, others: Sequence[Command], reap: Callable[[], None]) -> bool:
-    """Kill until nothing of the command lives. True when only killing the whole slot's processes could do it."""
+def kill_tree(command: Command, others: Sequence[Command], reap: Callable[[], None], spare: bool = False) -> bool:
+    """Kill until nothing of the command lives. True when only killing the whole slot's processes could do it.
+
+    With `spare` the main process lives on, and so does what is older than `command.started`.
+    """
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        victims = tree(processes(), command, others)
+        table = processes()
+        victims = tree(table, command, others)
+        if spare:
+            old = {process.pid for process in table if process.started < command.started}
+            victims -= old | {command.pid}
         if not victims:
             return False
         for pid in victims:

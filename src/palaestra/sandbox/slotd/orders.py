@@ -5,6 +5,7 @@ one machine, so the byte order is its own. Descriptors travel with an order; `pl
 
     order    u8 kind, u8 flags, u16 places, u32 command, u16 arguments, u16 variables
              then for SPAWN: (u8 index, u8 target) per place, and NUL-terminated: cwd, arguments, NAME=value variables
+             then for KILL: i64 since, in clock ticks since boot; 0 is when the command's main process started
     report   u8 kind, u8 flag, u16 0, u32 command, i32 value, u32 0, i64 cpu microseconds, i64 peak resident bytes
              then for FAILED: a text
 
@@ -20,15 +21,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-VERSION = 1
+VERSION = 2
 """Of these structs. The native init says which one it was built for, and is not used when it is another."""
 
 MAX_DATAGRAM = 96 << 10
 
-TERMINAL = 1
-"""Flag of SPAWN: the descriptor at place 0 becomes the controlling terminal of the command's session."""
+TERMINAL, ANNOUNCE = 1, 2
+"""Flags of SPAWN: the descriptor at place 0 becomes the controlling terminal of the command's session; STARTED is
+reported, with the pid that the slot sees."""
+
+SPARE = 1
+"""Flag of KILL: the main process lives on, and so does what it started before `since`. For a shell that goes on."""
 
 _ORDER, _REPORT = struct.Struct("=BBHIHH"), struct.Struct("=BBHIiIqq")
+_SINCE = struct.Struct("=q")
 _MAX_STRINGS = 0xFFFF
 
 
@@ -49,6 +55,7 @@ class Kind(IntEnum):
     EXIT = 3
     NOT_STARTED = 4
     KILLED = 5
+    STARTED = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +68,15 @@ class Spawn:
     env: Mapping[str, str]
     places: Sequence[tuple[int, int]]
     terminal: bool = False
+    announce: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """READY comes with the slot's root as a descriptor.
 
-    `value` is the exit code of EXIT (negative: the signal) and the errno of NOT_STARTED and FAILED; `flag` says for
-    NOT_STARTED that it was the directory, for KILLED that everything in the slot had to be killed.
+    `value` is the exit code of EXIT (negative: the signal), the pid of STARTED, the errno of NOT_STARTED and FAILED;
+    `flag` says for NOT_STARTED that it was the directory, for KILLED that everything in the slot had to be killed.
     """
 
     kind: Kind
@@ -86,7 +94,7 @@ def encode_spawn(spawn: Spawn) -> bytes:
     strings = [os.fsencode(text) for text in (spawn.cwd, *spawn.argv, *variables)]
     if not spawn.argv[0] or len(strings) > _MAX_STRINGS or any(b"\0" in text for text in strings):
         raise ValueError("no program, a NUL, or too many arguments")
-    flags = TERMINAL if spawn.terminal else 0
+    flags = (TERMINAL if spawn.terminal else 0) | (ANNOUNCE if spawn.announce else 0)
     head = _ORDER.pack(Order.SPAWN, flags, len(spawn.places), spawn.command, len(spawn.argv), len(variables))
     places = bytes(number for place in spawn.places for number in place)
     return b"".join((head, places, b"\0".join(strings), b"\0"))
@@ -95,6 +103,16 @@ def encode_spawn(spawn: Spawn) -> bytes:
 def encode(order: Order, command: int = 0, number: int = 0) -> bytes:
     """An order without strings; `number` is the signal of SIGNAL."""
     return _ORDER.pack(order, number, 0, command, 0, 0)
+
+
+def encode_kill(command: int, since: int = 0, spare: bool = False) -> bytes:
+    """Kill a command's tree: what it started since a tick count (`killing.ticks`), if one is given."""
+    return encode(Order.KILL, command, SPARE if spare else 0) + _SINCE.pack(since)
+
+
+def decode_since(data: bytes) -> int:
+    """The tick count of a KILL; 0 where there is none."""
+    return int(_SINCE.unpack_from(data, _ORDER.size)[0]) if len(data) > _ORDER.size else 0
 
 
 def decode_order(data: bytes) -> tuple[Order, int, int]:
@@ -110,7 +128,7 @@ def decode_spawn(data: bytes) -> Spawn:
     pairs = list(zip(data[_ORDER.size : start : 2], data[_ORDER.size + 1 : start : 2], strict=True))
     cwd, *texts = (os.fsdecode(text) for text in data[start:-1].split(b"\0"))
     env = dict(text.split("=", 1) for text in texts[arguments:])
-    return Spawn(command, texts[:arguments], cwd, env, pairs, bool(flags & TERMINAL))
+    return Spawn(command, texts[:arguments], cwd, env, pairs, bool(flags & TERMINAL), bool(flags & ANNOUNCE))
 
 
 def encode_report(report: Report) -> bytes:
