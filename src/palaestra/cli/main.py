@@ -21,6 +21,7 @@ COMMANDS = {
     "tasks": "Make verifiable tasks.",
     "model": "Make a tiny real model.",
     "tools": "List the tools and toolsets an agent can have.",
+    "export": "Write a run's rollouts in the form that another program reads.",
     "verify": "Prove from what is stored that a run trains exactly what was sampled.",
     "doctor": "Show what this machine can isolate, or what a model server can do, and why not more.",
 }

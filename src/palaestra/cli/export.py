@@ -1,0 +1,131 @@
+"""`palaestra export RUN --to FORMAT`: a finished run in the form that another program reads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from palaestra.rollouts.export.base import Exporter, ExportReport
+    from palaestra.rollouts.export.recording import Recording
+    from palaestra.rollouts.trajectory import Group
+
+
+class _Help(click.Command):
+    """A command whose help ends with the formats, which are read when it is asked for."""
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from palaestra.rollouts.export.formats import FORMATS
+
+        super().format_help_text(ctx, formatter)
+        with formatter.section("Formats"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in FORMATS.items()])
+
+
+@click.command(
+    "export",
+    cls=_Help,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="""Write the rollouts of a run in the form that another program reads.
+
+    \b
+      palaestra export RUN --to openai
+      palaestra export RUN --to rows --out rows.jsonl     # exact tokens, for a trainer
+      palaestra export RUN --to table --out - | column -ts,
+
+    RUN is the folder that the run printed. Only its journal is read, also while the run goes on. The file lies in
+    RUN/exports unless --out says otherwise; one that is there already is kept and the new one numbered. The path goes
+    to stdout; what is not in the file, and why, to stderr.
+    """,
+)
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--to", "name", metavar="FORMAT", default="", help="One of the formats, or package.module:Class.")
+@click.option("--out", type=click.Path(path_type=Path, allow_dash=True), help="The file; - for stdout.")
+@click.option(
+    "--scored-only/--all",
+    "scored_only",
+    default=None,
+    help="Rollouts with a reward, or also those without. [default: scored only where the format is for training]",
+)
+@click.option("--placeholders", is_flag=True, help="rows: also tokens that no engine sampled; they train nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Say what came of it as JSON.")
+def command(
+    run: Path, name: str, out: Path | None, scored_only: bool | None, placeholders: bool, as_json: bool
+) -> None:
+    from palaestra.rollouts.export.formats import exporter_named
+    from palaestra.rollouts.export.recording import open_recording
+
+    exporter = exporter_named(name)
+    recording = open_recording(run)
+    everything = exporter.everything if scored_only is None else not scored_only
+    meta = replace(recording.meta, everything=everything, placeholders=placeholders)
+    path = out or recording.path.parent / "exports" / f"{exporter.name}{exporter.ending}"
+    with _opened(path) as (target, file), _progress(recording) as groups:
+        report = exporter.export(groups, file, meta)
+    _say(exporter, report, target, recording, as_json)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[Path | None, IO[bytes]]]:
+    """The file to write, and its path once it is whole: claimed at once, filled beside it, put there at the end."""
+    from palaestra.core.errors import ConfigError
+    from palaestra.rollouts.export.atropos import claim_path
+
+    if str(path) == "-":
+        yield None, sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    try:
+        target = claim_path(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from error
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with unfinished.open("wb") as file:
+            yield target, file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(target)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _progress(recording: Recording) -> Iterator[Iterable[Group]]:
+    """The groups, with a bar on stderr where somebody is looking."""
+    if not sys.stderr.isatty():
+        yield recording.groups()
+        return
+    with click.progressbar(recording.groups(), length=recording.finished, label="groups", file=sys.stderr) as groups:
+        yield groups
+
+
+def _say(exporter: Exporter, report: ExportReport, path: Path | None, recording: Recording, as_json: bool) -> None:
+    """The path, or the report, on stdout, unless the export itself went there; the summary on stderr."""
+    from palaestra.rollouts.export.base import UNSCORED
+
+    facts = report.to_dict() | {"format": exporter.name, "path": str(path) if path else None}
+    facts["unfinished_groups"] = recording.unfinished
+    lines = [f"{exporter.name}: {report.records} records from {report.rollouts} rollouts"]
+    lines += [f"  left out  {count:>6}  {reason}" for reason, count in (+report.left_out).most_common()]
+    lines += [f"  remark    {count:>6}  {remark}" for remark, count in (+report.remarks).most_common()]
+    unscored = report.left_out[UNSCORED]
+    if recording.unfinished:
+        lines.append(f"  {recording.unfinished} groups had not ended and are not in it")
+    if not report.records:
+        lines.append("  there is nothing in it" + (": --all takes rollouts without a reward" if unscored else ""))
+    click.echo("\n".join(lines), err=True)
+    if as_json:
+        click.echo(json.dumps(facts), err=path is None)
+    elif path is not None:
+        click.echo(path)

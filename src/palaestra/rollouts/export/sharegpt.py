@@ -1,0 +1,183 @@
+"""The format `sharegpt`: turns of `from` and `value`, with tools, calls and results as tagged text, in Hermes form.
+
+Source: the function-calling data sets of the Hermes models. Turns alternate strictly: at most one `system`, then
+`human`, `gpt`, and after a `gpt` with calls one `tool` turn with all its results, up to a last `gpt`. Bodies of tags
+are JSON (some published rows have Python literals, which readers of tool calls do not take). Not for tokens.
+
+It keeps: a conversation is written so that it can be read back, and what this form has no room for is said in the
+report. Ids of calls are not part of it: results stand in the order of their calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import IO
+
+from palaestra.core.types import JSON
+from palaestra.rollouts.export.atropos import encode_line
+from palaestra.rollouts.export.base import ExportMeta, ExportReport
+from palaestra.rollouts.export.openai import facts, remarks_on
+from palaestra.rollouts.export.speech import Call, Said, heard
+from palaestra.rollouts.trajectory import Group
+
+_TOOLS_TEXT = """\
+You can call functions. Their signatures, as JSON schemas, stand between <tools> tags:
+<tools>
+{tools}
+</tools>
+To call one, write a JSON object with its name and its arguments between <tool_call> tags, one pair of tags per call:
+<tool_call>
+{{"name": "function-name", "arguments": {{"argument": "value"}}}}
+</tool_call>
+What they return comes back between <tool_response> tags."""
+
+NOT_TEXT = "without the parts of a message that are no text"
+
+
+class Unfit(ValueError):
+    """The conversation cannot be told in alternating turns; the message says why."""
+
+
+class ShareGPTExporter:
+    """`{"conversations": [{"from", "value"}], "tools": JSON text, "id", "task_id", "reward", …}` per line."""
+
+    name = "sharegpt"
+    ending = ".jsonl"
+    everything = False
+
+    def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
+        """Write the lines. A conversation that is `Unfit` is left out and counted."""
+        report = ExportReport()
+        for group in groups:
+            for trajectory in report.chosen(group, meta):
+                conversation = heard(trajectory.messages)
+                try:
+                    turns, remarks = alternating(conversation, group.tools)
+                except Unfit as unfit:
+                    report.left_out[str(unfit)] += 1
+                    continue
+                line = {"conversations": turns, "tools": _json(group.tools)} | facts(trajectory, meta)
+                out.write(encode_line(line))
+                report.wrote([*remarks, *remarks_on(conversation)])
+        return report
+
+
+def alternating(
+    conversation: Sequence[Said], tools: Sequence[Mapping[str, JSON]]
+) -> tuple[list[dict[str, str]], set[str]]:
+    """The turns, and what had to give for them to alternate. Raises `Unfit`."""
+    turns = _Turns()
+    for message in conversation:
+        turns.take(message)
+    turns.end()
+    if tools:
+        told = _TOOLS_TEXT.format(tools=_json(list(tools)))
+        turns.system.append(told)
+    opening = [{"from": "system", "value": "\n\n".join(turns.system)}] if turns.system else []
+    return [*opening, *turns.turns], turns.remarks
+
+
+class _Turns:
+    """The turns so far. `_open` are the calls of the last turn, `_results` what came back for them by call id."""
+
+    def __init__(self) -> None:
+        self.system: list[str] = []
+        self.turns: list[dict[str, str]] = []
+        self.remarks: set[str] = set()
+        self._open: list[Call] = []
+        self._results: list[Said] = []
+
+    def take(self, message: Said) -> None:
+        """Add one message."""
+        if not message.only_text:
+            self.remarks.add(NOT_TEXT)
+        self.remarks |= {f"without the message field {key!r}" for key in message.rest if key != "role"}
+        if message.role == "tool":
+            self._result(message)
+            return
+        self._answer()
+        if message.role == "system" and not self.turns:
+            self.system.append(message.text)
+        elif message.role in ("user", "system"):
+            self._human(message)
+        elif message.role == "assistant":
+            self._gpt(message)
+        else:
+            raise Unfit(f"has a message of the role {message.role!r}")
+
+    def end(self) -> None:
+        """Close the last turn. What no reply follows teaches nothing, and readers count turns in pairs."""
+        self._answer()
+        while self.turns and self.turns[-1]["from"] != "gpt":
+            self.turns.pop()
+            self.remarks.add("without what stands after the last reply")
+        if not self.turns:
+            raise Unfit("has no reply of the model")
+
+    def _human(self, message: Said) -> None:
+        if message.role == "system":
+            self.remarks.add("a later system message is told as the human's")
+        last = self.turns[-1]["from"] if self.turns else ""
+        if last in ("human", "tool"):
+            self.remarks.add(f"a human message is joined to the {last} turn before it")
+            self.turns[-1]["value"] += f"\n\n{message.text}"
+        else:
+            self._add("human", message.text)
+
+    def _gpt(self, message: Said) -> None:
+        if not self.turns:
+            raise Unfit("begins with the model, not with a human")
+        self._open = list(message.calls)
+        if self.turns[-1]["from"] == "gpt":
+            self.remarks.add("replies without anything between them are joined")
+            self.turns[-1]["value"] += f"\n\n{_spoken(message)}"
+        else:
+            self._add("gpt", _spoken(message))
+        if "<tool_call>" in message.text:
+            self.remarks.add("has text that reads as a call")
+
+    def _result(self, message: Said) -> None:
+        if not self._open:
+            raise Unfit("has a tool result without a call")
+        self._results.append(message)
+
+    def _answer(self) -> None:
+        """Write the results of the last calls as one turn, in the order of the calls."""
+        if self._results:
+            order = {call.id: place for place, call in reversed(list(enumerate(self._open)))}
+            self._results.sort(key=lambda result: order.get(result.call_id, len(order)))
+            names = {call.id: call.name for call in self._open}
+            self._add("tool", "\n".join(_returned(result, names) for result in self._results))
+        self._open, self._results = [], []
+
+    def _add(self, speaker: str, value: str) -> None:
+        self.turns.append({"from": speaker, "value": value})
+
+
+def _spoken(message: Said) -> str:
+    """A reply as the model would have written it: thinking, text, calls."""
+    parts = [f"<think>\n{message.reasoning}\n</think>"] if message.reasoning else []
+    parts += [message.text] if message.text else []
+    parts += [_tagged("tool_call", {"name": call.name, "arguments": _arguments(call)}) for call in message.calls]
+    return "\n".join(parts)
+
+
+def _arguments(call: Call) -> JSON:
+    """The arguments as an object; text that is none stays text, so that nobody takes it for well-formed."""
+    parsed = call.parsed()
+    return call.arguments if parsed is None else parsed
+
+
+def _returned(result: Said, names: Mapping[str, str]) -> str:
+    name = result.name or names.get(result.call_id, "")
+    return _tagged("tool_response", {"name": name, "content": result.text})
+
+
+def _tagged(tag: str, body: JSON) -> str:
+    """The JSON between tags. A closing tag inside it is escaped, as JSON allows: no reader stops too early."""
+    return f"<{tag}>\n{_json(body).replace('</tool', chr(92) + 'u003c/tool')}\n</{tag}>"
+
+
+def _json(value: JSON) -> str:
+    return json.dumps(value, ensure_ascii=False)

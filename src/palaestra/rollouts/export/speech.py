@@ -1,0 +1,155 @@
+"""Messages in the OpenAI shape, read once for every format that is made from conversations.
+
+Not for a reader's page (`conversation`), and not a check: whatever shape a model, a tool or a data set left is read as
+well as it can be. It keeps: the text of arguments, of replies and of results is as it was recorded, and a field of a
+message that has no place in `Said` is in its `rest`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from palaestra.core.types import JSON, Message
+
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_TAKEN = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
+_ROLES = {"developer": "system", "function": "tool"}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One tool call. `arguments` is the text as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def parsed(self) -> dict[str, JSON] | None:
+        """The arguments as an object; None when the text is none. No text at all stands for no arguments."""
+        return parsed_object(self.arguments) if self.arguments.strip() else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One message. `role` is system, user, assistant or tool; `content` is text or a list of parts."""
+
+    role: str
+    content: str | list[JSON]
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+    call_id: str = ""
+    name: str = ""
+    rest: Mapping[str, JSON] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The text of the content; a part that is no text is named in brackets."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part_text(part) or f"[{part_kind(part)}]" for part in self.content)
+
+    @property
+    def only_text(self) -> bool:
+        """Whether `text` is the whole content."""
+        return isinstance(self.content, str) or all(part_text(part) is not None for part in self.content)
+
+
+def heard(messages: Sequence[Message]) -> list[Said]:
+    """All messages, in order."""
+    return [said(message) for message in messages]
+
+
+def said(message: Message) -> Said:
+    """One message."""
+    role = str(message.get("role") or "")
+    thought = next((key for key in _REASONING_KEYS if isinstance(message.get(key), str) and message[key]), "")
+    rest = {key: value for key, value in message.items() if key not in _TAKEN and key != thought and value}
+    if role in _ROLES:
+        rest["role"] = role
+    return Said(
+        role=_ROLES.get(role, role),
+        content=_content(message.get("content")),
+        reasoning=message[thought] if thought else "",
+        calls=tuple(_call(call) for call in message.get("tool_calls") or ()),
+        call_id=str(message.get("tool_call_id") or ""),
+        name=str(message.get("name") or ""),
+        rest=rest,
+    )
+
+
+def parsed_object(text: str) -> dict[str, JSON] | None:
+    """The JSON object that the text is, or None."""
+    try:
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def part_text(part: JSON) -> str | None:
+    """The text of a part of a content; None where it is something else."""
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+    return text if isinstance(text, str) else None
+
+
+def part_kind(part: JSON) -> str:
+    """What kind of part it says it is."""
+    return str(part.get("type") if isinstance(part, Mapping) else type(part).__name__)[:40]
+
+
+def own_turns(heard: Sequence[Said], turns: int) -> list[int | None]:
+    """For each message the number of the turn (from 1) in which the model said it; None for all others.
+
+    The last `turns` assistant messages are the model's own; earlier ones were part of the prompt.
+    """
+    first = sum(message.role == "assistant" for message in heard) - turns
+    numbers: list[int | None] = []
+    count = 0
+    for message in heard:
+        count += message.role == "assistant"
+        numbers.append(count - first if message.role == "assistant" and count > first else None)
+    return numbers
+
+
+def unanswered(heard: Sequence[Said]) -> bool:
+    """Whether a call has no result before the model speaks again, or at all."""
+    open_ids: set[str] = set()
+    for message in heard:
+        if message.role == "tool":
+            open_ids.discard(message.call_id)
+        elif open_ids:
+            return True
+        open_ids |= {call.id for call in message.calls}
+    return bool(open_ids)
+
+
+def _content(content: JSON) -> str | list[JSON]:
+    if content is None:
+        return ""
+    return content if isinstance(content, (str, list)) else json.dumps(content, ensure_ascii=False)
+
+
+def _call(call: JSON) -> Call:
+    """A call of any shape; arguments that came as an object become its text."""
+    call = call if isinstance(call, Mapping) else {}
+    function = call.get("function")
+    function = function if isinstance(function, Mapping) else call
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = "" if arguments is None else json.dumps(arguments, ensure_ascii=False)
+    return Call(str(call.get("id") or ""), str(function.get("name") or ""), arguments)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    """A number that JSON can write again."""
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"{text} is too large a number")
+    return value

@@ -1,0 +1,114 @@
+"""The formats `table` and `markdown`: one line per task with its rewards and outcomes, for spreadsheets and pages.
+
+Not an evaluation: there are no intervals and no estimates here, only what happened. It keeps: a mean is over scored
+rollouts only, and how many there were stands beside it, so that a failed sandbox never looks like a failed agent.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import IO
+
+from palaestra.rollouts.export.base import ExportMeta, ExportReport
+from palaestra.rollouts.export.printable import printable
+from palaestra.rollouts.trajectory import Group
+
+COLUMNS = ("task", "rollouts", "scored", "mean", "best", "rewards", "outcomes", "error")
+_ERROR_CHARS = 200
+
+
+@dataclass(slots=True)
+class _Line:
+    """One line; `rewards` and `outcomes` of all its rollouts. The total has no list of rewards."""
+
+    task: str
+    rewards: list[float]
+    outcomes: Counter[str]
+    error: str = ""
+    total: bool = False
+
+    def cells(self) -> list[str]:
+        """The line as texts, in the order of `COLUMNS`."""
+        return [
+            self.task,
+            str(self.outcomes.total()),
+            str(len(self.rewards)),
+            _number(math.fsum(self.rewards) / len(self.rewards)) if self.rewards else "",
+            _number(max(self.rewards)) if self.rewards else "",
+            "" if self.total else " ".join(map(_number, self.rewards)),
+            " ".join(f"{name}:{count}" for name, count in self.outcomes.most_common()),
+            self.error,
+        ]
+
+
+class TableExporter:
+    """Comma-separated values with a header line, and a last line `TOTAL` over all rollouts."""
+
+    name = "table"
+    ending = ".csv"
+    everything = True
+
+    def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
+        """Write the table."""
+        report = ExportReport()
+        text = io.TextIOWrapper(out, encoding="utf-8", errors="backslashreplace", newline="", write_through=True)
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(line.cells() for line in _lines(groups, meta, report))
+        text.detach()
+        return report
+
+
+class MarkdownExporter:
+    """The table in Markdown."""
+
+    name = "markdown"
+    ending = ".md"
+    everything = True
+
+    def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
+        """Write the table."""
+        report = ExportReport()
+        right = ("rollouts", "scored", "mean", "best")
+        rules = ["---:" if column in right else "---" for column in COLUMNS]
+        for cells in [COLUMNS, rules, *(map(_cell, line.cells()) for line in _lines(groups, meta, report))]:
+            out.write(f"| {' | '.join(cells)} |\n".encode(errors="backslashreplace"))
+        return report
+
+
+def _lines(groups: Iterable[Group], meta: ExportMeta, report: ExportReport) -> Iterator[_Line]:
+    total = _Line("TOTAL", [], Counter(), total=True)
+    for group in groups:
+        chosen = list(report.chosen(group, meta))
+        errors = [group.error, *(trajectory.error for trajectory in chosen if not trajectory.scored)]
+        line = _Line(
+            task=group.task_id,
+            rewards=[trajectory.reward for trajectory in chosen if trajectory.reward is not None],
+            outcomes=Counter(trajectory.outcome.value for trajectory in chosen),
+            error=_short(next(filter(None, errors), "")),
+        )
+        total.rewards += line.rewards
+        total.outcomes += line.outcomes
+        report.records += 1
+        report.rollouts += len(chosen)
+        yield line
+    yield total
+
+
+def _number(value: float) -> str:
+    """Six significant digits, and no exponent for what people score with."""
+    return f"{value:.6g}"
+
+
+def _short(error: str) -> str:
+    line = printable(error.strip().partition("\n")[0])
+    return line if len(line) <= _ERROR_CHARS else line[: _ERROR_CHARS - 1] + "…"
+
+
+def _cell(text: str) -> str:
+    return printable(text).replace("\n", " ").replace("\\", "\\\\").replace("|", "\\|")
