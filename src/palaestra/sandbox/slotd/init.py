@@ -18,7 +18,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -27,7 +27,10 @@ from .orders import Kind, Order, Report
 
 CONTROL = 3
 
-_SPAWN_SIGNALS = (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Start = Callable[[orders.Spawn, list[int]], int]
+"""Starts a command with the descriptors of its order, and returns its pid."""
+
+SPAWN_SIGNALS = (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EXIT_NOT_FOUND, _EXIT_NOT_EXECUTABLE = 127, 126
 
 
@@ -61,11 +64,11 @@ def run(plan: Plan, control: socket.socket) -> NoReturn:
             _confine(plan)
             syscalls.close_from(root + 1)
         except BaseException as error:
-            _send(channel, Report(Kind.FAILED, value=getattr(error, "errno", None) or 0, text=str(error)))
+            send(channel, Report(Kind.FAILED, value=getattr(error, "errno", None) or 0, text=str(error)))
             raise
         socket.send_fds(channel, [orders.encode_report(Report(Kind.READY))], [root])
         os.close(root)
-        _Init(channel).serve()
+        Init(channel).serve()
         status = 0
     finally:
         os._exit(status)
@@ -106,8 +109,9 @@ def _confine(plan: Plan) -> None:
         os.setgroups([])
         os.setresgid(0, 0, 0)
         os.setresuid(0, 0, 0)
-        if plan.processes is not None:
-            namespaces.enter_single_namespace(0, 0)  # processes are counted per user and namespace
+        if plan.processes is not None:  # they are counted per user and namespace, so the slot needs its own
+            syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # the change of user has closed its own /proc entries to it
+            namespaces.enter_single_namespace(0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for limit, value in (
         (resource.RLIMIT_NOFILE, plan.open_files),
@@ -124,11 +128,13 @@ def _confine(plan: Plan) -> None:
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
 
 
-class _Init:
-    """The control loop: messages in, processes out."""
+class Init:
+    """The control loop: messages in, processes out. How a process is started and a slot emptied can be replaced."""
 
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
+    def __init__(
+        self, channel: socket.socket, start: Start | None = None, kill_slot: Callable[[], None] | None = None
+    ) -> None:
+        self._channel, self._start, self._kill_slot = channel, start or _start, kill_slot
         self._commands: dict[int, killing.Command] = {}
         self._names: dict[int, int] = {}
 
@@ -169,13 +175,8 @@ class _Init:
     def _spawn(self, spawn: orders.Spawn, fds: list[int]) -> None:
         said: Report | None = None
         try:
-            os.chdir(spawn.cwd)
-            path = _find(spawn.argv[0], spawn.env)
-            actions = _terminal(spawn, fds) + [(os.POSIX_SPAWN_DUP2, fds[i], target) for i, target in spawn.places]
             started = time.clock_gettime(time.CLOCK_BOOTTIME)
-            pid = os.posix_spawn(
-                path, spawn.argv, spawn.env, file_actions=actions, setsid=True, setsigmask=(), setsigdef=_SPAWN_SIGNALS
-            )
+            pid = self._start(spawn, fds)
             self._commands[pid] = killing.Command(pid, killing.ticks(started))
             self._names[pid] = spawn.command
             if spawn.announce:
@@ -183,12 +184,10 @@ class _Init:
         except OSError as error:
             said = Report(Kind.NOT_STARTED, spawn.command, error.errno or 0, error.filename == spawn.cwd)
         finally:
-            with contextlib.suppress(OSError):  # a root that the slot may not enter fails its commands, not init
-                os.chdir("/")
             for fd in fds:
                 os.close(fd)
         if said is not None:
-            _send(self._channel, said)
+            send(self._channel, said)
 
     def _signal(self, name: int, number: int) -> None:
         """Send a signal to the group that a command leads."""
@@ -204,9 +203,9 @@ class _Init:
             if known == name:
                 others = [command for command in self._commands.values() if command.pid != pid]
                 command = killing.Command(pid, since or self._commands[pid].started)
-                swept = killing.kill_tree(command, others, self._reap, spare)
+                swept = killing.kill_tree(command, others, self._reap, spare, self._kill_slot)
         self._reap()
-        _send(self._channel, Report(Kind.KILLED, name, flag=swept))
+        send(self._channel, Report(Kind.KILLED, name, flag=swept))
 
     def _reap(self) -> None:
         while True:
@@ -219,7 +218,21 @@ class _Init:
             if pid in self._commands:
                 del self._commands[pid]
                 code, cpu_s = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
-                _send(self._channel, Report(Kind.EXIT, self._names.pop(pid), code, False, cpu_s, usage.ru_maxrss << 10))
+                send(self._channel, Report(Kind.EXIT, self._names.pop(pid), code, False, cpu_s, usage.ru_maxrss << 10))
+
+
+def _start(spawn: orders.Spawn, fds: list[int]) -> int:
+    """The pid of a new process. Raises OSError; its `filename` is the directory's where that is what failed."""
+    try:
+        os.chdir(spawn.cwd)
+        path = find(spawn.argv[0], spawn.env)
+        actions = _terminal(spawn, fds) + [(os.POSIX_SPAWN_DUP2, fds[i], target) for i, target in spawn.places]
+        return os.posix_spawn(
+            path, spawn.argv, spawn.env, file_actions=actions, setsid=True, setsigmask=(), setsigdef=SPAWN_SIGNALS
+        )
+    finally:
+        with contextlib.suppress(OSError):  # a root that the slot may not enter fails its commands, not init
+            os.chdir("/")
 
 
 def _terminal(spawn: orders.Spawn, fds: list[int]) -> list[tuple[int, int, str, int, int]]:
@@ -229,7 +242,7 @@ def _terminal(spawn: orders.Spawn, fds: list[int]) -> list[tuple[int, int, str, 
     return [(os.POSIX_SPAWN_OPEN, 0, os.ttyname(fds[spawn.places[0][0]]), os.O_RDWR, 0)]
 
 
-def _find(program: str, env: Mapping[str, str]) -> str:
+def find(program: str, env: Mapping[str, str]) -> str:
     """The path of a program, looked up as a shell would. Raises OSError when there is none that can be run."""
     if "/" in program:
         return program
@@ -242,6 +255,6 @@ def _find(program: str, env: Mapping[str, str]) -> str:
     raise OSError(errno.EACCES if denied else errno.ENOENT, "cannot run", program)
 
 
-def _send(channel: socket.socket, report: Report) -> None:
+def send(channel: socket.socket, report: Report) -> None:
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         channel.send(orders.encode_report(report))

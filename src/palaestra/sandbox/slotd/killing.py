@@ -47,7 +47,19 @@ def ticks(seconds_since_boot: float) -> int:
     return int(seconds_since_boot * _TICK)
 
 
-def kill_tree(command: Command, others: Sequence[Command], reap: Callable[[], None], spare: bool = False) -> bool:
+def kill_everything() -> None:
+    """Kill all that this process may signal, itself left out: in a process namespace, the whole slot but its init."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+
+
+def kill_tree(
+    command: Command,
+    others: Sequence[Command],
+    reap: Callable[[], None],
+    spare: bool = False,
+    kill_slot: Callable[[], None] | None = None,
+) -> bool:
     """Kill until nothing of the command lives. True when only killing the whole slot's processes could do it.
 
     With `spare` the main process lives on, and so does what is older than `command.started`.
@@ -55,7 +67,7 @@ def kill_tree(command: Command, others: Sequence[Command], reap: Callable[[], No
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         table = processes()
-        victims = tree(table, command, others)
+        victims = tree(table, command, others, os.getpid())
         if spare:
             old = {process.pid for process in table if process.started < command.started}
             victims -= old | {command.pid}
@@ -68,13 +80,12 @@ def kill_tree(command: Command, others: Sequence[Command], reap: Callable[[], No
         if not any(not process.zombie for process in processes() if process.pid in victims):
             continue
         time.sleep(0.0005)  # the killed are still being torn down
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)
+    (kill_slot or kill_everything)()
     return True
 
 
-def tree(table: Sequence[Process], command: Command, others: Sequence[Command]) -> set[int]:
-    """The living processes of the table that belong to the command."""
+def tree(table: Sequence[Process], command: Command, others: Sequence[Command], init: int = 1) -> set[int]:
+    """The living processes of the table that belong to the command; orphans are the children of `init`."""
     mains = {other.pid for other in others}
     living = [process for process in table if not process.zombie]
     members = {command.pid}
@@ -84,7 +95,7 @@ def tree(table: Sequence[Process], command: Command, others: Sequence[Command]) 
             members.add(process.pid)
         elif process.session in mains:
             foreign.add(process.pid)
-        elif process.parent == 1 and process.pid not in mains:
+        elif process.parent == init and process.pid not in mains:
             younger = (process.started, process.pid) > (command.started, command.pid)
             (members if younger else foreign).add(process.pid)
     parents = {process.pid: process.parent for process in living}
@@ -97,13 +108,26 @@ def tree(table: Sequence[Process], command: Command, others: Sequence[Command]) 
 
 
 def processes() -> list[Process]:
-    """The slot's process table, init left out."""
-    table = []
+    """The slot's process table, init left out: all that this process sees where it is pid 1, else its descendants."""
+    own, table = os.getpid(), []
     for name in os.listdir("/proc"):
-        if name.isdigit() and name != "1":
+        if name.isdigit() and name != str(own):
             with contextlib.suppress(OSError):
                 table.append(_read(int(name)))
-    return table
+    return table if own == 1 else descendants(own, table)
+
+
+def descendants(pid: int, table: Sequence[Process]) -> list[Process]:
+    """The processes of a table below one."""
+    children: dict[int, list[Process]] = {}
+    for process in table:
+        children.setdefault(process.parent, []).append(process)
+    found, pending = [], [pid]
+    while pending:
+        below = children.get(pending.pop(), [])
+        found += below
+        pending += [process.pid for process in below]
+    return found
 
 
 def _read(pid: int) -> Process:

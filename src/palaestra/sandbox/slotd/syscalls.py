@@ -33,6 +33,7 @@ _OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH = 1, 4
 _MOUNT_ATTR_IDMAP = 0x100000
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_SECCOMP = 1, 4, 15, 22
+PR_SET_CHILD_SUBREAPER = 36
 PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 24, 38, 47
 
 
@@ -41,6 +42,17 @@ def _check(result: int, what: str) -> int:
         errno = ctypes.get_errno()
         raise OSError(errno, f"{what}: {os.strerror(errno)}")
     return result
+
+
+def raw(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
+    """A system call by its number; negative where it failed (see `checked`)."""
+    wide = (ctypes.c_long(value) if isinstance(value, int) else value for value in arguments)
+    return int(_libc.syscall(ctypes.c_long(number), *wide))
+
+
+def checked(result: int, what: str) -> int:
+    """The result of `raw`, called just now, or its OSError."""
+    return _check(result, what)
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:

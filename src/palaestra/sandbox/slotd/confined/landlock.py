@@ -1,0 +1,75 @@
+"""Landlock: what of the file system, of TCP and of other processes a slot without namespaces may reach.
+
+A process restricts itself and everything it starts, for good and without privilege. Rights are given per directory and
+hold for all below it; what is not given is denied. The numbers are those of the kernel's `linux/landlock.h`.
+
+What Landlock does not see, and the other means of this rung have to: permissions (users do that), UDP and other
+protocols (the system call filter), connecting to a socket that is a file, `stat` of any path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import struct
+from collections.abc import Iterable
+
+from .. import syscalls
+
+_CREATE, _ADD, _RESTRICT = 444, 445, 446
+_PATH_BENEATH, _VERSION = 1, 1
+
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG = 1, 2, 4, 8, 1 << 5, 1 << 8
+_MAKE_CHAR, _MAKE_BLOCK = 1 << 6, 1 << 11
+_REFER, _TRUNCATE, _IOCTL_DEVICE = 1 << 13, 1 << 14, 1 << 15
+_FIRST = (1 << 13) - 1
+_TCP, _ABSTRACT_SOCKETS_AND_SIGNALS = 3, 3
+
+READ = _EXECUTE | _READ_FILE | _READ_DIR
+WRITE = (READ | _FIRST | _REFER | _TRUNCATE) & ~(_MAKE_CHAR | _MAKE_BLOCK)
+DEVICE = _READ_FILE | _WRITE_FILE | _TRUNCATE | _IOCTL_DEVICE
+DROP = _READ_FILE | _WRITE_FILE | _MAKE_REG | _REMOVE_FILE | _TRUNCATE
+"""Files that are made and found by name, in a directory that cannot be listed."""
+
+_FOR_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEVICE
+
+MINIMUM, SCOPED = 2, 6
+"""The first version that lets files be moved between directories, and the first that keeps signals in."""
+
+
+def version() -> int:
+    """The interface version of this kernel; 0 where there is no Landlock, or a container forbids it."""
+    return max(0, syscalls.raw(_CREATE, None, 0, _VERSION))
+
+
+def restrict(rights: Iterable[tuple[str, int]], *, tcp: bool) -> None:
+    """Leave this process, for good, no more than `rights` (path, rights below it). A path that is missing is left out.
+
+    Without `tcp` it can neither listen nor connect, from version 4 on. From version 6 on it can signal, and reach over
+    abstract sockets, only processes that are restricted by this same call. Needs `no new privileges` to be set.
+    """
+    abi = version()
+    handled = _FIRST | _REFER | (_TRUNCATE if abi >= 3 else 0) | (_IOCTL_DEVICE if abi >= 5 else 0)
+    attributes = struct.pack("=QQQ", handled, 0 if tcp or abi < 4 else _TCP, _ABSTRACT_SOCKETS_AND_SIGNALS)
+    size = 24 if abi >= SCOPED else 16 if abi >= 4 else 8
+    ruleset = syscalls.checked(syscalls.raw(_CREATE, attributes, size, 0), "landlock_create_ruleset")
+    try:
+        for path, wanted in rights:
+            with contextlib.suppress(FileNotFoundError):
+                _allow(ruleset, path, wanted & handled)
+        syscalls.checked(syscalls.raw(_RESTRICT, ruleset, 0), "landlock_restrict_self")
+    finally:
+        os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        if not os.path.isdir(f"/proc/self/fd/{fd}"):
+            rights &= _FOR_FILES
+        rule = struct.pack("=Qi", rights, fd)
+        buffer = ctypes.create_string_buffer(rule, len(rule))
+        syscalls.checked(syscalls.raw(_ADD, ruleset, _PATH_BENEATH, buffer, 0), f"landlock_add_rule {path}")
+    finally:
+        os.close(fd)
