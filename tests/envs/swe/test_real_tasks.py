@@ -27,7 +27,7 @@ from palaestra.envs.swe.build.command import BuildOptions, build
 from palaestra.envs.swe.env import SweSmithOracleEnv, SweSmithOracleEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.journal import read_groups
-from palaestra.rollouts.trajectory import Trajectory
+from palaestra.rollouts.trajectory import Group, Trajectory
 
 pytestmark = [pytest.mark.network, pytest.mark.slots, pytest.mark.timeout(400), pytest.mark.xdist_group("real_tasks")]
 
@@ -70,17 +70,23 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built({row["instance_id"].rpartition(".")[2]: row for row in rows}, folder)
 
 
+def rolled_out(built: Built, folder: Path, tasks: Path, policy: str, *flags: str) -> list[Group]:
+    """Run the environment over a file of rows, one rollout each."""
+    settings = {"dataset_name": tasks, "group_size": 1, "cache_dir": built.cache, "max_failures": 100}
+    common = [f"--env.{name}={value}" for name, value in settings.items()]
+    line = CommandLine("test", SweSmithOracleEnvConfig, APIServerConfig, name="test")
+    groups = f"--env.data_path_to_save_groups={folder / 'g.jsonl'}"
+    parsed = line.parse(["process", "--policy", policy, *common, groups, *flags])
+    assert isinstance(parsed, Parsed)
+    report = asyncio.run(run(form_of(SweSmithOracleEnv), parsed, root=folder / "runs", stream=io.StringIO()))
+    return read_groups(report.journal)
+
+
 def play(built: Built, folder: Path, row: Row, policy: str) -> Trajectory:
     """Roll the row out once and return the trajectory."""
     tasks = folder / "task.jsonl"
     tasks.write_text(json.dumps(row) + "\n")
-    settings = {"dataset_name": tasks, "total_steps": 1, "group_size": 1, "cache_dir": built.cache}
-    flags = [f"--env.{name}={value}" for name, value in settings.items()]
-    line = CommandLine("test", SweSmithOracleEnvConfig, APIServerConfig, name="test")
-    parsed = line.parse(["process", "--policy", policy, *flags, f"--env.data_path_to_save_groups={folder / 'g.jsonl'}"])
-    assert isinstance(parsed, Parsed)
-    report = asyncio.run(run(form_of(SweSmithOracleEnv), parsed, root=folder / "runs", stream=io.StringIO()))
-    (group,) = read_groups(report.journal)
+    (group,) = rolled_out(built, folder, tasks, policy, "--env.total_steps=1")
     assert not group.error
     return group.trajectories[0]
 
@@ -156,3 +162,17 @@ def test_an_equivalent_fix_in_other_words_is_a_fix(built: Built, tmp_path: Path,
     assert reworded != released
     trajectory = patched(built, tmp_path, row, edits.between(file.path, buggy, reworded))
     assert trajectory.reward == 1.0, trajectory.detail
+
+
+def test_public_rows_install_the_repository_and_prove_themselves_first(built: Built, tmp_path: Path) -> None:
+    row, _ = built.pair("tinydb")
+    public = {key: value for key, value in row.items() if key not in ("install", "kind", "schema")}
+    tasks = tmp_path / "rows.jsonl"
+    broken = public | {"instance_id": "x.broken.1", "PASS_TO_PASS": [*row["PASS_TO_PASS"], "tests/test_utils.py::gone"]}
+    unnoticed = public | {"instance_id": "x.unnoticed.1", "FAIL_TO_PASS": row["PASS_TO_PASS"][:1]}
+    tasks.write_text("\n".join(map(json.dumps, (public, broken, unnoticed, {"instance_id": "no columns"}))) + "\n")
+    groups = {group.task_id: group for group in rolled_out(built, tmp_path, tasks, "oracle", "--env.total_steps=-1")}
+    assert groups[row["instance_id"]].trajectories[0].reward == 1.0
+    assert "must pass before and after" in groups["x.broken.1"].error
+    assert "pass with it in" in groups["x.unnoticed.1"].error
+    assert len(groups) == 3

@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.errors import ConfigError, PrepareError, TaskError
 from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
 from palaestra.envs.config import HermesAgentEnvConfig
 from palaestra.envs.contract import ContractEnvironment, numbers
@@ -52,6 +52,9 @@ REPOSITORY = WORKSPACE
 
 BUILT_IN = "built-in"
 """The data set that comes with the package: tasks made from real packages by its own manifest."""
+
+BASELINE = "/tmp/palaestra-baseline"  # noqa: S108  in the slot, outside what a layer keeps
+"""Where a public row's tests are tried out before its first rollout."""
 
 PATCH_BYTES = 100_000
 """How much of an agent's patch is kept in its record."""
@@ -168,7 +171,28 @@ class SweEnvironment(ContractEnvironment):
         return True
 
     async def prepare(self, task: Task, sandbox: Slot) -> None:
-        await prepare_repository(sandbox, self.repositories, task.data.row, REPOSITORY)
+        work: Work = task.data
+        await prepare_repository(sandbox, self.repositories, work.row, REPOSITORY)
+        if work.row.install.editable:
+            await self._baseline(work, sandbox)
+
+    async def _baseline(self, work: Work, sandbox: Slot) -> None:
+        """Run a public row's tests once before anybody worked on it: an environment that cannot run them, or a bug
+        that they do not notice, is the task's fault and must not look like an agent's. In a copy, which no layer keeps.
+        """
+        row = work.row
+        await sandbox.execute(["cp", "-r", REPOSITORY, BASELINE], cwd="/", timeout_s=300)
+        timeout_s = self.settings.test_timeout_s
+        run = await run_tests(sandbox, work.toolchain, BASELINE, row.node_ids, timeout_s=timeout_s)
+        passing, failing = run.passed(row.pass_to_pass), run.passed(row.fail_to_pass)
+        if passing < len(row.pass_to_pass):
+            total = len(row.pass_to_pass)
+            raise PrepareError(
+                f"{row.instance_id}: only {passing} of {total} tests that must pass before and after do so now; its "
+                f"environment is not the one it was made in:\n{run.output[-1500:]}"
+            )
+        if failing == len(row.fail_to_pass):
+            raise TaskError(f"{row.instance_id}: the tests that should show the bug pass with it in")
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         work: Work = rollout.task.data
