@@ -13,6 +13,7 @@ from typing import TypeVar
 from palaestra.core.types import JSON, Message
 from palaestra.inference.base import AssistantMessage
 from palaestra.inference.templates import History, TurnRenderer
+from palaestra.inference.templates.marks import StepKind
 from palaestra.inference.templates.messages import reasoning_of
 
 V = TypeVar("V")
@@ -25,7 +26,7 @@ _LATEST = 64
 class Thread:
     """One conversation. `seen` are the messages as the caller sent them, `shown` the same with replies as we gave them.
 
-    `busy` while a reply is being sampled; `turns` counts those of its segment.
+    `busy` while a reply is being sampled; `turns` counts those of its segment, `kinds` are the kinds of steps in it.
     """
 
     renderer: TurnRenderer
@@ -33,14 +34,14 @@ class Thread:
     seen: list[Message] = field(default_factory=list)
     shown: list[Message] = field(default_factory=list)
     reply: Message = field(default_factory=dict)
-    reasoning: bool = False
+    kinds: tuple[StepKind, ...] = ()
     turns: int = 0
     busy: bool = False
 
     @property
     def history(self) -> History:
         """The conversation as the renderer wants it."""
-        return History(prompt=self.shown, reply=self.reply, reasoning=self.reasoning, turn=self.turns)
+        return History(prompt=self.shown, reply=self.reply, kinds=self.kinds, turn=self.turns)
 
     def went_on(self, messages: Sequence[Message], reply: AssistantMessage) -> None:
         """A reply came to `messages`, which go on with this thread."""
@@ -49,7 +50,6 @@ class Thread:
         self.seen += fresh
         self.shown += [self.reply, *fresh[1:]] if known else fresh
         self.reply = _sent(reply)
-        self.reasoning = self.reasoning or bool(reply.reasoning_content)
         self.turns += 1
 
     def continued_by(self, messages: Sequence[Message]) -> bool:

@@ -28,6 +28,7 @@ from palaestra.inference.nodes import sequence_nodes
 from palaestra.inference.resuming import sample
 from palaestra.inference.said import Parser, Speech
 from palaestra.inference.templates import ChatFormat, TurnRenderer
+from palaestra.inference.templates.marks import StepKind
 
 HistoryMode: TypeAlias = Literal["template", "append"]
 """What to do when the template rewrites history (strips thinking, say): follow it and begin a segment, which is what a
@@ -46,9 +47,9 @@ class _Plan:
 
     thread: Thread
     delta: list[int]
+    kinds: tuple[StepKind, ...]
     begins: bool = False
     reason: Reason | None = None
-    reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +184,13 @@ class ManagedChat:
         if thread is None or self._declared is not None:
             opening = renderer.opening(messages)
             declared, self._declared = self._declared, None
-            return _Plan(Thread(renderer), opening.ids, True, declared, opening.reasoning)
+            return _Plan(Thread(renderer), opening.ids, opening.kinds, True, declared)
         new = messages[len(thread.seen) + 1 :]
         step = renderer.step(thread.history, new, self.ledger.last_token(thread.segment))
         if not step.rewrites or (self._history == "append" and step.ids):
-            return _Plan(thread, step.ids)
+            return _Plan(thread, step.ids, step.kinds)
         opening = renderer.opening(messages)
-        return _Plan(thread, opening.ids, True, Reason.TEMPLATE_REWRITE, opening.reasoning)
+        return _Plan(thread, opening.ids, opening.kinds, True, Reason.TEMPLATE_REWRITE)
 
     def _why(self, messages: Sequence[Message]) -> Reason:
         """The reason for a segment that the caller did not declare."""
@@ -208,9 +209,10 @@ class ManagedChat:
         thread = plan.thread
         if plan.begins:
             thread.segment = self.ledger.open(plan.reason or self._why(messages))
-            thread.reasoning, thread.turns = plan.reasoning, 0
+            thread.turns = 0
             if not thread.seen:
                 self._threads.add(thread)
+        thread.kinds = plan.kinds
         turn = self.ledger.append(thread.segment, plan.delta, pieces)
         ids = [number for piece in pieces for number in piece.sampled.ids]
         finish_reason = pieces[-1].sampled.finish_reason

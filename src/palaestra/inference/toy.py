@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
@@ -91,8 +91,9 @@ class Misspeller:
 class ToyEngine:
     """A token engine that gives `replies` in turn.
 
-    `ends` says whether the end-of-turn token is among the ids of a reply that stopped. With probability `abort_rate` a
-    request is aborted somewhere, and the policy version counts on; the request that continues it gets the rest.
+    `end` is the end-of-turn token after a reply, the tokenizer's own where None; `ends` says whether it is among the
+    ids of a reply that stopped. With probability `abort_rate` a request is aborted somewhere, and the policy version
+    counts on; the request that continues it gets the rest. `requests` and `sampled` count requests and tokens.
     """
 
     def __init__(
@@ -101,17 +102,18 @@ class ToyEngine:
         replies: Iterator[str],
         *,
         rate: float = 0.0,
+        end: Callable[[str], int] | None = None,
         ends: bool = True,
         abort_rate: float = 0.0,
         seed: int = 0,
         name: str = "toy",
     ) -> None:
         self.name = name
-        self.requests = 0
+        self.requests = self.sampled = 0
         self._replies = replies
         self._rng = random.Random(seed)
         self._misspeller = Misspeller(tokenizer, rate, self._rng)
-        self._end = tokenizer.stop_ids[0]
+        self._end = end or (lambda reply: tokenizer.stop_ids[0])
         self._ends = ends
         self._abort_rate = abort_rate
         self._version = 0
@@ -123,7 +125,8 @@ class ToyEngine:
         prompt = array("i", input_ids)
         rest = self._broken_off.pop(prompt.tobytes(), None)
         if rest is None:
-            rest = [*self._misspeller.encode(next(self._replies)), self._end]
+            reply = next(self._replies)
+            rest = [*self._misspeller.encode(reply), self._end(reply)]
         version, most = str(self._version), sampling.get("max_tokens") or len(rest)
         if self._rng.random() < self._abort_rate:
             given, finish = rest[: min(most, self._rng.randrange(len(rest)))], "abort"
@@ -133,6 +136,7 @@ class ToyEngine:
             given, finish = rest[:most], "length"
         else:
             given, finish = rest if self._ends else rest[:-1], "stop"
+        self.sampled += len(given)
         logprobs = [toy_logprob(number, len(prompt) + at) for at, number in enumerate(given)]
         return Sampled(ids=given, logprobs=logprobs, finish_reason=finish, policy_version=version)
 

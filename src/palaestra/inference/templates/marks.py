@@ -9,12 +9,26 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
 
 from palaestra.core.types import Message
+from palaestra.inference.templates.messages import reasoning_of
+
+_MOST_AFTER = 4
 
 _NONCE = "".join(chr(ord("a") + byte % 26) for byte in secrets.token_bytes(12))
 
-REASONING, CONTENT, ARGUMENT = f"Qr{_NONCE}", f"Qc{_NONCE}", f"Qa{_NONCE}"
+CONTENT = f"Qc{_NONCE}"
+"""The mark of a text."""
+
+_EARLIER, _LATEST = "E", "Q"
+
+CALL_ID = "call00000"
+"""An id that every family accepts: Mistral's wants nine letters or digits."""
+
+StepKind: TypeAlias = tuple[tuple[bool, bool, int], tuple[str, ...]]
+"""A reply's shape, and the roles of the messages that came after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,31 +45,70 @@ class Shape:
         return self.content, self.reasoning, min(len(self.calls), 2)
 
     def marks(self) -> list[str]:
-        """The marks that a faithful rendering shows, in no order."""
-        marks = [mark(ARGUMENT, number) for number in range(len(self.calls))]
+        """The marks that a faithful rendering of `message()` shows, in no order."""
+        marks = [_mark("a", number) for number in range(len(self.calls))]
         if self.content or not self.calls:
             marks.append(CONTENT)
-        return [*marks, REASONING] if self.reasoning else marks
+        return [*marks, _mark("r")] if self.reasoning else marks
 
-    def message(self) -> Message:
+    def message(self, stand: str = _LATEST) -> Message:
         """An assistant message of this shape, in the OpenAI shape with arguments as objects."""
-        message: Message = {"role": "assistant", "content": CONTENT if self.content or not self.calls else ""}
+        message: Message = {"role": "assistant", "content": ""}
+        if self.content or not self.calls:
+            message["content"] = _mark("c", stand=stand)
         if self.reasoning:
-            message["reasoning_content"] = REASONING
+            message["reasoning_content"] = _mark("r", stand=stand)
         if self.calls:
             message["tool_calls"] = [
-                {"id": call_id, "type": "function", "function": {"name": name, "arguments": {"x": mark(ARGUMENT, i)}}}
+                {
+                    "id": call_id,
+                    "type": "function",
+                    "function": {"name": name, "arguments": {"x": _mark("a", i, stand)}},
+                }
                 for i, (call_id, name) in enumerate(self.calls)
             ]
         return message
 
 
-def mark(kind: str, number: int) -> str:
-    """The `number`-th mark of a kind."""
-    return f"{kind}{number}z"
+def _mark(part: str, number: int | None = None, stand: str = _LATEST) -> str:
+    """The mark of a part of a message: content, reasoning, or the arguments of a call."""
+    return f"{stand}{part}{_NONCE}" + ("" if number is None else f"{number}z")
 
 
-def shape_of(message: Message, reasoning: bool) -> Shape:
+def shape_of(message: Message) -> Shape:
     """The shape of an assistant message."""
     calls = [(call.get("id", ""), call["function"]["name"]) for call in message.get("tool_calls") or ()]
-    return Shape(content=bool(message.get("content")), reasoning=reasoning, calls=calls)
+    return Shape(content=bool(message.get("content")), reasoning=bool(reasoning_of(message)), calls=calls)
+
+
+def step_kind(reply: Message, after: Sequence[Message]) -> StepKind:
+    """What kind of step a conversation took. Of many messages after a reply, the first few tell."""
+    return shape_of(reply).kind, tuple(str(message.get("role")) for message in after[:_MOST_AFTER])
+
+
+def step_kinds(messages: Sequence[Message]) -> tuple[StepKind, ...]:
+    """The kinds of steps in a conversation, each once, the latest last."""
+    kinds: tuple[StepKind, ...] = ()
+    replies = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
+    for number, following in pairwise([*replies, len(messages)]):
+        kinds = with_latest(kinds, step_kind(messages[number], messages[number + 1 : following]))
+    return kinds
+
+
+def with_latest(kinds: tuple[StepKind, ...], latest: StepKind) -> tuple[StepKind, ...]:
+    """The kinds with one more step: the latest last, the others in an order that does not depend on when they were."""
+    return (*sorted(kind for kind in kinds if kind != latest), latest)
+
+
+def stand_ins(kind: StepKind, tool: str) -> list[Message]:
+    """A step of this kind in few words: a reply and what came after it. Calls are of `tool`."""
+    (content, reasoning, calls), roles = kind
+    ids = [f"{CALL_ID[:-1]}{number}" for number in range(calls)]
+    shape = Shape(content, reasoning, [(call_id, tool) for call_id in ids])
+    after: list[Message] = []
+    for number, role in enumerate(roles):
+        message: Message = {"role": role, "content": "."}
+        if role == "tool":
+            message["tool_call_id"] = ids[min(number, len(ids) - 1)] if ids else CALL_ID
+        after.append(message)
+    return [shape.message(_EARLIER), *after]

@@ -17,13 +17,17 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
-def for_template(messages: Sequence[Message], reasoning_field: str | None) -> list[Message]:
-    """All of them. `reasoning_field` None writes thinking into the content, as families without a field do."""
+def for_template(messages: Sequence[Message], reasoning_field: str | None, *, joined: bool = False) -> list[Message]:
+    """All of them. `reasoning_field` None writes thinking into the content, as families without a field do. `joined`
+    writes what a call comes with into its thinking, for templates that refuse both at once.
+    """
     names: dict[str, str] = {}
     ready = []
     for message in messages:
         if message.get("role") == "assistant":
             message = assistant_message(message, reasoning_field)
+            if joined and reasoning_field in message and message["content"] and "tool_calls" in message:
+                message |= {reasoning_field: f"{message[reasoning_field]}\n\n{message['content']}", "content": ""}
             names.update({call.get("id", ""): call["function"]["name"] for call in message.get("tool_calls", ())})
         elif message.get("role") == "tool" and "name" not in message:
             name = names.get(message.get("tool_call_id", ""))

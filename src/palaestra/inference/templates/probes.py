@@ -13,12 +13,13 @@ from typing import Protocol
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.templates.marks import CONTENT, REASONING, Shape
+from palaestra.inference.templates.marks import CALL_ID, CONTENT, Shape
 from palaestra.inference.templates.messages import REASONING_FIELDS, THINK_OPEN, for_template
 from palaestra.inference.tokens import Tokenizer
 
 _USER: Message = {"role": "user", "content": "."}
-_RESULT = "Qt" + CONTENT
+_RESULT = "result" + CONTENT
+_REASONING = "thinking" + CONTENT
 
 
 class Render(Protocol):
@@ -31,12 +32,14 @@ class Render(Protocol):
 class Traits:
     """What was found out.
 
-    `reasoning_field` is where the template looks for thinking, None where it knows no field. `stop_ids` are the tokens
+    `reasoning_field` is where the template looks for thinking, None where it knows no field; `joined` says that it
+    refuses thinking and content together where there is a call. `stop_ids` are the tokens
     with which a model ends its turn. The template writes one of `closers` after a reply, as a part of it, or one of
     `openers`, which begin the next message, as GLM's do.
     """
 
     reasoning_field: str | None
+    joined: bool
     stop_ids: tuple[int, ...]
     closers: tuple[int, ...]
     openers: tuple[int, ...]
@@ -56,8 +59,10 @@ def probe(
     stops = [*stop_ids, *(number for number in known if isinstance(number, int)), *ends.closing, *ends.openers]
     if not stops:
         raise ConfigError("No token ends a turn of this chat template, as far as can be seen: pass stop_ids=.")
+    field_name = _reasoning_field(render, tools)
     return Traits(
-        reasoning_field=_reasoning_field(render, tools),
+        reasoning_field=field_name,
+        joined=bool(tools and field_name) and _refuses_both(render, field_name, tools),
         stop_ids=tuple(dict.fromkeys(stops)),
         closers=tuple(dict.fromkeys([*ends.closing, *ends.instead])),
         openers=tuple(dict.fromkeys(ends.openers)),
@@ -66,7 +71,7 @@ def probe(
 
 def _call(tools: Sequence[Mapping[str, JSON]]) -> Shape:
     name = _function(tools[0]).get("name", "f") if tools else "f"
-    return Shape(content=False, reasoning=False, calls=[("call00000", name)])
+    return Shape(content=False, reasoning=False, calls=[(CALL_ID, name)])
 
 
 def _function(tool: Mapping[str, JSON]) -> Mapping[str, JSON]:
@@ -86,7 +91,7 @@ def _check_tools(render: Render, tools: Sequence[Mapping[str, JSON]]) -> None:
                 "the prompt), so it could only guess. Use a template with tools, or run without tools."
             )
     message = _call(tools).message()
-    result: Message = {"role": "tool", "tool_call_id": "call00000", "content": _RESULT}
+    result: Message = {"role": "tool", "tool_call_id": CALL_ID, "content": _RESULT}
     try:
         shown = render(for_template([_USER, message, result], None))
     except ConfigError as error:
@@ -97,17 +102,25 @@ def _check_tools(render: Render, tools: Sequence[Mapping[str, JSON]]) -> None:
 
 def _reasoning_field(render: Render, tools: Sequence[Mapping[str, JSON]]) -> str | None:
     """The field whose thinking is shown at least somewhere."""
-    result: Message = {"role": "tool", "tool_call_id": "call00000", "name": "f", "content": "."}
-    plain: Message = {"role": "assistant", "content": CONTENT}
+    result: Message = {"role": "tool", "tool_call_id": CALL_ID, "name": "f", "content": "."}
+    plain: Message = {"role": "assistant", "content": "."}
     calling = for_template([_call(tools).message()], None)[0]
     for name in REASONING_FIELDS:
         for conversation in (
-            [_USER, {**plain, name: REASONING}],
-            [_USER, {**calling, name: REASONING}, result],
+            [_USER, {**plain, name: _REASONING}],
+            [_USER, {**calling, name: _REASONING}, result],
         ):
-            if any(REASONING in text for text in _tried(render, conversation)):
+            if any(_REASONING in text for text in _tried(render, conversation)):
                 return name
     return None
+
+
+def _refuses_both(render: Render, field_name: str | None, tools: Sequence[Mapping[str, JSON]]) -> bool:
+    """Whether a call may come with thinking, but not with thinking and content."""
+    result: Message = {"role": "tool", "tool_call_id": CALL_ID, "content": "."}
+    shapes = [Shape(content=content, reasoning=True, calls=_call(tools).calls) for content in (False, True)]
+    alone, both = (for_template([_USER, shape.message(), result], field_name) for shape in shapes)
+    return any(_tried(render, alone)) and not any(_tried(render, both))
 
 
 def _tried(render: Render, messages: list[Message]) -> Iterator[str]:
@@ -151,7 +164,7 @@ def _probed_shapes(tools: Sequence[Mapping[str, JSON]]) -> Iterator[tuple[Shape,
     yield Shape(content=True, reasoning=False), _USER
     if tools:
         call = _call(tools)
-        yield call, {"role": "tool", "tool_call_id": "call00000", "name": call.calls[0][1], "content": "."}
+        yield call, {"role": "tool", "tool_call_id": CALL_ID, "name": call.calls[0][1], "content": "."}
 
 
 def _closing(tokenizer: Tokenizer, alone: Sequence[Sequence[int]], shape: Shape) -> list[int]:

@@ -17,13 +17,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TypeAlias
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
 from palaestra.inference.templates.jinja import ChatTemplate, WrittenOnce
-from palaestra.inference.templates.marks import Shape, shape_of
-from palaestra.inference.templates.messages import for_template, reasoning_of
+from palaestra.inference.templates.marks import StepKind, shape_of, stand_ins, step_kind, step_kinds, with_latest
+from palaestra.inference.templates.messages import for_template
 from palaestra.inference.templates.probes import Traits, probe
 from palaestra.inference.tokens import Tokenizer
 
@@ -37,12 +38,12 @@ _MAX_HEAD = 4
 class History:
     """A conversation so far: the messages that the last reply was sampled after, the reply, how many turns there were.
 
-    `reasoning` says whether any sampled reply of the segment has thinking in it.
+    `kinds` are the kinds of its steps, which the caller keeps from `Opening` and `Step`.
     """
 
     prompt: Sequence[Message]
     reply: Message
-    reasoning: bool
+    kinds: tuple[StepKind, ...]
     turn: int
 
 
@@ -51,15 +52,16 @@ class Step:
     """What follows the last sampled token: `ids[D]`; `rewrites` says how the template changes history, if it does."""
 
     ids: list[int]
+    kinds: tuple[StepKind, ...]
     rewrites: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The prompt `ids[T]` of a segment's first turn, and whether there is thinking in it."""
+    """The prompt `ids[T]` of a segment's first turn."""
 
     ids: list[int]
-    reasoning: bool
+    kinds: tuple[StepKind, ...]
 
 
 _Measured: TypeAlias = tuple[str | None, str]
@@ -90,7 +92,7 @@ class TurnRenderer:
         self.traits: Traits = probe(self._render, tokenizer, self.tools, stop_ids)
         ends = (*self.traits.closers, *self.traits.openers)
         self._ends = [tokenizer.decode([number], skip_special_tokens=False) for number in ends]
-        self._heads: dict[tuple[str, ...], str] = {}
+        self._stand_ins: dict[object, tuple[list[Message], str]] = {}
         self._trusted: dict[object, bool] = {}
 
     @property
@@ -101,13 +103,11 @@ class TurnRenderer:
     def opening(self, messages: Sequence[Message]) -> Opening:
         """The prompt of a segment's first turn: everything rendered and encoded."""
         text = self._render(self._ready(messages))
-        thoughts = (reasoning_of(message).strip() for message in messages if message.get("role") == "assistant")
-        ids = list(self._tokenizer.encode(text, add_special_tokens=False))
-        return Opening(ids, any(thought and thought in text for thought in thoughts))
+        return Opening(list(self._tokenizer.encode(text, add_special_tokens=False)), step_kinds(messages))
 
     def thinks_at_once(self, messages: Sequence[Message]) -> bool:
         """Whether the prompt itself opens the thinking, so that a reply begins inside it."""
-        return self._before(self._stand_ins(messages)).rstrip().endswith(self.traits.think_open)
+        return self._stand_in(_head_roles(messages), ())[1].rstrip().endswith(self.traits.think_open)
 
     def step(self, history: History, new: Sequence[Message], last_token: int | None) -> Step:
         """What `new` messages and the prompt for a reply add after `last_token`.
@@ -115,50 +115,44 @@ class TurnRenderer:
         Raises `ConfigError` when the template refuses the conversation or shows nothing of it.
         """
         text, rewrites = self._measure(history, new)
+        kinds = with_latest(history.kinds, step_kind(history.reply, new))
         if text is None:
             if rewrites:
-                return Step([], rewrites)
+                return Step([], kinds, rewrites)
             raise ConfigError("The chat template shows nothing of an assistant's reply: the conversation cannot go on.")
         ids = list(self._tokenizer.encode(text, add_special_tokens=False))
         ended = bool(ids) and last_token in self.traits.stop_ids
         if ended and (ids[0] == last_token or ids[0] in self.traits.closers):
             del ids[0]  # the model has said it itself
-        return Step(ids, rewrites)
+        return Step(ids, kinds, rewrites)
 
     def _measure(self, history: History, new: Sequence[Message]) -> _Measured:
-        shape = shape_of(history.reply, history.reasoning)
-        head = self._stand_ins(history.prompt)
-        kind = (
-            tuple(message["role"] for message in head),
-            shape.kind,
-            tuple(message.get("role") for message in new[:_MAX_HEAD]),
-            len(new) > _MAX_HEAD,
-        )
-        trusted = self._trusted.get(kind)
+        roles = _head_roles(history.prompt)
+        case = roles, history.kinds, step_kind(history.reply, new)
+        trusted = self._trusted.get(case)
         if trusted is False:
             return self._in_full(history, new)
         try:
-            short = self._compare(head, shape, new, self._before(head))
+            head, before = self._stand_in(roles, history.kinds)
+            short = self._compare(head, history.reply, new, before)
         except ConfigError:  # the stand-in does not suit the template; the conversation itself may
-            self._trusted[kind] = False
+            self._trusted[case] = False
             return self._in_full(history, new)
         if trusted is None or history.turn & (history.turn - 1) == 0:
             full = self._in_full(history, new)
-            self._trusted[kind] = agree = full[0] == short[0] and bool(full[1]) == bool(short[1])
+            self._trusted[case] = agree = full[0] == short[0] and bool(full[1]) == bool(short[1])
             if trusted and not agree:
-                logger.warning(
-                    "The chat template depends on the whole conversation; it is rendered in full from now on."
-                )
+                logger.warning("The chat template depends on more than kinds of steps; it is now rendered in full.")
             return full
         return short
 
     def _in_full(self, history: History, new: Sequence[Message]) -> _Measured:
         """Measured on the conversation itself, in which only the last reply is marked."""
         head = self._ready(history.prompt)
-        shape = shape_of(history.reply, bool(reasoning_of(history.reply)))
-        return self._compare(head, shape, new, self._render(head))
+        return self._compare(head, history.reply, new, self._render(head))
 
-    def _compare(self, head: list[Message], shape: Shape, new: Sequence[Message], before: str) -> _Measured:
+    def _compare(self, head: list[Message], reply: Message, new: Sequence[Message], before: str) -> _Measured:
+        shape = shape_of(reply)
         ready = self._ready([shape.message(), *new])
         after = self._render([*head, *ready])
         rewrites = ""
@@ -176,25 +170,27 @@ class TurnRenderer:
         found = [at for end in self._ends if (at := after.find(end, said)) >= 0]
         return after[min(found, default=said) :]
 
-    def _stand_ins(self, prompt: Sequence[Message]) -> list[Message]:
-        """A short head with the roles of the real one: what stands before the first reply."""
-        head: list[Message] = []
-        for message in prompt[:_MAX_HEAD]:
-            if message.get("role") in ("assistant", "tool"):
-                break
-            head.append({"role": message.get("role", "user"), "content": _STAND_IN})
-        return head or [{"role": "user", "content": _STAND_IN}]
-
-    def _before(self, head: list[Message]) -> str:
-        roles = tuple(message["role"] for message in head)
-        if roles not in self._heads:
-            self._heads[roles] = self._render(head)
-        return self._heads[roles]
+    def _stand_in(self, roles: tuple[str, ...], kinds: tuple[StepKind, ...]) -> tuple[list[Message], str]:
+        """A short conversation: a head, and every kind of step that was taken, once. As messages and rendered."""
+        case = roles, kinds
+        if case not in self._stand_ins:
+            tool = self.tools[0].get("function", self.tools[0]).get("name", "f") if self.tools else "f"
+            messages = [{"role": role, "content": _STAND_IN} for role in roles]
+            messages += [message for kind in kinds for message in stand_ins(kind, tool)]
+            ready = self._ready(messages)
+            self._stand_ins[case] = ready, self._render(ready)
+        return self._stand_ins[case]
 
     def _ready(self, messages: Sequence[Message]) -> list[Message]:
-        return for_template(messages, self.traits.reasoning_field)
+        return for_template(messages, self.traits.reasoning_field, joined=self.traits.joined)
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         return self._template.render(
             messages, tools=self._written, add_generation_prompt=add_generation_prompt, **self.variables
         )
+
+
+def _head_roles(prompt: Sequence[Message]) -> tuple[str, ...]:
+    """The roles of the messages before the first reply."""
+    roles = [str(message.get("role")) for message in prompt[:_MAX_HEAD]]
+    return tuple(takewhile(lambda role: role not in ("assistant", "tool"), roles)) or ("user",)
