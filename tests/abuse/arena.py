@@ -1,0 +1,75 @@
+"""Where abuse happens: a hostile slot, a neighbour that must not notice, and the server that both stand on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from palaestra.core.types import Limits
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import ExecutionResult, Rung, Slot, SlotSpec
+
+SMALL = Limits(memory_bytes=96 << 20, pids=48, disk_bytes=32 << 20, open_files=64)
+"""What a hostile slot may use: enough for bash and Python, far too little for the machine to notice."""
+
+Case = Callable[[Slot], Awaitable[None]]
+
+
+class Ground:
+    """A backend on one rung that lives through many cases, on a loop of its own."""
+
+    def __init__(self, rung: Rung) -> None:
+        self.rung = rung
+        self.runner = asyncio.Runner()
+        self.backend = LocalBackend(rung=rung)
+
+    def close(self) -> None:
+        """End everything."""
+        self.runner.run(self.backend.aclose())
+        self.runner.close()
+
+
+@dataclass(frozen=True)
+class Arena:
+    """One case on one rung. `contained` says whether this rung promises to hold it."""
+
+    ground: Ground
+    contained: bool
+
+    @property
+    def backend(self) -> LocalBackend:
+        """What the slots come from."""
+        return self.ground.backend
+
+    def face(self, case: Case, **limits: int | float | None) -> None:
+        """Run a case in a hostile slot; then its neighbour and the server must be as they were."""
+        self.ground.runner.run(self._face(case, replace(SMALL, **limits)))  # type: ignore[arg-type]
+
+    async def _face(self, case: Case, limits: Limits) -> None:
+        server = self.backend.server_pid
+        neighbour = await self.backend.create(SlotSpec(), "neighbour")
+        started = await neighbour.execute("echo mine > kept; setsid sleep 1000 </dev/null >/dev/null 2>&1 &")
+        assert started.success
+        hostile = await self.backend.create(SlotSpec(limits=limits), "hostile")
+        try:
+            await case(hostile)
+            await self._assert_well(neighbour, server)
+        finally:
+            await self.backend.destroy(hostile)
+            await self._assert_well(neighbour, server)
+            await self.backend.destroy(neighbour)
+
+    async def _assert_well(self, neighbour: Slot, server: int) -> None:
+        """The neighbour has its files, its process and nobody else's; the server makes slots as before."""
+        seen = await neighbour.execute("cat kept; pgrep -c sleep; ls -A /tmp /dev/shm; : > probe && rm probe")
+        assert (seen.exit_code, seen.output) == (0, "mine\n1\n/dev/shm:\n\n/tmp:\n"), seen
+        assert self.backend.server_pid == server
+        another = await self.backend.create(SlotSpec(), "another")
+        assert (await another.execute("echo made")).output == "made\n"
+        await self.backend.destroy(another)
+
+
+async def python(slot: Slot, program: str, *, timeout_s: float = 30.0) -> ExecutionResult:
+    """Run a Python program in the slot."""
+    return await slot.execute(["python3", "-c", program], timeout_s=timeout_s)

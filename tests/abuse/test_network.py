@@ -1,0 +1,83 @@
+"""The network that is off: nothing answers, nothing is resolved, and no socket of the host's is in reach."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from abuse.arena import Arena, python
+from palaestra.sandbox.base import Slot, SlotSpec
+
+pytestmark = pytest.mark.slots
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[tuple[int, int, str]]:
+    """Something to reach on the host: a TCP and a UDP port of its loopback, and an abstract socket."""
+    name = f"abuse-{id(object())}"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
+        socket.socket(socket.AF_UNIX) as abstract,
+    ):
+        udp.bind(("127.0.0.1", 0))
+        udp.setblocking(False)
+        abstract.bind(f"\0{name}")
+        abstract.listen()
+        yield tcp.getsockname()[1], udp.getsockname()[1], name
+        with pytest.raises(BlockingIOError):
+            udp.recv(100)
+
+
+@pytest.mark.contained_on("full", "userns")
+def test_nothing_outside_is_reached(arena: Arena) -> None:
+    async def case(slot: Slot) -> None:
+        with listening() as (tcp, udp, name):
+            program = f"""
+import socket
+for family, address in ((2, ('127.0.0.1', {tcp})), (2, ('169.254.169.254', 80)), (2, ('8.8.8.8', 53)),
+                        (10, ('::1', {tcp})), (1, '\\0{name}')):
+    with socket.socket(family) as s:
+        s.settimeout(2)
+        try: s.connect(address); print('reached', address)
+        except OSError: pass
+with socket.socket(2, 2) as s:
+    for address in (('127.0.0.1', {udp}), ('169.254.169.254', 53), ('255.255.255.255', 67)):
+        try: s.sendto(b'x', address)
+        except OSError: pass
+try: print(socket.getaddrinfo('example.com', 80))
+except OSError: pass
+"""
+            assert (await python(slot, program)).output == ""
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns")
+def test_no_interface_can_be_made(arena: Arena) -> None:
+    async def case(slot: Slot) -> None:
+        for command in ("ip link add d type dummy", "ip addr add 10.0.0.1/8 dev lo", "ip route add default dev lo"):
+            assert not (await slot.execute(command)).success
+        raw = "import socket\nfor k in (3,):\n  try: socket.socket(2, k, 1); print('raw')\n  except OSError: pass"
+        assert (await python(slot, raw)).output == ""
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns")
+def test_names_of_sockets_are_not_shared_between_slots(arena: Arena) -> None:
+    bind = "import socket, sys; s = socket.socket(1); s.bind('\\0shared'); s.listen(); print('bound', flush=True)"
+
+    async def case(slot: Slot) -> None:
+        other = await arena.backend.create(SlotSpec(), "other")
+        for one in (slot, other):
+            started = await one.execute(
+                f'setsid python3 -c "{bind}; s.accept()" > log & until grep -q bound log; do :; done'
+            )
+            assert started.success
+        await arena.backend.destroy(other)
+
+    arena.face(case)

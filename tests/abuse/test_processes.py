@@ -1,0 +1,242 @@
+"""Processes: too many, too hungry, too clever to die."""
+
+from __future__ import annotations
+
+import pytest
+
+from abuse.arena import Arena, python
+from palaestra.core.errors import SlotLost
+from palaestra.sandbox.base import Slot, SlotSpec
+
+pytestmark = pytest.mark.slots
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_a_fork_bomb_stops_at_the_limit(arena: Arena) -> None:
+    bomb = """
+import os, time
+end = time.monotonic() + 1
+while time.monotonic() < end:
+    try: os.fork()
+    except OSError as error: os.write(1, f'{error.errno}\\n'.encode()); time.sleep(0.01)
+"""
+
+    async def case(slot: Slot) -> None:
+        result = await python(slot, bomb, timeout_s=5.0)
+        assert set(result.output.split()) == {"11"}
+        await slot.execute("kill -9 -1")
+        assert (await slot.execute("echo usable", timeout_s=10)).output == "usable\n"
+
+    arena.face(case, memory_bytes=1 << 30)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_threads_count_as_processes(arena: Arena) -> None:
+    threads = """
+import threading
+try:
+    for n in range(200): threading.Thread(target=threading.Event().wait, daemon=True).start()
+except RuntimeError: print('refused', n < 64)
+"""
+
+    async def case(slot: Slot) -> None:
+        assert (await python(slot, threads)).output == "refused True\n"
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_one_greedy_process_gets_no_more_memory(arena: Arena) -> None:
+    async def case(slot: Slot) -> None:
+        result = await python(slot, "x = bytearray(400 << 20); print(len(x))")
+        assert not result.success
+        assert result.metadata["oom"] or "MemoryError" in result.output
+        assert (await slot.execute("echo usable")).output == "usable\n"
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full")
+def test_many_processes_share_one_memory_limit(arena: Arena) -> None:
+    """Without control groups every process has the limit for itself; 4 × 40 MiB shows it, and harms nobody."""
+    hog = "import os, sys; x = bytearray(40 << 20); x[::4096] = b'x' * len(x[::4096]); print('held', flush=True); "
+    hog += "sys.stdin.read()"
+    together = f'for i in 1 2 3 4; do sleep 20 | python3 -c "{hog}" & done; wait'
+
+    async def case(slot: Slot) -> None:
+        result = await slot.execute(together, timeout_s=4.0)
+        assert (result.output.count("held") < 4) == arena.contained
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full")
+def test_memory_taken_as_files_counts_too(arena: Arena) -> None:
+    """tmpfs is memory. A slot that fills its own ends itself; without control groups only the disk limit bounds it."""
+
+    async def case(slot: Slot) -> None:
+        fill = "for d in /workspace /tmp /dev/shm; do head -c 60000000 /dev/zero > $d/x; done; du -cbs /*/x /dev/shm/x"
+        try:
+            filled = (await slot.execute(fill)).output.endswith("180000000\ttotal\n")
+        except SlotLost:
+            filled = False
+        assert filled != arena.contained
+
+    arena.face(case, disk_bytes=64 << 20)
+
+
+@pytest.mark.contained_on("full")
+def test_a_busy_loop_gets_its_share_of_a_processor(arena: Arena) -> None:
+    spin = "import time; end = time.monotonic() + 0.6\nwhile time.monotonic() < end: pass\nprint(time.process_time())"
+
+    async def case(slot: Slot) -> None:
+        result = await python(slot, spin)
+        assert (float(result.output) < 0.12) == arena.contained
+
+    arena.face(case, cpus=0.1)
+
+
+@pytest.mark.contained_on("full", "userns")
+def test_killing_everything_kills_only_oneself(arena: Arena) -> None:
+    async def case(slot: Slot) -> None:
+        for signal in ("KILL", "STOP", "TERM"):
+            await slot.execute(f"kill -{signal} 1; kill -{signal} -1; :")
+        assert (await slot.execute("echo usable; kill -0 1")).output.startswith("usable\n")
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns")
+def test_the_first_process_cannot_be_read_or_traced(arena: Arena) -> None:
+    trace = """
+import ctypes, os
+c = ctypes.CDLL(None, use_errno=True)
+print(c.ptrace(16, 1, 0, 0), c.ptrace(0x4206, 1, 0, 0))
+for name in ('mem', 'environ', 'maps', 'auxv', 'stack', 'syscall', 'fd', 'map_files', 'root', 'cwd', 'exe'):
+    path = f'/proc/1/{name}'
+    try: print(name, os.listdir(path) if name in ('fd', 'map_files') else open(path, 'rb').read(1) if name not in
+        ('root', 'cwd', 'exe') else os.readlink(path))
+    except OSError: pass
+"""
+
+    async def case(slot: Slot) -> None:
+        assert (await python(slot, trace)).output == "-1 -1\n"
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns")
+def test_the_program_of_pid_1_cannot_be_overwritten(arena: Arena) -> None:
+    """The runc class of escapes: a way from inside to the executable that the outside will run again."""
+    overwrite = """
+import os
+for path in ('/proc/1/exe', '/proc/1/root/proc/1/exe', '/proc/1/cwd'):
+    try: os.open(path, os.O_WRONLY); print('open', path)
+    except OSError: pass
+"""
+
+    async def case(slot: Slot) -> None:
+        assert (await python(slot, overwrite)).output == ""
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_a_timeout_takes_what_has_cut_itself_loose(arena: Arena) -> None:
+    loose = """
+import os, signal, time
+for number in (1, 2, 3, 15): signal.signal(number, signal.SIG_IGN)
+for _ in range(5):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.setsid()
+            while True: time.sleep(0.01)
+        os._exit(0)
+print('out', flush=True)
+time.sleep(60)
+"""
+
+    async def case(slot: Slot) -> None:
+        result = await python(slot, loose, timeout_s=0.5)
+        assert result.metadata["timeout"]
+        assert result.output == "out\n"
+        assert (await slot.execute("pgrep -c python3")).output == "0\n"
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_a_process_that_forks_away_from_its_killer_dies(arena: Arena) -> None:
+    runner = """
+import os
+while True:
+    if os.fork(): os._exit(0)
+    os.setsid()
+"""
+
+    async def case(slot: Slot) -> None:
+        await python(slot, runner, timeout_s=0.5)
+        await slot.execute("true", timeout_s=0.2)
+        await arena.backend.destroy(slot)
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_a_daemon_holds_nobody_up(arena: Arena) -> None:
+    async def case(slot: Slot) -> None:
+        result = await slot.execute("setsid sleep 1000 & echo done", timeout_s=10)
+        assert result.output == "done\n"
+        assert result.metadata["duration_s"] < 5
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns")
+def test_orphans_are_reaped(arena: Arena) -> None:
+    async def case(slot: Slot) -> None:
+        await slot.execute("for i in $(seq 300); do (true &) ; done")
+        zombies = "grep -l '^State:.Z' /proc/[0-9]*/status 2>/dev/null | wc -l"
+        assert (
+            await slot.execute(f"for i in $(seq 50); do n=$({zombies}); [ $n = 0 ] && break; done; echo $n")
+        ).output == "0\n"
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_a_process_is_gone_before_its_workspace_is_sealed(arena: Arena) -> None:
+    """A daemon that waits for the grader finds that it is dead, however it hid."""
+    tamper = "for i in 1 2 3 4 5 6; do setsid sh -c 'while :; do echo tampered > result; done' & done; echo x > result"
+
+    async def case(slot: Slot) -> None:
+        victim = await arena.backend.create(SlotSpec(), "sealed")
+        await victim.execute(tamper)
+        sealed = await arena.backend.seal(victim)
+        with pytest.raises(PermissionError):
+            await victim.execute("true")
+        grading = await arena.backend.create(SlotSpec(), "grading", sealed)
+        first = await grading.execute("echo fresh > result; pgrep -c sh; cat result")
+        assert first.output.endswith("fresh\n")
+        again = await grading.execute("cat result")
+        assert again.output == "fresh\n"
+        await arena.backend.destroy(grading)
+        await arena.backend.forget(sealed)
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns")
+def test_the_end_of_the_first_process_is_the_end_of_the_slot(arena: Arena) -> None:
+    """Nothing inside can end it; that it ends by the kernel's hand is told to everybody who waits."""
+
+    async def case(slot: Slot) -> None:
+        victim = await arena.backend.create(SlotSpec(), "victim")
+        await victim.execute("kill -SEGV 1; kill -QUIT 1; kill -TERM 1; :")
+        assert (await victim.execute("echo on")).output == "on\n"
+        await arena.backend.destroy(victim)
+        with pytest.raises((PermissionError, SlotLost)):
+            await victim.execute("true")
+
+    arena.face(case)
