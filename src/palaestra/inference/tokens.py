@@ -97,6 +97,10 @@ class FastTokenizer:
         found: str | None = self._tokenizer.id_to_token(number)
         return found
 
+    def save(self, path: Path) -> None:
+        """Write `tokenizer.json`; what lies beside it is not written."""
+        self._tokenizer.save(str(path))
+
     def __len__(self) -> int:
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         return size

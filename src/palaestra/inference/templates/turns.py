@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _STAND_IN = "."
 _MAX_HEAD = 4
+_KEPT_OPENINGS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The prompt `ids[T]` of a segment's first turn."""
+    """The prompt `ids[T]` of a segment's first turn; not to be changed."""
 
     ids: list[int]
     kinds: tuple[StepKind, ...]
@@ -94,6 +95,7 @@ class TurnRenderer:
         self._ends = [tokenizer.decode([number], skip_special_tokens=False) for number in ends]
         self._stand_ins: dict[object, tuple[list[Message], str]] = {}
         self._trusted: dict[object, bool] = {}
+        self._opened: dict[str, list[int]] = {}
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -103,7 +105,11 @@ class TurnRenderer:
     def opening(self, messages: Sequence[Message]) -> Opening:
         """The prompt of a segment's first turn: everything rendered and encoded."""
         text = self._render(self._ready(messages))
-        return Opening(list(self._tokenizer.encode(text, add_special_tokens=False)), step_kinds(messages))
+        ids = self._opened.get(text)
+        if ids is None:  # the rollouts of a group begin alike
+            ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+            self._opened = {**dict(list(self._opened.items())[-_KEPT_OPENINGS:]), text: ids}
+        return Opening(ids, step_kinds(messages))
 
     def thinks_at_once(self, messages: Sequence[Message]) -> bool:
         """Whether the prompt itself opens the thinking, so that a reply begins inside it."""
