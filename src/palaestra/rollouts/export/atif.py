@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 import mimetypes
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from typing import IO
 
 import msgspec
 
-from palaestra import __version__
 from palaestra.core.types import JSON
 from palaestra.inference.ledger import LedgerRecord, record_rows
 from palaestra.rollouts.export.atif_model import (
@@ -83,7 +83,7 @@ def atif_document(
         trajectory_id=trajectory.rollout_id,
         agent=Agent(
             name="palaestra",
-            version=__version__,
+            version=version("palaestra"),
             model_name=meta.model or None,
             tool_definitions=[dict(tool) for tool in tools] or None,
         ),
