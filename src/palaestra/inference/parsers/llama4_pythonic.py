@@ -24,6 +24,7 @@ from palaestra.inference.parsers.source import Mark, Markers, Reading, Source
 _START, _END = "<|python_start|>", "<|python_end|>"
 _NAME = re.compile(r"(?:[^\W\d][\w.\-]*)?")
 _KEY = re.compile(r"\w*")
+_NO_NAME = frozenset("[](){}<>\"'0123456789-+.,:;")
 
 
 class Llama4Pythonic(Grammar):
@@ -46,6 +47,8 @@ class Llama4Pythonic(Grammar):
         return after + len(_END) if (yield from source.at(after, _END)) else end
 
     def _begins_calls(self, source: Source, position: int) -> Reading[bool]:
+        if source.read(position, position + 1) in _NO_NAME:
+            return False
         begin = yield from source.skip(position)
         end = yield from source.skip(begin, _NAME)
         if end == begin or not (yield from source.at(end, "(")):

@@ -64,6 +64,7 @@ class LlamaJson(Grammar):
         source = output.source
         inner = yield from source.skip(begin + 1)
         if not marked and not (yield from source.at(inner, '"')):
+            output.page.text_to(begin + 1)
             return begin + 1, False
         scan = yield from scan_value(source, begin)
         text = source.read(begin, scan.end)

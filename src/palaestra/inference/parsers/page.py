@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from itertools import groupby
 
 from palaestra.core.types import JSON
 from palaestra.inference.parsers.base import (
@@ -95,7 +96,13 @@ class Page:
 
     def news(self) -> list[Event]:
         """What was found since this was last asked."""
-        events, self._events = self._events, []
+        events: list[Event] = []
+        for kind, run in groupby(self._events, type):
+            if kind is TextDelta or kind is ReasoningDelta:
+                events.append(kind("".join(event.text for event in run if isinstance(event, kind))))
+            else:
+                events.extend(run)
+        self._events = []
         return events
 
     def _add(self, piece: Call | BrokenCall) -> None:
@@ -110,11 +117,7 @@ class Page:
         return self._source.read(start, end)
 
     def _tell(self, event: Event) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
-            self._events[-1] = TextDelta(last.text + event.text)
-        else:
-            self._events.append(event)
+        self._events.append(event)
 
     def _id(self, name: str, content: str) -> str:
         """Of the content and the place in the output, so that equal outputs have equal ids."""

@@ -62,13 +62,15 @@ def _string_end(source: Source, start: int, quote: str) -> Reading[int]:
         position = yield from source.skip(position, run)
         character = source.read(position, position + 1)
         if character == "\\":
+            if (yield from source.ends(position + 1)):
+                return -source.end
             position += 2
         elif (yield from source.at(position, ends)):
             return position + len(ends)
         elif character == quote:
             position += 1
         else:
-            return -min(position, source.end)
+            return -position
 
 
 def keyword_arguments(text: str) -> dict[str, JSON]:

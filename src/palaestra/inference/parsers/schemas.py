@@ -18,6 +18,8 @@ _PRINTED: Mapping[str, tuple[str, JSON]] = {
     "False": ("boolean", False),
     "None": ("null", None),
 }
+_COMMON = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
+"""What schemas written by hand call the types."""
 _DEPTH = 16
 
 
@@ -85,9 +87,9 @@ def _types(schema: JSON, root: Mapping[str, JSON], depth: int) -> Iterator[str]:
         return
     declared = schema.get("type")
     if isinstance(declared, str):
-        yield declared
+        yield _COMMON.get(declared, declared)
     elif isinstance(declared, Sequence):
-        yield from (kind for kind in declared if isinstance(kind, str))
+        yield from (_COMMON.get(kind, kind) for kind in declared if isinstance(kind, str))
     if schema.get("nullable") is True:
         yield "null"
     if declared is None:

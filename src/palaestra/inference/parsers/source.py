@@ -17,7 +17,7 @@ T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-_FIRST_WINDOW, _LAST_WINDOW = 256, 65_536
+_BLOCK = 4096
 
 
 class Mark(NamedTuple):
@@ -37,11 +37,14 @@ class Markers:
         self.longest = max(map(len, literals))
         self.pattern = re.compile("|".join(map(re.escape, literals)))
         self._beginnings = frozenset(literal[:size] for literal in literals for size in range(1, len(literal)))
+        self._first = re.compile("|".join({re.escape(literal[0]) for literal in literals}))
 
-    def held(self, window: str) -> int:
-        """How many characters at the window's end may be the beginning of a marker."""
-        sizes = range(min(self.longest - 1, len(window)), 0, -1)
-        return next((size for size in sizes if window[-size:] in self._beginnings), 0)
+    def held(self, block: str, offset: int) -> int:
+        """How many characters at the block's end, at or after `offset`, may be the beginning of a marker."""
+        for found in self._first.finditer(block, max(offset, len(block) - self.longest + 1)):
+            if block[found.start() :] in self._beginnings:
+                return len(block) - found.start()
+        return 0
 
 
 class Source:
@@ -49,6 +52,7 @@ class Source:
 
     def __init__(self) -> None:
         self._buffer = io.StringIO(newline="")  # appends and slices in time that does not grow with what it holds
+        self._block, self._block_start = "", 0  # what was read last: most looks go where the one before went
         self.end = 0
         self.closed = False
         self.cut = False
@@ -65,8 +69,21 @@ class Source:
 
     def read(self, start: int, end: int) -> str:
         """The text between two positions, as far as it has arrived."""
-        self._buffer.seek(start)
-        return self._buffer.read(max(0, end - start))
+        end = min(end, self.end)
+        if end - start > _BLOCK:
+            self._buffer.seek(start)
+            return self._buffer.read(end - start)
+        block, offset = self._look(start, end - start)
+        return block[offset : offset + max(0, end - start)]
+
+    def _look(self, position: int, size: int) -> tuple[str, int]:
+        """A block with at least `size` characters from `position`, if there are so many, and where they begin in it."""
+        offset = position - self._block_start
+        if offset < 0 or offset + size > len(self._block):
+            self._buffer.seek(position)
+            self._block, self._block_start = self._buffer.read(max(size, _BLOCK)), position
+            offset = 0
+        return self._block, offset
 
     def find(
         self, markers: Markers, start: int, stop: int | None = None, passed: Callable[[int], None] | None = None
@@ -75,38 +92,34 @@ class Source:
 
         `passed` is told, before each wait, the position before which no marker can begin any more.
         """
-        position, size = start, _FIRST_WINDOW
+        position = start
         while True:
-            last = min(position + size, self.end)
-            window = self.read(position, last)
-            found = markers.pattern.search(window)
+            block, offset = self._look(position, min(markers.longest, self.end - position))
+            found = markers.pattern.search(block, offset)
+            shift = position - offset
             if found is not None:
-                begin = position + found.start()
-                return None if stop is not None and begin >= stop else Mark(found[0], begin, position + found.end())
+                begin = shift + found.start()
+                return None if stop is not None and begin >= stop else Mark(found[0], begin, shift + found.end())
+            last = shift + len(block)
+            if last >= self.end and self.closed:
+                return None
             if stop is not None and last >= stop + markers.longest:
                 return None
-            if last == self.end and self.closed:
-                return None
-            if last < self.end:
-                position, size = max(start, last - markers.longest + 1), min(2 * size, _LAST_WINDOW)
-                continue
-            held = markers.held(window)
-            if passed is not None:
-                passed(last - held)
-            position = last - held
-            yield
+            position = max(position, last - markers.held(block, offset))
+            if last >= self.end:
+                if passed is not None:
+                    passed(position)
+                yield
 
     def skip(self, position: int, run: re.Pattern[str] = _SPACE) -> Reading[int]:
         """Where a run of characters (white space, if nothing else is said) that begins at `position` ends."""
-        size = 64
         while True:
-            window = self.read(position, position + size)
-            found = run.match(window)
-            length = found.end() if found else 0
-            position += length
-            if length < len(window) or (position >= self.end and self.closed):
+            block, offset = self._look(position, min(1, self.end - position))
+            found = run.match(block, offset)
+            end = found.end() if found else offset
+            position += end - offset
+            if end < len(block) or (position >= self.end and self.closed):
                 return position
-            size = min(2 * size, _LAST_WINDOW)
             if position >= self.end:
                 yield
 
