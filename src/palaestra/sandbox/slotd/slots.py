@@ -15,8 +15,9 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
-from . import cgroups, files, orders
+from . import cgroups, descriptors, files, orders
 from .executions import Execution, Request
 from .frames import Fields
 from .link import Link
@@ -36,6 +37,18 @@ class State(Enum):
     STARTING = "starting"
     LIVE = "live"
     DEAD = "dead"
+
+
+class Child(Protocol):
+    """What the slot's init has started and is not one command of one request: a shell, a background process."""
+
+    def on_report(self, report: Report) -> None:
+        """The init's word on it: STARTED, NOT_STARTED, EXIT or KILLED."""
+        ...
+
+    def on_lost(self) -> None:
+        """The slot is dead, and the child with it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +83,8 @@ class Slot:
         self._executions: dict[int, Execution] = {}
         self._leftovers: list[int] = []
         self._oom_kills = 0
+        self._children: dict[int, Child] = {}
+        self._dying: set[int] = set()
 
     def start(self, body: Body) -> None:
         """Fork the init. `on_ready` or `on_end` follows."""
@@ -109,6 +124,41 @@ class Slot:
                 os.close(stdin)
         execution.start()
 
+    def spawn(self, child: Child, spawn: Spawn, fds: list[int]) -> None:
+        """Start a child; its reports go to it until it is dropped. Raises ValueError for what no system call takes."""
+        order = orders.encode_spawn(spawn)
+        self._children[spawn.command] = child
+        self._ask(order, fds)
+
+    def drop(self, command: int) -> None:
+        """No more reports on a child."""
+        self._children.pop(command, None)
+
+    def signal(self, command: int, number: int) -> None:
+        """Send a signal to the process group that a child leads."""
+        self._ask(orders.encode(Order.SIGNAL, command, number))
+
+    def kill_child(self, command: int, since: int = 0, spare: bool = False) -> None:
+        """Kill what a child has started (since a moment, in ticks), and itself unless it is spared. KILLED follows."""
+        self._dying.add(command)
+        self._ask(orders.encode_kill(command, since, spare))
+        self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(command))
+
+    def conclude(self, execution: Execution, **more: object) -> None:
+        """Send a command's RESULT, with more fields."""
+        kills = self._oom_kills
+        if self.groups and execution.was_killed:
+            self._oom_kills = cgroups.oom_kills(list(self.groups))
+        execution.finish(oom=self._oom_kills > kills, **more)
+
+    def empty(self, fd: int) -> None:
+        """Read an output pipe that nobody waits for any more, so that who still holds it can write."""
+        self._leftovers.append(fd)
+        if len(self._leftovers) == 1:
+            self.loop.later(_DRAIN_EVERY_S, self._drain_leftovers)
+        if len(self._leftovers) > _MAX_LEFTOVERS:
+            os.close(self._leftovers.pop(0))
+
     def runs(self, number: int) -> bool:
         """Whether a command is still on."""
         return number in self._executions
@@ -138,7 +188,7 @@ class Slot:
 
     def _give_up(self, number: int) -> None:
         """A command that cannot be killed takes its slot with it, so that its caller does not wait for ever."""
-        if number in self._executions and self.state is State.LIVE:
+        if (number in self._executions or number in self._dying) and self.state is State.LIVE:
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
     def _ask(self, order: bytes, fds: list[int] | None = None) -> None:
@@ -161,7 +211,7 @@ class Slot:
         """Take one message of the init's; False when there is none."""
         assert self._channel is not None
         try:
-            data, fds, _, _ = socket.recv_fds(self._channel, 65536, 4, socket.MSG_CMSG_CLOEXEC)
+            data, fds = descriptors.receive(self._channel, 65536, 4)
         except BlockingIOError:
             return False
         except OSError:
@@ -177,6 +227,11 @@ class Slot:
             self.failure = {"failed": report.text}
         elif report.command in self._executions:
             self._on_command(self._executions[report.command], report)
+        else:
+            if report.kind is Kind.KILLED:
+                self._dying.discard(report.command)
+            if report.command in self._children:
+                self._children[report.command].on_report(report)
         return True
 
     def _on_command(self, execution: Execution, report: Report) -> None:
@@ -191,16 +246,9 @@ class Slot:
 
     def _finish(self, execution: Execution) -> None:
         del self._executions[execution.number]
-        kills = self._oom_kills
-        if self.groups and execution.was_killed:
-            self._oom_kills = cgroups.oom_kills(list(self.groups))
-        execution.finish(oom=self._oom_kills > kills)
+        self.conclude(execution)
         if execution.leftover is not None:
-            self._leftovers.append(execution.leftover)
-            if len(self._leftovers) == 1:
-                self.loop.later(_DRAIN_EVERY_S, self._drain_leftovers)
-            if len(self._leftovers) > _MAX_LEFTOVERS:
-                os.close(self._leftovers.pop(0))
+            self.empty(execution.leftover)
 
     def _drain_leftovers(self) -> None:
         """Daemons may write on, but only so fast: nobody reads it, and the server has better things to do."""
@@ -240,6 +288,9 @@ class Slot:
         for execution in list(self._executions.values()):
             execution.fail({"error": "lost", "message": f"{self.lease.name} ended while a command ran in it"})
         self._executions.clear()
+        for child in list(self._children.values()):
+            child.on_lost()
+        self._children.clear()
         if self.ending is not None:
             self.ending()
         else:
