@@ -7,8 +7,12 @@ like a pool that does not answer. Waiters are admitted first come, first served.
 from __future__ import annotations
 
 import asyncio
+import logging
 
+from palaestra.core.errors import SandboxError
 from palaestra.sandbox.base import Change, Slot, SlotSource, SlotSpec, Snapshot, View
+
+logger = logging.getLogger(__name__)
 
 
 class AdmittedSlots:
@@ -51,4 +55,8 @@ class AdmittedSlots:
         return await self._pool.changes(snapshot)
 
     async def forget(self, snapshot: Snapshot) -> None:
-        await self._pool.forget(snapshot)
+        """Drop a snapshot that nobody needs any more. A backend that died has dropped it already."""
+        try:
+            await self._pool.forget(snapshot)
+        except SandboxError as error:
+            logger.warning("dropping the snapshot %s failed: %s", snapshot.snapshot_id, error)
