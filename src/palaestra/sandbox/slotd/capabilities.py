@@ -16,10 +16,10 @@ KEPT = sum(
 )
 
 
-def drop() -> None:
-    """Give up all other capabilities for good: the bounding set goes too, so no exec brings one back."""
+def drop(kept: int = KEPT, bounding: int = KEPT) -> None:
+    """Give up all capabilities but `kept`, for good: an exec brings back none that is not in `bounding`."""
     for capability in range(64):
-        if not KEPT >> capability & 1:
+        if not bounding >> capability & 1:
             try:
                 syscalls.prctl(syscalls.PR_CAPBSET_DROP, capability)
             except OSError as error:
@@ -27,4 +27,4 @@ def drop() -> None:
                     break
                 raise
     syscalls.prctl(syscalls.PR_CAP_AMBIENT, 4)
-    syscalls.capset(KEPT)
+    syscalls.capset(kept)

@@ -21,6 +21,7 @@ _NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
 _NAMESPACE_FLAGS = 0x7E020000
 _FAMILIES = (1, 2, 10, 16)
 """unix, inet, inet6, netlink. Others (vsock, packet, alg, …) are not contained by a network namespace or not needed."""
+_INET = (2, 10)
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 
 _ABSENT = {
@@ -51,6 +52,11 @@ _DENIED = {
 }  # fmt: skip
 _DENIED_EVERYWHERE = (428, 429, 430, 431, 432, 433, 442, 443, 467)  # the newer mount calls, quotactl_fd
 
+_IPC = {
+    "x86_64": {"shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240},
+    "aarch64": {"shmget": 194, "semget": 190, "msgget": 186, "mq_open": 180},
+}
+
 _CALLS = {
     "x86_64": {"clone": 56, "ioctl": 16, "socket": 41, "socketpair": 53, "personality": 135},
     "aarch64": {"clone": 220, "ioctl": 29, "socket": 198, "socketpair": 199, "personality": 92},
@@ -67,8 +73,12 @@ def supported() -> bool:
     return syscalls.MACHINE in _AUDIT
 
 
-def program(machine: str = syscalls.MACHINE) -> bytes:
-    """The filter for one architecture, as packed `struct sock_filter`s."""
+def program(machine: str = syscalls.MACHINE, *, inet: bool = True, ipc: bool = True) -> bytes:
+    """The filter for one architecture, as packed `struct sock_filter`s.
+
+    Where no namespace does it, `inet` False takes the internet's sockets away, and `ipc` False the objects of System V
+    and the message queues, which belong to the machine and outlive their makers.
+    """
     lines: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, _AUDIT[machine]),
@@ -81,19 +91,22 @@ def program(machine: str = syscalls.MACHINE) -> bytes:
         lines += _when((_EQUAL, number), _ENOSYS)
     for number in (*_DENIED[machine].values(), *_DENIED_EVERYWHERE):
         lines += _when((_EQUAL, number), _EPERM)
+    for number in () if ipc else _IPC[machine].values():
+        lines += _when((_EQUAL, number), _ENOSYS)
     calls = _CALLS[machine]
     lines += _clause(calls["clone"], _ARGUMENT_0, _when((_ANY_BIT, _NAMESPACE_FLAGS), _EPERM))
     terminal = [*_when((_EQUAL, _TIOCSTI), _EPERM), *_when((_EQUAL, _TIOCLINUX), _EPERM)]
     lines += _clause(calls["ioctl"], _ARGUMENT_1, terminal)
+    families = [family for family in _FAMILIES if inet or family not in _INET]
     for call in ("socket", "socketpair"):
-        lines += _clause(calls[call], _ARGUMENT_0, _unless(_FAMILIES, _NO_FAMILY))
+        lines += _clause(calls[call], _ARGUMENT_0, _unless(families, _NO_FAMILY))
     lines.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
 
-def install() -> None:
+def install(*, inet: bool = True, ipc: bool = True) -> None:
     """Bind this process and all it starts to the filter. Needs `no new privileges` to be set."""
-    syscalls.install_filter(program())
+    syscalls.install_filter(program(inet=inet, ipc=ipc))
 
 
 def _when(test: tuple[int, int], verdict: int) -> list[Instruction]:
