@@ -6,8 +6,9 @@ assistant said is still in it, history is intact, and what follows the end of th
 not, the template rewrites history, and the caller decides what that means.
 
 Rendering a whole conversation costs more with every turn, so the same is measured on a short one: a stand-in for the
-head, the last reply, the new messages. The first time that a kind of step occurs, and at turns 2, 4, 8, …, both are
-measured and must agree; where they don't, the template depends on more than that, and is rendered in full from then on.
+head, every kind of step once, the last reply, the new messages. Until they have agreed on a longer one, and at turns 2,
+4, 8, …, both are measured; where they differ, the template depends on more than that, and is rendered in full from then
+on.
 
 Invariant: only text that the template put after the last sampled token is encoded.
 """
@@ -146,9 +147,11 @@ class TurnRenderer:
             return self._in_full(history, new)
         if trusted is None or history.turn & (history.turn - 1) == 0:
             full = self._in_full(history, new)
-            self._trusted[case] = agree = full[0] == short[0] and bool(full[1]) == bool(short[1])
+            agree = full[0] == short[0] and bool(full[1]) == bool(short[1])
             if trusted and not agree:
                 logger.warning("The chat template depends on more than kinds of steps; it is now rendered in full.")
+            if not agree or len(history.prompt) > len(head):  # one as long as the stand-in proves nothing
+                self._trusted[case] = agree
             return full
         return short
 
