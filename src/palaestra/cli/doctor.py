@@ -1,7 +1,8 @@
-"""`palaestra doctor`: what this machine can isolate, and why not more.
+"""`palaestra doctor`: what this machine can isolate, or what a model server can do, and why not more.
 
-The facts come from really making a throw-away slot on every rung (`palaestra.sandbox.ladder`), never from versions or
-names. Exit code 5 when not even the lowest protecting rung is there.
+The machine's facts come from really making a throw-away slot on every rung (`palaestra.sandbox.ladder`), never from
+versions or names. Exit code 5 when not even the lowest protecting rung is there. Of a model server, only the address
+that was named is asked (`palaestra.inference.diagnosis`); exit code 4 when it cannot be reached, 1 when a check failed.
 """
 
 from __future__ import annotations
@@ -15,30 +16,87 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from palaestra.core.errors import IsolationUnavailable
+from palaestra.core.errors import IsolationUnavailable, PalaestraError
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import Rung, Step
+
+if TYPE_CHECKING:
+    from palaestra.inference.diagnosis import Diagnosis
+
+
+class ChecksFailed(PalaestraError):
+    """Something about a model server does not work; the lines above say what. Exit code 1."""
 
 
 @click.command(
     "doctor",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""Show what this machine can isolate, and why not more.
+    help="""Show what this machine can isolate, or what a model server can do, and why not more.
 
     \b
       palaestra doctor
       palaestra doctor --json | jq '.ladder[] | select(.available)'
+      palaestra doctor http://localhost:8000/v1 --model NAME
+      palaestra doctor path/to/model                       # a folder, sampled in this process
 
-    The rungs, best first: full (all namespaces and cgroup limits; root in a slot is nobody outside), userns (no root
-    needed; no cgroup limits), confined (for ordinary containers), none (commands run as you, unprotected; never
-    chosen unless asked for by name). The table says which of them this version has.
+    Of a model server: can it be reached, what is it, does it take and give token ids with log-probabilities, does the
+    chat template show tools and keep history, is the token that ends a turn trained, does the parser read the calls,
+    does the tokenizer agree. Naming a model is consent to fetch its tokenizer.
+
+    Of this machine: the rungs, best first: full (all namespaces and cgroup limits; root in a slot is nobody outside),
+    userns (no root needed; no cgroup limits), confined (for ordinary containers), none (commands run as you,
+    unprotected; never chosen unless asked for by name). The table says which of them this version has.
     """,
 )
+@click.argument("target", required=False, metavar="[URL | FOLDER]")
+@click.option("--model", help="The model's name at the server; its tokenizer is taken unless --tokenizer names one.")
+@click.option("--api-key", envvar="PALAESTRA_OPENAI_API_KEY", help="Sent as a bearer token.")
+@click.option("--tokenizer", help="A folder, or a model's name.")
+@click.option("--parser", default="hermes", show_default=True, help="How the model writes tool calls.")
+@click.option("--type", "server_type", type=click.Choice(["vllm", "sglang", "openai"]), help="Do not find out.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-def command(as_json: bool) -> None:
+def command(
+    target: str | None,
+    model: str | None,
+    api_key: str | None,
+    tokenizer: str | None,
+    parser: str,
+    server_type: str | None,
+    as_json: bool,
+) -> None:
+    if target is None:
+        _machine(as_json)
+        return
+    from palaestra.inference.diagnosis import Target, diagnose
+
+    found = asyncio.run(diagnose(Target(target, model, api_key, tokenizer, parser, server_type)))
+    _show_diagnosis(found, as_json)
+    if found.refusal is not None:
+        raise found.refusal
+    if not found.ok:
+        raise ChecksFailed("something does not work; the lines above say what, and the way out")
+
+
+def _show_diagnosis(found: Diagnosis, as_json: bool) -> None:
+    if as_json:
+        checks = [
+            {"name": each.name, "state": each.state.value, "found": each.found, "way_out": each.way_out}
+            for each in found.checks
+        ]
+        facts = {"target": found.target, "server": found.server, "model": found.model, "ok": found.ok}
+        click.echo(json.dumps({**facts, "checks": checks}, indent=2))
+        return
+    for each in found.checks:
+        click.echo(f"{each.state.value:<15} {each.name}: {each.found}")
+        if each.way_out:
+            click.echo(f"{'':<15} way out: {each.way_out}")
+
+
+def _machine(as_json: bool) -> None:
     from palaestra.sandbox.ladder import probe
 
     ladder = sorted(asyncio.run(probe()), key=lambda step: -step.rung)

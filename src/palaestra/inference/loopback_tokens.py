@@ -7,23 +7,30 @@ before it is sent, to try out what clients do with a wrong one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from aiohttp import web
 
+from palaestra.core.errors import EngineError
 from palaestra.core.types import JSON
 from palaestra.inference.base import Sampled, TokenEngine
 from palaestra.inference.tokens import Tokenizer
 
 Reply = dict[str, JSON]
 
+_WIRE_ONLY = {"model", "prompt", "logprobs", "return_token_ids", "return_tokens_as_token_ids"} | {
+    "skip_special_tokens",
+    "add_special_tokens",
+}
+"""What belongs to the wire and not to sampling."""
+
 
 class TokenLoopback:
     """Serves `engine`. An async context manager; `url` is where it listens.
 
     `stock` False leaves out `/v1/completions`, as Atropos' server does. `token_ids` False answers as vLLM before
-    0.10.2. `seen` holds the requests' bodies.
+    0.10.2. `seen` holds the requests' bodies. `kind` signs the list of models, as vLLM and SGLang do.
     """
 
     def __init__(
@@ -33,6 +40,7 @@ class TokenLoopback:
         *,
         stock: bool = True,
         token_ids: bool = True,
+        kind: str = "",
         spoil: Callable[[Reply], Reply] = lambda reply: reply,
     ) -> None:
         self.seen: list[JSON] = []
@@ -40,6 +48,7 @@ class TokenLoopback:
         self._tokenizer = tokenizer
         self._stock = stock
         self._token_ids = token_ids
+        self._kind = kind
         self._spoil = spoil
         self._counter = itertools.count(1)
 
@@ -65,7 +74,8 @@ class TokenLoopback:
         return body
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": self._engine.name, "object": "model"}]})
+        model = {"id": self._engine.name, "object": "model", "owned_by": self._kind}
+        return web.json_response({"object": "list", "data": [model]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -75,13 +85,14 @@ class TokenLoopback:
     async def _generate(self, request: web.Request) -> web.Response:
         body = await self._body(request)
         if "prompt" in body:
-            sampled = await self._engine.generate(body["prompt"]["prompt_token_ids"], body)
+            sampled = await self._sampled(body["prompt"]["prompt_token_ids"], body)
             positions = [[{str(number): logprob}] for number, logprob in _pairs(sampled)]
             reply: Reply = {"prompt": "", "logprobs": [positions], "finish_reasons": [sampled.finish_reason]}
             return web.json_response(self._spoil(reply))
         settings = body["sampling_params"]
-        asked = {**settings, "max_tokens": settings.get("max_new_tokens")}
-        sampled = await self._engine.generate(body["input_ids"], asked)
+        names = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
+        asked = {names.get(name, name): value for name, value in settings.items()}
+        sampled = await self._sampled(body["input_ids"], asked)
         info = {
             "id": str(next(self._counter)),
             "finish_reason": {"type": sampled.finish_reason},
@@ -95,7 +106,7 @@ class TokenLoopback:
 
     async def _completions(self, request: web.Request) -> web.Response:
         body = await self._body(request)
-        sampled = await self._engine.generate(body["prompt"], body)
+        sampled = await self._sampled(body["prompt"], body)
         choice = {
             "index": 0,
             "text": self._tokenizer.decode(list(sampled.ids), skip_special_tokens=True),
@@ -115,6 +126,15 @@ class TokenLoopback:
             "usage": used,
         }
         return web.json_response(self._spoil(reply))
+
+    async def _sampled(self, input_ids: Sequence[int], asked: Mapping[str, JSON]) -> Sampled:
+        """Ask the engine; what it refuses is refused with its words."""
+        try:
+            return await self._engine.generate(
+                input_ids, {name: value for name, value in asked.items() if name not in _WIRE_ONLY}
+            )
+        except EngineError as error:
+            raise web.HTTPBadRequest(text=str(error)) from None
 
 
 def _pairs(sampled: Sampled) -> list[tuple[int, float]]:

@@ -11,7 +11,6 @@ import logging
 import random
 from collections.abc import Mapping, Sequence
 
-import msgspec
 from yarl import URL
 
 from palaestra.core.clock import Clock
@@ -19,6 +18,7 @@ from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused
 from palaestra.core.types import JSON, Message
 from palaestra.inference.base import ChatCompletion, ChatServer, SessionContext
 from palaestra.inference.config import APIServerConfig
+from palaestra.inference.listing import listed_models, server_kind
 from palaestra.inference.refusals import refused, shown
 from palaestra.inference.retry import AT_START, RetryPolicy
 from palaestra.inference.transport import Transport
@@ -71,8 +71,16 @@ class OpenAIEngine:
         response = await self.transport.request("GET", url, retry=AT_START, timeout_s=LOOK_TIMEOUT_S)
         if response.status in (401, 403):
             raise refused(url, response.status, response.body, self.name)
-        if response.status == 200 and (models := _model_names(response.body)) and self.name not in models:
-            logger.warning("%s does not list model '%s'; it lists %s", shown(url), self.name, ", ".join(models[:10]))
+        models = listed_models(response.body) if response.status == 200 else []
+        names = [model.id for model in models]
+        if names and self.name not in names:
+            logger.warning("%s does not list model '%s'; it lists %s", shown(url), self.name, ", ".join(names[:10]))
+        if (kind := server_kind(models)) != "other":
+            logger.warning(
+                "%s is a %s server: chatted with, it gives placeholder tokens. For exact ones, to train on: "
+                "--openai.server_type %s (palaestra doctor %s looks whether all is well)",
+                *(shown(self.base_url), "vLLM" if kind == "vllm" else "SGLang", kind, shown(self.base_url)),
+            )
 
     async def aclose(self) -> None:
         """Close the connections. Idempotent."""
@@ -163,18 +171,3 @@ def parse_base_url(base_url: str | None) -> URL:
     if url.path.endswith("/chat/completions"):
         url = url.parent.parent
     return url / "v1" if url.path in ("", "/") else url
-
-
-class _Listed(msgspec.Struct):
-    id: str
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_Listed]
-
-
-def _model_names(body: bytes) -> list[str]:
-    try:
-        return [model.id for model in msgspec.json.decode(body, type=_ModelList).data]
-    except (msgspec.DecodeError, RecursionError):
-        return []

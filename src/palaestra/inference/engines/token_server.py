@@ -77,22 +77,25 @@ class TokenServer(TokenChat):
 
     async def _compare_tokenizers(self) -> None:
         """Ask the server for the tokens of a text. Servers that cannot be asked are believed."""
-        assert self._tokenizer is not None
-        body = encode_json({"model": self.name, "prompt": PROBE, "add_special_tokens": False})
-        try:
-            response = await self.transport.request(
-                "POST", self.root_url / "tokenize", body, retry=AT_START, timeout_s=LOOK_TIMEOUT_S
-            )
-            theirs = msgspec.json.decode(response.body, type=_Tokenized).tokens if response.status == 200 else None
-        except (EngineUnavailable, msgspec.DecodeError):
-            theirs = None
-        ours = list(self._tokenizer.encode(PROBE, add_special_tokens=False))
+        theirs = await self.tokens_of(PROBE)
+        ours = list(self.tokenizer.encode(PROBE, add_special_tokens=False))
         if theirs is not None and theirs != ours:
             raise ConfigError(
                 f"The server at {shown(self.root_url)} writes text in other tokens than tokenizer "
                 f"'{self.tokenizer_name}' ({theirs[:6]}…, not {ours[:6]}…). Set --openai.tokenizer_name to the "
                 f"tokenizer of model '{self.name}'."
             )
+
+    async def tokens_of(self, text: str) -> list[int] | None:
+        """The text in the server's own tokens; None where the server cannot be asked."""
+        body = encode_json({"model": self.name, "prompt": text, "add_special_tokens": False})
+        try:
+            response = await self.transport.request(
+                "POST", self.root_url / "tokenize", body, retry=AT_START, timeout_s=LOOK_TIMEOUT_S
+            )
+            return msgspec.json.decode(response.body, type=_Tokenized).tokens if response.status == 200 else None
+        except (EngineUnavailable, msgspec.DecodeError):
+            return None
 
     def _decoded(self, raw: bytes, shape: type[T], url: URL, prompt_tokens: int) -> T:
         """A reply of the given shape. Raises `EngineReplyError`."""
