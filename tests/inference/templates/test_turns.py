@@ -19,7 +19,8 @@ GLM = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
     "{% if m.role == 'user' %}<|user|>{{ m.content }}{% elif m.role == 'tool' %}<|tool|>{{ m.content }}"
     "{% else %}<|bot|>{{ m.content }}{% for c in m.tool_calls or [] %}({{ c.function.name }} "
-    "{{ c.function.arguments | tojson }}){% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+    "{{ c.function.arguments | tojson }}){% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|bot|>{% endif %}"
 )
 """Nothing closes a reply; the next message's role token ends it."""
 
