@@ -1,0 +1,45 @@
+"""What every format looks like on disk, byte for byte. To rewrite the files, run this one as a script."""
+
+from __future__ import annotations
+
+import io
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from palaestra.rollouts.export.base import ExportReport
+from palaestra.rollouts.export.formats import FORMATS, exporter_named
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from recorded import META, groups
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def exported(name: str) -> tuple[Path, bytes, ExportReport]:
+    exporter, out = exporter_named(name), io.BytesIO()
+    report = exporter.export(groups(), out, replace(META, everything=exporter.everything))
+    return GOLDEN / f"{name}{exporter.ending}", out.getvalue(), report
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_as_it_was(name: str) -> None:
+    path, written, _ = exported(name)
+    assert written.decode() == path.read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_rollout_is_in_the_file_or_counted(name: str) -> None:
+    _, _, report = exported(name)
+    assert report.rollouts + report.left_out.total() == sum(len(group.trajectories) for group in groups())
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for each in FORMATS:
+        target, content, _ = exported(each)
+        target.write_bytes(content)

@@ -1,0 +1,73 @@
+"""Any conversation as messages and tools: every text is there, and what is not is said."""
+
+from __future__ import annotations
+
+import io
+import json
+
+from hypothesis import given
+from recorded import MALFORMED, META, TOOL, call, histories, reply, rollout
+
+from palaestra.core.types import JSON, Message
+from palaestra.rollouts.export.base import ExportReport
+from palaestra.rollouts.export.openai import OpenAIExporter
+from palaestra.rollouts.trajectory import Group
+
+WIRE = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name"}
+
+
+def exported(*conversations: list[Message]) -> tuple[list[dict[str, JSON]], ExportReport]:
+    trajectories = [rollout(index, messages) for index, messages in enumerate(conversations)]
+    group = Group(group_id="g", number=0, task_id="t", tools=[TOOL], trajectories=trajectories)
+    out = io.BytesIO()
+    report = OpenAIExporter().export([group], out, META)
+    return [json.loads(line) for line in out.getvalue().splitlines()], report
+
+
+def blank_as_object(messages: list[Message]) -> list[Message]:
+    """The history as the format has it: no text for arguments is an empty object, no text beside calls is null."""
+    changed = json.loads(json.dumps(messages))
+    for message in changed:
+        for each in message.get("tool_calls", ()):
+            each["function"]["arguments"] = each["function"]["arguments"] or "{}"
+            message["content"] = message["content"] or None
+    return changed
+
+
+@given(histories())
+def test_nothing_of_a_valid_conversation_is_lost(messages: list[Message]) -> None:
+    (line,), report = exported(messages)
+    assert line["messages"] == blank_as_object(messages)
+    assert line["tools"] == [TOOL]
+    assert all(message.keys() <= WIRE for message in line["messages"])
+    assert report.rollouts == report.records == 1
+    assert set(report.remarks) <= {"has malformed arguments, kept as text"}
+
+
+def test_a_malformed_call_keeps_its_text_and_is_remarked_upon() -> None:
+    (line,), report = exported(MALFORMED)
+    assert line["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"city": '
+    assert report.remarks == {"has malformed arguments, kept as text": 1}
+
+
+def test_fields_without_a_place_are_left_out_and_counted_once_for_a_rollout() -> None:
+    odd = {"role": "assistant", "content": "x", "reasoning_details": [{"a": 1}], "refusal": None}
+    (line,), report = exported([{"role": "developer", "content": "d"}, odd, odd])
+    assert line["messages"][1] == {"role": "assistant", "content": "x"}
+    assert line["messages"][0]["role"] == "developer"
+    assert report.remarks == {"without the message field 'reasoning_details'": 1}
+
+
+def test_a_call_without_a_result_is_remarked_upon() -> None:
+    cut: list[Message] = [{"role": "user", "content": "?"}, reply("", "") | {"tool_calls": [call(1, "{}")]}]
+    _, report = exported(cut, [*cut, {"role": "user", "content": "and?"}, reply("!", "")])
+    assert report.remarks == {"has a call without a result": 2}
+
+
+def test_arguments_that_came_as_an_object_become_text() -> None:
+    made = {"id": "c", "function": {"name": "weather", "arguments": {"city": "Århus"}}}
+    (line,), _ = exported(
+        [{"role": "user", "content": [{"type": "text", "text": "?"}]}, {"role": "assistant", "tool_calls": [made]}]
+    )
+    assert json.loads(line["messages"][1]["tool_calls"][0]["function"]["arguments"]) == {"city": "Århus"}
+    assert line["messages"][0]["content"] == [{"type": "text", "text": "?"}], "parts are part of the format"
