@@ -18,7 +18,7 @@ from typing import ClassVar
 from palaestra.inference.parsers.base import Call, Malformed, Reason
 from palaestra.inference.parsers.bodies import Tags
 from palaestra.inference.parsers.sections import Header, Sections, head
-from palaestra.inference.parsers.source import Markers, Reading, Source
+from palaestra.inference.parsers.source import Mark, Markers, Reading, Source
 
 _BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _NAME = re.compile(r"[^\r\n]*")
@@ -34,7 +34,7 @@ class DeepSeekV31(Sections):
     def header(self, source: Source, start: int) -> Reading[Header | None]:
         """`NAME<｜tool▁sep｜>`."""
         mark = yield from head(source, start, _SEPARATOR, self.tags)
-        return None if mark is None else _named(source.read(start, mark.start).strip(), mark.end)
+        return _named(source.read(start, mark.start).strip(), mark.end) if isinstance(mark, Mark) else mark
 
     def render(self, calls: Sequence[Call], text: str) -> str:
         """No white space anywhere."""
@@ -50,13 +50,14 @@ class DeepSeekV3(DeepSeekV31):
     def header(self, source: Source, start: int) -> Reading[Header | None]:
         """`function<｜tool▁sep｜>NAME`, a new line and the opening fence."""
         mark = yield from head(source, start, _SEPARATOR, self.tags)
-        if mark is None:
-            return None
+        if not isinstance(mark, Mark):
+            return mark
         end = yield from source.skip(mark.end, _NAME)
         named = _named(source.read(mark.end, end).strip(), end)
         fence = yield from source.skip(end)
         if not (yield from source.at(fence, "```json")):
-            return named._replace(problem=Malformed(Reason.MALFORMED_MARKUP, "the arguments are not in a json block"))
+            reason = Reason.UNCLOSED if source.breaks_off(fence, "```json") else Reason.MALFORMED_MARKUP
+            return named._replace(problem=Malformed(reason, "the arguments are not in a json block"))
         return named._replace(end=fence + len("```json"))
 
     def render(self, calls: Sequence[Call], text: str) -> str:

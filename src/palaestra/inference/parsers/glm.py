@@ -69,9 +69,9 @@ class Glm47(Grammar):
         position = start
         while not (yield from source.at(position, _CLOSE)):
             if not (yield from source.at(position, _KEY)):
-                ended = yield from source.ends(position)
+                ended = source.breaks_off(position, _KEY, _CLOSE)
                 if ended and not source.cut:
-                    break
+                    return arguments, source.end
                 reason, why = (Reason.UNCLOSED, CUT_OFF) if ended else (Reason.MALFORMED_MARKUP, "a pair is missing")
                 raise Malformed(reason, why, position)
             key_end = yield from source.find(Markers(_KEY_END, _CLOSE), position)
@@ -81,14 +81,14 @@ class Glm47(Grammar):
             key = source.read(position + len(_KEY), key_end.start).strip()
             begin = yield from source.skip(key_end.end)
             if not (yield from source.at(begin, _VALUE)):
-                ended = yield from source.ends(begin)
+                ended = source.breaks_off(begin, _VALUE)
                 raise Malformed(Reason.UNCLOSED if ended else Reason.MALFORMED_MARKUP, "a key has no value", begin)
             begin += len(_VALUE)
             end, position = yield from self._value_end(source, begin)
             if key in arguments:
                 raise Malformed(Reason.DUPLICATE_KEY, f"the argument {key!r} is there twice", position)
             arguments[key] = output.types.value(name, key, source.read(begin, end))
-        return arguments, min(position + len(_CLOSE), source.end)
+        return arguments, position + len(_CLOSE)
 
     def _value_end(self, source: Source, start: int) -> Reading[tuple[int, int]]:
         """Where a value ends, and where the pairs go on: an end tag that nothing fitting follows is in the value."""
@@ -103,7 +103,7 @@ class Glm47(Grammar):
             for tag in (_KEY, _CLOSE):
                 if (yield from source.at(after, tag)):
                     return mark.start, after
-            if (yield from source.ends(after)):
+            if source.breaks_off(after, _KEY, _CLOSE):
                 return mark.start, after
             position = mark.end
 

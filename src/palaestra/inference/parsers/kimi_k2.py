@@ -16,7 +16,7 @@ from typing import ClassVar
 from palaestra.inference.parsers.base import Call, Malformed, Reason
 from palaestra.inference.parsers.bodies import Tags
 from palaestra.inference.parsers.sections import Header, Sections, head
-from palaestra.inference.parsers.source import Markers, Reading, Source
+from palaestra.inference.parsers.source import Mark, Markers, Reading, Source
 
 _BEGIN, _ARGUMENTS, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _ID = re.compile(r"(?:functions\.)?([^\s:]+):\d+")
@@ -32,8 +32,8 @@ class KimiK2(Sections):
     def header(self, source: Source, start: int) -> Reading[Header | None]:
         """`functions.NAME:INDEX<|tool_call_argument_begin|>`."""
         mark = yield from head(source, start, _ARGUMENTS, self.tags)
-        if mark is None:
-            return None
+        if not isinstance(mark, Mark):
+            return mark
         call_id = source.read(start, mark.start).strip()
         found = _ID.fullmatch(call_id)
         if found is None:

@@ -86,7 +86,7 @@ class Markup(Grammar):
             position = yield from self._object(source, position, arguments)
         while not (yield from source.at(position, self.call[1])):
             if not (yield from source.at(position, self.parameter[0])):
-                ended = yield from source.ends(position)
+                ended = source.breaks_off(position, self.parameter[0], self.call[1])
                 raise Malformed(
                     Reason.UNCLOSED if ended else Reason.MALFORMED_MARKUP,
                     CUT_OFF if ended else f"{self.parameter[0]!r} or {self.call[1]!r} is missing",

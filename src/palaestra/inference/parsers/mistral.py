@@ -21,6 +21,7 @@ from palaestra.inference.parsers.json_text import decode_object, scan_brackets, 
 from palaestra.inference.parsers.source import Mark, Markers, Reading
 
 _CALLS, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_ARGUMENT_STARTS = frozenset('["')
 _NAME = re.compile(r"[^\s\[\]{}\"'(),;]*")
 
 
@@ -60,8 +61,10 @@ class Mistral(Grammar):
             position = yield from source.skip(position + len(_ARGUMENTS))
         if (yield from source.at(position, "{")):
             return (yield from self._arguments(output, mark, position, name, call_id))
-        ended = yield from source.ends(position)
-        if not marked and not (ended and source.cut and end == position):
+        ended = source.breaks_off(position, _ARGUMENTS, _ID) or (yield from source.ends(position))
+        touching = begin == mark.end and end == position and bool(name)
+        meant = source.cut if ended else source.read(position, position + 1) in _ARGUMENT_STARTS
+        if not marked and not (touching and meant):
             return None  # prose that mentions the mark
         reason = Reason.UNCLOSED if ended else Reason.MALFORMED_JSON
         found = yield from source.find(self.openers, position)

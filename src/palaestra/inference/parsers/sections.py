@@ -19,7 +19,10 @@ from palaestra.inference.parsers.source import Mark, Markers, Reading, Source
 
 
 class Header(NamedTuple):
-    """What stands before the arguments. `id` is empty where the format has none."""
+    """What stands before the arguments. `id` is empty where the format has none.
+
+    A header in which the output ends is `UNCLOSED`.
+    """
 
     name: str
     id: str
@@ -58,10 +61,11 @@ class Sections(Grammar):
     def _call(self, output: Output, start: int, lone: bool) -> Reading[int | None]:
         source, page = output.source, output.page
         header = yield from self.header(source, start + len(self.tags.open))
-        if header is None:
-            if lone and not (yield from source.ends((yield from source.skip(start + len(self.tags.open))))):
-                return None
-            header = Header("", "", start + len(self.tags.open), Malformed(Reason.MALFORMED_MARKUP, "no header"))
+        if header is None or (header.problem is not None and header.problem.reason is Reason.UNCLOSED):
+            after = yield from source.skip(start + len(self.tags.open))
+            if lone and not (yield from source.ends(after)):
+                return None  # prose that mentions the tag
+            header = header or Header("", "", after, Malformed(Reason.MALFORMED_MARKUP, "the call has no header"))
         body = yield from json_body(source, header.end, self.tags)
         problem = header.problem or body.problem
         if problem is None:
@@ -84,7 +88,9 @@ class Sections(Grammar):
         return output.source.end
 
 
-def head(source: Source, start: int, end_mark: str, tags: Tags) -> Reading[Mark | None]:
-    """The mark that ends a header, unless the call or the output ends first."""
+def head(source: Source, start: int, end_mark: str, tags: Tags) -> Reading[Mark | Header | None]:
+    """The mark that ends a header; None when another tag comes first, an unclosed header when the output ends."""
     found = yield from source.find(Markers(end_mark, tags.open, tags.last), start)
-    return found if found is not None and found.text == end_mark else None
+    if found is None:
+        return Header("", "", source.end, Malformed(Reason.UNCLOSED, "the output ends in the header of a call"))
+    return found if found.text == end_mark else None

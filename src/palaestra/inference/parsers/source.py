@@ -139,6 +139,11 @@ class Source:
             yield
         return position >= self.end
 
+    def breaks_off(self, position: int, *tags: str) -> bool:
+        """Whether the output ends in the middle of one of these tags, for which `at` has already said no."""
+        rest = self.read(position, self.end) if self.end - position < max(map(len, tags)) else None
+        return self.closed and rest is not None and any(tag.startswith(rest) for tag in tags)
+
 
 class Closing(NamedTuple):
     """How a call ends: with its end tags, with the output, or with something `else`."""
@@ -153,7 +158,7 @@ def closing(source: Source, position: int, *tags: str) -> Reading[Closing]:
         begin = yield from source.skip(position)
         if (yield from source.at(begin, tag)):
             position = begin + len(tag)
-        elif source.closed and tag.startswith(source.read(begin, begin + len(tag))):
+        elif source.breaks_off(begin, tag):
             return Closing(source.end, "output")
         else:
             return Closing(position, "else")

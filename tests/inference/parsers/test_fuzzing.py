@@ -1,0 +1,204 @@
+"""Random outputs in every form: no call lost, none invented, nothing repaired, and chunks never matter.
+
+A quarter of the active Hypothesis profile's examples per form; see conftest.py for more of them.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from inference.parsers.corpus import BROKEN_JSON, TOOLS, expressible
+from inference.parsers.forms import FORMS, Form, Wanted, dumps
+from palaestra.inference.parsers import Call, Parsed, Parser, Reasoning, Text, Unwritable, get_parser
+
+FEW = settings(
+    max_examples=settings.default.max_examples // 4,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+forms = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.id)
+
+characters = st.characters(exclude_categories=["Cs"])
+nasty = st.sampled_from(
+    ['"', "\\", "{", "}", "[", "]", "'", "\n", "\r\n", "\t", " ", "</", "<", ">", "`", "```", ",", ":", "é", "🌧", "\0"]
+)
+words = st.lists(nasty | st.text(characters, max_size=4), max_size=12).map("".join)
+prose = st.lists(
+    st.sampled_from(["so", "I", "see", "now,", "well.", "é", "{x}", "a < b", "\n"]), min_size=1, max_size=6
+)
+names = st.sampled_from(["search", "write_file", "run", "noop", "unknown_tool"])
+
+
+def values(form: Form) -> st.SearchStrategy[object]:
+    text = st.lists(words | st.sampled_from(form.tags or ("x",)), max_size=3).map("".join)
+    scalar = (
+        st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats(allow_nan=False, allow_infinity=False)
+    )
+    return st.recursive(
+        scalar | text,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+        max_leaves=6,
+    )
+
+
+def calls(form: Form) -> st.SearchStrategy[Wanted]:
+    """Arguments of the types that the schemas give: text formats can say no others."""
+    texts = st.lists(words | st.sampled_from(form.tags or ("x",)), max_size=4).map("".join)
+    objects = st.dictionaries(words, values(form), max_size=3)
+    search = st.fixed_dictionaries(
+        {},
+        optional={
+            "query": texts,
+            "limit": st.integers(),
+            "exact": st.booleans(),
+            "score": st.floats(allow_nan=False, allow_infinity=False),
+            "filters": objects,
+            "tags": st.lists(values(form), max_size=3),
+        },
+    )
+    write = st.fixed_dictionaries({"path": texts, "content": texts})
+    return (
+        st.tuples(st.just("search"), search)
+        | st.tuples(st.just("write_file"), write)
+        | st.tuples(names, st.dictionaries(st.sampled_from(["a", "b_c", "D"]), texts, max_size=2))
+    )
+
+
+def confusable(form: Form, wanted: list[Wanted]) -> bool:
+    """Whether a value of a format without quoting contains what, in that format, is the end of the value."""
+    if form.json or form.format == "llama4_pythonic":
+        return False
+    inside = [str(value) for _, arguments in wanted for value in arguments.values()]
+    return any(
+        re.search(r"</?[｜\w:]*(?:parameter|function|invoke|arg_\w+|tool_calls?|function_calls)\b", v) for v in inside
+    )
+
+
+def stream(parser: Parser, text: str, rng: random.Random, cut: bool) -> Parsed:
+    reading = parser.stream(tools=TOOLS)
+    start = 0
+    while start < len(text):
+        size = rng.choice([1, 1, 2, 3, 5, 8, 30])
+        reading.feed(text[start : start + size])
+        start += size
+    return reading.end(cut)
+
+
+def sound(parsed: Parsed, text: str) -> None:
+    """Pieces are in order, do not overlap, and hold what stands there."""
+    position = 0
+    for piece in parsed.pieces:
+        assert position <= piece.start <= piece.end <= len(text)
+        position = piece.end
+        if not isinstance(piece, Call | Reasoning):
+            assert piece.text == text[piece.start : piece.end]
+        if isinstance(piece, Text):
+            assert piece.text.strip(" \t\r\n") or piece.text.strip() == ""
+
+
+@forms
+def test_calls_among_text_are_all_found_and_no_others(form: Form) -> None:
+    parser = get_parser(form.format)
+
+    @FEW
+    @given(st.lists(calls(form), min_size=1, max_size=4), prose, prose, st.randoms(use_true_random=False))
+    def check(wanted: list[Wanted], before: list[str], after: list[str], rng: random.Random) -> None:
+        assume(expressible(form, wanted) and not confusable(form, wanted))
+        said = [" ".join(before), " ".join(after)]
+        text = form.before.format(said[0]) + form.block(wanted) + form.after.format(said[1])
+        parsed = parser.parse(text, tools=TOOLS)
+        assert [(call.name, call.arguments) for call in parsed.calls] == wanted
+        assert not parsed.errors
+        assert [piece.text.strip() for piece in parsed.texts] == [piece.strip() for piece in said if piece.strip()]
+        sound(parsed, text)
+        assert stream(parser, text, rng, cut=False) == parsed
+        assert len({call.id for call in parsed.calls}) == len(wanted)
+
+    check()
+
+
+@forms
+def test_a_broken_call_costs_only_itself(form: Form) -> None:
+    if not form.json:
+        pytest.skip("arguments are not JSON")
+    parser = get_parser(form.format)
+    breakages = sorted(kind for kind, (text, _) in BROKEN_JSON.items() if len(text) < 1000 and text != "null")
+
+    @FEW
+    @given(st.lists(calls(form), max_size=2), st.sampled_from(breakages), st.lists(calls(form), max_size=2))
+    def check(first: list[Wanted], kind: str, second: list[Wanted]) -> None:
+        parts = [(name, dumps(arguments), arguments) for name, arguments in first + second]
+        parts.insert(len(first), ("search", BROKEN_JSON[kind][0], {}))
+        parsed = parser.parse(form.raw_block(parts), tools=TOOLS)
+        assert [(call.name, call.arguments) for call in parsed.calls] == first + second
+        assert len(parsed.errors) == 1
+        assert not parsed.texts
+
+    check()
+
+
+@forms
+def test_a_cut_output_runs_nothing_that_was_not_finished(form: Form) -> None:
+    parser = get_parser(form.format)
+
+    @FEW
+    @given(st.lists(calls(form), min_size=1, max_size=3), st.data(), st.randoms(use_true_random=False))
+    def check(wanted: list[Wanted], data: st.DataObject, rng: random.Random) -> None:
+        assume(expressible(form, wanted) and not confusable(form, wanted))
+        whole = form.block(wanted)
+        text = whole[: data.draw(st.integers(0, len(whole)))]
+        parsed = parser.parse(text, tools=TOOLS, cut=True)
+        found = [(call.name, call.arguments) for call in parsed.calls]
+        assert found == wanted[: len(found)]
+        assert len(parsed.errors) <= 1
+        sound(parsed, text)
+        assert stream(parser, text, rng, cut=True) == parsed
+
+    check()
+
+
+@forms
+def test_whatever_a_model_writes_is_read_soundly_and_alike_in_chunks(form: Form) -> None:
+    parser = get_parser(form.format)
+    block = form.block([("search", {"query": "q", "limit": 1}), ("noop", {})])
+    bits = sorted({*form.tags, *re.findall(r"<[^>]*>|[\[\]{}\"':,;]|\w+|\s+", block), "<think>", "</think>", "\\", "'"})
+
+    @FEW
+    @given(
+        st.lists(st.sampled_from(bits) | words, max_size=30).map("".join),
+        st.booleans(),
+        st.randoms(use_true_random=False),
+    )
+    def check(text: str, cut: bool, rng: random.Random) -> None:
+        parsed = parser.parse(text, tools=TOOLS, cut=cut)
+        sound(parsed, text)
+        assert stream(parser, text, rng, cut) == parsed
+        assert parser.parse(text, tools=TOOLS, cut=cut) == parsed
+
+    check()
+
+
+@forms
+def test_what_is_rendered_is_read_back(form: Form) -> None:
+    parser = get_parser(form.format)
+
+    @FEW
+    @given(st.lists(calls(form), max_size=3), prose)
+    def check(wanted: list[Wanted], said: list[str]) -> None:
+        text = " ".join(said).strip()
+        written = [Call.of(name, arguments) for name, arguments in wanted]
+        try:
+            rendered = parser.render(written, text, tools=TOOLS)
+        except Unwritable:
+            assert confusable(form, wanted) or not expressible(form, wanted)
+            return
+        parsed = parser.parse(rendered, tools=TOOLS)
+        assert [(call.name, call.arguments) for call in parsed.calls] == wanted
+        assert parser.render(parsed.calls, (parsed.content or "").strip(), tools=TOOLS) == rendered
+
+    check()
