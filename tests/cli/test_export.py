@@ -1,0 +1,155 @@
+"""`palaestra export` as a user meets it: files that are whole or not there, and messages that say the way out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recorded import MALFORMED, broken, rollout, sky, write_run
+
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import cli
+from palaestra.rollouts.export.formats import FORMATS
+from palaestra.rollouts.trajectory import Group
+
+
+def run(*argv: object) -> int:
+    return run_guarded(lambda: cli.main(["export", *map(str, argv)], standalone_mode=False))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", sky(), broken(), order=(1, 0))
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text("utf-8").splitlines()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_lands_in_the_run_folder(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "--to", name) == 0
+    captured = capsys.readouterr()
+    path = Path(captured.out.strip())
+    assert path.parent == folder / "exports"
+    assert path.stem == name
+    assert path.stat().st_size > 0
+    assert captured.err.startswith(f"{name}: ")
+    assert [each.name for each in path.parent.iterdir()] == [path.name], "nothing half-made is left"
+
+
+def test_nothing_is_overwritten(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "mine.jsonl"
+    out.write_text("precious")
+    assert run(folder, "--to", "openai", "--out", out) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'mine_1.jsonl'}\n"
+    assert out.read_text() == "precious"
+    assert len(lines(tmp_path / "mine_1.jsonl")) == 3
+
+
+def test_all_takes_the_unscored_ones_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "--to", "openai") == 0
+    assert "  left out       1  unscored\n" in capsys.readouterr().err
+    assert run(folder, "--to", "openai", "--all") == 0
+    captured = capsys.readouterr()
+    assert "left out" not in captured.err
+    rewards = [json.loads(line)["reward"] for line in lines(Path(captured.out.strip()))]
+    assert rewards == [1.0, 0.25, 0.0, None]
+    assert run(folder, "--to", "table", "--scored-only") == 0
+    assert lines(Path(capsys.readouterr().out.strip()))[1].startswith("sky,3,3,")
+
+
+def test_stdout_is_the_data_alone(folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert run(folder, "--to", "sharegpt", "--out", "-", "--json") == 0
+    captured = capfdbinary.readouterr()
+    assert [json.loads(line)["id"] for line in captured.out.splitlines()] == [f"000000-sky/{n}" for n in range(3)]
+    assert json.loads(captured.err.splitlines()[-1])["path"] is None
+    assert not (folder / "exports").exists()
+
+
+def test_the_report_as_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "--to", "sharegpt", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "format": "sharegpt",
+        "path": str(folder / "exports" / "sharegpt.jsonl"),
+        "records": 3,
+        "rollouts": 3,
+        "left_out": {"unscored": 1},
+        "remarks": {"has malformed arguments, kept as text": 1, "without what stands after the last reply": 1},
+        "unfinished_groups": 0,
+    }
+
+
+def test_a_refused_export_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    late = Group(group_id="z", number=2, task_id="z", trajectories=[rollout(0, MALFORMED, group_id="z")])
+    folder = write_run(tmp_path / "run", sky(), late)
+    assert run(folder, "--to", "rows") == 2
+    assert "has no tokens that were sampled" in capsys.readouterr().err
+    assert list((folder / "exports").iterdir()) == []
+
+
+def test_a_run_that_goes_on_is_exported_as_far_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", sky(), broken(), order=(1,), ended=False)
+    assert run(folder, "--to", "openai") == 0
+    said = capsys.readouterr().err
+    assert "1 groups had not ended" in said
+    assert "there is nothing in it" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--to", "sharegtp"], "Did you mean sharegpt?"),
+        ([], "--to, and one of atropos, openai"),
+        (["--to", "openai", "--out", "/proc/nowhere/x"], "cannot write /proc/nowhere/x"),
+    ],
+)
+def test_wrong_usage_says_the_way_out(
+    argv: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(folder, *argv) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "none", "--to", "table") == 2
+    assert "there is no run folder" in capsys.readouterr().err
+
+
+def test_a_format_of_ones_own(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_export_format.py").write_text(
+        "from palaestra.rollouts.export.base import ExportReport\n"
+        "class Ids:\n"
+        "    name, ending, everything = 'ids', '.txt', False\n"
+        "    def export(self, groups, out, meta):\n"
+        "        report = ExportReport()\n"
+        "        for group in groups:\n"
+        "            for trajectory in report.chosen(group, meta):\n"
+        "                out.write(trajectory.rollout_id.encode() + b'\\n')\n"
+        "                report.wrote()\n"
+        "        return report\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run(folder, "--to", "my_export_format:Ids") == 0
+    assert lines(Path(capsys.readouterr().out.strip())) == [f"000000-sky/{n}" for n in range(3)]
+
+
+def test_somebody_who_looks_sees_a_bar(folder: Path) -> None:
+    """On a terminal, progress is on stderr, and stdout still holds the data alone."""
+    looking, terminal = os.openpty()
+    argv = [sys.executable, "-m", "palaestra.cli.main", "export", str(folder), "--to", "openai"]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=terminal, check=True, timeout=60)
+    os.close(terminal)
+    shown = os.read(looking, 10_000).decode()
+    os.close(looking)
+    assert "groups" in shown
+    assert "100%" in shown
+    assert done.stdout.decode() == f"{folder / 'exports' / 'openai.jsonl'}\n"

@@ -1,0 +1,148 @@
+"""The code in docs/training.md, executed: what it makes of exported rows has the shapes that the trainers document."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from recorded import META, groups, sky
+
+from palaestra.core.types import JSON
+from palaestra.rollouts.export.formats import FORMATS, exporter_named
+from palaestra.rollouts.export.rows import ExportedRow
+from palaestra.rollouts.trajectory import Group
+
+PAGE = (Path(__file__).parents[1] / "docs" / "training.md").read_text("utf-8")
+
+
+def function(name: str) -> Callable[..., JSON]:
+    """The function of that name from the page's code block that defines it."""
+    (block,) = (code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if f"def {name}(" in code)
+    names: dict[str, JSON] = {}
+    exec(compile(block, "docs/training.md", "exec"), names)
+    found: Callable[..., JSON] = names[name]
+    return found
+
+
+def exported(format_name: str, *exported_groups: Group) -> bytes:
+    out = io.BytesIO()
+    exporter_named(format_name).export(exported_groups or groups(), out, replace(META))
+    return out.getvalue()
+
+
+def rows(*indices: int) -> list[dict[str, JSON]]:
+    found = [json.loads(line) for line in exported("rows").splitlines()]
+    return [row for row in found if row["index"] in (indices or range(9))]
+
+
+@pytest.fixture
+def tinker(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Tinker itself where it is installed; elsewhere its two types with the fields that it documents."""
+    if importlib.util.find_spec("tinker") is not None:
+        return True
+    stand_in = ModuleType("tinker")
+    stand_in.Datum, stand_in.ModelInput = Datum, ModelInput  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tinker", stand_in)
+    return False
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    ints: list[int]
+
+    @classmethod
+    def from_ints(cls, tokens: list[int]) -> ModelInput:
+        return cls(tokens)
+
+    def to_ints(self) -> list[int]:
+        return self.ints
+
+
+@dataclass(frozen=True)
+class Datum:
+    """`importance_sampling` wants these inputs and no others."""
+
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, list[float]]
+
+    def __post_init__(self) -> None:
+        assert set(self.loss_fn_inputs) == {"target_tokens", "logprobs", "advantages"}
+
+
+def test_the_trl_result_has_the_documented_fields() -> None:
+    result = function("trl_result")(rows(1, 2))
+    assert result == {
+        "prompt_ids": [[1, 2], [3]],
+        "completion_ids": [[10, 9, 6, 7, 11, 9], [4, 5]],
+        "logprobs": [[-0.5, -0.75, 0.0, 0.0, -0.5, -0.75], [-1.0, -2.0]],
+        "env_mask": [[1, 1, 0, 0, 1, 1], [1, 1]],
+        "reward": [0.25, 0.0],
+    }
+    columns = {key: value for key, value in result.items() if key not in ("prompt_ids", "completion_ids", "logprobs")}
+    assert function("environment_reward")(completions=["a", "b"], **columns) == [0.25, 0.0]
+
+
+def test_trl_is_not_given_half_a_rollout() -> None:
+    with pytest.raises(ValueError, match="one row per rollout"):
+        function("trl_result")(rows(0))
+
+
+def test_trl_itself_asks_for_these_fields() -> None:
+    trainer = pytest.importorskip("trl", reason="TRL is not installed").GRPOTrainer
+    source = inspect.getsource(trainer._generate)
+    assert all(f'"{key}"' in source for key in ("prompt_ids", "completion_ids", "logprobs", "env_mask"))
+
+
+def test_a_datum_is_shifted_by_one_and_moves_sampled_tokens_only(tinker: bool) -> None:
+    exported_rows = rows()
+    data = list(function("tinker_data")(exported_rows))
+    mean = (1.0 + 0.25 + 0.0) / 3
+    for row, datum in zip(exported_rows, data, strict=True):
+        inputs = {name: plain(values) for name, values in datum.loss_fn_inputs.items()}
+        tokens = row["prompt_ids"] + row["completion_ids"]
+        assert datum.model_input.to_ints() == tokens[:-1]
+        assert inputs["target_tokens"] == tokens[1:]
+        assert len(inputs["logprobs"]) == len(inputs["advantages"]) == len(tokens) - 1
+        trained = [0] * (len(row["prompt_ids"]) - 1) + row["mask"]
+        assert inputs["advantages"] == pytest.approx([(row["reward"] - mean) * on for on in trained])
+        sampled = [logprob for logprob, on in zip(inputs["logprobs"], trained, strict=True) if on]
+        assert sampled == [logprob for logprob, on in zip(row["logprobs"], row["mask"], strict=True) if on]
+
+
+def plain(values: JSON) -> Sequence[float]:
+    """A list, also where Tinker made an array of it."""
+    return values if isinstance(values, list) else list(values.tolist())
+
+
+def test_baselines_are_over_rollouts_and_not_over_segments(tinker: bool) -> None:
+    first, *_ = function("tinker_data")(rows(0, 1))
+    assert max(plain(first.loss_fn_inputs["advantages"])) == pytest.approx(1.0 - (1.0 + 0.25) / 2)
+
+
+def test_only_good_rollouts_are_kept_for_fine_tuning(tmp_path: Path) -> None:
+    path = tmp_path / "openai.jsonl"
+    path.write_bytes(exported("openai"))
+    kept = function("kept")
+    assert [row.keys() for row in kept(path)] == [{"messages", "tools"}]
+    assert len(kept(path, at_least=0.0)) == 3
+    assert kept(path)[0]["tools"] == sky().tools
+
+
+def test_the_page_names_every_format_and_every_key_of_a_row() -> None:
+    assert {name for name in FORMATS if f"`{name}`" not in PAGE} == set()
+    explained = {"schema", "task_id", "index", "outcome", "reason", "finish_reason", "source"}
+    assert {name for name in ExportedRow.__struct_fields__ if f"`{name}`" not in PAGE} == explained
+
+
+def test_each_recipe_is_ten_lines_or_so() -> None:
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        assert len(block.strip().splitlines()) <= 17
