@@ -1,12 +1,13 @@
 """What token-exact chat costs per turn beside its peers: python benchmarks/managed_overhead.py [--quick] [--json FILE]
 
 A conversation of 1, 8, 32 and 128 turns with a tool, against an engine in the same process that answers at once, with a
-real byte-level BPE and the same template. CPU time per turn, over all turns: what grows with history shows in the long
-ones.
+byte-level BPE trained on the standard library and Qwen3's own template, which comes from the wheel of `trl` at run time
+(`--templates PATH` names a wheel or folder instead). CPU time per turn, over all turns: what grows with history shows
+in the long ones.
 
 Peers run where they are given, each in a virtual environment of its own, on the same conversations:
-`--atropos PYTHON` is an interpreter that has atroposlib 0.4.0; its managed server renders and encodes the whole
-conversation every turn.
+`--atropos PYTHON` is an interpreter that has atroposlib 0.4.0. Its managed server renders and decodes the whole
+conversation every turn. It can show and parse tools only where vLLM is installed, so its conversations have neither.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import _measure as measure
+import _templates as templates
 
+TEMPLATE = "qwen3"
 LENGTHS = (1, 8, 32, 128)
 TARGET_MS = 0.5
 FLAT = 1.5
@@ -78,14 +82,14 @@ def repeated(start: Callable[[], Chat], turns: int, tools: bool) -> float:
     return asyncio.run(go())
 
 
-def ours(turns: int) -> float:
+def ours(turns: int, template: str) -> float:
     """Managed chat of this project."""
     from palaestra.inference.managed import ManagedChat
     from palaestra.inference.templates import ChatFormat
     from palaestra.inference.toy import ToyEngine
 
     tokenizer = make_tokenizer()
-    chat_format = ChatFormat(tokenizer)
+    chat_format = ChatFormat(tokenizer, template)
 
     def start() -> Chat:
         return ManagedChat(Instant(ToyEngine(tokenizer, itertools.repeat(CALL))), chat_format, "hermes").chat_completion
@@ -125,6 +129,8 @@ def atropos(folder: str, turns: int) -> float:
     ids = [*tokenizer.encode(CALL), tokenizer.eos_token_id]
 
     class Server:
+        config = SimpleNamespace(model_name="instant")
+
         async def tokens_and_logprobs_completion(self, **request: object) -> object:
             prompt = request.get("input_ids") or tokenizer.encode(request["prompt"])
             return prompt, [ids], [[-0.5] * len(ids)], ["stop"]
@@ -132,7 +138,7 @@ def atropos(folder: str, turns: int) -> float:
     return repeated(lambda: ManagedServer(Server(), tokenizer=tokenizer).chat_completion, turns, tools=False)
 
 
-def save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path, template: str) -> None:
     """The same tokenizer and template in the form that peers load."""
     tokenizer = make_tokenizer()
     tokenizer.save(folder / "tokenizer.json")
@@ -140,9 +146,10 @@ def save_tokenizer(folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
-        "chat_template": tokenizer.chat_template,
+        "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(template)
 
 
 def measured(python: str, *case: str) -> measure.Sample:
@@ -153,7 +160,7 @@ def measured(python: str, *case: str) -> measure.Sample:
 
 def cases(atropos_python: str | None, folder: Path) -> Iterator[tuple[str, Callable[[], measure.Sample]]]:
     for turns in LENGTHS:
-        yield f"palaestra {turns}", lambda turns=turns: measured(sys.executable, "ours", str(turns))
+        yield f"palaestra {turns}", lambda turns=turns: measured(sys.executable, "ours", str(turns), str(folder))
         if atropos_python:
             yield f"atropos {turns}", lambda turns=turns: measured(atropos_python, "atropos", str(turns), str(folder))
 
@@ -178,14 +185,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=None, help="how often every case is measured (default 5)")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the rows to FILE as well")
     parser.add_argument("--atropos", default=None, metavar="PYTHON", help="an interpreter that has atroposlib 0.4.0")
+    parser.add_argument("--templates", type=Path, default=None, metavar="PATH", help="a wheel or folder with templates")
     parser.add_argument("--case", nargs="+", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         kind, turns, *rest = options.case
-        print(ours(int(turns)) if kind == "ours" else atropos(rest[0], int(turns)))
+        template = (Path(rest[0]) / "chat_template.jinja").read_text()
+        print(ours(int(turns), template) if kind == "ours" else atropos(rest[0], int(turns)))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        save_tokenizer(Path(folder))
+        save_tokenizer(Path(folder), templates.sources(options.templates)[TEMPLATE])
         found = measure.interleaved(
             dict(cases(options.atropos, Path(folder))), options.rounds or (1 if options.quick else 5)
         )

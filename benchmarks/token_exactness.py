@@ -18,16 +18,14 @@ import argparse
 import asyncio
 import random
 import re
-import subprocess
 import sys
-import tempfile
-import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import _measure as measure
+import _templates as templates
 import msgspec
 
 from palaestra.core.errors import ConfigError
@@ -38,7 +36,6 @@ from palaestra.inference.templates import ChatFormat, TurnRenderer
 from palaestra.inference.tokens import FastTokenizer
 from palaestra.inference.toy import ToyEngine, toy_logprob, toy_tokenizer
 
-PACKAGE = "trl==1.16.0"
 TURNS = 100_000
 QUICK_TURNS = 3_000
 TURNS_PER_ROLLOUT = 16
@@ -109,22 +106,6 @@ class Tally:
     lost: list[str] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     families: set[str] = field(default_factory=set)
-
-
-def template_sources(given: Path | None) -> dict[str, str]:
-    """The chat templates by name. Training variants are left out: they never rewrite anything."""
-    with tempfile.TemporaryDirectory() as folder:
-        if given is None:
-            download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE]
-            subprocess.run(download, check=True)
-            given = next(Path(folder).glob("*.whl"))
-        if given.is_dir():
-            found = {path.stem: path.read_text(encoding="utf-8") for path in given.glob("**/*.jinja")}
-        else:
-            with zipfile.ZipFile(given) as wheel:
-                names = [name for name in wheel.namelist() if name.endswith(".jinja")]
-                found = {Path(name).stem: wheel.read(name).decode() for name in names}
-    return {name: found[name] for name in sorted(found) if not name.endswith("_training")}
 
 
 def families(sources: Mapping[str, str]) -> Iterator[Family]:
@@ -282,7 +263,7 @@ def main() -> int:
     parser.add_argument("--templates", type=Path, default=None, metavar="PATH", help="a wheel or folder with templates")
     options = parser.parse_args()
     turns = QUICK_TURNS if options.quick else TURNS
-    tally = run(template_sources(options.templates), turns)
+    tally = run(templates.training_left_out(templates.sources(options.templates)), turns)
     for line in [*tally.violations[:10], *tally.lost[:10], *tally.refused]:
         print(line, file=sys.stderr)
     return measure.report("Token exactness", rows_of(tally, turns), options.json)

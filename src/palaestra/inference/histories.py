@@ -26,7 +26,7 @@ _LATEST = 64
 class Thread:
     """One conversation. `seen` are the messages as the caller sent them, `shown` the same with replies as we gave them.
 
-    `busy` while a reply is being sampled; `turns` counts those of its segment, `kinds` are the kinds of steps in it.
+    `kinds` are the kinds of steps in its segment; `busy` while a reply is being sampled.
     """
 
     renderer: TurnRenderer
@@ -35,13 +35,12 @@ class Thread:
     shown: list[Message] = field(default_factory=list)
     reply: Message = field(default_factory=dict)
     kinds: tuple[StepKind, ...] = ()
-    turns: int = 0
     busy: bool = False
 
     @property
     def history(self) -> History:
         """The conversation as the renderer wants it."""
-        return History(prompt=self.shown, reply=self.reply, kinds=self.kinds, turn=self.turns)
+        return History(prompt=self.shown, reply=self.reply, kinds=self.kinds)
 
     def went_on(self, messages: Sequence[Message], reply: AssistantMessage) -> None:
         """A reply came to `messages`, which go on with this thread."""
@@ -50,7 +49,6 @@ class Thread:
         self.seen += fresh
         self.shown += [self.reply, *fresh[1:]] if known else fresh
         self.reply = _sent(reply)
-        self.turns += 1
 
     def continued_by(self, messages: Sequence[Message]) -> bool:
         """Whether `messages` are this conversation, the reply, and perhaps more."""

@@ -209,7 +209,6 @@ class ManagedChat:
         thread = plan.thread
         if plan.begins:
             thread.segment = self.ledger.open(plan.reason or self._why(messages))
-            thread.turns = 0
             if not thread.seen:
                 self._threads.add(thread)
         thread.kinds = plan.kinds

@@ -59,8 +59,7 @@ def text(of: TurnRenderer, ids: list[int]) -> str:
 def step(of: TurnRenderer, reply: Message, new: list[Message], last: str, prompt: list[Message] | None = None) -> Step:
     prompt = prompt or [USER]
     last_token = of._tokenizer.encode(last)[-1]
-    turn = 1 + sum(message["role"] == "assistant" for message in prompt)
-    return of.step(History(prompt, reply, step_kinds(prompt), turn), new, last_token)
+    return of.step(History(prompt, reply, step_kinds(prompt)), new, last_token)
 
 
 def said(content: str, **more: JSON) -> Message:

