@@ -37,6 +37,7 @@ from palaestra.rollouts.journal import without_secrets
 from palaestra.rollouts.progress import Observer, make_progress
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.trajectory import Group
+from palaestra.sandbox.ladder import warning
 from palaestra.sandbox.pool import SlotPool
 
 UNFINISHED = 3
@@ -105,6 +106,8 @@ async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream:
         async with opened(environment):
             output = _open_output(form, parsed, engine, root)
             stream.write(f"run {output.folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")
+            if weak := warning(pool.rung):
+                stream.write(f"WARNING: isolation {pool.rung.label}: {weak}\n")
             totals = await _recorded(Batch(environment, parsed, engine, pool, output), stream)
     return RunReport(
         exit_code=UNFINISHED if _unfinished(totals, config) else 0,

@@ -95,13 +95,13 @@ class SlotServer(asyncio.BufferedProtocol):
         self._over: Exception | None = None
 
     @classmethod
-    async def start(cls, full: bool, settings: dict[str, JSON], on_lost: OnLost) -> SlotServer:
-        """Start a server for the rung `full`, or `userns`. Raises `IsolationUnavailable` when it refuses."""
+    async def start(cls, rung: str, settings: dict[str, JSON], on_lost: OnLost) -> SlotServer:
+        """Start a server for a rung. Raises `IsolationUnavailable` when it refuses."""
         server = cls(on_lost)
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                await server._spawn(theirs, full)
+                await server._spawn(theirs, rung)
             await asyncio.get_running_loop().create_unix_connection(lambda: server, sock=ours)
             await server.request(Kind.HELLO, {"version": frames.VERSION, **settings})
         except BaseException:
@@ -110,9 +110,9 @@ class SlotServer(asyncio.BufferedProtocol):
             raise
         return server
 
-    async def _spawn(self, stream: socket.socket, full: bool) -> None:
+    async def _spawn(self, stream: socket.socket, rung: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        arguments = [sys.executable, "-I", "-S", str(_SLOTD), str(stream.fileno()), "full" if full else "userns"]
+        arguments = [sys.executable, "-I", "-S", str(_SLOTD), str(stream.fileno()), rung]
         self._process = await asyncio.create_subprocess_exec(
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,

@@ -18,17 +18,27 @@ _COVERS = {
         "limits on processes and disk; memory per process only",
         "system call filter, no new privileges",
     ),
+    Rung.CONFINED: (
+        "own user (as root), own directories, the rest read-only (Landlock)",
+        "no network when it is off; no list of hosts, no image",
+        "limits per process on memory and files; no limit on disk",
+        "system call filter, no new privileges",
+        "not: other processes' names, the container's /tmp and /workspace",
+    ),
+    Rung.NONE: ("a temporary directory, and commands that run as you",),
 }
-_NOT_BUILT = {
-    Rung.CONFINED: "not built yet (a uid per slot, Landlock, filter and limits, for ordinary containers)",
-    Rung.NONE: "not built: commands would run on the host, unprotected",
-}
+
+
+def warning(rung: Rung) -> str | None:
+    """What whoever runs on this rung has to be told; None where slots are isolated."""
+    if rung is Rung.CONFINED:
+        return "slots share this container's kernel view: they are kept apart by users and Landlock, not by namespaces"
+    return "commands run as you, unprotected" if rung is Rung.NONE else None
 
 
 async def probe() -> list[Step]:
     """Every rung, best first, with the reason where it cannot be had. Takes a fraction of a second."""
-    steps = [await _try(rung) for rung in BUILT]
-    return [*steps, *(Step(rung, False, reason) for rung, reason in _NOT_BUILT.items())]
+    return [await _try(rung) for rung in BUILT]
 
 
 async def _try(rung: Rung) -> Step:
@@ -37,4 +47,5 @@ async def _try(rung: Rung) -> Step:
     await backend.aclose()
     if reason is not None:
         return Step(rung, False, reason)
-    return Step(rung, True, "a throw-away slot held every check", _COVERS[rung])
+    held = "for who asks for it by name" if rung is Rung.NONE else "a throw-away slot held every check"
+    return Step(rung, True, held, _COVERS[rung])

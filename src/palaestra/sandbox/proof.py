@@ -5,7 +5,10 @@ Not a test suite; it catches a kernel, container or policy that took a call and 
 
 from __future__ import annotations
 
+import os
+
 from palaestra.core.errors import IsolationUnavailable
+from palaestra.sandbox import proof_confined
 from palaestra.sandbox.base import Rung, Slot
 from palaestra.sandbox.slotd.capabilities import KEPT
 
@@ -25,10 +28,28 @@ echo "interfaces $n"
 
 async def prove(slot: Slot) -> None:
     """Raise `IsolationUnavailable`, naming what is missing, unless the slot is what its rung promises."""
+    if slot.rung < Rung.USERNS:
+        await _prove_confined(slot)
+        return
     result = await slot.execute(_SCRIPT, timeout_s=10.0)
     lines = (line.split(None, 1) for line in result.output.splitlines())
     facts = {parts[0].rstrip(":"): parts[1].strip() for parts in lines if len(parts) == 2}
     failures = [name for name, held in _claims(facts, slot.rung).items() if not held]
+    if failures:
+        raise IsolationUnavailable(f"a throw-away slot shows: {', '.join(failures)}")
+
+
+async def _prove_confined(slot: Slot) -> None:
+    """The same for the rungs without namespaces; `none` only has to run commands."""
+    result = await slot.execute(proof_confined.SCRIPT, timeout_s=10.0)
+    facts: dict[str, list[str]] = {}
+    for line in result.output.splitlines():
+        name, _, value = line.partition(" ")
+        facts.setdefault(name, []).append(value.strip())
+    claims = proof_confined.claims(facts, server_is_root=os.geteuid() == 0)
+    if slot.rung is Rung.NONE:
+        claims = {"commands do not run": claims["commands do not run"]}
+    failures = [name for name, held in claims.items() if not held]
     if failures:
         raise IsolationUnavailable(f"a throw-away slot shows: {', '.join(failures)}")
 

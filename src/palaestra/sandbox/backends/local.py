@@ -35,8 +35,8 @@ from palaestra.sandbox.client import SlotServer
 from palaestra.sandbox.proof import prove
 from palaestra.sandbox.slot import LocalSlot
 
-BUILT = (Rung.FULL, Rung.USERNS)
-"""The rungs this backend has, best first."""
+BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)
+"""The rungs this backend has, best first. The last only for who asks for it by name."""
 
 _WAY_OUT = "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
 _WAY_OUT += "user.max_user_namespaces > 0); `palaestra doctor` shows what this machine can do"
@@ -85,12 +85,8 @@ class LocalBackend:
         raise IsolationUnavailable(f"no isolation can be had here ({'; '.join(reasons)}). To mend it: {_WAY_OUT}.")
 
     def _candidates(self) -> list[Rung]:
-        if self._wanted is not None and self._wanted not in BUILT:
-            raise IsolationUnavailable(
-                f"the rung {self._wanted.label!r} is not built in the local backend; ask for "
-                f"{' or '.join(rung.label for rung in BUILT)}, or leave the choice to it"
-            )
-        allowed = [rung for rung in BUILT if self._wanted in (None, rung) and rung >= (self._required or rung)]
+        wanted = [rung for rung in BUILT if rung > Rung.NONE] if self._wanted is None else [self._wanted]
+        allowed = [rung for rung in wanted if rung >= (self._required or rung)]
         if not allowed:
             raise ConfigError(
                 f"{_name(self._wanted)} isolation is asked for, but {_name(self._required)} or better is required"
@@ -116,7 +112,7 @@ class LocalBackend:
         prefix = _interpreter_prefix()
         self._rung = rung
         settings = {"prefix": prefix, "first_epoch": self._last_epoch + 1}
-        self._server = await SlotServer.start(rung is Rung.FULL, settings, self._on_lost)
+        self._server = await SlotServer.start(rung.label, settings, self._on_lost)
 
     async def aclose(self) -> None:
         """End the server, every slot and every layer. Idempotent."""
@@ -137,7 +133,8 @@ class LocalBackend:
     @property
     def rung(self) -> Rung:
         """The rung in force. Before `start`, the best that was asked for."""
-        return self._rung or self._wanted or Rung.FULL
+        chosen = self._wanted if self._rung is None else self._rung
+        return Rung.FULL if chosen is None else chosen  # not `or`: the rung `none` is 0
 
     @property
     def server_pid(self) -> int:

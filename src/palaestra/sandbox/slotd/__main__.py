@@ -1,4 +1,4 @@
-"""Entry point: `python -I -S …/slotd FD full|userns`. Only this package and the standard library can be imported."""
+"""Entry point: `python -I -S …/slotd FD full|userns|confined|none`. Only the standard library can be imported."""
 
 import importlib
 import os
@@ -6,6 +6,7 @@ import sys
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    launch = importlib.import_module("slotd.launch")
+    layered = sys.argv[2] in ("full", "userns")
+    launch = importlib.import_module("slotd.launch" if layered else "slotd.confined.launch")
     del sys.path[0]
     sys.exit(launch.main(sys.argv[1:]))
