@@ -9,8 +9,8 @@ from __future__ import annotations
 from palaestra.inference.parsers.base import Malformed, Reason
 from palaestra.inference.parsers.bodies import CUT_OFF, Body, write_call
 from palaestra.inference.parsers.grammar import Output
-from palaestra.inference.parsers.json_text import decode_object, scan_brackets, scan_value
-from palaestra.inference.parsers.source import Reading
+from palaestra.inference.parsers.json_text import Scan, decode_object, scan_brackets, scan_value
+from palaestra.inference.parsers.source import Reading, Source
 
 
 def read_array(output: Output, start: int, bracket: int) -> Reading[int]:
@@ -45,7 +45,7 @@ def _element(output: Output, begin: int, bracket: int) -> Reading[Body]:
     scan = yield from scan_value(source, begin)
     if scan.complete:
         return Body(source.read(begin, scan.end), scan.end)
-    end = yield from scan_brackets(source, begin)
+    end = yield from extent(source, begin, scan)
     return Body(source.read(begin, end), end, why_not_json(source.read(begin, scan.end + 1), scan.end >= source.end))
 
 
@@ -56,6 +56,11 @@ def _settled(output: Output, body: Body, more: bool, last: bool, after: int) -> 
     if after < output.source.end:
         return Body(body.text, body.end, Malformed(Reason.MALFORMED_JSON, "the list does not go on after an element"))
     return Body(body.text, body.end, Malformed(Reason.UNCLOSED, CUT_OFF)) if output.source.cut else body
+
+
+def extent(source: Source, begin: int, scan: Scan) -> Reading[int]:
+    """Where what `scan` found not to be JSON ends: by its brackets, or with the output if it goes on so long."""
+    return source.end if scan.end >= source.end else (yield from scan_brackets(source, begin))
 
 
 def why_not_json(text: str, ended: bool) -> Malformed:

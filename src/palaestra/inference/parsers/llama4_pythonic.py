@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
+from palaestra.inference.parsers.arrays import extent
 from palaestra.inference.parsers.base import Call, Malformed, Reason
 from palaestra.inference.parsers.bodies import CUT_OFF
 from palaestra.inference.parsers.grammar import Grammar, Output, mentioned
@@ -94,7 +95,7 @@ class Llama4Pythonic(Grammar):
         scan = yield from scan_parentheses(source, end)
         if not scan.complete:
             ended = scan.end >= source.end
-            stop = yield from scan_brackets(source, end)
+            stop = yield from extent(source, end, scan)
             problem = Malformed(Reason.UNCLOSED if ended else Reason.MALFORMED_MARKUP, "a call does not end")
             return Element(name, {}, stop, problem)
         try:

@@ -14,11 +14,11 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from palaestra.inference.parsers.arrays import why_not_json
+from palaestra.inference.parsers.arrays import extent, why_not_json
 from palaestra.inference.parsers.base import Call, Malformed, Reason
 from palaestra.inference.parsers.bodies import Body, named_call, write_call
 from palaestra.inference.parsers.grammar import Grammar, Output
-from palaestra.inference.parsers.json_text import scan_brackets, scan_value
+from palaestra.inference.parsers.json_text import scan_value
 from palaestra.inference.parsers.render import named_object
 from palaestra.inference.parsers.source import Mark, Markers, Reading
 
@@ -72,7 +72,7 @@ class LlamaJson(Grammar):
             if not marked and _NAMED.match(text[:_LOOK]) is None:
                 output.page.text_to(scan.end)
                 return scan.end, False
-            end = yield from scan_brackets(source, begin)
+            end = yield from extent(source, begin, scan)
             why = why_not_json(source.read(begin, scan.end + 1), scan.end >= source.end)
             body = Body(source.read(begin, end), end, why)
         else:

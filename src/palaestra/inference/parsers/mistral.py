@@ -14,10 +14,10 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from palaestra.inference.parsers.arrays import read_array, why_not_json
+from palaestra.inference.parsers.arrays import extent, read_array, why_not_json
 from palaestra.inference.parsers.base import Call, Malformed, Reason
 from palaestra.inference.parsers.grammar import Grammar, Output
-from palaestra.inference.parsers.json_text import decode_object, scan_brackets, scan_value
+from palaestra.inference.parsers.json_text import Scan, decode_object, scan_value
 from palaestra.inference.parsers.source import Mark, Markers, Reading
 
 _CALLS, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -78,7 +78,7 @@ class Mistral(Grammar):
         end = scan.end
         if not scan.complete:
             problem = why_not_json(source.read(begin, scan.end + 1), scan.end >= source.end)
-            end = yield from self._end_of_broken(output, begin, scan.end)
+            end = yield from self._end_of_broken(output, begin, scan)
         elif not name:
             problem = Malformed(Reason.NO_NAME, "the call has no name")
         else:
@@ -92,13 +92,13 @@ class Mistral(Grammar):
         output.page.broken(problem, name, mark.start, end)
         return end
 
-    def _end_of_broken(self, output: Output, begin: int, failed: int) -> Reading[int]:
+    def _end_of_broken(self, output: Output, begin: int, scan: Scan) -> Reading[int]:
         """Before the mark that made the JSON fail, or else where the brackets are balanced."""
-        around = max(begin, failed - len(_CALLS))
-        found = yield from output.source.find(self.openers, around, stop=failed + 1)
-        if found is not None and found.end > failed:
+        around = max(begin, scan.end - len(_CALLS))
+        found = yield from output.source.find(self.openers, around, stop=scan.end + 1)
+        if found is not None and found.end > scan.end:
             return found.start
-        return (yield from scan_brackets(output.source, begin))
+        return (yield from extent(output.source, begin, scan))
 
     def render(self, calls: Sequence[Call], text: str) -> str:
         """The newest form."""
