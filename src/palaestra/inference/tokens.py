@@ -111,13 +111,13 @@ def load_tokenizer(name: str) -> FastTokenizer:
 
     Raises `ConfigError` when there is none, or the extra is missing.
     """
+    if name in ("", "none", "default"):
+        raise ConfigError("No tokenizer was named: set --openai.tokenizer_name to a model's folder or name.")
     path = Path(name).expanduser()
     if path.is_dir():
         return _from_files(name, lambda file: path / file if (path / file).is_file() else None)
     if path.is_file():
         return _from_files(name, lambda file: path if file == "tokenizer.json" else _beside(path, file))
-    if name in ("", "none", "default"):
-        raise ConfigError("No tokenizer was named: set --openai.tokenizer_name to a model's folder or name.")
     return _from_files(name, lambda file: _fetched(name, file))
 
 
