@@ -1,0 +1,39 @@
+"""The environments in the docs run as they are printed there."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import cli
+
+PAGE = Path(__file__).parents[1] / "docs" / "environments.md"
+
+
+def written(folder: Path, name: str) -> Path:
+    block = re.search(rf"```python\n# {name}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert block is not None
+    path = folder / name
+    path.write_text(block.group(1))
+    return path
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize(("name", "output", "count"), [("lines_env.py", "longest_line", 3), ("word_env.py", "word", 2)])
+@pytest.mark.parametrize(("policy", "reward"), [("oracle", 1.0), ("noop", 0.0)])
+def test_a_printed_environment_keeps_its_promise(
+    name: str, output: str, count: int, policy: str, reward: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ["run", str(written(tmp_path, name)), "process", "--policy", policy]
+    assert run_guarded(lambda: cli.main(argv, standalone_mode=False)) == 0
+    groups = [json.loads(line) for line in (tmp_path / f"data/{output}.jsonl").read_text().splitlines()]
+    assert len(groups) == count
+    assert all(score == reward for group in groups for score in group["scores"])
+    if output == "longest_line":
+        metrics = groups[0]["rollouts"][0]["metrics"]
+        assert metrics == {"right": reward, "answered": reward}
