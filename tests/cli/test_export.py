@@ -51,6 +51,13 @@ def test_nothing_is_overwritten(folder: Path, tmp_path: Path, capsys: pytest.Cap
     assert len(lines(tmp_path / "mine_1.jsonl")) == 3
 
 
+def test_a_folder_gets_the_file_under_its_formats_name(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(folder, "--to", "table", "--out", tmp_path) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'table.csv'}\n"
+
+
 def test_all_takes_the_unscored_ones_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(folder, "--to", "openai") == 0
     assert "  left out       1  unscored\n" in capsys.readouterr().err
@@ -140,6 +147,19 @@ def test_a_format_of_ones_own(
     monkeypatch.syspath_prepend(tmp_path)
     assert run(folder, "--to", "my_export_format:Ids") == 0
     assert lines(Path(capsys.readouterr().out.strip())) == [f"000000-sky/{n}" for n in range(3)]
+
+
+def test_a_reader_that_goes_away_is_no_crash(tmp_path: Path) -> None:
+    many = [rollout(n, MALFORMED * 400, group_id="g") for n in range(20)]
+    folder = write_run(tmp_path / "run", Group(group_id="g", number=0, task_id="t", trajectories=many))
+    argv = [sys.executable, "-m", "palaestra.cli.main", "export", str(folder), "--to", "openai", "--out", "-"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as going:
+        assert going.stdout is not None
+        assert going.stderr is not None
+        going.stdout.read(10)
+        going.stdout.close()
+        said = going.stderr.read().decode()
+    assert "Traceback" not in said
 
 
 def test_somebody_who_looks_sees_a_bar(folder: Path) -> None:

@@ -48,7 +48,9 @@ class _Help(click.Command):
 )
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--to", "name", metavar="FORMAT", default="", help="One of the formats, or package.module:Class.")
-@click.option("--out", type=click.Path(path_type=Path, allow_dash=True), help="The file; - for stdout.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, allow_dash=True), help="The file, or a folder for it; - for stdout."
+)
 @click.option(
     "--scored-only/--all",
     "scored_only",
@@ -67,7 +69,10 @@ def command(
     recording = open_recording(run)
     everything = exporter.everything if scored_only is None else not scored_only
     meta = replace(recording.meta, everything=everything, placeholders=placeholders)
-    path = out or recording.path.parent / "exports" / f"{exporter.name}{exporter.ending}"
+    folder = recording.path.parent / "exports"
+    path = out or folder
+    if out is None or path.is_dir():
+        path = path / f"{exporter.name}{exporter.ending}"
     with _opened(path) as (target, file), _progress(recording) as groups:
         report = exporter.export(groups, file, meta)
     _say(exporter, report, target, recording, as_json)
