@@ -246,6 +246,23 @@ def test_compaction_and_sub_agents_are_declared_by_the_caller() -> None:
     check(chat)
 
 
+def test_a_declared_reason_waits_for_the_request_that_succeeds() -> None:
+    engine = toy("hello", "there")
+    chat = managed(engine)
+
+    async def go() -> None:
+        await talk(chat, 1)
+        chat.declare("compaction")
+        chat._engine = Answering(EngineUnavailable("down"))
+        with pytest.raises(EngineUnavailable):
+            await chat.chat_completion(messages=[{"role": "user", "content": "summary"}])
+        chat._engine = engine
+        await chat.chat_completion(messages=[{"role": "user", "content": "summary"}])
+
+    asyncio.run(go())
+    assert [row.reason for row in chat.ledger.rows()] == ["start", "compaction"]
+
+
 def test_several_choices_are_segments_and_each_can_go_on() -> None:
     chat = managed(toy("hello", "there", "world", "42"))
 

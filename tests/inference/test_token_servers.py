@@ -131,6 +131,20 @@ def test_vllm_is_asked_for_ids_and_log_probabilities() -> None:
     assert (seen["return_token_ids"], seen["logprobs"], seen["stop_token_ids"]) == (True, 1, [1])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_limit_servers_are_told_so_since_their_own_is_short(kind: str) -> None:
+    async def go() -> JSON:
+        async with TokenLoopback(ToyEngine(TOKENIZER, replies()), TOKENIZER, **KINDS[kind][1]) as loopback:
+            engine = KINDS[kind][0](config(loopback.url), tokenizer=TOKENIZER)
+            await engine.chat_completion(messages=HI)
+            await engine.aclose()
+            return loopback.seen[-1]
+
+    seen = asyncio.run(go())
+    settings = seen.get("sampling_params", seen)
+    assert settings.get("max_new_tokens", settings.get("max_tokens", 0)) is None
+
+
 def drop_last_logprob(reply: JSON) -> JSON:
     if "meta_info" in reply:
         reply["meta_info"]["output_token_logprobs"].pop()

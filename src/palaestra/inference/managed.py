@@ -169,6 +169,7 @@ class ManagedChat:
 
     async def _reply(self, renderer: TurnRenderer, messages: Sequence[Message], settings: Mapping[str, JSON]) -> _Reply:
         """Plan, sample, and only then write down: nothing is kept of a request that failed."""
+        messages = list(messages)  # the caller's own list may grow while the engine samples
         plan = self._plan(renderer, messages)
         plan.thread.busy = True
         try:
@@ -183,8 +184,7 @@ class ManagedChat:
         thread = self._threads.continued_by(messages, renderer)
         if thread is None or self._declared is not None:
             opening = renderer.opening(messages)
-            declared, self._declared = self._declared, None
-            return _Plan(Thread(renderer), opening.ids, opening.kinds, True, declared)
+            return _Plan(Thread(renderer), opening.ids, opening.kinds, True, self._declared)
         new = messages[len(thread.seen) + 1 :]
         step = renderer.step(thread.history, new, self.ledger.last_token(thread.segment))
         if not step.rewrites or (self._history == "append" and step.ids):
@@ -209,6 +209,7 @@ class ManagedChat:
         thread = plan.thread
         if plan.begins:
             thread.segment = self.ledger.open(plan.reason or self._why(messages))
+            self._declared = None if plan.reason is self._declared else self._declared
             if not thread.seen:
                 self._threads.add(thread)
         thread.kinds = plan.kinds

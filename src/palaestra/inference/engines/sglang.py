@@ -32,6 +32,7 @@ class SGLangEngine(TokenServer):
         """Continue `input_ids[T]`."""
         url = self.root_url / "generate"
         settings = {_NAMES.get(name, name): value for name, value in sampling.items()}
+        settings.setdefault("max_new_tokens", None)  # up to the window; left out, it would be 128
         body = {
             "input_ids": list(input_ids),
             "sampling_params": {**settings, "skip_special_tokens": False},

@@ -27,6 +27,7 @@ class VLLMEngine(TokenServer):
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         """Continue `input_ids[T]`, in the shape that the server has."""
+        sampling = {"max_tokens": None, **sampling}  # up to the window; left out, it would be 16
         if self._stock is False:
             return await self._from_atropos(list(input_ids), sampling)
         url = self.base_url / "completions"
