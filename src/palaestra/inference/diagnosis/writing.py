@@ -64,7 +64,7 @@ def _prefix(renderer: TurnRenderer) -> Check:
         for thinks in (False, True):
             said: Message = {**reply, **({"reasoning_content": "Let me see."} if thinks else {})}
             try:
-                history = History(prompt=[_USER], reply=said, kinds=renderer.opening([_USER]).kinds, turn=1)
+                history = History(prompt=[_USER], reply=said, kinds=renderer.opening([_USER]).kinds)
                 rewrites = renderer.step(history, [new], renderer.stop_ids[0]).rewrites
             except ConfigError as error:
                 rewrites = str(error)
