@@ -32,7 +32,7 @@ DIRECTORIES = {"/workspace": "workspace", "/root": "home", "/tmp": "tmp"}  # noq
 
 READ_ONLY = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt", "/proc")
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts")
-_SETUID_CAPABILITIES = 1 << 1 | 1 << 2 | 1 << 5 | 1 << 6 | 1 << 7  # DAC_OVERRIDE, DAC_READ_SEARCH, KILL, SETGID, SETUID
+_BECOME_USERS = 1 << 5 | 1 << 6 | 1 << 7  # KILL, SETGID, SETUID
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def _confine(plan: Plan) -> None:
     """Give up everything that the slot must not have."""
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     if os.geteuid() == 0:
-        capabilities.drop(_SETUID_CAPABILITIES if plan.user else 0, bounding=0)
+        capabilities.drop(_BECOME_USERS if plan.user else 0, bounding=0)
     landlock.restrict(_rights(plan), tcp=plan.network)
     seccomp.install(inet=plan.network, ipc=False)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
