@@ -72,8 +72,7 @@ def alternating(
         turns.take(message)
     turns.end()
     if tools:
-        told = _TOOLS_TEXT.format(tools=_json(list(tools)))
-        turns.system.append(told)
+        turns.system.append(_TOOLS_TEXT.format(tools=_body(list(tools))))
     opening = [{"from": "system", "value": "\n\n".join(turns.system)}] if turns.system else []
     return [*opening, *turns.turns], turns.remarks
 
@@ -96,6 +95,8 @@ class _Turns:
         if message.role == "tool":
             self._result(message)
             return
+        if message.name:
+            self.remarks.add("without the name of who speaks")
         self._answer()
         if message.role == "system" and not self.turns:
             self.system.append(message.text)
@@ -174,9 +175,13 @@ def _returned(result: Said, names: Mapping[str, str]) -> str:
     return _tagged("tool_response", {"name": name, "content": result.text})
 
 
-def _tagged(tag: str, body: JSON) -> str:
-    """The JSON between tags. A closing tag inside it is escaped, as JSON allows: no reader stops too early."""
-    return f"<{tag}>\n{_json(body).replace('</tool', chr(92) + 'u003c/tool')}\n</{tag}>"
+def _tagged(tag: str, value: JSON) -> str:
+    return f"<{tag}>\n{_body(value)}\n</{tag}>"
+
+
+def _body(value: JSON) -> str:
+    """JSON to stand between tags. A closing tag inside it is escaped, as JSON allows: no reader stops too early."""
+    return _json(value).replace("</tool", "\\u003c/tool")
 
 
 def _json(value: JSON) -> str:
