@@ -140,6 +140,10 @@ class SlotPool:
             if held:
                 self._give_place()
 
+    async def checkpoint(self, slot: Slot) -> Snapshot:
+        """A slot's files as they are now, as a snapshot; the lease goes on. So any step of a rollout can be forked."""
+        return await self._backend.checkpoint(slot)
+
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
         """A snapshot that shows only a part of the topmost layer's change."""
         return await self._backend.view(snapshot, view)

@@ -1,0 +1,110 @@
+"""Stopping every process of a slot and letting it go on, from outside: for a consistent copy, or while nobody acts.
+
+By SIGSTOP and SIGCONT from the server, not by the freezer of control groups: it works on every rung, a stopped process
+can be killed (a frozen one of version 1 cannot, so a server that dies would leave it), and nothing has to be undone
+when the server is killed. The price: a program that waits in `epoll_wait` and the like may see EINTR, as after Ctrl-Z.
+
+What the slot itself had stopped stays stopped. Children go on before their parents, so that no shell finds a stopped
+job. The slot's init is not stopped; it does nothing that it is not asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Generator
+
+PATIENCE_S = 2.0
+
+_STILL = {b"T", b"t", b"Z", b"X"}
+_GONE = {b"Z", b"X"}
+
+
+class WillNotStop(Exception):
+    """A process that did not stop in time; everything goes on."""
+
+
+def freeze(init: int) -> Generator[None, None, list[int]]:
+    """Stop all descendants of a slot's init, a look per step; returns what `thaw` takes.
+
+    Raises `WillNotStop`, with everything going on again.
+    """
+    stopped: list[int] = []
+    asleep: set[int] | None = None
+    deadline = time.monotonic() + PATIENCE_S
+    try:
+        while True:
+            table = _descendants(init)
+            if asleep is None:
+                asleep = {pid for pid, state in table if state in (b"T", b"t")}
+            fresh = [pid for pid, state in table if state not in _GONE and pid not in asleep and pid not in stopped]
+            for pid in fresh:
+                _signal(pid, signal.SIGSTOP)
+            stopped += fresh
+            if not fresh and _all_still(table):
+                return stopped
+            if time.monotonic() > deadline:
+                raise WillNotStop("a process of the slot does not stop; it may be waiting for the kernel")
+            yield
+    except BaseException:
+        thaw(stopped)
+        raise
+
+
+def thaw(stopped: list[int]) -> None:
+    """Let go on what `freeze` has stopped, the youngest generation first."""
+    for pid in reversed(stopped):
+        _signal(pid, signal.SIGCONT)
+
+
+def maps_files_shared(init: int) -> bool:
+    """Whether a process of a slot can write to a file through memory, which need not leave a time of change behind.
+
+    A process that does not let itself be looked at counts as one that does.
+    """
+    return any(_maps_shared(pid) for pid, state in _descendants(init) if state not in _GONE)
+
+
+def _maps_shared(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/maps", "rb") as file:
+            modes = [line.split(None, 2)[1] for line in file]
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return any(mode.endswith(b"s") and b"w" in mode for mode in modes)
+
+
+def _all_still(table: list[tuple[int, bytes]]) -> bool:
+    """A parent that waits in vfork cannot stop, and cannot do anything either while its child is stopped."""
+    states = {state for _, state in table}
+    return states - {b"D"} <= _STILL and (b"D" not in states or b"T" in states)
+
+
+def _descendants(init: int) -> list[tuple[int, bytes]]:
+    """The pids below a process with their states, parents before children."""
+    found: list[tuple[int, bytes]] = []
+    pending = _children(init)
+    while pending:
+        pid = pending.pop(0)
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+            found.append((pid, file.read().rpartition(b") ")[2][:1]))
+            pending += _children(pid)
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    children: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                children += [int(child) for child in file.read().split()]
+    return children
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
