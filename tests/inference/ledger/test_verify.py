@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palaestra.inference.base import Sampled
@@ -180,6 +180,7 @@ def test_the_place_is_named() -> None:
     )
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_no_flipped_bit_goes_unseen(data: st.DataObject) -> None:
     record = sound()
@@ -191,6 +192,7 @@ def test_no_flipped_bit_goes_unseen(data: st.DataObject) -> None:
     assert not verify_ledger(record).ok
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_no_changed_span_goes_unseen(data: st.DataObject) -> None:
     record = sound()

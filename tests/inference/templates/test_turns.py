@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
@@ -209,3 +211,41 @@ def test_a_renderer_is_made_once_for_a_set_of_tools() -> None:
     assert chat_format.renderer([TOOL]) is chat_format.renderer([dict(TOOL)])
     assert chat_format.renderer([TOOL]) is not chat_format.renderer()
     assert chat_format.renderer((), {"enable_thinking": False}) is not chat_format.renderer()
+
+
+STRIPPING = (
+    "{{ tools | tojson }}{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}:"
+    "{% if loop.index0 > ns.last %}{{ m.reasoning_content }};{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+)
+HABITS = {
+    name: renderer(template, [TOOL])
+    for name, template in {"chatml": CHATML, "glm": GLM, "last user": LAST_USER, "stripping": STRIPPING}.items()
+}
+STEP = st.tuples(st.booleans(), st.booleans(), st.integers(0, 2), st.integers(1, 2))
+
+
+@pytest.mark.parametrize("name", HABITS)
+@settings(max_examples=40, deadline=None)
+@given(steps=st.lists(STEP, min_size=1, max_size=9))
+def test_the_short_conversation_says_what_the_whole_one_does(
+    name: str, steps: list[tuple[bool, bool, int, int]]
+) -> None:
+    """The renderer is shared by all examples, as by the rollouts of a run, so that most steps are measured in short."""
+    of, conversation, kinds = HABITS[name], [USER], ()
+    for number, (content, reasoning, calls, users) in enumerate(steps):
+        reply = said(f"text {number}" if content else "")
+        if reasoning:
+            reply["reasoning_content"] = f"thought {number}"
+        if calls:
+            reply["tool_calls"] = [{**calling()["tool_calls"][0], "id": str(index)} for index in range(calls)]
+        new = [{"role": "tool", "tool_call_id": str(index), "content": f"r{number}"} for index in range(calls)]
+        new = new or [{"role": "user", "content": f"u{number}"}] * users
+        history = History(conversation, reply, kinds)
+        taken = of.step(history, new, None)
+        text, rewrites = of._in_full(history, new)
+        assert (taken.ids, bool(taken.rewrites)) == (of._tokenizer.encode(text or ""), bool(rewrites))
+        conversation = [*conversation, reply, *new]
+        kinds = step_kinds(conversation) if taken.rewrites else taken.kinds
