@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Protocol, overload
 
-from palaestra.core.types import JSON, Limits, Network
+from palaestra.core.types import JSON, AllowList, Limits, Network
 
 WORKSPACE = "/workspace"
 """Where an agent's commands start, in every backend."""
@@ -55,6 +55,8 @@ class ExecutionResult:
     the bound it holds head and tail with a line between that says how much is missing. `metadata` always holds
     `exit_code` and `returncode` (equal; 124 after a timeout, 128+n after signal n), `timeout` (bool), `rung`,
     `output_total_bytes`, `truncated` (bool), `duration_s`; where the backend knows, `cpu_s`, `max_rss_bytes`, `oom`.
+    `full_output_path` is there when output was left out and the slot has it (its first 4 MiB) in a file;
+    `full_output_bytes` says how much that is. `shell_restarted` (bool) is there after a command of a stateful shell.
     `verdict` holds the bytes that the command wrote to descriptor 3 when the call asked for that channel.
 
     `success` is `exit_code == 0`. `error` is empty on success, else one line ("Exit code: 2", "Command timed out
@@ -125,10 +127,141 @@ class SlotSpec:
     """
 
     image: str | None = None
-    network: Network = Network.OFF
+    network: Network | AllowList = Network.OFF
     limits: Limits = Limits()
     mounts: tuple[Mount, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TerminalSize:
+    """The window of a terminal, in character cells."""
+
+    rows: int = 24
+    columns: int = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A piece of a process's output, from the cursor `start` on.
+
+    `lost` is how many bytes after the cursor that was asked for are no longer kept.
+    """
+
+    data: bytes
+    start: int
+    lost: int = 0
+
+    @property
+    def end(self) -> int:
+        """The cursor after the piece."""
+        return self.start + len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStatus:
+    """What there is to say of a background process. `exit_code` is None while it runs, 128+n after signal n.
+
+    `pid` is the slot's number for it. `full_output_path` is a file in the slot with its output from the start, once
+    that is more than what is kept for readers.
+    """
+
+    process_id: int
+    pid: int
+    running: bool
+    exit_code: int | None
+    duration_s: float
+    output_total_bytes: int
+    terminal: bool = False
+    cpu_s: float | None = None
+    max_rss_bytes: int | None = None
+    full_output_path: str | None = None
+    full_output_bytes: int = 0
+
+
+class Process(Protocol):
+    """A process of a slot that outlives the call that started it; it ends with the slot at the latest.
+
+    Methods raise `StaleLease` and `SlotLost` as the slot's do, and ProcessLookupError when the process was forgotten.
+    """
+
+    @property
+    def process_id(self) -> int: ...
+
+    @property
+    def pid(self) -> int:
+        """The process as the slot sees it."""
+        ...
+
+    async def status(self) -> ProcessStatus: ...
+
+    async def read(self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0) -> Output:
+        """Output from `cursor` on (negative: so many bytes before the end), without taking it away from others.
+
+        Where there is none yet, waits `wait_s` at most for some, or for the end. The last 256 KiB at least are kept.
+        """
+        ...
+
+    def output(self, cursor: int = 0) -> AsyncIterator[Output]:
+        """Follow the output from `cursor` on until the process has ended."""
+        ...
+
+    async def write(self, data: bytes) -> None:
+        """Write to its input, at the pace at which it reads. BrokenPipeError when it has closed it or has ended."""
+        ...
+
+    async def close_input(self) -> None:
+        """End its input; on a terminal, send the end-of-input character."""
+        ...
+
+    async def signal(self, number: int) -> None:
+        """Send a signal to its process group."""
+        ...
+
+    async def resize(self, size: TerminalSize) -> None:
+        """Another window size; its foreground processes are told. ValueError without a terminal."""
+        ...
+
+    async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
+        """Its status when it has ended, or after `timeout_s`: look at `running`."""
+        ...
+
+    async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
+        """End it and everything it has started: SIGTERM, up to `grace_s` for that, then SIGKILL until nothing lives."""
+        ...
+
+    async def forget(self) -> None:
+        """Kill it, if it runs, and drop its output."""
+        ...
+
+
+class Shell(Protocol):
+    """A shell that goes on: directory, variables and functions of one command are there for the next."""
+
+    async def run(
+        self,
+        command: str,
+        *,
+        stdin: bytes = b"",
+        timeout_s: float = 60.0,
+        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
+        on_output: Callable[[bytes], None] | None = None,
+    ) -> ExecutionResult:
+        """Run a command; calls wait for each other.
+
+        A timeout interrupts the command and kills what it has started. When the shell had to die for that, ended itself
+        (`exit`, `exec`, `set -e`) or had died before, `metadata["shell_restarted"]` is true: directory, variables and
+        functions are those of a new shell from then on.
+        """
+        ...
+
+    async def state(self) -> bytes:
+        """Directory, variables, functions, aliases and options, for the `state` of another shell. Bash only."""
+        ...
+
+    async def aclose(self) -> None:
+        """End the shell; its background jobs stay. Idempotent."""
+        ...
 
 
 class Slot(Protocol):
@@ -157,11 +290,44 @@ class Slot(Protocol):
         max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
         on_output: Callable[[bytes], None] | None = None,
         verdict: bool = False,
+        spill: bool = True,
     ) -> ExecutionResult:
         """Run `bash -c command`, or an argv as it is, to its end or its timeout, which kills the whole process tree.
 
-        `verdict` opens descriptor 3 of the command as a channel of its own: what is written there is returned apart
-        from the output (at most 16 MiB). Cancelling the call kills the command.
+        `spill` keeps output that is longer than `max_output_bytes` in a file of the slot. `verdict` opens descriptor 3
+        of the command as a channel of its own: what is written there is returned apart from the output (at most
+        16 MiB). Cancelling the call kills the command.
+        """
+        ...
+
+    async def shell(self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b"") -> Shell:
+        """A stateful shell, which starts with its first command; `state` is what `Shell.state` of another one gave."""
+        ...
+
+    async def spawn(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str = WORKSPACE,
+        env: Mapping[str, str] | None = None,
+        stdin: bool = True,
+        terminal: TerminalSize | None = None,
+    ) -> Process:
+        """Start a background process; with `terminal` it has one of its own, else a pipe for input if `stdin` is set.
+
+        A program that is not there raises FileNotFoundError, one that cannot run PermissionError.
+        """
+        ...
+
+    async def processes(self) -> Sequence[Process]:
+        """The background processes of this slot, those that have ended included, oldest first."""
+        ...
+
+    async def prewarm(self, shells: int = 1, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None) -> None:
+        """Have shells wait for commands of `execute` (0: none), which then need not wait for their shell to start.
+
+        Costs the memory of a waiting bash each, so nobody does it unasked. Commands with a `verdict`, with input or as
+        an argv never use one.
         """
         ...
 
@@ -241,6 +407,13 @@ class Backend(Protocol):
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
         """End the slot and its processes (proved by pidfd); its change becomes an immutable layer."""
+        ...
+
+    async def checkpoint(self, slot: Slot) -> Snapshot:
+        """What the slot's files are now; the slot goes on. Cost grows with the change since the last checkpoint.
+
+        Processes are not in a snapshot. Raises `SandboxError` where a backend cannot do it.
+        """
         ...
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:

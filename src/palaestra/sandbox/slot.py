@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import overload
 
-from palaestra.core.errors import StaleLease
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import (
     DEFAULT_OUTPUT_BYTES,
@@ -17,15 +15,14 @@ from palaestra.sandbox.base import (
     FileInfo,
     Rung,
     SlotSpec,
+    TerminalSize,
 )
+from palaestra.sandbox.calls import MAX_OUTPUT_BYTES, Lease, limits, program, require
 from palaestra.sandbox.client import CommandNotStarted, SlotServer
-
-MAX_OUTPUT_BYTES = 16 << 20
-MAX_STDIN_BYTES = 32 << 20
+from palaestra.sandbox.process import LocalProcess
+from palaestra.sandbox.shell import LocalShell
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
-_ENOENT = 2
 
 
 class LocalSlot:
@@ -34,37 +31,42 @@ class LocalSlot:
     def __init__(
         self, server: SlotServer, spec: SlotSpec, trajectory_id: str, rung: Rung, lease: tuple[str, int], bin_dir: str
     ) -> None:
-        self.server, self.spec, self._trajectory_id, self._rung = server, spec, trajectory_id, rung
-        self._slot_id, self._epoch = lease
+        self.server, self.spec, self._trajectory_id = server, spec, trajectory_id
         path = f"{bin_dir}:{_SYSTEM_PATH}" if bin_dir and bin_dir not in _SYSTEM_PATH.split(":") else _SYSTEM_PATH
-        self._env = {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **dict(spec.env)}
-        self._executions = 0
-        self.released = False
+        env = {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **dict(spec.env)}
+        self._lease = Lease(server, *lease, rung, env)
 
     @property
     def slot_id(self) -> str:
-        return self._slot_id
+        return self._lease.slot_id
 
     @property
     def epoch(self) -> int:
-        return self._epoch
+        return self._lease.epoch
 
     @property
     def trajectory_id(self) -> str:
         return self._trajectory_id
 
     @property
+    def released(self) -> bool:
+        """Whether the lease has ended; nothing is asked of the server any more then."""
+        return self._lease.released
+
+    @released.setter
+    def released(self, value: bool) -> None:
+        self._lease.released = value
+
+    @property
     def rung(self) -> Rung:
-        return self._rung
+        return self._lease.rung
 
     def __repr__(self) -> str:
-        return f"<LocalSlot {self._slot_id} of {self._trajectory_id!r}{' (released)' if self.released else ''}>"
+        return f"<LocalSlot {self.slot_id} of {self._trajectory_id!r}{' (released)' if self.released else ''}>"
 
     def lease(self) -> dict[str, JSON]:
         """What names this lease in a request. Raises `StaleLease` after release."""
-        if self.released:
-            raise StaleLease(f"the lease of {self._slot_id} (epoch {self._epoch}) has ended")
-        return {"slot": self._slot_id, "epoch": self._epoch}
+        return self._lease.fields()
 
     async def execute(
         self,
@@ -77,62 +79,58 @@ class LocalSlot:
         max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
         on_output: Callable[[bytes], None] | None = None,
         verdict: bool = False,
+        spill: bool = True,
     ) -> ExecutionResult:
         """Run a command; see `Slot.execute`. A missing `cwd` raises FileNotFoundError; no such program is exit 127."""
-        program: dict[str, JSON] = {"command": command} if isinstance(command, str) else {"argv": _argv(command)}
-        _require(math.isfinite(timeout_s) and timeout_s > 0, f"timeout_s must be positive, not {timeout_s}")
-        _require(0 <= max_output_bytes <= MAX_OUTPUT_BYTES, f"max_output_bytes must be within 0 and {MAX_OUTPUT_BYTES}")
-        _require(len(stdin) <= MAX_STDIN_BYTES, f"stdin is limited to {MAX_STDIN_BYTES} bytes; write a file instead")
-        self._executions += 1
         fields: dict[str, JSON] = {
+            **program(command),
+            **limits(timeout_s, max_output_bytes, stdin),
             **self.lease(),
-            **program,
             "cwd": cwd,
-            "env": {**self._env, **(env or {})},
-            "timeout_s": timeout_s,
-            "max_output_bytes": max_output_bytes,
+            "env": self._lease.environment(env),
             "stream": on_output is not None,
             "verdict": verdict,
+            "spill": spill,
         }
-        name = f"{self._slot_id}.{self._executions}"
+        name = self._lease.name()
         try:
             reply = await self.server.call("exec", fields, stdin, on_output)
         except CommandNotStarted as error:
-            return self._not_started(name, command, error)
-        return self._result(name, reply.fields, reply.data, timeout_s)
+            return self._lease.not_started(name, command, error)
+        return self._lease.result(name, reply.fields, reply.data, timeout_s)
 
-    def _result(self, name: str, fields: dict[str, JSON], data: bytes, timeout_s: float) -> ExecutionResult:
-        head, tail = fields.pop("head"), fields.pop("tail")
-        missing = fields["output_total_bytes"] - head - tail
-        gap = f"\n… {missing} of {fields['output_total_bytes']} bytes left out …\n" if missing > 0 else ""
-        output = data[:head].decode(errors="replace") + gap + data[head : head + tail].decode(errors="replace")
-        if not gap:
-            output = data[: head + tail].decode(errors="replace")
-        code = fields["exit_code"]
-        error = f"Command timed out after {timeout_s:g}s" if fields["timeout"] else f"Exit code: {code}"
-        return ExecutionResult(
-            success=code == 0,
-            output=output,
-            error="" if code == 0 else error,
-            execution_id=name,
-            slot_id=self._slot_id,
-            metadata={**fields, "returncode": code, "rung": self._rung.label},
-            verdict=data[head + tail :],
-        )
+    async def shell(
+        self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b""
+    ) -> LocalShell:
+        """A stateful shell; see `Slot.shell`."""
+        return await LocalShell.open(self._lease, cwd, env, state)
 
-    def _not_started(self, name: str, command: str | Sequence[str], error: CommandNotStarted) -> ExecutionResult:
-        code = _NOT_FOUND if error.errno == _ENOENT else _NOT_EXECUTABLE
-        program = command if isinstance(command, str) else command[0]
-        fields: dict[str, JSON] = {
-            "exit_code": code, "timeout": False, "cancelled": False, "swept": False, "duration_s": 0.0, "oom": False,
-            "truncated": False, "shell": None, "cpu_s": 0.0, "max_rss_bytes": 0, "tail": 0,
-        }  # fmt: skip
-        text = f"{program[:200]}: {error}\n".encode(errors="backslashreplace")
-        return self._result(name, {**fields, "head": len(text), "output_total_bytes": len(text)}, text, 0)
+    async def spawn(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str = WORKSPACE,
+        env: Mapping[str, str] | None = None,
+        stdin: bool = True,
+        terminal: TerminalSize | None = None,
+    ) -> LocalProcess:
+        """Start a background process; see `Slot.spawn`."""
+        return await LocalProcess.start(self._lease, command, cwd, env, stdin, terminal)
+
+    async def processes(self) -> list[LocalProcess]:
+        """The background processes of this slot, oldest first."""
+        reply = await self.server.call("processes", self.lease())
+        return [LocalProcess(self._lease, fields) for fields in reply.fields["processes"]]
+
+    async def prewarm(self, shells: int = 1, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None) -> None:
+        """Have shells wait for commands; see `Slot.prewarm`."""
+        require(shells >= 0, "shells cannot be negative")
+        fields = {**self.lease(), "count": shells, "cwd": cwd, "env": self._lease.environment(env)}
+        await self.server.call("prewarm", fields)
 
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes:
         """The file from `offset` to its end; OSError (EFBIG) where that is more than `max_bytes`."""
-        _require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")
+        require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")
         pieces: list[bytes] = []
         fields = {**self.lease(), "path": path, "offset": offset, "max_bytes": max_bytes}
         await self.server.call("read", fields, on_data=pieces.append)
@@ -178,21 +176,15 @@ class LocalSlot:
         """Remove a file or a whole directory. Nothing there is not an error."""
         await self.server.call("remove", {**self.lease(), "path": path})
 
+    async def freeze(self) -> int:
+        """Stop every process of the slot until the next call to it, and say how many: while nobody acts, say."""
+        reply = await self.server.call("freeze", self.lease())
+        return int(reply.fields["processes"])
+
     async def changes(self) -> list[Change]:
         """What differs from where this slot started, as seen while looking: commands may be running."""
         reply = await self.server.call("changes", self.lease())
         return [Change(**change) for change in reply.fields["changes"]]
-
-
-def _argv(command: Sequence[str]) -> list[str]:
-    arguments = [str(argument) for argument in command]
-    _require(bool(arguments), "an argv needs at least the program")
-    return arguments
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 __all__ = ["MAX_OUTPUT_BYTES", "LocalSlot"]

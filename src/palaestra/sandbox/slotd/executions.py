@@ -6,7 +6,6 @@ since a daemon may hold it. Such a daemon must still be able to write, so its pi
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -14,24 +13,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from . import pipes
 from .capture import Capture
 from .frames import WINDOW, Fields, Kind
 from .link import Link
 from .loop import Loop, Timer
 from .orders import Kind as ReportKind
 from .orders import Report
+from .pipes import PIPE_BYTES, READ_BYTES
+from .spills import Spill
 
 MAX_VERDICT_BYTES = 16 << 20
 TIMEOUT_EXIT_CODE = 124
 
-_PIPE_BYTES = 256 << 10
-_READ_BYTES = 64 << 10
-"""What a pipe holds unless its writer has changed that."""
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asked to run. `stream` sends the output as it comes, besides capturing it."""
+    """What a client asked to run.
+
+    `stream` sends the output as it comes, besides capturing it; `spill` keeps what is too long in a file of the slot.
+    """
 
     argv: list[str]
     shell: str | None
@@ -42,16 +43,30 @@ class Request:
     max_output_bytes: int
     stream: bool
     verdict: bool
+    spill: bool = False
 
 
 class Execution:
-    """From the spawn message to the RESULT frame. `kill` and `lost` are how the slot is asked to act."""
+    """From the spawn message to the RESULT frame. `kill` is how the slot is asked to act.
 
-    def __init__(self, number: int, request: Request, loop: Loop, link: Link, kill: Callable[[], None]) -> None:
+    `output` is where a command that runs in a process which was there before writes; `spill` takes what is too long.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        request: Request,
+        loop: Loop,
+        link: Link,
+        kill: Callable[[], None],
+        output: int | None = None,
+        spill: Spill | None = None,
+    ) -> None:
         self.number = number
         self._request, self._loop, self._link, self._kill = request, loop, link, kill
-        self._output, self.child_output = _pipe()
-        self._verdict, self.child_verdict = _pipe() if request.verdict else (-1, -1)
+        self._output, self.child_output = pipes.pipe() if output is None else (output, -1)
+        self._verdict, self.child_verdict = pipes.pipe() if request.verdict else (-1, -1)
+        self._spill = spill
         self._capture = Capture(request.max_output_bytes)
         self._verdict_data = bytearray()
         self._credit = WINDOW
@@ -81,6 +96,17 @@ class Execution:
             self._loop.watch(self._output, self._read_output)
         self._credit += size
 
+    def take(self, data: bytes) -> None:
+        """The next piece of the output."""
+        if self._spill is not None:
+            self._spill.add(data, self._capture)
+        self._capture.add(data)
+        if self._request.stream:
+            self._link.send(Kind.DATA, self.number, None, data)
+            self._credit -= len(data)
+            if self._credit <= 0:
+                self._loop.unwatch(self._output)
+
     def on_exit(self, report: Report) -> bool:
         """The main process has ended. True when the command is over."""
         self._exit = report
@@ -91,12 +117,17 @@ class Execution:
         self._swept = swept
 
     @property
+    def ended(self) -> bool:
+        """Whether the main process has ended, though it may not be over yet."""
+        return self._exit is not None
+
+    @property
     def was_killed(self) -> bool:
         """Whether it, or what a shell ran as its last command, ended by SIGKILL."""
         return self._exit is not None and _shell_status(self._exit.value) == 128 + signal.SIGKILL
 
-    def finish(self, oom: bool) -> None:
-        """Take what is left in the pipes and send the RESULT."""
+    def finish(self, oom: bool, **more: object) -> None:
+        """Take what is left in the pipes and send the RESULT; `more` are fields of it."""
         self._stop()
         self._drain()
         head, tail = self._capture.parts()
@@ -115,13 +146,19 @@ class Execution:
             "tail": len(tail),
             "cpu_s": end.cpu_s,
             "max_rss_bytes": end.max_rss_bytes,
+            **more,
         }
+        if self._spill is not None:
+            self._spill.close()
+            fields |= self._spill.fields()
         self._link.send(Kind.RESULT, self.number, fields, head + tail + bytes(self._verdict_data))
 
     def fail(self, fields: Fields) -> None:
         """The command could not be started, or its slot is gone."""
         self._stop()
         self._close_child_ends()
+        if self._spill is not None:
+            self._spill.close()
         if self._output >= 0:
             os.close(self._output)
             self._output = -1
@@ -138,7 +175,7 @@ class Execution:
 
     def _read_output(self) -> None:
         """One piece per round of the loop, so that a flood is one voice among many."""
-        data = _read(self._output)
+        data = pipes.read(self._output)
         if data is None:
             return
         if not data:
@@ -146,18 +183,10 @@ class Execution:
             os.close(self._output)
             self._output = -1
             return
-        self._take(data)
-
-    def _take(self, data: bytes) -> None:
-        self._capture.add(data)
-        if self._request.stream:
-            self._link.send(Kind.DATA, self.number, None, data)
-            self._credit -= len(data)
-            if self._credit <= 0:
-                self._loop.unwatch(self._output)
+        self.take(data)
 
     def _read_verdict(self) -> None:
-        data = _read(self._verdict)
+        data = pipes.read(self._verdict)
         if data is None:
             return
         # What is too much is read and dropped: the grader sees a verdict that is longer than allowed, not a hang.
@@ -168,13 +197,13 @@ class Execution:
     def _drain(self) -> None:
         """What the command wrote before it ended is in the pipes now; no more than a pipe holds belongs to it."""
         if self._verdict >= 0:
-            for _ in range(_PIPE_BYTES // _READ_BYTES + 1):
+            for _ in range(PIPE_BYTES // READ_BYTES + 1):
                 if self._verdict >= 0:
                     self._read_verdict()
             self._close_verdict()
         taken = 0
-        while self._output >= 0 and taken <= _PIPE_BYTES:
-            data = _read(self._output)
+        while self._output >= 0 and taken <= PIPE_BYTES:
+            data = pipes.read(self._output)
             if data is None:
                 break
             if not data:
@@ -182,9 +211,7 @@ class Execution:
                 self._output = -1
                 break
             taken += len(data)
-            self._capture.add(data)
-            if self._request.stream:
-                self._link.send(Kind.DATA, self.number, None, data)
+            self.take(data)
         if self._output >= 0:
             self.leftover, self._output = self._output, -1
 
@@ -205,20 +232,6 @@ class Execution:
             if fd >= 0:
                 os.close(fd)
         self.child_output = self.child_verdict = -1
-
-
-def _pipe() -> tuple[int, int]:
-    """A pipe whose reading end does not block; the writing end does, as programs expect."""
-    reader, writer = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(reader, False)
-    return reader, writer
-
-
-def _read(fd: int) -> bytes | None:
-    """The next piece; empty at the end, None when there is nothing now."""
-    with contextlib.suppress(BlockingIOError):
-        return os.read(fd, _READ_BYTES)
-    return None
 
 
 def _shell_status(code: int) -> int:

@@ -125,6 +125,18 @@ class Writing:
             os.close(self._folder)
 
 
+def create(root: int, path: str, owner: int) -> int:
+    """A new file, open for writing, made with its parents. Raises OSError where there is something already."""
+    folder = _make_folders(root, posixpath.dirname(path), owner)
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(posixpath.basename(path), flags, 0o644, dir_fd=folder)
+    finally:
+        os.close(folder)
+    os.fchown(fd, owner, owner)
+    return fd
+
+
 def describe(root: int, path: str) -> dict[str, Any] | None:
     """The entry at a path, links not followed; None when there is nothing."""
     path = absolute(path)

@@ -12,6 +12,7 @@ integers big-endian. Output travels as bytes, never as text.
     CANCEL                       ->   the command is killed; its RESULT still comes
                                  <-   LOST    slot, reason: a slot died without being asked to
 
+What can be asked is listed where it is served: one command, files and layers in `server.py`, the rest in `modes.py`.
 Every request that names a slot carries the epoch of the lease; one of another epoch is answered with a `stale` ERROR.
 """
 
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 """Both sides must agree; the server is started from the same package, so a mismatch is a broken installation."""
 
 WINDOW = 256 << 10

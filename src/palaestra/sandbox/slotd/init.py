@@ -202,8 +202,7 @@ class Init:
         for pid, known in list(self._names.items()):
             if known == name:
                 others = [command for command in self._commands.values() if command.pid != pid]
-                command = killing.Command(pid, since or self._commands[pid].started)
-                swept = killing.kill_tree(command, others, self._reap, spare, self._kill_slot)
+                swept = killing.kill_tree(self._commands[pid], others, self._reap, since, spare, self._kill_slot)
         self._reap()
         send(self._channel, Report(Kind.KILLED, name, flag=swept))
 

@@ -20,6 +20,9 @@ from dataclasses import dataclass
 
 PATIENCE_S = 2.0
 
+KillSlot = Callable[[], None]
+"""Kills every process of a slot but its init, by whatever means its rung has."""
+
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -53,24 +56,29 @@ def kill_everything() -> None:
         os.kill(-1, signal.SIGKILL)
 
 
+def now() -> int:
+    """This moment in that unit: what starts from now on is not older."""
+    return ticks(time.clock_gettime(time.CLOCK_BOOTTIME))
+
+
 def kill_tree(
     command: Command,
     others: Sequence[Command],
     reap: Callable[[], None],
+    since: int = 0,
     spare: bool = False,
-    kill_slot: Callable[[], None] | None = None,
+    kill_slot: KillSlot | None = None,
 ) -> bool:
     """Kill until nothing of the command lives. True when only killing the whole slot's processes could do it.
 
-    With `spare` the main process lives on, and so does what is older than `command.started`.
+    With `since` (ticks) what it started earlier is left alone; with `spare` its main process is.
     """
     deadline = time.monotonic() + PATIENCE_S
+    scope = Command(command.pid, since or command.started)
     while time.monotonic() < deadline:
         table = processes()
-        victims = tree(table, command, others, os.getpid())
-        if spare:
-            old = {process.pid for process in table if process.started < command.started}
-            victims -= old | {command.pid}
+        kept = {process.pid for process in table if process.started < since and process.pid != command.pid}
+        victims = tree(table, scope, others, os.getpid()) - kept - ({command.pid} if spare else set())
         if not victims:
             return False
         for pid in victims:

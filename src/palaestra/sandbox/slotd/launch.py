@@ -85,6 +85,8 @@ def _fork_server(stream: socket.socket, full: bool, group: cgroups.ServerGroup |
     except OSError as error:
         stream.setblocking(True)
         stream.sendall(encode(Kind.ERROR, 0, refusal(error)))
+    except Exception:
+        logging.exception("the slot server has failed")  # the client shows it as the server's last words
     finally:
         logging.shutdown()
         os._exit(status)

@@ -5,7 +5,7 @@ one machine, so the byte order is its own. Descriptors travel with an order; `pl
 
     order    u8 kind, u8 flags, u16 places, u32 command, u16 arguments, u16 variables
              then for SPAWN: (u8 index, u8 target) per place, and NUL-terminated: cwd, arguments, NAME=value variables
-             then for KILL: i64 since, in clock ticks since boot; 0 is when the command's main process started
+             then for KILL: i64 since, in clock ticks since boot: what is older than that lives on; 0 spares none
     report   u8 kind, u8 flag, u16 0, u32 command, i32 value, u32 0, i64 cpu microseconds, i64 peak resident bytes
              then for FAILED: a text
 
@@ -31,7 +31,7 @@ TERMINAL, ANNOUNCE = 1, 2
 reported, with the pid that the slot sees."""
 
 SPARE = 1
-"""Flag of KILL: the main process lives on, and so does what it started before `since`. For a shell that goes on."""
+"""Flag of KILL: the main process lives on. For a shell that goes on."""
 
 _ORDER, _REPORT = struct.Struct("=BBHIHH"), struct.Struct("=BBHIiIqq")
 _SINCE = struct.Struct("=q")

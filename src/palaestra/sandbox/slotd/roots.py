@@ -171,7 +171,7 @@ def _mount_dev(plan: RootPlan) -> None:
         syscalls.mount(f"{HOST}/dev/{name}", f"dev/{name}", flags=MS_BIND)
     os.mkdir("dev/pts")
     os.mkdir("dev/shm")
-    options = f"newinstance,ptmxmode=0666,mode=620,gid={plan.owner}"
+    options = f"newinstance,ptmxmode=0666,mode=620,uid={plan.owner},gid={plan.owner}"
     syscalls.mount("devpts", "dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
     options = f"size={plan.tmp_bytes},mode=1777,uid={plan.owner},gid={plan.owner}"
     syscalls.mount("tmpfs", "dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, options)

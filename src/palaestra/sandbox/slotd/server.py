@@ -18,8 +18,9 @@ from .executions import Request
 from .frames import Fields, Frame, Kind
 from .link import Link
 from .loop import Job, Loop
+from .modes import ModeRequests
 from .slots import Lease, Slot, State
-from .transfers import Download, Upload
+from .transfers import Conversation, Download, Upload
 from .workshop import CannotMake, Layer, Place, Workshop
 
 _log = logging.getLogger("slotd")
@@ -46,13 +47,14 @@ class Server:
         self._slots: dict[str, Slot] = {}
         self._layers: dict[str, Layer] = {}
         self._commands: dict[int, Slot] = {}
-        self._transfers: dict[int, Download | Upload] = {}
+        self._transfers: dict[int, Conversation] = {}
+        self._modes = ModeRequests(self.loop, self._link, self._transfers, self._leased, self._for_writing)
         self._epochs = itertools.count(1)
         self._operations: dict[str, Callable[[Frame], Job | None]] = {
             "create": self._create, "exec": self._exec, "read": self._read, "write": self._write, "stat": self._stat,
             "list": self._list_directory, "remove": self._remove, "changes": self._changes, "seal": self._seal,
             "view": self._view, "layer_changes": self._layer_changes, "destroy": self._destroy,
-            "forget": self._forget, "stats": self._stats,
+            "forget": self._forget, "stats": self._stats, **self._modes.operations,
         }  # fmt: skip
 
     def _stop(self) -> None:
@@ -176,11 +178,13 @@ class Server:
         request = Request(
             argv=argv, shell=shell, cwd=files.absolute(fields["cwd"]), env=fields["env"], stdin=frame.data,
             timeout_s=fields["timeout_s"], max_output_bytes=fields["max_output_bytes"],
-            stream=fields["stream"], verdict=fields["verdict"],
+            stream=fields["stream"], verdict=fields["verdict"], spill=fields.get("spill", False),
         )  # fmt: skip
+        if self._modes.run_warm(slot, frame.request, request, fields.get("command")):
+            return
         self._commands = {number: held for number, held in self._commands.items() if held.runs(number)}
         self._commands[frame.request] = slot
-        slot.execute(frame.request, request)
+        slot.execute(frame.request, request, self._modes.spill(slot, frame.request, request))
 
     def _read(self, frame: Frame) -> None:
         slot, fields = self._leased(frame), frame.fields
@@ -218,6 +222,9 @@ class Server:
             yield place
         except OSError as error:
             raise OSError(error.errno, error.strerror, f"{place.prefix}{error.filename or path}") from None
+
+    def _for_writing(self, slot: Slot, path: str) -> Place:
+        return self._workshop.locate(slot.ground, slot.root, files.absolute(path), writing=True)
 
     # Layers
 

@@ -24,6 +24,7 @@ from .link import Link
 from .loop import Loop
 from .orders import Kind, Order, Report, Spawn
 from .roots import HOST
+from .spills import Spill
 from .workshop import Body, Ground
 
 _DRAIN_EVERY_S, _DRAIN_BYTES, _MAX_LEFTOVERS = 0.05, 256 << 10, 32
@@ -104,11 +105,12 @@ class Slot:
         else:
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
-    def execute(self, number: int, request: Request) -> None:
+    def execute(self, number: int, request: Request, spill: Spill | None = None) -> None:
         """Start a command; its RESULT or ERROR is sent when it is over."""
         stdin = _input(request.stdin) if request.stdin else -1
         try:
-            execution = Execution(number, request, self.loop, self.link, lambda: self._kill_command(number))
+            kill = functools.partial(self._kill_command, number)
+            execution = Execution(number, request, self.loop, self.link, kill, spill=spill)
             self._executions[number] = execution
             fds = [stdin if stdin >= 0 else _nothing(), execution.child_output]
             places = [(0, 0), (1, 1), (1, 2)]
@@ -117,7 +119,7 @@ class Slot:
             self._ask(orders.encode_spawn(Spawn(number, request.argv, request.cwd, request.env, places)), fds)
         except ValueError:  # a NUL, a lone surrogate, a variable without a name
             del self._executions[number]
-            execution.fail(_start_error(Report(Kind.NOT_STARTED, number, errno.EINVAL)))
+            execution.fail(start_error(Report(Kind.NOT_STARTED, number, errno.EINVAL)))
             return
         finally:
             if stdin >= 0:
@@ -158,6 +160,11 @@ class Slot:
             self.loop.later(_DRAIN_EVERY_S, self._drain_leftovers)
         if len(self._leftovers) > _MAX_LEFTOVERS:
             os.close(self._leftovers.pop(0))
+
+    @property
+    def pid(self) -> int:
+        """The slot's first process, as the server numbers processes."""
+        return self._pid
 
     def runs(self, number: int) -> bool:
         """Whether a command is still on."""
@@ -237,7 +244,7 @@ class Slot:
     def _on_command(self, execution: Execution, report: Report) -> None:
         if report.kind is Kind.NOT_STARTED:
             del self._executions[execution.number]
-            execution.fail(_start_error(report))
+            execution.fail(start_error(report))
         elif report.kind is Kind.KILLED:
             execution.on_killed(report.flag)
             self._finish(execution)
@@ -316,7 +323,8 @@ def _input(data: bytes) -> int:
         os.close(memory)
 
 
-def _start_error(report: Report) -> Fields:
+def start_error(report: Report) -> Fields:
+    """The ERROR of a command that could not be started."""
     number = report.value
     if report.flag:
         return {"error": "os", "errno": number, "message": "no directory to start in"}

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+from typing import Protocol
 
 from .files import Writing
 from .frames import CHUNK, WINDOW, Frame, Kind
 from .link import Link
 
 
+class Conversation(Protocol):
+    """A request that goes on: CREDIT, CANCEL, DATA and END frames of its number come to it until it has answered."""
+
+    def on_frame(self, frame: Frame) -> None: ...
+
+
 class Download:
     """Sends a file as DATA, then RESULT. Its descriptor is read only as fast as the client takes."""
 
-    def __init__(self, number: int, fd: int, size: int, link: Link, transfers: dict[int, Download | Upload]) -> None:
+    def __init__(self, number: int, fd: int, size: int, link: Link, transfers: dict[int, Conversation]) -> None:
         self._number, self._fd, self._left, self._link, self._transfers = number, fd, size, link, transfers
         self._credit = WINDOW
         transfers[number] = self
@@ -51,7 +58,7 @@ class Download:
 class Upload:
     """Takes DATA into a new file; END puts it in its place, CANCEL forgets it."""
 
-    def __init__(self, number: int, writing: Writing, link: Link, transfers: dict[int, Download | Upload]) -> None:
+    def __init__(self, number: int, writing: Writing, link: Link, transfers: dict[int, Conversation]) -> None:
         self._number, self._writing, self._link, self._transfers = number, writing, link, transfers
         transfers[number] = self
 

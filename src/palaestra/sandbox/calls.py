@@ -1,0 +1,109 @@
+"""What the parts of a local slot share: the lease that every request carries, the environment, results."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from palaestra.core.errors import StaleLease
+from palaestra.core.types import JSON
+from palaestra.sandbox.base import ExecutionResult, Rung
+from palaestra.sandbox.client import CommandNotStarted, SlotServer
+
+MAX_OUTPUT_BYTES = 16 << 20
+MAX_STDIN_BYTES = 32 << 20
+
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+_ENOENT = 2
+
+
+@dataclass
+class Lease:
+    """One lease of one slot at its server. `env` is what commands have besides what a call adds."""
+
+    server: SlotServer
+    slot_id: str
+    epoch: int
+    rung: Rung
+    env: Mapping[str, str]
+    released: bool = False
+    names: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def fields(self) -> dict[str, JSON]:
+        """What names this lease in a request. Raises `StaleLease` after release."""
+        if self.released:
+            raise StaleLease(f"the lease of {self.slot_id} (epoch {self.epoch}) has ended")
+        return {"slot": self.slot_id, "epoch": self.epoch}
+
+    def environment(self, env: Mapping[str, str] | None) -> dict[str, JSON]:
+        """The environment of a command."""
+        return {**self.env, **(env or {})}
+
+    def name(self) -> str:
+        """The next execution id."""
+        return f"{self.slot_id}.{next(self.names)}"
+
+    def result(self, name: str, fields: dict[str, JSON], data: bytes, timeout_s: float) -> ExecutionResult:
+        """What a command did, from its RESULT: `data` is head, tail and verdict."""
+        head, tail = fields.pop("head"), fields.pop("tail")
+        missing = fields["output_total_bytes"] - head - tail
+        if missing > 0:
+            gap = f"\n… {missing} of {fields['output_total_bytes']} bytes left out{_where(fields)} …\n"
+            output = data[:head].decode(errors="replace") + gap + data[head : head + tail].decode(errors="replace")
+        else:
+            output = data[: head + tail].decode(errors="replace")
+        code = fields["exit_code"]
+        error = f"Command timed out after {timeout_s:g}s" if fields["timeout"] else f"Exit code: {code}"
+        return ExecutionResult(
+            success=code == 0,
+            output=output,
+            error="" if code == 0 else error,
+            execution_id=name,
+            slot_id=self.slot_id,
+            metadata={**fields, "returncode": code, "rung": self.rung.label},
+            verdict=data[head + tail :],
+        )
+
+    def not_started(self, name: str, command: str | Sequence[str], error: CommandNotStarted) -> ExecutionResult:
+        """The result of a program that could not be run, as a shell would tell it."""
+        code = _NOT_FOUND if error.errno == _ENOENT else _NOT_EXECUTABLE
+        program = command if isinstance(command, str) else command[0]
+        fields: dict[str, JSON] = {
+            "exit_code": code, "timeout": False, "cancelled": False, "swept": False, "duration_s": 0.0, "oom": False,
+            "truncated": False, "shell": None, "cpu_s": 0.0, "max_rss_bytes": 0, "tail": 0,
+        }  # fmt: skip
+        text = f"{program[:200]}: {error}\n".encode(errors="backslashreplace")
+        return self.result(name, {**fields, "head": len(text), "output_total_bytes": len(text)}, text, 0)
+
+
+def limits(timeout_s: float, max_output_bytes: int, stdin: bytes) -> dict[str, JSON]:
+    """The bounds of a command as fields. Raises ValueError for those that are none."""
+    require(math.isfinite(timeout_s) and timeout_s > 0, f"timeout_s must be positive, not {timeout_s}")
+    require(0 <= max_output_bytes <= MAX_OUTPUT_BYTES, f"max_output_bytes must be within 0 and {MAX_OUTPUT_BYTES}")
+    require(len(stdin) <= MAX_STDIN_BYTES, f"stdin is limited to {MAX_STDIN_BYTES} bytes; write a file instead")
+    return {"timeout_s": timeout_s, "max_output_bytes": max_output_bytes}
+
+
+def program(command: str | Sequence[str]) -> dict[str, JSON]:
+    """A command line for the shell, or an argv, as a field."""
+    if isinstance(command, str):
+        return {"command": command}
+    arguments = [str(argument) for argument in command]
+    require(bool(arguments), "an argv needs at least the program")
+    return {"argv": arguments}
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError unless it holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def _where(fields: Mapping[str, JSON]) -> str:
+    path = fields.get("full_output_path")
+    if path is None:
+        return ""
+    part = "all of it is" if fields["full_output_bytes"] >= fields["output_total_bytes"] else "its beginning is"
+    return f"; {part} in {path}"

@@ -1,0 +1,83 @@
+"""A stateful shell of a local slot, and carrying its state over to another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+
+from palaestra.core.errors import SandboxError, SlotLost, StaleLease
+from palaestra.core.types import JSON
+from palaestra.sandbox.base import DEFAULT_OUTPUT_BYTES, ExecutionResult
+from palaestra.sandbox.calls import MAX_OUTPUT_BYTES, Lease, limits
+from palaestra.sandbox.client import CommandNotStarted
+
+# Read-only variables cannot be set again; the rest is not worth failing for either.
+_SAVE = """{ declare -p | grep -av '^declare -[^ ]*r'; declare -f; alias -p; shopt -p; set +o; umask -p
+printf 'builtin cd -- %q\\n' "$PWD"; } 2>/dev/null"""
+_RESTORE = "{\n%s\n} >/dev/null 2>&1"
+_STATE_TIMEOUT_S = 30.0
+
+
+class LocalShell:
+    """Implements `Shell`. Made by `LocalSlot.shell`."""
+
+    def __init__(self, lease: Lease, name: int, state: bytes) -> None:
+        self._lease, self._name, self._state = lease, name, state
+        self._turn = asyncio.Lock()
+        self._closed = False
+
+    @classmethod
+    async def open(cls, lease: Lease, cwd: str, env: Mapping[str, str] | None, state: bytes) -> LocalShell:
+        """A new shell of the slot."""
+        fields = {**lease.fields(), "cwd": cwd, "env": lease.environment(env)}
+        reply = await lease.server.call("shell", fields)
+        return cls(lease, reply.fields["shell"], state)
+
+    async def run(
+        self,
+        command: str,
+        *,
+        stdin: bytes = b"",
+        timeout_s: float = 60.0,
+        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
+        on_output: Callable[[bytes], None] | None = None,
+    ) -> ExecutionResult:
+        """Run a command; see `Shell.run`. Its time starts when the commands before it are over."""
+        bounds = limits(timeout_s, max_output_bytes, stdin)
+        async with self._turn:
+            if self._state:
+                state, self._state = self._state.decode(errors="surrogateescape"), b""
+                await self._run(_RESTORE % state, b"", limits(_STATE_TIMEOUT_S, 0, b""), None)
+            return await self._run(command, stdin, bounds, on_output)
+
+    async def _run(
+        self, command: str, stdin: bytes, bounds: Mapping[str, JSON], on_output: Callable[[bytes], None] | None
+    ) -> ExecutionResult:
+        fields = {**self._lease.fields(), **bounds, "shell": self._name, "command": command, "spill": True}
+        name = self._lease.name()
+        try:
+            reply = await self._lease.server.call("run", {**fields, "stream": on_output is not None}, stdin, on_output)
+        except CommandNotStarted as error:
+            return self._lease.not_started(name, command, error)
+        return self._lease.result(name, reply.fields, reply.data, bounds["timeout_s"])
+
+    async def state(self) -> bytes:
+        """What a new shell needs to go on from here; see `Shell.state`. Raises `SandboxError` where it is too large."""
+        result = await self.run(_SAVE, timeout_s=_STATE_TIMEOUT_S, max_output_bytes=MAX_OUTPUT_BYTES)
+        if result.metadata["truncated"] or result.metadata["timeout"]:
+            raise SandboxError(f"the state of the shell in {self._lease.slot_id} cannot be saved: it is too large")
+        return result.output.encode(errors="surrogateescape")
+
+    async def aclose(self) -> None:
+        """End the shell. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            with contextlib.suppress(StaleLease, SlotLost):  # then it has ended with its slot
+                await self._lease.server.call("close_shell", {**self._lease.fields(), "shell": self._name})
+
+    async def __aenter__(self) -> LocalShell:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()

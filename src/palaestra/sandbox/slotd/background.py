@@ -1,0 +1,309 @@
+"""A process that outlives the call that started it: its output, input, terminal, signals and end.
+
+What it writes goes to a ring that clients read by cursor, however late, and to a spill file in the slot once it is more
+than the ring holds. Nobody's reading is waited for, so nobody can hold the process or the server up. What is written
+to it is taken as fast as it reads; that delays only who writes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from . import pipes, terminals
+from .capture import Capture
+from .frames import Fields, Frame, Kind
+from .link import Link
+from .loop import READ, WRITE, Loop, Timer
+from .orders import Kind as ReportKind
+from .orders import Report, Spawn
+from .pipes import PIPE_BYTES
+from .rings import Ring
+from .slots import Slot, start_error
+from .spills import Shelf, Spill
+from .transfers import Conversation
+
+RING_BYTES = 256 << 10
+END_OF_INPUT = b"\x04"
+"""What ends the input of a terminal in its usual mode."""
+
+_BREATH_EVERY_BYTES, _BREATH_S = 4 << 20, 0.02
+"""After so much output of one process the server turns to the others for a moment: at most 200 MB/s per process."""
+
+
+@dataclass
+class _Reader:
+    """A request that waits for output after a cursor, or (`cursor` None) for the end."""
+
+    number: int
+    cursor: int | None
+    max_bytes: int
+    timer: Timer | None
+
+
+class Background:
+    """One such process. Implements `Child` for it and `Conversation` for the requests that wait for it."""
+
+    def __init__(
+        self, name: int, slot: Slot, loop: Loop, link: Link, talks: dict[int, Conversation], shelf: Shelf
+    ) -> None:
+        self.name, self.pid, self.over = name, 0, False
+        self._slot, self._loop, self._link, self._talks = slot, loop, link, talks
+        self._output = self._input = -1
+        self._terminal = False
+        self._ring, self._seen = Ring(RING_BYTES), Capture(RING_BYTES)
+        self._spill = Spill(shelf, f"process-{name & 0xFFFF}", RING_BYTES)
+        self._breath = 0
+        self._writing: deque[tuple[int, memoryview, int]] = deque()
+        self._readers: dict[int, _Reader] = {}
+        self._killers: list[int] = []
+        self._closing = False
+        self._end: Report | None = None
+        self._started = time.monotonic()
+        self._ended = 0.0
+        self._on_start: Callable[[Fields | None], None] = lambda _: None
+
+    def start(
+        self, argv: list[str], cwd: str, env: dict[str, str], size: tuple[int, int] | None, stdin: bool,
+        on_start: Callable[[Fields | None], None],
+    ) -> None:  # fmt: skip
+        """Start it; `on_start` is called with None, or with the ERROR why not. Raises OSError, ValueError."""
+        self._on_start, self._terminal = on_start, size is not None
+        if size is not None:
+            self._output, slave = terminals.open_pair(self._slot.root, *size)
+            self._input, ends = self._output, [slave]
+            places = [(0, 0), (0, 1), (0, 2)]
+        else:
+            self._output, output = pipes.pipe()
+            reader, self._input = pipes.input_pipe() if stdin else (-1, -1)
+            ends, places = [output, reader], [(1, 0), (0, 1), (0, 2)]
+        fds = [fd if fd >= 0 else pipes.nothing() for fd in ends]
+        try:
+            spawn = Spawn(self.name, argv, cwd, env, places, terminal=self._terminal, announce=True)
+            self._slot.spawn(self, spawn, fds)
+        except ValueError:
+            self._close()
+            raise
+        finally:
+            pipes.close(*ends)
+        self._loop.watch(self._output, self._on_output)
+        if self._input not in (-1, self._output):
+            self._loop.watch(self._input, self._on_input)
+            self._loop.watch_for(self._input, 0, self._on_input)
+
+    # Requests
+
+    def read(self, number: int, cursor: int, max_bytes: int, wait_s: float) -> None:
+        """Answer with the output from `cursor` on; where there is none yet, wait for some, for the end, or so long."""
+        if cursor < 0:
+            cursor = max(0, self._ring.total + cursor)
+        self._wait(_Reader(number, cursor, max_bytes, None), wait_s)
+
+    def wait(self, number: int, wait_s: float) -> None:
+        """Answer when it has ended, or after so long."""
+        self._wait(_Reader(number, None, 0, None), wait_s)
+
+    def write(self, number: int, data: bytes, close: bool) -> None:
+        """Answer when all of `data` is in its input; `close` ends the input after it. Raises BrokenPipeError."""
+        if self._input < 0 or self._closing or self.over:
+            raise BrokenPipeError(32, "the input of the process is closed")
+        self._closing = close
+        if close and self._terminal:
+            data, self._closing = data + END_OF_INPUT, False
+        self._writing.append((number, memoryview(data), len(data)))
+        self._talks[number] = self
+        self._on_input()
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Another size for its terminal. Raises ValueError where it has none."""
+        if not self._terminal:
+            raise ValueError("the process has no terminal")
+        if self._output >= 0:
+            terminals.resize(self._output, rows, columns)
+
+    def signal(self, number: int) -> None:
+        """To its process group."""
+        if not self.over:
+            self._slot.signal(self.name, number)
+
+    def kill(self, number: int) -> None:
+        """Answer when everything it has started is dead."""
+        if self.over:
+            self._link.send(Kind.RESULT, number, self.fields())
+            return
+        self._killers.append(number)
+        self._slot.kill_child(self.name)
+
+    def fields(self) -> Fields:
+        """What there is to say of it now."""
+        end = self._end
+        code = None if end is None else 128 - end.value if end.value < 0 else end.value
+        ended = self._ended or time.monotonic()
+        fields: Fields = {"process": self.name, "pid": self.pid, "running": not self.over, "exit_code": code}
+        fields |= {"duration_s": round(ended - self._started, 6), "output_total_bytes": self._ring.total}
+        fields |= {"cpu_s": end and end.cpu_s, "max_rss_bytes": end and end.max_rss_bytes}
+        return {**fields, "terminal": self._terminal, **self._spill.fields()}
+
+    # What happens to it
+
+    def on_frame(self, frame: Frame) -> None:
+        """A request that waited is given up: it is answered with what there is."""
+        if frame.kind is not Kind.CANCEL:
+            return
+        if frame.request in self._readers:
+            self._answer(self._readers[frame.request])
+        for item in [item for item in self._writing if item[0] == frame.request]:
+            self._writing.remove(item)
+            self._answer_write(item[0], item[2] - len(item[1]))
+
+    def on_report(self, report: Report) -> None:
+        """Its start, its end, or that everything it had started is dead."""
+        if report.kind is ReportKind.STARTED:
+            self.pid = report.value
+            self._on_start(None)
+        elif report.kind is ReportKind.NOT_STARTED:
+            self._slot.drop(self.name)
+            self.over = True
+            self._close()
+            self._on_start(start_error(report))
+        elif report.kind is ReportKind.KILLED:
+            killers, self._killers = self._killers, []
+            for number in killers:
+                self._link.send(Kind.RESULT, number, {**self.fields(), "swept": report.flag})
+            self._slot.drop(self.name)
+        else:
+            self._on_end(report)
+
+    def on_lost(self) -> None:
+        """The slot is gone."""
+        lost = {"error": "lost", "message": f"{self._slot.lease.name} ended while a process ran in it"}
+        if not self.pid and not self.over:
+            self._on_start(lost)
+        for number in [*self._readers, *(item[0] for item in self._writing), *self._killers]:
+            self._talks.pop(number, None)
+            self._link.send(Kind.ERROR, number, lost)
+        self._readers.clear()
+        self._writing.clear()
+        self.over = True
+        self._close()
+
+    def _on_end(self, report: Report) -> None:
+        taken = 0
+        while self._output >= 0 and taken <= PIPE_BYTES:  # what it wrote before it ended is in the pipe now
+            before = self._ring.total
+            self._on_output()
+            if self._ring.total == before:
+                break
+            taken += self._ring.total - before
+        self._end, self.over, self._ended = report, True, time.monotonic()
+        if not self._killers:
+            self._slot.drop(self.name)
+        for number, view, size in self._writing:
+            self._answer_write(number, size - len(view))
+        self._writing.clear()
+        self._close_input()
+        self._spill.close()
+        for reader in list(self._readers.values()):
+            self._answer(reader)
+
+    def _on_output(self) -> None:
+        data = pipes.read(self._output)
+        if data is None:
+            self._on_input()  # of a terminal, both ways come through one descriptor
+        elif not data:
+            self._close_output()
+        else:
+            self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        self._spill.add(data, self._seen)
+        if self._seen.total <= RING_BYTES:
+            self._seen.add(data)
+        self._ring.add(data)
+        for reader in [reader for reader in self._readers.values() if reader.cursor is not None]:
+            self._answer(reader)
+        self._breath += len(data)
+        if self._breath >= _BREATH_EVERY_BYTES and not self.over:
+            self._breath = 0
+            self._loop.watch_for(self._output, 0, self._on_output)
+            self._loop.later(_BREATH_S, self._go_on)
+
+    def _go_on(self) -> None:
+        if self._output >= 0:
+            self._loop.watch_for(self._output, READ, self._on_output)
+
+    def _on_input(self) -> None:
+        """Write what can be written without waiting."""
+        while self._writing and self._input >= 0:
+            number, view, size = self._writing[0]
+            try:
+                written = os.write(self._input, view) if view else 0
+            except BlockingIOError:
+                break
+            except OSError:  # it has closed its input
+                self._writing.popleft()
+                self._talks.pop(number, None)
+                error = {"error": "os", "errno": 32, "message": "the process has closed its input", "path": None}
+                self._link.send(Kind.ERROR, number, error)
+                continue
+            if written < len(view):
+                self._writing[0] = (number, view[written:], size)
+                continue
+            self._writing.popleft()
+            self._answer_write(number, size)
+        if self._closing and not self._writing:
+            self._close_input()
+        self._watch_input()
+
+    def _watch_input(self) -> None:
+        if self._input >= 0 and self._input != self._output:
+            self._loop.watch_for(self._input, WRITE if self._writing else 0, self._on_input)
+        elif self._input >= 0:
+            self._loop.watch_for(self._output, READ | WRITE if self._writing else READ, self._on_output)
+
+    # Answers
+
+    def _wait(self, reader: _Reader, wait_s: float) -> None:
+        ready = reader.cursor is not None and self._ring.total > reader.cursor
+        if ready or self.over or wait_s <= 0:
+            self._answer(reader)
+            return
+        self._readers[reader.number] = reader
+        self._talks[reader.number] = self
+        reader.timer = self._loop.later(wait_s, lambda: self._answer(reader))
+
+    def _answer(self, reader: _Reader) -> None:
+        if reader.timer is not None:
+            reader.timer.cancel()
+        self._readers.pop(reader.number, None)
+        self._talks.pop(reader.number, None)
+        start, data = (0, b"") if reader.cursor is None else self._ring.read(reader.cursor, reader.max_bytes)
+        self._link.send(Kind.RESULT, reader.number, {**self.fields(), "start": start}, data)
+
+    def _answer_write(self, number: int, written: int) -> None:
+        self._talks.pop(number, None)
+        self._link.send(Kind.RESULT, number, {"written": written})
+
+    # Descriptors
+
+    def _close_input(self) -> None:
+        if self._input not in (-1, self._output):
+            self._loop.unwatch(self._input)
+            pipes.close(self._input)
+        self._input = -1
+
+    def _close_output(self) -> None:
+        self._loop.unwatch(self._output)
+        if self._input == self._output:
+            self._input = -1
+        pipes.close(self._output)
+        self._output = -1
+
+    def _close(self) -> None:
+        self._spill.close()
+        self._close_input()
+        if self._output >= 0:
+            self._close_output()

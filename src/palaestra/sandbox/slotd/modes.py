@@ -1,0 +1,204 @@
+"""Requests beyond one command of one call: shells that go on, shells that wait, background processes, terminals.
+
+    op          fields                                              RESULT
+    spawn       argv | command, cwd, env, terminal, stdin           process, pid, … (`Background.fields`)
+    output      process, cursor, max_bytes, wait_s                  start, …, and the bytes
+    wait        process, wait_s                                     …
+    input       process, close, and the bytes                       written
+    signal      process, signal
+    resize      process, rows, columns
+    kill        process                                             …, swept: when everything it started is dead
+    processes                                                       processes: one object each
+    dismiss     process                                             the process is killed and forgotten
+    shell       cwd, env                                            shell
+    run         shell, command, …: as exec                          as exec, and shell_restarted
+    close_shell shell
+    prewarm     count, cwd, env
+
+All carry the lease. `output`, `wait` and `input` can be cancelled; they are then answered with what there is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+
+from . import files
+from .background import Background
+from .executions import Request
+from .frames import Fields, Frame, Kind
+from .link import Link
+from .loop import Loop
+from .shells import Shell, ShellBusy
+from .slots import Slot, State
+from .spills import Shelf, Spill
+from .transfers import Conversation
+from .warm import WarmShells
+from .workshop import Place
+
+MAX_PROCESSES = 64
+"""Per slot, ended ones included; the oldest ended one gives way."""
+
+MAX_SHELLS = 16
+
+_FIRST_CHILD = 1 << 31
+"""Above the numbers of requests, which name the commands of one call."""
+
+
+class _Modes:
+    """What one slot has of all this."""
+
+    def __init__(self, slot: Slot, shelf: Shelf, warm: WarmShells) -> None:
+        self.slot, self.shelf, self.warm = slot, shelf, warm
+        self.processes: dict[int, Background] = {}
+        self.shells: dict[int, Shell] = {}
+
+
+class ModeRequests:
+    """Serves the requests above. `leased` finds the slot a request names, `locate` a path of a slot for writing."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        link: Link,
+        talks: dict[int, Conversation],
+        leased: Callable[[Frame], Slot],
+        locate: Callable[[Slot, str], Place],
+    ) -> None:
+        self._loop, self._link, self._talks, self._leased, self._locate = loop, link, talks, leased, locate
+        self._numbers = itertools.count(_FIRST_CHILD)
+        self._modes: dict[str, _Modes] = {}
+        self.operations: dict[str, Callable[[Frame], None]] = {
+            "spawn": self._spawn, "output": self._output, "wait": self._wait, "input": self._input,
+            "signal": self._signal, "resize": self._resize, "kill": self._kill, "processes": self._list,
+            "dismiss": self._dismiss, "shell": self._shell, "run": self._run, "close_shell": self._close_shell,
+            "prewarm": self._prewarm,
+        }  # fmt: skip
+
+    def run_warm(self, slot: Slot, number: int, request: Request, command: str | None) -> bool:
+        """Run a command of one call in a waiting shell, where there is one that can."""
+        modes = self._modes.get(slot.lease.name)
+        if modes is None or command is None:
+            return False
+        return modes.warm.run(request, number, command, self.spill(slot, number, request))
+
+    def spill(self, slot: Slot, number: int, request: Request) -> Spill | None:
+        """What takes a command's output beyond its bound."""
+        return Spill(self._of(slot).shelf, f"{number}", request.max_output_bytes) if request.spill else None
+
+    # Background processes
+
+    def _spawn(self, frame: Frame) -> None:
+        modes, fields = self._of(self._leased(frame)), frame.fields
+        self._make_room(modes)
+        process = Background(next(self._numbers), modes.slot, self._loop, self._link, self._talks, modes.shelf)
+
+        def started(error: Fields | None) -> None:
+            if error is None:
+                modes.processes[process.name] = process
+                self._reply(frame, process.fields())
+            else:
+                self._link.send(Kind.ERROR, frame.request, error)
+
+        argv = fields.get("argv") or [f"/bin/{modes.slot.shell()}", "-c", fields["command"]]
+        size = fields["terminal"] and (fields["terminal"][0], fields["terminal"][1])
+        process.start(argv, files.absolute(fields["cwd"]), fields["env"], size, fields["stdin"], started)
+
+    def _make_room(self, modes: _Modes) -> None:
+        if len(modes.processes) >= MAX_PROCESSES:
+            ended = next((process.name for process in modes.processes.values() if process.over), None)
+            if ended is None:
+                raise OSError(11, f"{MAX_PROCESSES} background processes run in the slot already; end one first")
+            del modes.processes[ended]
+
+    def _output(self, frame: Frame) -> None:
+        fields = frame.fields
+        self._process(frame).read(frame.request, fields["cursor"], fields["max_bytes"], fields["wait_s"])
+
+    def _wait(self, frame: Frame) -> None:
+        self._process(frame).wait(frame.request, frame.fields["wait_s"])
+
+    def _input(self, frame: Frame) -> None:
+        self._process(frame).write(frame.request, frame.data, frame.fields["close"])
+
+    def _signal(self, frame: Frame) -> None:
+        self._process(frame).signal(frame.fields["signal"])
+        self._reply(frame)
+
+    def _resize(self, frame: Frame) -> None:
+        self._process(frame).resize(frame.fields["rows"], frame.fields["columns"])
+        self._reply(frame)
+
+    def _kill(self, frame: Frame) -> None:
+        self._process(frame).kill(frame.request)
+
+    def _dismiss(self, frame: Frame) -> None:
+        process = self._process(frame)
+        del self._of(self._leased(frame)).processes[process.name]
+        process.kill(frame.request)
+
+    def _list(self, frame: Frame) -> None:
+        modes = self._of(self._leased(frame))
+        self._reply(frame, {"processes": [process.fields() for process in modes.processes.values()]})
+
+    # Shells
+
+    def _shell(self, frame: Frame) -> None:
+        modes, fields = self._of(self._leased(frame)), frame.fields
+        if len(modes.shells) >= MAX_SHELLS:
+            raise OSError(11, f"{MAX_SHELLS} shells are open in the slot already; close one first")
+        name = next(self._numbers)
+        shell = Shell(
+            modes.slot, self._loop, self._link, self._numbers, self._talks,
+            files.absolute(fields["cwd"]), fields["env"],
+        )  # fmt: skip
+        modes.shells[name] = shell
+        self._reply(frame, {"shell": name})
+
+    def _run(self, frame: Frame) -> None:
+        modes, fields = self._of(self._leased(frame)), frame.fields
+        shell = modes.shells.get(fields["shell"])
+        if shell is None:
+            raise OSError(3, "the shell has been closed")
+        request = Request(
+            argv=[], shell=modes.slot.shell(), cwd="", env={}, stdin=frame.data, timeout_s=fields["timeout_s"],
+            max_output_bytes=fields["max_output_bytes"], stream=fields["stream"], verdict=False, spill=fields["spill"],
+        )  # fmt: skip
+        try:
+            command = os.fsencode(fields["command"])
+            shell.run(request, frame.request, command, self.spill(modes.slot, frame.request, request))
+        except ShellBusy as error:
+            raise OSError(16, str(error)) from None
+
+    def _close_shell(self, frame: Frame) -> None:
+        shell = self._of(self._leased(frame)).shells.pop(frame.fields["shell"], None)
+        if shell is not None:
+            shell.close()
+        self._reply(frame)
+
+    def _prewarm(self, frame: Frame) -> None:
+        fields = frame.fields
+        warm = self._of(self._leased(frame)).warm
+        warm.keep(fields["count"], files.absolute(fields["cwd"]), fields["env"])
+        self._reply(frame)
+
+    # Look-ups
+
+    def _process(self, frame: Frame) -> Background:
+        process = self._of(self._leased(frame)).processes.get(frame.fields["process"])
+        if process is None:
+            raise OSError(3, "no such process of this slot; it may have been forgotten after its end")
+        return process
+
+    def _of(self, slot: Slot) -> _Modes:
+        modes = self._modes.get(slot.lease.name)
+        if modes is None:
+            self._modes = {name: old for name, old in self._modes.items() if old.slot.state is not State.DEAD}
+            shelf = Shelf(lambda path: self._locate(slot, path))
+            warm = WarmShells(slot, self._loop, self._link, self._numbers, self._talks)
+            modes = self._modes[slot.lease.name] = _Modes(slot, shelf, warm)
+        return modes
+
+    def _reply(self, frame: Frame, fields: Fields | None = None) -> None:
+        self._link.send(Kind.RESULT, frame.request, fields)

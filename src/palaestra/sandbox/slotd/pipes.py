@@ -1,0 +1,75 @@
+"""The descriptors that a command is started with: pipes, memory files, /dev/null. No policy."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+
+from .roots import HOST
+
+PIPE_BYTES = 256 << 10
+READ_BYTES = 64 << 10
+"""What a pipe holds unless its writer has changed that."""
+
+
+def pipe() -> tuple[int, int]:
+    """A pipe whose reading end, ours, does not block; the writing end does, as programs expect."""
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(reader, False)
+    return reader, writer
+
+
+def input_pipe() -> tuple[int, int]:
+    """A pipe whose writing end, ours, does not block; the reading end does."""
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(writer, False)
+    return reader, writer
+
+
+def read(fd: int) -> bytes | None:
+    """The next piece; empty at the end, None when there is nothing now. A terminal's end is an error of its own."""
+    try:
+        return os.read(fd, READ_BYTES)
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return b""
+
+
+@functools.cache
+def nothing() -> int:
+    """/dev/null for reading and writing, opened once."""
+    host = HOST if os.path.isdir(HOST) else ""  # a server without a root of its own
+    return os.open(f"{host}/dev/null", os.O_RDWR | os.O_CLOEXEC)
+
+
+class Memory:
+    """A file in memory that a process of the slot reads by opening `/proc/self/fd/N` anew for each content."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("input", os.MFD_CLOEXEC)
+
+    def put(self, data: bytes) -> None:
+        """Replace the content."""
+        os.ftruncate(self.fd, 0)
+        view, position = memoryview(data), 0
+        while position < len(view):
+            position += os.pwrite(self.fd, view[position:], position)
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def close(*fds: int) -> None:
+    """Close what is open; a negative number is nothing."""
+    for fd in fds:
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)

@@ -1,0 +1,246 @@
+"""A shell that goes on: directory, variables and functions of one command are there for the next.
+
+It is an interactive shell without a terminal. Its own input is a pipe from the server, so that it comes back to the
+top after SIGINT, an error or a syntax error, whatever the command was in the middle of. For each command it gets two
+lines: the first runs a memory file that holds the command, as if its text stood there; the second reports the exit
+status, with the command's number, on a descriptor of its own. Nothing is looked for in the output.
+
+A command that runs out of time is interrupted; what it has started is killed; the shell lives on if it came back in
+time, and is killed otherwise. A shell that is gone (also by `exit`, `exec`, `set -e`) is started anew for the next
+command, and the result says `shell_restarted`: of the command that ended it, or of the next one when it died between.
+
+Not for verdicts: a command shares the shell with all before it, and can write to the status descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from . import killing, pipes
+from .capture import Capture
+from .executions import Execution, Request
+from .frames import Fields, Frame, Kind
+from .link import Link
+from .loop import Loop, Timer
+from .orders import Kind as ReportKind
+from .orders import Report, Spawn
+from .slots import Slot, start_error
+from .spills import Spill
+from .transfers import Conversation
+
+INTERRUPT_PATIENCE_S = 1.0
+"""How long a shell has to come back after SIGINT."""
+
+_BETWEEN_BYTES = 64 << 10
+"""How much of what background jobs write between two commands is kept for the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Dialect:
+    """How one shell is started and spoken to. The numbers are descriptors: input, command, status, errors."""
+
+    argv: list[str]
+    places: tuple[int, int, int, int]
+    greeting: str
+
+
+_BASH = _Dialect(
+    ["/bin/bash", "--norc", "--noprofile", "--noediting", "-i"],
+    (96, 97, 98, 99),
+    "set +o history +H; unset HISTFILE MAILCHECK\n",
+)
+_SH = _Dialect(["/bin/sh", "-i"], (6, 7, 8, 9), "")
+_REPORT = "__slot(){{ local s=$?; echo $1 $s >&{status}; return $s; }}\n"
+_RUN = ". /proc/self/fd/{command} </proc/self/fd/{stdin} 2>&{errors}\n__slot {number}\n"
+
+
+class ShellBusy(Exception):
+    """A shell runs one command at a time."""
+
+
+class Shell:
+    """One shell of a slot; started with the first command. Implements `Child` for the process and `Conversation`."""
+
+    def __init__(
+        self, slot: Slot, loop: Loop, link: Link, numbers: Iterator[int], talks: dict[int, Conversation],
+        cwd: str, env: dict[str, str],
+    ) -> None:  # fmt: skip
+        self._slot, self._loop, self._link, self._numbers, self._talks = slot, loop, link, numbers, talks
+        self._cwd, self._env = cwd, env
+        self._dialect = _BASH if slot.shell() == "bash" else _SH
+        self._process: int | None = None
+        self._input, self._command = pipes.Memory(), pipes.Memory()
+        self._control = self._status = self._output = -1
+        self._between = Capture(_BETWEEN_BYTES)
+        self._execution: Execution | None = None
+        self._lost = False
+        self._sequence = self._since = 0
+        self._patience: Timer | None = None
+
+    def run(self, request: Request, number: int, command: bytes, spill: Spill | None) -> None:
+        """Run a command; its RESULT follows. Raises `ShellBusy`."""
+        if self._execution is not None:
+            raise ShellBusy("the shell is busy with another command")
+        if self._process is None:
+            self._start()
+        self._command.put(command)
+        self._input.put(request.stdin)
+        self._loop.unwatch(self._output)
+        execution = Execution(number, request, self._loop, self._link, self._interrupt, self._output, spill)
+        self._execution, self._output = execution, -1
+        self._talks[number] = self
+        before, self._between = self._between, Capture(_BETWEEN_BYTES)
+        for part in before.parts():
+            if part:
+                execution.take(part)
+        execution.start()
+        self._since = killing.now()
+        self._sequence += 1
+        stdin, file, _, errors = self._dialect.places
+        self._say(_RUN.format(command=file, stdin=stdin, errors=errors, number=self._sequence))
+
+    def on_frame(self, frame: Frame) -> None:
+        """The client gives credit for more output, or has given the command up."""
+        if self._execution is not None and frame.request == self._execution.number:
+            if frame.kind is Kind.CANCEL:
+                self._execution.cancel()
+            elif frame.kind is Kind.CREDIT:
+                self._execution.give_credit(frame.fields["bytes"])
+
+    def close(self) -> None:
+        """End the shell; what it runs in the background stays."""
+        if self._process is not None:
+            self._slot.kill_child(self._process, killing.now())
+        self._input.close()
+        self._command.close()
+
+    def on_report(self, report: Report) -> None:
+        """The shell's process has ended, or what was to be killed is dead."""
+        if report.kind is ReportKind.KILLED:
+            if self._execution is not None and self._execution.ended:
+                self._execution.on_killed(report.flag)
+                self._finish()
+            if report.command != self._process:
+                self._slot.drop(report.command)
+            return
+        if report.kind is ReportKind.EXIT:
+            self._read_status()  # it may have ended the command before it ended itself
+        self._discard()
+        if report.kind is ReportKind.NOT_STARTED:
+            self._slot.drop(report.command)
+            self._fail(start_error(report))
+            return
+        self._lost = True
+        if self._execution is None or self._execution.on_exit(report):
+            self._slot.drop(report.command)
+            self._finish()
+
+    def on_lost(self) -> None:
+        """The slot is gone."""
+        self._discard()
+        self.close()
+        self._fail({"error": "lost", "message": f"{self._slot.lease.name} ended while a command ran in its shell"})
+
+    def _start(self) -> None:
+        self._process = next(self._numbers)
+        control, self._control = pipes.input_pipe()
+        self._status, status = pipes.pipe()
+        self._output, output = pipes.pipe()
+        stdin, command, report, errors = self._dialect.places
+        fds = [control, output, pipes.nothing(), self._input.fd, self._command.fd, status]
+        places = [(0, 0), (1, 1), (2, 2), (3, stdin), (4, command), (5, report), (1, errors)]
+        try:
+            spawn = Spawn(self._process, self._dialect.argv, self._cwd, self._env, places)
+            self._slot.spawn(self, spawn, fds)
+        except ValueError:
+            self._discard()
+            raise
+        finally:
+            pipes.close(control, status, output)
+        self._loop.watch(self._status, self._read_status)
+        self._loop.watch(self._output, self._read_between)
+        self._say(self._dialect.greeting + _REPORT.format(status=report))
+
+    def _say(self, lines: str) -> None:
+        """A shell that does not read its lines is dying, and its end will be reported."""
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):
+            os.write(self._control, lines.encode())
+
+    def _read_status(self) -> None:
+        """Lines of `number status`; what a command of the slot may have written there by mistake is passed over."""
+        data = pipes.read(self._status) if self._status >= 0 else None
+        if data == b"":
+            self._loop.unwatch(self._status)
+        for line in (data or b"").splitlines():
+            words = line.split()
+            if len(words) == 2 and words[0] == b"%d" % self._sequence and words[1].isdigit():
+                self._on_status(int(words[1]))
+
+    def _on_status(self, code: int) -> None:
+        execution = self._execution
+        if execution is None or execution.ended:
+            return
+        if execution.on_exit(Report(ReportKind.EXIT, value=code)):
+            self._finish()
+        elif self._stop_waiting() and self._process is not None:
+            self._slot.kill_child(self._process, self._since, spare=True)
+
+    def _interrupt(self) -> None:
+        """The command's time is over, or its caller has gone."""
+        if self._process is not None:
+            self._slot.signal(self._process, signal.SIGINT)
+            self._patience = self._loop.later(INTERRUPT_PATIENCE_S, self._kill)
+
+    def _kill(self) -> None:
+        self._patience = None
+        if self._process is not None:
+            self._slot.kill_child(self._process, self._since)
+
+    def _finish(self) -> None:
+        execution, self._execution = self._execution, None
+        if execution is None:
+            return
+        self._stop_waiting()
+        self._talks.pop(execution.number, None)
+        restarted, self._lost = self._lost, False
+        self._slot.conclude(execution, shell_restarted=restarted)
+        if execution.leftover is not None:
+            if self._process is None:
+                self._slot.empty(execution.leftover)
+            else:
+                self._output = execution.leftover
+                self._loop.watch(self._output, self._read_between)
+
+    def _fail(self, fields: Fields) -> None:
+        if self._execution is not None:
+            execution, self._execution = self._execution, None
+            self._stop_waiting()
+            self._talks.pop(execution.number, None)
+            execution.fail(fields)
+
+    def _read_between(self) -> None:
+        """What background jobs write while no command runs belongs to the next command's output, as on a terminal."""
+        data = pipes.read(self._output)
+        if data:
+            self._between.add(data)
+        elif data == b"":
+            self._loop.unwatch(self._output)
+
+    def _stop_waiting(self) -> bool:
+        """Whether the shell still had time to come back."""
+        patience, self._patience = self._patience, None
+        if patience is not None:
+            patience.cancel()
+        return patience is not None
+
+    def _discard(self) -> None:
+        """Forget the process; the next command gets a new one."""
+        for fd in (self._status, self._output):
+            if fd >= 0:
+                self._loop.unwatch(fd)
+        pipes.close(self._control, self._status, self._output)
+        self._process, self._control, self._status, self._output = None, -1, -1, -1

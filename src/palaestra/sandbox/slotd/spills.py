@@ -1,0 +1,99 @@
+"""Output that is longer than what a result carries, in files of the slot that its commands can read.
+
+A file gets everything from the first byte on, up to its bound; a slot keeps the newest few. They lie below /tmp, so
+they are in no snapshot and no list of changes, and count against the slot's disk limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable
+
+from . import files
+from .capture import Capture
+from .frames import Fields
+from .workshop import Place
+
+DIRECTORY = "/tmp/full-output"  # noqa: S108 - of the slot
+MAX_SPILL_BYTES = 4 << 20
+"""Per file. Its pages are charged to the server, not to the slot, so it stays small."""
+
+_MAX_FILES = 8
+
+
+class Shelf:
+    """The spill files of one slot. `locate` finds a path of the slot for writing."""
+
+    def __init__(self, locate: Callable[[str], Place]) -> None:
+        self._locate = locate
+        self._paths: deque[str] = deque()
+        self._count = 0
+
+    def open(self, name: str) -> tuple[int, str] | None:
+        """A new file, open for writing, and its path in the slot. None where the slot does not let it be made."""
+        self._count += 1
+        path = f"{DIRECTORY}/{self._count}-{name}.txt"
+        with contextlib.suppress(OSError):
+            place = self._locate(path)
+            fd = files.create(place.root, place.path, place.owner)
+            self._paths.append(path)
+            if len(self._paths) > _MAX_FILES:
+                self._remove(self._paths.popleft())
+            return fd, path
+        return None
+
+    def _remove(self, path: str) -> None:
+        with contextlib.suppress(OSError):
+            place = self._locate(path)
+            for _ in files.remove(place.root, place.path):
+                pass
+
+
+class Spill:
+    """Follows one stream; opens its file when the stream turns out to be longer than `limit`."""
+
+    def __init__(self, shelf: Shelf, name: str, limit: int) -> None:
+        self._shelf, self._name, self._limit = shelf, name, limit
+        self._fd = -1
+        self._over = False
+        self.path: str | None = None
+        self.size = 0
+        """How much of the stream the file holds."""
+
+    def add(self, data: bytes, before: Capture) -> None:
+        """Take the next piece, of which `before` has not heard yet: until now it holds the whole stream."""
+        if self._over or before.total + len(data) <= self._limit:
+            return
+        if self.path is None:
+            opened = self._shelf.open(self._name)
+            if opened is None:
+                self._over = True
+                return
+            self._fd, self.path = opened
+            for part in before.parts():
+                self._write(part)
+        self._write(data)
+
+    def close(self) -> None:
+        """The stream has ended, or the file has. Idempotent."""
+        self._over = True
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def fields(self) -> Fields:
+        """What a result says of it: nothing where nothing was spilled."""
+        return {"full_output_path": self.path, "full_output_bytes": self.size} if self.path is not None else {}
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)[: MAX_SPILL_BYTES - self.size]
+        try:
+            while view and not self._over:
+                written = os.write(self._fd, view)
+                view, self.size = view[written:], self.size + written
+        except OSError:
+            self.close()  # the slot's disk limit: the file ends here
+        if self.size == MAX_SPILL_BYTES:
+            self.close()
