@@ -54,12 +54,23 @@ class Network(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class AllowList:
+    """Hosts that a slot may reach, over HTTP and HTTPS through a proxy, and nothing else.
+
+    `example.org` (ports 80 and 443), `example.org:8443`, `*.example.org:*`, `10.0.0.0/8:5432`. Addresses at which clouds
+    tell a machine its credentials are refused whatever the list says.
+    """
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class NetworkPolicy:
     """The network of each phase of a rollout. Grading is off unless a task says otherwise."""
 
-    prepare: Network = Network.OFF
-    agent: Network = Network.OFF
-    grade: Network = Network.OFF
+    prepare: Network | AllowList = Network.OFF
+    agent: Network | AllowList = Network.OFF
+    grade: Network | AllowList = Network.OFF
 
 
 @dataclass(frozen=True, slots=True)
