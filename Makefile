@@ -9,6 +9,7 @@ help: ## show this list
 
 setup:
 	@scripts/bootstrap
+	@.venv/bin/python hatch_build.py
 
 demo: setup ## roll out real bug-fixing tasks with the oracle and with doing nothing, and print the table
 	@.venv/bin/python scripts/demo.py

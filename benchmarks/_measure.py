@@ -48,13 +48,23 @@ def with_floor(row: Row, target: float) -> Row:
     return replace(row, target=target, ok=row.value >= target)
 
 
-def parse_options(description: str | None) -> argparse.Namespace:
+def judged(row: Row, target: float, ok: bool) -> Row:
+    """The row with a target that is not for its value, but for its ratio."""
+    return replace(row, target=target, ok=ok)
+
+
+def options_parser(description: str | None) -> argparse.ArgumentParser:
     """`--quick` for a short look, `--json FILE` for the rows, `--rounds N` for how often every case is measured."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round: shows that it runs, proves no number")
     parser.add_argument("--rounds", type=int, default=None, help="how often every case is measured (default 5)")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the rows to FILE as well")
-    options = parser.parse_args()
+    return parser
+
+
+def parse_options(description: str | None) -> argparse.Namespace:
+    """The options of a benchmark that has no others."""
+    options = options_parser(description).parse_args()
     options.rounds = options.rounds or (1 if options.quick else 5)
     return options
 
@@ -64,16 +74,17 @@ def interleaved(cases: Mapping[str, Callable[[], Sample]], rounds: int) -> dict[
     samples: dict[str, list[Sample]] = {name: [] for name in cases}
     for number in range(rounds):
         for name, measure in cases.items():
-            _progress(f"round {number + 1} of {rounds}: {name}")
+            progress(f"round {number + 1} of {rounds}: {name}")
             samples[name].append(measure())
-    _progress("")
+    progress("")
     return {
         name: {key: statistics.median(sample[key] for sample in found) for key in found[0]}
         for name, found in samples.items()
     }
 
 
-def _progress(text: str) -> None:
+def progress(text: str) -> None:
+    """A line that the next one overwrites, on a terminal only."""
     if sys.stderr.isatty():
         print(f"\r{text:<70}\r", end="", file=sys.stderr, flush=True)
 

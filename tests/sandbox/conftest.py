@@ -15,18 +15,18 @@ from sandbox.bodies import Body, WithSlot
 @pytest.fixture
 def with_slot() -> WithSlot:
     """Runs a coroutine function with a started backend and a fresh slot, on the best rung there is."""
-    return lambda body: _run(body, None)
+    return lambda body: _run(body, LocalBackend())
 
 
-@pytest.fixture(params=[Rung.FULL, Rung.USERNS], ids=lambda rung: str(rung.label))
+@pytest.fixture(params=["full", "userns", "full with the Python init"])
 def on_each_rung(request: pytest.FixtureRequest) -> WithSlot:
-    """The same on every rung; one that this machine does not have is skipped."""
-    return lambda body: _run(body, request.param)
+    """The same on every rung and with either init; a rung that this machine does not have is skipped."""
+    rung, _, python = str(request.param).partition(" ")
+    return lambda body: _run(body, LocalBackend(rung=Rung[rung.upper()], native_init=not python))
 
 
-def _run(body: Body, rung: Rung | None) -> None:
+def _run(body: Body, backend: LocalBackend) -> None:
     async def main() -> None:
-        backend = LocalBackend(rung=rung)
         try:
             await backend.start()
         except IsolationUnavailable as error:

@@ -45,14 +45,15 @@ _WAY_OUT += "user.max_user_namespaces > 0); `palaestra doctor` shows what this m
 class LocalBackend:
     """One slot server and its slots. `rung` asks for exactly that rung, `require` for that one or better.
 
-    Without either, the best rung there is. `start` raises `IsolationUnavailable`, with the reason, before any slot.
+    Without either, the best rung there is. `native_init` False keeps the Python init where a native one was built,
+    which costs megabytes per slot. `start` raises `IsolationUnavailable`, with the reason, before any slot.
     """
 
     name = "local"
     fork = Fork.NATIVE
 
-    def __init__(self, *, rung: Rung | None = None, require: Rung | None = None) -> None:
-        self._wanted, self._required = rung, require
+    def __init__(self, *, rung: Rung | None = None, require: Rung | None = None, native_init: bool = True) -> None:
+        self._wanted, self._required, self._native_init = rung, require, native_init
         self._server: SlotServer | None = None
         self._rung: Rung | None = None
         self._slots: dict[int, LocalSlot] = {}
@@ -111,7 +112,7 @@ class LocalBackend:
     async def _start_server(self, rung: Rung) -> None:
         prefix = _interpreter_prefix()
         self._rung = rung
-        settings = {"prefix": prefix, "first_epoch": self._last_epoch + 1}
+        settings = {"prefix": prefix, "first_epoch": self._last_epoch + 1, "native_init": self._native_init}
         self._server = await SlotServer.start(rung.label, settings, self._on_lost)
 
     async def aclose(self) -> None:

@@ -25,7 +25,7 @@ from typing import NoReturn
 from . import capabilities, cgroups, descriptors, killing, namespaces, orders, roots, seccomp, syscalls
 from .orders import Kind, Order, Report
 
-CONTROL = 3
+CONTROL, _USERS, _NATIVE = 3, 4, 5
 
 Start = Callable[[orders.Spawn, list[int]], int]
 """Starts a command with the descriptors of its order, and returns its pid."""
@@ -49,6 +49,8 @@ class Plan:
     """A limit per user, where there is no control group to count."""
     data_bytes: int | None
     """A limit per process, where there is no control group to sum up."""
+    native: int | None = None
+    """The program that takes over as pid 1 when the slot is built; None stays in this one."""
 
 
 def run(plan: Plan, control: socket.socket) -> NoReturn:
@@ -62,6 +64,8 @@ def run(plan: Plan, control: socket.socket) -> NoReturn:
             _enter(plan)
             root = os.open("/", os.O_PATH | os.O_DIRECTORY)
             _confine(plan)
+            if plan.native is not None:
+                _become_native()
             syscalls.close_from(root + 1)
         except BaseException as error:
             send(channel, Report(Kind.FAILED, value=getattr(error, "errno", None) or 0, text=str(error)))
@@ -76,11 +80,17 @@ def run(plan: Plan, control: socket.socket) -> NoReturn:
 
 def _keep_only(plan: Plan, control: socket.socket) -> None:
     """Close what belongs to the server and to other slots, first of all."""
-    wanted = [control.fileno()] + ([] if plan.user_namespace is None else [plan.user_namespace])
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in wanted]
-    for number, fd in enumerate(high):
-        os.dup2(fd, CONTROL + number, inheritable=False)
-    syscalls.close_from(CONTROL + len(high))
+    wanted = {CONTROL: control.fileno(), _USERS: plan.user_namespace, _NATIVE: plan.native}
+    high = {place: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for place, fd in wanted.items() if fd is not None}
+    for place, fd in high.items():
+        os.dup2(fd, place, inheritable=False)
+    syscalls.close_from(max(wanted) + 1)
+
+
+def _become_native() -> None:
+    """Execute the native init, which says that it is ready. All but the control socket is closed on the way."""
+    os.set_inheritable(CONTROL, True)
+    os.execve(_NATIVE, ["slot-init"], {})  # noqa: S606
 
 
 def _enter(plan: Plan) -> None:
@@ -104,8 +114,8 @@ def _confine(plan: Plan) -> None:
     if plan.user_namespace is None:
         namespaces.enter_single_namespace(0, 0)
     else:
-        syscalls.setns(CONTROL + 1, syscalls.CLONE_NEWUSER)
-        os.close(CONTROL + 1)
+        syscalls.setns(_USERS, syscalls.CLONE_NEWUSER)
+        os.close(_USERS)
         os.setgroups([])
         os.setresgid(0, 0, 0)
         os.setresuid(0, 0, 0)

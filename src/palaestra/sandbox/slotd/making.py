@@ -125,6 +125,7 @@ class SlotMaker:
             # Counted per user, so only where every slot has a user namespace of its own.
             processes=limits["pids"] if own_user_namespace else None,
             data_bytes=None if groups else limits["memory_bytes"],
+            native=world.native_init,
         )
 
 

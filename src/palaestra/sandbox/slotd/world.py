@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from . import namespaces, skeleton, syscalls
+from . import namespaces, native, skeleton, syscalls
 from .frames import Fields
 from .roots import HOST, Bind, Lowers, Tree, host_trees, system_directories, system_links
 from .stack import Marks
@@ -30,6 +30,7 @@ class World:
     user_xattrs: bool
     lowers: Lowers
     prefix: Bind | None = None
+    native_init: int | None = None
 
     @property
     def marks(self) -> Marks:
@@ -72,6 +73,7 @@ def prepare(full: bool, settings: Fields) -> World:
     lowers = Lowers(namespace if full else None)
     world = World(full, owner, namespace, not privileged, lowers)
     syscalls.mount("tmpfs", "/skeleton", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=64m")
+    world.native_init = native.load(HOST) if settings.get("native_init", True) else None
     prefix = settings.get("prefix")
     if prefix:
         world.prefix = Bind(lowers.get(prefix), prefix)

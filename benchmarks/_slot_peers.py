@@ -1,0 +1,154 @@
+"""What `slots.py` compares slots with: each peer runs `bash -c true` once per sample and says how long that took.
+
+A peer that this machine lacks raises `Absent` with the reason, which the table shows. Peers are warm when measured:
+the container runs, the session is open. Only bubblewrap makes its sandbox anew each time; it knows no other way.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
+TRUE = ["/bin/bash", "-c", "true"]
+
+Peer = Callable[[], float]
+"""Runs the command once; seconds."""
+
+
+class Absent(Exception):
+    """A peer that cannot be measured here; the message says why."""
+
+
+def floor() -> float:
+    """What everything is compared to: a bare `posix_spawn` of `bash -c true`, until it has ended."""
+    started = time.perf_counter()
+    os.waitpid(os.posix_spawn(TRUE[0], TRUE, ENVIRONMENT), 0)
+    return time.perf_counter() - started
+
+
+def timed(command: list[str]) -> float:
+    """The same for any program, which must succeed."""
+    started = time.perf_counter()
+    pid = os.posix_spawn(command[0], command, {**ENVIRONMENT, **_docker_host()})
+    _, status = os.waitpid(pid, 0)
+    elapsed = time.perf_counter() - started
+    if status:
+        raise Absent(f"{command[0]} ended with status {os.waitstatus_to_exitcode(status)}")
+    return elapsed
+
+
+@contextmanager
+def bubblewrap() -> Iterator[Peer]:
+    """All namespaces, the host's /usr read-only, a private /tmp: no limits, no filter, nothing to write to."""
+    program = shutil.which("bwrap")
+    if program is None:
+        raise Absent("bwrap is not installed (apt-get install bubblewrap)")
+    links = [part for name in ("bin", "lib", "lib64") for part in ("--symlink", f"usr/{name}", f"/{name}")]
+    options = ["--unshare-all", "--die-with-parent", "--ro-bind", "/usr", "/usr", *links]
+    options += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+    yield lambda: timed([program, *options, *TRUE])
+
+
+_host: dict[str, str] = {}
+
+
+def _docker_host() -> dict[str, str]:
+    return _host
+
+
+@contextmanager
+def docker_exec() -> Iterator[Peer]:
+    """`docker exec` in a running container without network, through the command line."""
+    program, daemon = shutil.which("docker"), shutil.which("dockerd")
+    if program is None or daemon is None or os.geteuid() != 0:
+        raise Absent("needs root, docker and dockerd (apt-get install docker.io)")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp")))
+        _host["DOCKER_HOST"] = f"unix://{folder}/d.sock"
+        stack.callback(_host.clear)
+        stack.enter_context(_daemon(daemon, folder))
+        environment = {**os.environ, **_host}
+        _docker([program, "import", "-", "slot-peer:1"], environment, stdin=_minimal_root(folder))
+        run = [program, "run", "-d", "--network", "none", "slot-peer:1", "/bin/sleep", "100000"]
+        container = _docker(run, environment)
+        stack.callback(_docker, [program, "rm", "-f", container], environment)
+        yield lambda: timed([program, "exec", container, *TRUE])
+
+
+def _docker(command: list[str], environment: Mapping[str, str], stdin: bytes = b"") -> str:
+    done = subprocess.run(command, env=environment, input=stdin, capture_output=True)
+    if done.returncode:
+        raise Absent(f"{' '.join(command[:2])}: {done.stderr.decode(errors='replace').strip()[-200:]}")
+    return done.stdout.decode().strip()
+
+
+@contextmanager
+def _daemon(program: str, folder: Path) -> Iterator[None]:
+    """A daemon of our own, with nothing of the host's configuration, until the block ends."""
+    options = ["--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec", "-H", f"unix://{folder}/d.sock"]
+    options += ["-p", f"{folder}/pid", "--iptables=false", "--bridge=none"]
+    with open(folder / "log", "wb") as log, subprocess.Popen([program, *options], stdout=log, stderr=log) as process:
+        try:
+            deadline = time.monotonic() + 20
+            while not Path(folder, "d.sock").exists():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise Absent(f"dockerd does not start: {Path(folder, 'log').read_text()[-200:].strip()}")
+                time.sleep(0.05)
+            yield
+        finally:
+            process.terminate()
+
+
+def _minimal_root(folder: Path) -> bytes:
+    """A tar with bash, sleep and the libraries they need, taken from this machine."""
+    root = folder / "root"
+    for program in ("/bin/bash", "/bin/sleep"):
+        needed = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout.split()
+        for path in (program, *(word for word in needed if word.startswith("/"))):
+            target = root / path.lstrip("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+    return subprocess.run(["tar", "-C", str(root), "-c", "."], capture_output=True, check=True).stdout
+
+
+@contextmanager
+def agent_peer(name: str, interpreter: str | None) -> Iterator[Peer]:
+    """An agent package in a virtual environment of its own, asked over a pipe; it takes the time itself."""
+    if interpreter is None:
+        raise Absent("give --peers PYTHON, an interpreter that has swe-rex and mini-swe-agent")
+    script = str(Path(__file__).with_name("_agent_peer.py"))
+    command = [interpreter, script, name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        asking, answers = process.stdin, process.stdout
+
+        def once() -> float:
+            asking.write("\n")
+            asking.flush()
+            return float(answers.readline())
+
+        try:
+            if answers.readline() != "ready\n":
+                raise Absent(f"{name} does not start under {interpreter}")
+            yield once
+        finally:
+            asking.close()
+
+
+def peers(interpreter: str | None) -> dict[str, Callable[[], AbstractContextManager[Peer]]]:
+    """Every peer by the name the table gives it; entering its context starts it."""
+    return {
+        "bubblewrap": bubblewrap,
+        "docker exec": docker_exec,
+        "SWE-ReX run_in_session": lambda: agent_peer("swe-rex-session", interpreter),
+        "SWE-ReX execute (no isolation)": lambda: agent_peer("swe-rex-execute", interpreter),
+        "mini-swe-agent local (no isolation)": lambda: agent_peer("mini-swe-agent", interpreter),
+    }

@@ -1,0 +1,272 @@
+"""What slots cost: python benchmarks/slots.py [--peers PYTHON] [--rung full|userns] [--quick] [--json FILE]
+
+Every row is a ratio to the floor F, a bare `posix_spawn` of `bash -c true` on the host with the same environment,
+measured in turns with everything else in one run. Slots are isolated (network off, all limits on) and used through the
+async client. Peers that this machine has are measured beside them; PYTHON is an interpreter with swe-rex and
+mini-swe-agent. Medians over the rounds (default 100; 5 with --quick).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+
+import _measure as measure
+import _slot_peers as peers
+
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+
+FEW, MANY = 5_000, 50_000
+"""Files in the two prepared workspaces that are forked."""
+
+BULK_BYTES = 64 << 20
+IN_FLIGHT = 64
+
+Case = Callable[[], Awaitable[float]]
+"""One operation, timed by itself in seconds."""
+
+
+async def timed(work: Awaitable[object]) -> float:
+    """How long it takes."""
+    started = time.perf_counter()
+    await work
+    return time.perf_counter() - started
+
+
+class Slots:
+    """The operations that are measured, on one pool. What a case needs around the timed part happens outside it."""
+
+    def __init__(self, pool: SlotPool) -> None:
+        self._pool, self._backend = pool, pool.backend
+        self._slot: Slot
+        self._few: Snapshot
+        self._many: Snapshot
+
+    async def prepare(self) -> None:
+        """A slot to use, and two workspaces to fork."""
+        self._slot = await self._backend.create(SlotSpec(), "bench")
+        await self._slot.write_bytes("small", b"x" * 4096)
+        self._few, self._many = await self._workspace(FEW), await self._workspace(MANY)
+
+    async def _workspace(self, files: int) -> Snapshot:
+        slot = await self._backend.create(SlotSpec(), "prepare")
+        done = await slot.execute(
+            f"mkdir -p src tests; for i in $(seq {files}); do echo $i > src/$i; done; echo 1 > tests/t", timeout_s=300
+        )
+        assert done.success, done.error
+        return await self._backend.seal(slot)
+
+    def cases(self) -> dict[str, Case]:
+        """Every latency that has a row, by its name."""
+        return {
+            "stateless command": lambda: timed(self._slot.execute("true")),
+            "acquire of a warm slot": self._acquire,
+            "slot create": self._create,
+            "reset": self._reset,
+            f"fork of {FEW} files": lambda: self._fork(self._few),
+            f"fork of {MANY} files": lambda: self._fork(self._many),
+            "sealed grading view": self._grade,
+            "read of 4 KiB": lambda: timed(self._slot.read_bytes("small")),
+            "write of 4 KiB": lambda: timed(self._slot.write_bytes("other", b"y" * 4096)),
+        }
+
+    async def _acquire(self) -> float:
+        await self._pool.warmed()
+        started = time.perf_counter()
+        slot = await self._pool.acquire("warm")
+        elapsed = time.perf_counter() - started
+        await self._pool.release(slot)
+        await self._pool.warmed()
+        return elapsed
+
+    async def _create(self) -> float:
+        started = time.perf_counter()
+        slot = await self._backend.create(SlotSpec(), "create")
+        elapsed = time.perf_counter() - started
+        await self._backend.destroy(slot)
+        return elapsed
+
+    async def _reset(self) -> float:
+        """A used slot is ended and another one is there in its place."""
+        slot = await self._backend.create(SlotSpec(), "reset")
+        await slot.execute("echo 1 > f; sleep 1000 &")
+        started = time.perf_counter()
+        await self._backend.destroy(slot)
+        slot = await self._backend.create(SlotSpec(), "reset")
+        elapsed = time.perf_counter() - started
+        await self._backend.destroy(slot)
+        return elapsed
+
+    async def _fork(self, snapshot: Snapshot) -> float:
+        started = time.perf_counter()
+        slot = await self._backend.create(SlotSpec(), "fork", snapshot)
+        elapsed = time.perf_counter() - started
+        assert await slot.read_bytes("tests/t") == b"1\n"
+        await self._backend.destroy(slot)
+        return elapsed
+
+    async def _grade(self) -> float:
+        """From the end of the agent's work to a slot that sees it without its change of the tests."""
+        slot = await self._backend.create(SlotSpec(), "agent", self._few)
+        await slot.execute("echo 2 > tests/t; echo 2 > src/1; sleep 1000 &")
+        started = time.perf_counter()
+        sealed = await self._backend.seal(slot, View(without=("/workspace/tests",)))
+        grading = await self._backend.create(SlotSpec(), "grade", sealed)
+        elapsed = time.perf_counter() - started
+        assert await grading.read_bytes("tests/t") == b"1\n"
+        assert await grading.read_bytes("src/1") == b"2\n"
+        await self._backend.destroy(grading)
+        await self._backend.forget(sealed)
+        return elapsed
+
+    async def bulk(self) -> dict[str, float]:
+        """MB/s of one large file, written and read back."""
+        data = os.urandom(1 << 20) * (BULK_BYTES >> 20)
+        written = await timed(self._slot.write_bytes("bulk", data))
+        read = await timed(self._slot.read_bytes("bulk", max_bytes=BULK_BYTES))
+        await self._slot.remove("bulk")
+        return {"write": BULK_BYTES / written / 1e6, "read": BULK_BYTES / read / 1e6}
+
+    async def throughput(self, commands: int) -> float:
+        """Commands per second with 64 in flight, over eight slots."""
+        slots = [await self._backend.create(SlotSpec(), f"load-{number}") for number in range(8)]
+        left = iter(range(commands))
+
+        async def worker(slot: Slot) -> None:
+            for _ in left:
+                assert (await slot.execute("true")).success
+
+        started = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for number in range(IN_FLIGHT):
+                group.create_task(worker(slots[number % len(slots)]))
+        elapsed = time.perf_counter() - started
+        for slot in slots:
+            await self._backend.destroy(slot)
+        return commands / elapsed
+
+
+def bare_throughput(commands: int, threads: int) -> float:
+    """Commands per second of a loop that only spawns and waits, in so many threads."""
+    left = iter(range(commands))
+
+    def loop() -> None:
+        for _ in left:
+            peers.floor()
+
+    workers = [threading.Thread(target=loop) for _ in range(threads)]
+    started = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return commands / (time.perf_counter() - started)
+
+
+TARGETS_F = {
+    "stateless command": 1.3,
+    "acquire of a warm slot": 0.4,
+    "slot create": 5.0,
+    "reset": 6.0,
+    f"fork of {FEW} files": 5.0,
+    f"fork of {MANY} files": 5.0,
+    "sealed grading view": 10.0,
+    "read of 4 KiB": 0.15,
+    "write of 4 KiB": 0.15,
+}
+BULK_TARGET_MB_S, THROUGHPUT_TARGET = 500.0, 0.9
+
+
+async def latencies(ours: dict[str, Case], others: dict[str, peers.Peer], rounds: int) -> dict[str, float]:
+    """The median of every case in seconds, all taking turns; slow peers only in every tenth round."""
+    found: dict[str, list[float]] = {name: [] for name in ("floor", *ours, *others)}
+    for number in range(rounds):
+        measure.progress(f"round {number + 1} of {rounds}")
+        for name, case in ours.items():
+            found["floor"].append(peers.floor())
+            found[name].append(await case())
+        if number % 10 == 0:
+            for name, peer in others.items():
+                found[name].append(peer())
+    measure.progress("")
+    return {name: statistics.median(samples) for name, samples in found.items()}
+
+
+async def throughputs(slots: Slots, rounds: int, commands: int) -> tuple[float, float]:
+    """Ours and that of the best bare loop, in commands per second, medians of rounds that take turns."""
+    ours: list[float] = []
+    bare: dict[int, list[float]] = {1: [], 4: [], 8: []}
+    for _ in range(rounds):
+        ours.append(await slots.throughput(commands))
+        for threads, rates in bare.items():
+            rates.append(bare_throughput(commands, threads))
+    return statistics.median(ours), max(statistics.median(rates) for rates in bare.values())
+
+
+def start_peers(stack: ExitStack, interpreter: str | None) -> dict[str, peers.Peer]:
+    """The peers that are here; those that are not are named with the reason."""
+    found: dict[str, peers.Peer] = {}
+    for name, start in peers.peers(interpreter).items():
+        try:
+            peer = stack.enter_context(start())
+            peer()
+            found[name] = peer
+        except peers.Absent as error:
+            print(f"absent: {name}: {error}", file=sys.stderr)
+    return found
+
+
+async def run(options: argparse.Namespace, others: dict[str, peers.Peer]) -> list[measure.Row]:
+    """All rows."""
+    rung = None if options.rung is None else Rung[options.rung.upper()]
+    async with SlotPool(SlotPoolConfig(max_slots=16, warm_slots=2), LocalBackend(rung=rung)) as pool:
+        slots = Slots(pool)
+        await slots.prepare()
+        await latencies(slots.cases(), {}, 2)
+        found = await latencies(slots.cases(), others, options.rounds)
+        bulk = [await slots.bulk() for _ in range(max(3, options.rounds // 20))]
+        rate, bare = await throughputs(slots, 1 if options.quick else 5, 200 if options.quick else 1000)
+        rows = [latency_row(name, seconds, found["floor"]) for name, seconds in found.items()]
+        for way in ("write", "read"):
+            speed = statistics.median(sample[way] for sample in bulk)
+            rows.append(
+                measure.with_floor(measure.Row(f"{way} of {BULK_BYTES >> 20} MiB", speed, "MB/s"), BULK_TARGET_MB_S)
+            )
+        rows.append(measure.Row("best bare posix_spawn loop", bare, "commands/s", 1.0))
+        row = measure.Row(f"commands with {IN_FLIGHT} in flight", rate, "commands/s", rate / bare)
+        rows.append(measure.judged(row, THROUGHPUT_TARGET, rate / bare >= THROUGHPUT_TARGET))
+        print(f"rung: {pool.rung.label}", file=sys.stderr)
+        return rows
+
+
+def latency_row(name: str, seconds: float, floor_s: float) -> measure.Row:
+    """One row, judged by its ratio to the floor where there is a target."""
+    ratio = seconds / floor_s
+    row = measure.Row("F: posix_spawn of bash -c true" if name == "floor" else name, seconds * 1e3, "ms", ratio)
+    return measure.judged(row, TARGETS_F[name], ratio <= TARGETS_F[name]) if name in TARGETS_F else row
+
+
+def main() -> int:
+    """Measure everything in turns and print the table."""
+    parser = measure.options_parser(__doc__)
+    parser.add_argument("--peers", metavar="PYTHON", help="an interpreter that has swe-rex and mini-swe-agent")
+    parser.add_argument("--rung", choices=("full", "userns"), help="the rung (default: the best there is)")
+    options = parser.parse_args()
+    options.rounds = options.rounds or (5 if options.quick else 100)
+    with ExitStack() as stack:
+        others = start_peers(stack, options.peers)
+        rows = asyncio.run(run(options, others))
+    return measure.report("Slots beside bare processes; targets are ratios to F", rows, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

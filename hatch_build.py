@@ -1,0 +1,90 @@
+"""Builds the native init of slots (`sandbox/slotd/native/init.c`), where there is a compiler. Not needed to run.
+
+As a build hook of hatchling: an installed checkout gets the binary for this machine, from `cc` or from the `ziglang`
+package; a wheel gets those for x86-64 and aarch64 when `ziglang` is there. As a script: `python hatch_build.py` builds
+for this machine what is not there yet. Without a compiler nothing is built and the Python init serves, which needs
+more memory per slot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "src/palaestra/sandbox/slotd/native"
+MACHINES = ("x86_64", "aarch64")
+FLAGS = ("-std=gnu11", "-Os", "-s", "-static", "-Wall")
+
+
+def build(machines: tuple[str, ...]) -> list[Path]:
+    """The binaries of `init.c` for these machines, as far as they are there or can be built."""
+    source = FOLDER / "init.c"
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    built = []
+    for machine in machines:
+        target = FOLDER / f"init-{machine}-{digest}"
+        if target.exists() or _compile(source, target, machine):
+            built.append(target)
+            for old in FOLDER.glob(f"init-{machine}-*"):
+                if old != target:
+                    old.unlink(missing_ok=True)
+    return built
+
+
+def _compile(source: Path, target: Path, machine: str) -> bool:
+    """With each compiler there is, until one can."""
+    unfinished = target.with_suffix(".part")
+    for compiler in _compilers(machine):
+        try:
+            command = [*compiler, *FLAGS, "-o", str(unfinished), str(source)]
+            done = subprocess.run(command, capture_output=True, timeout=600, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if done.returncode == 0:
+            unfinished.replace(target)
+            return True
+    unfinished.unlink(missing_ok=True)
+    return False
+
+
+def _compilers(machine: str) -> list[list[str]]:
+    """Zig first: it builds for both machines, and with a C library that keeps a process small."""
+    found = []
+    if find_spec("ziglang") is not None:
+        found.append([sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-musl"])
+    if machine == platform.machine():
+        found += [[path] for name in ("musl-gcc", "cc", "gcc", "clang") if (path := shutil.which(name))]
+    return found
+
+
+def main() -> int:
+    """Build for this machine; that there is no compiler is not an error."""
+    if platform.machine() in MACHINES and not build((platform.machine(),)):
+        sys.stderr.write("no C compiler that links statically: slots will use the Python init\n")
+    return 0
+
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # run as a script by an interpreter without hatchling
+    pass
+else:
+
+    class NativeInit(BuildHookInterface[Any]):
+        """Adds the binaries to what is built."""
+
+        def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+            """Called by hatchling before it collects the files."""
+            machines = MACHINES if version == "standard" else (platform.machine(),)
+            for path in build(tuple(machine for machine in machines if machine in MACHINES)):
+                build_data["artifacts"].append(str(path.relative_to(Path(__file__).parent)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

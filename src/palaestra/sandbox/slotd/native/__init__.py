@@ -1,0 +1,72 @@
+"""The native init: found, tried, and kept in a sealed memory file from which every slot executes it.
+
+An idle slot whose pid 1 is `init.c` costs kilobytes of memory where the Python one costs megabytes. It is optional:
+where it was not built, or does not run, `load` gives None and the Python init serves. A binary carries the digest of
+its source in its name, so that one from another version of the source is not found.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+
+from .. import orders, syscalls
+
+_MFD_EXEC = 0x10
+_ANSWER = 100
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+
+def binary_name(machine: str, source: bytes) -> str:
+    """What the binary for a machine is called that was built from this source."""
+    return f"init-{machine}-{hashlib.sha256(source).hexdigest()[:12]}"
+
+
+def load(prefix: str = "") -> int | None:
+    """A descriptor of the init for this machine, which no slot can write to; None where there is none that runs.
+
+    `prefix` is where the host's root lies.
+    """
+    folder = prefix + _FOLDER
+    try:
+        with open(f"{folder}/init.c", "rb") as source:
+            name = binary_name(syscalls.MACHINE, source.read())
+        with open(f"{folder}/{name}", "rb") as binary:
+            program = _sealed(binary.read())
+    except OSError:
+        return None
+    if _answers(program):
+        return program
+    os.close(program)
+    return None
+
+
+def _sealed(content: bytes) -> int:
+    """The content as a file that can be executed and never changed again."""
+    try:
+        memory = os.memfd_create("slot-init", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_EXEC)
+    except OSError:  # kernels before 6.3 do not know the last flag, and do not need it
+        memory = os.memfd_create("slot-init", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(memory, view) :]
+        seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
+        # A process whose program its user may not read belongs to the program's owner, so that a slot whose root is
+        # nobody outside sees nothing of it.
+        os.fchmod(memory, 0o111)
+        return os.open(f"/proc/self/fd/{memory}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(memory)
+
+
+def _answers(program: int) -> bool:
+    """Whether it runs here and speaks the server's version of the orders."""
+    try:
+        pid = os.posix_spawn(f"/proc/self/fd/{program}", ["slot-init", "--version"], {})
+    except OSError:
+        return False
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status) == _ANSWER + orders.VERSION
