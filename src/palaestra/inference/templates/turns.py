@@ -150,7 +150,7 @@ class TurnRenderer:
         full = self._in_full(history, new)
         if full[0] != short[0] or bool(full[1]) != bool(short[1]):
             if proved_at:
-                logger.warning("The chat template depends on more than kinds of steps (%s); now rendered in full.", case)
+                logger.warning("The chat template depends on more than kinds of steps (%s): rendered in full now", case)
             self._proved[case] = _NEVER
         elif len(history.prompt) > len(head):  # one as long as the stand-in proves nothing
             self._proved[case] = len(history.prompt)
