@@ -96,12 +96,14 @@ def test_trl_is_not_given_half_a_rollout() -> None:
         function("trl_result")(rows(0))
 
 
+@pytest.mark.filterwarnings("ignore")  # its own
 def test_trl_itself_asks_for_these_fields() -> None:
     trainer = pytest.importorskip("trl", reason="TRL is not installed").GRPOTrainer
     source = inspect.getsource(trainer._generate)
     assert all(f'"{key}"' in source for key in ("prompt_ids", "completion_ids", "logprobs", "env_mask"))
 
 
+@pytest.mark.filterwarnings("ignore")  # those of the package, where it is installed
 def test_a_datum_is_shifted_by_one_and_moves_sampled_tokens_only(tinker: bool) -> None:
     exported_rows = rows()
     make, mean = function("datum"), 0.5
