@@ -127,6 +127,39 @@ def test_the_engine_is_given_the_ledger_and_what_is_new() -> None:
     check(chat)
 
 
+class Listening:
+    """The tokenizer, and what it was asked to encode."""
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        self.encoded.append(text)
+        return TOKENIZER.encode(text)
+
+    def __getattr__(self, name: str) -> JSON:
+        return getattr(TOKENIZER, name)
+
+
+def test_only_what_is_new_is_encoded_and_never_what_was_sampled() -> None:
+    tokenizer = Listening()
+    replies = [f"unlike any other {number}\n{CALL}" for number in range(40)]
+    chat = managed(toy(*replies, rate=0.2), chat_format=ChatFormat(tokenizer))
+
+    async def go() -> int:
+        messages = await talk(chat, 1, tools=[TERMINAL])
+        before = len(tokenizer.encoded)
+        await talk(chat, 39, messages, tools=[TERMINAL])
+        return before
+
+    before = asyncio.run(go())
+    per_turn = tokenizer.encoded[before:]
+    assert len(per_turn) == 39
+    assert not any("unlike any other" in text for text in per_turn)
+    assert set(per_turn) == {"<|im_end|>\n<|im_start|>tool\nfile.txt\n<|im_end|>\n<|im_start|>assistant\n"}
+    check(chat)
+
+
 def test_a_reply_cut_by_length_stays_cut_and_the_conversation_goes_on() -> None:
     chat = managed(toy("hello there world", "ok"))
 
