@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from palaestra.agent.budget import Budget
 from palaestra.agent.result import AgentResult
-from palaestra.core.types import JSON, Network, Score, Task
+from palaestra.core.types import JSON, AllowList, Network, Score, Task
 from palaestra.rollouts.trajectory import TokenRow
 from palaestra.sandbox.base import Slot, SlotSpec
 from palaestra.tools.registry import ToolRegistry
@@ -133,7 +133,7 @@ class Environment(ABC):
         return {}
 
 
-def network_of(task: Task, phase: Phase) -> Network:
+def network_of(task: Task, phase: Phase) -> Network | AllowList:
     """The network of a phase as the task says."""
     policy = task.network
     return {Phase.PREPARE: policy.prepare, Phase.AGENT: policy.agent, Phase.GRADE: policy.grade}[phase]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import overload
 
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, AllowList
 from palaestra.sandbox.base import (
     DEFAULT_OUTPUT_BYTES,
     MAX_FILE_BYTES,
@@ -21,8 +21,18 @@ from palaestra.sandbox.calls import MAX_OUTPUT_BYTES, Lease, limits, program, re
 from palaestra.sandbox.client import CommandNotStarted, SlotServer
 from palaestra.sandbox.process import LocalProcess
 from palaestra.sandbox.shell import LocalShell
+from palaestra.sandbox.slotd.allowlist import PROXY_PORT
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def _proxies(spec: SlotSpec) -> dict[str, str]:
+    """How programs learn of the one way out of a slot with a list of hosts."""
+    if not isinstance(spec.network, AllowList):
+        return {}
+    names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+    own = dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1,::1")
+    return {**dict.fromkeys(names, f"http://127.0.0.1:{PROXY_PORT}"), **own}
 
 
 class LocalSlot:
@@ -33,7 +43,7 @@ class LocalSlot:
     ) -> None:
         self.server, self.spec, self._trajectory_id = server, spec, trajectory_id
         path = f"{bin_dir}:{_SYSTEM_PATH}" if bin_dir and bin_dir not in _SYSTEM_PATH.split(":") else _SYSTEM_PATH
-        env = {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **dict(spec.env)}
+        env = {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **_proxies(spec), **dict(spec.env)}
         self._lease = Lease(server, *lease, rung, env)
 
     @property

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pydantic import BaseModel, ConfigDict
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable, StaleLease
-from palaestra.core.types import JSON, Network
+from palaestra.core.types import JSON, AllowList, Network
 from palaestra.sandbox.base import Rung, Slot, SlotSource, SlotSpec
 from palaestra.tools.binding import SlotTools
 from palaestra.tools.builtin.terminal import clamp_timeout
@@ -224,6 +224,8 @@ def result_of(reply: ToolReply, uniq_id: str | None = None) -> ToolResult:
 
 
 def _with_network(spec: SlotSpec, allow: bool) -> SlotSpec:
+    if allow and isinstance(spec.network, AllowList):
+        return spec  # what a call may do is never more than what the slot was made for
     return replace(spec, network=Network.ON if allow else Network.OFF)
 
 

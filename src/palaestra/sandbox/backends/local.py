@@ -29,11 +29,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError
-from palaestra.core.types import JSON, Network
+from palaestra.core.types import JSON, AllowList, Network
 from palaestra.sandbox.base import Change, Fork, Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.sandbox.client import SlotServer
 from palaestra.sandbox.proof import prove
 from palaestra.sandbox.slot import LocalSlot
+from palaestra.sandbox.slotd import allowlist
 
 BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)
 """The rungs this backend has, best first. The last only for who asks for it by name."""
@@ -57,6 +58,7 @@ class LocalBackend:
         self._server: SlotServer | None = None
         self._rung: Rung | None = None
         self._slots: dict[int, LocalSlot] = {}
+        self._loaded: dict[str, tuple[str, ...]] = {}
         self._lost = 0
         self._last_epoch = 0
         self._restarting = asyncio.Lock()
@@ -151,6 +153,7 @@ class LocalBackend:
             "image": image,
             "layers": [] if snapshot is None else list(snapshot.layers),
             "network": spec.network is Network.ON,
+            "allow": _allowed(spec),
             "limits": asdict(spec.limits),
             "mounts": _mounts(spec),
         }
@@ -171,6 +174,34 @@ class LocalBackend:
         self._slots.pop(ours.epoch, None)
         reply = await ours.server.call("seal", fields)
         return _snapshot(reply.fields, ours.spec)
+
+    async def checkpoint(self, slot: Slot) -> Snapshot:
+        """What the slot's files are now; the slot goes on. Its processes are stopped meanwhile, and are not in it.
+
+        What has not changed since the slot's last checkpoint is shared with that one. Raises `SandboxError` for a
+        process that does not stop, and on a rung without layers.
+        """
+        ours = self._own(slot)
+        reply = await ours.server.call("checkpoint", ours.lease())
+        return _snapshot(reply.fields, ours.spec)
+
+    async def save(self, snapshot: Snapshot, folder: str) -> int:
+        """Copy a snapshot to an empty folder of this machine, whiteouts and owners included; the bytes of its files."""
+        fields: dict[str, JSON] = {"layers": list(snapshot.layers), "folder": os.path.realpath(folder)}
+        reply = await self._running().call("save", fields)
+        return int(reply.fields["bytes"])
+
+    async def load(self, folder: str, spec: SlotSpec) -> Snapshot:
+        """A snapshot that was saved, used where it lies. Raises FileNotFoundError where it is gone.
+
+        The server locks the folder (flock, shared) for as long as a slot or snapshot stands on it.
+        """
+        image = None if spec.image is None else _directory(spec.image)
+        server = await self._living()
+        reply = await server.call("load", {"folder": os.path.realpath(folder), "image": image})
+        snapshot = _snapshot(reply.fields, spec)
+        self._loaded[snapshot.snapshot_id] = snapshot.layers
+        return snapshot
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
         """A second snapshot of the same files, cut. Costs a link per changed file; `seal(slot, view)` costs none."""
@@ -195,8 +226,9 @@ class LocalBackend:
 
     async def forget(self, snapshot: Snapshot) -> None:
         """Drop the snapshot's topmost layer, once nothing stands on it. One that is gone already is fine."""
-        if self._server is not None:
-            await self._server.call("forget", {"layers": list(snapshot.layers)})
+        layers = self._loaded.pop(snapshot.snapshot_id, snapshot.layers[:1])
+        for layer in layers if self._server is not None else ():
+            await self._running().call("forget", {"layers": [layer]})
 
     def stats(self) -> Mapping[str, JSON]:
         """What there is at the moment."""
@@ -234,6 +266,17 @@ def _interpreter_prefix() -> str:
     """Where the running interpreter is installed, unless it is where slots see it anyway."""
     prefix = os.path.realpath(sys.base_prefix)
     return "" if f"{prefix}/".startswith("/usr/") else prefix
+
+
+def _allowed(spec: SlotSpec) -> JSON:
+    if not isinstance(spec.network, AllowList):
+        return None
+    for host in spec.network.hosts:
+        try:
+            allowlist.parse(host)
+        except ValueError as error:
+            raise ConfigError(f"a slot's list of hosts: {error}") from None
+    return list(spec.network.hosts)
 
 
 def _mounts(spec: SlotSpec) -> list[list[str]]:

@@ -11,11 +11,14 @@ import itertools
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from . import cgroups, files, frames
 from .executions import Request
 from .frames import Fields, Frame, Kind
+from .gates import Gates
+from .keep_requests import Books, KeepRequests
+from .keeping import Keeper
 from .link import Link
 from .loop import Job, Loop
 from .modes import ModeRequests
@@ -49,12 +52,17 @@ class Server:
         self._commands: dict[int, Slot] = {}
         self._transfers: dict[int, Conversation] = {}
         self._modes = ModeRequests(self.loop, self._link, self._transfers, self._leased, self._for_writing)
+        self._keep = KeepRequests(
+            self._link, Books(self._keeper, self._leased, self._layer, self._register, self._on_frame)
+        )
+        self._gates = Gates(self.loop)
         self._epochs = itertools.count(1)
         self._operations: dict[str, Callable[[Frame], Job | None]] = {
             "create": self._create, "exec": self._exec, "read": self._read, "write": self._write, "stat": self._stat,
             "list": self._list_directory, "remove": self._remove, "changes": self._changes, "seal": self._seal,
             "view": self._view, "layer_changes": self._layer_changes, "destroy": self._destroy,
             "forget": self._forget, "stats": self._stats, **self._modes.operations,
+            **self._keep.operations,
         }  # fmt: skip
 
     def _stop(self) -> None:
@@ -69,7 +77,7 @@ class Server:
     def _handle(self, frame: Frame) -> None:
         if frame.kind is Kind.HELLO:
             self._hello(frame)
-        elif frame.kind is Kind.REQUEST:
+        elif frame.kind is Kind.REQUEST and not self._keep.hold(frame):
             job = self._operations[frame.fields["op"]](frame)
             if job is not None:
                 self.loop.start(self._guarded(frame, job))
@@ -137,6 +145,14 @@ class Server:
         slot.start(made.body)
 
     def _on_created(self, frame: Frame, slot: Slot) -> None:
+        if frame.fields.get("allow") is not None:
+            try:
+                self._gates.open(slot.lease.name, slot.pid, frame.fields["allow"])
+            except OSError as error:
+                why = f"cannot make a slot: its list of hosts: {error}"
+                self._link.send(Kind.ERROR, frame.request, {"error": "sandbox", "message": why})
+                slot.kill(then=lambda: self._clean(slot))
+                return
         self._reply(frame, {"slot": slot.lease.name, "epoch": slot.lease.epoch})
 
     def _on_lost(self, frame: Frame, slot: Slot) -> None:
@@ -164,6 +180,8 @@ class Server:
     def _retire(self, slot: Slot) -> None:
         """Forget a dead slot and remove its control groups, which the kernel may hold for a moment longer."""
         self._slots.pop(slot.lease.name, None)
+        self._gates.close(slot.lease.name)
+        self._keep.slot_ended(slot)
         if slot.groups and not cgroups.remove(list(slot.groups)):
             self.loop.later(_GROUP_RETRY_S, lambda: self._retire(slot))
 
@@ -289,6 +307,12 @@ class Server:
         if alive and slot.state is not State.LIVE:
             raise RequestError("lost", f"{name} is dead")
         return slot
+
+    def _keeper(self) -> Keeper | None:
+        return getattr(self._workshop, "keeper", None)
+
+    def _register(self, layers: Sequence[Layer]) -> None:
+        self._layers |= {layer.name: layer for layer in layers}
 
     def _layer(self, name: str) -> Layer:
         if name not in self._layers:

@@ -1,0 +1,139 @@
+"""Which hosts and ports a slot with a list may reach, and which addresses nobody may. Does no I/O.
+
+    example.org            this name, ports 80 and 443          10.0.0.0/8:5432     addresses, one port
+    example.org:8443       this name, this port                 [2001:db8::1]:443   an address of version 6
+    *.example.org:*        every name below it, every port      *                   every name
+
+A name is allowed as a name and then looked up by the proxy, which connects to the address that was checked. Addresses
+where clouds answer questions about the machine (and its credentials) are refused whatever the list says, and so is what
+a listed name cannot mean: a name that resolves to this host's loopback is an attack on it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Range = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+PROXY_PORT = 3128
+"""On the loopback of every slot with a list; nobody else listens in its network unless the slot itself does."""
+
+_USUAL_PORTS = frozenset({80, 443})
+
+_METADATA = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        "169.254.0.0/16",  # link-local: AWS, Google, Azure, Oracle, DigitalOcean, ECS tasks
+        "fe80::/10",
+        "fd00:ec2::/32",  # AWS
+        "fd20:ce::254/128",  # Google
+        "100.100.100.200/32",  # Alibaba
+        "168.63.129.16/32",  # Azure's host
+        "192.0.0.192/32",  # Oracle
+    )
+)
+_METADATA_NAMES = frozenset({"metadata", "metadata.google.internal", "metadata.goog", "instance-data"})
+_TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One entry: a name (`*.` before it: all below), or a range of addresses; `ports` None is every port."""
+
+    name: str
+    range: Range | None
+    ports: frozenset[int] | None
+
+    def covers(self, host: str, port: int) -> bool:
+        """Whether a host, as it was asked for, is this entry's."""
+        if self.ports is not None and port not in self.ports:
+            return False
+        address = literal(host)
+        if self.range is not None:
+            return address is not None and address.version == self.range.version and address in self.range
+        if self.name.startswith("*"):
+            return address is None and f".{host}".endswith(self.name[1:])
+        return host == self.name
+
+
+def parse(entry: str) -> Rule:
+    """One entry of a list. Raises ValueError for one that means nothing."""
+    host, ports = _split(entry.strip())
+    bare = host[2:] if host.startswith("*.") else host
+    if host == "*":
+        return Rule("*", None, ports)
+    try:
+        return Rule("", ipaddress.ip_network(host.strip("[]"), strict=False), ports)
+    except ValueError:
+        pass
+    if not bare or not all(character.isalnum() or character in "-_." for character in bare) or ".." in bare:
+        raise ValueError(
+            f"{entry!r} is neither host nor address: write example.org, *.example.org:443, 10.0.0.0/8"
+        )
+    return Rule(normal(host), None, ports)
+
+
+def _split(entry: str) -> tuple[str, frozenset[int] | None]:
+    host, colon, port = entry.rpartition(":")
+    if not colon or port.endswith("]") or (host.count(":") and not host.endswith("]")):
+        return entry, _USUAL_PORTS
+    if port == "*":
+        return host, None
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{entry!r} has no port that exists")
+    return host, frozenset({int(port)})
+
+
+def normal(host: str) -> str:
+    """A host name as names are compared: lower case, in the alphabet of the DNS, without the root's dot."""
+    host = host.strip("[]").rstrip(".").lower()
+    try:
+        return host if host.isascii() else host.encode("idna").decode("ascii")
+    except UnicodeError:
+        raise ValueError(f"{host!r} is no host name") from None
+
+
+def literal(host: str) -> Address | None:
+    """The address that a host is written as; None for a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def refusal(rules: Sequence[Rule], host: str, port: int) -> str | None:
+    """Why a host may not be reached, before it is looked up; None where it may be tried."""
+    address = literal(host)
+    if host in _METADATA_NAMES or (address is not None and _is_metadata(address)):
+        return f"{host} answers questions about the machine; no slot reaches it"
+    if not any(rule.covers(host, port) for rule in rules):
+        return f"{host}:{port} is not on this slot's list of hosts"
+    return None
+
+
+def address_refusal(host: str, address: Address) -> str | None:
+    """Why an address, found for a host that is on the list, may not be connected to; None where it may."""
+    if _is_metadata(address):
+        return f"{host} is {address}, which answers questions about the machine; no slot reaches it"
+    if literal(host) is not None or host == "localhost":
+        return None  # the list names it as what it is
+    if any(one.is_loopback or one.is_unspecified or one.is_multicast for one in _meanings(address)):
+        return f"{host} is {address}, which is no host of the network; list the address if it is meant"
+    return None
+
+
+def _is_metadata(address: Address) -> bool:
+    return any(one in network for one in _meanings(address) for network in _METADATA if one.version == network.version)
+
+
+def _meanings(address: Address) -> list[Address]:
+    """The address, and that of version 4 which it stands for in one of the ways to write one inside the other."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return [address]
+    inner = [address.ipv4_mapped, address.sixtofour, address.teredo[1] if address.teredo else None]
+    if address in _TRANSLATED or int(address) >> 32 == 0:
+        inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return [address, *(found for found in inner if found is not None)]
