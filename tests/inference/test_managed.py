@@ -250,6 +250,20 @@ def test_an_edited_history_is_a_segment_that_says_so() -> None:
     check(chat)
 
 
+def test_other_tools_are_an_edited_history() -> None:
+    chat = managed(toy("hello", "there", "world"))
+    more = {"type": "function", "function": {"name": "more", "parameters": {}}}
+
+    async def go() -> None:
+        messages = await talk(chat, 1, tools=[TERMINAL])
+        messages = await talk(chat, 1, messages, tools=[{**TERMINAL}])
+        await talk(chat, 1, messages, tools=[TERMINAL, more])
+
+    asyncio.run(go())
+    assert [row.reason for row in chat.ledger.rows()] == ["start", "history_edit"]
+    check(chat)
+
+
 def test_a_change_in_place_of_an_earlier_message_is_an_edit() -> None:
     chat = managed(toy("hello", "there"))
 

@@ -76,7 +76,7 @@ class Threads:
     def continued_by(self, messages: Sequence[Message], renderer: TurnRenderer) -> Thread | None:
         """The latest idle thread that `messages` go on with, with the same tools."""
         for thread in reversed(self._threads):
-            if not thread.busy and thread.renderer is renderer and thread.continued_by(messages):
+            if not thread.busy and thread.renderer.renders_like(renderer) and thread.continued_by(messages):
                 return thread
         return None
 

@@ -32,7 +32,7 @@ class ChatFormat:
     ) -> TurnRenderer:
         """The renderer for these tools and template variables (`enable_thinking`, …). Raises `ConfigError`."""
         wanted_tools, wanted_variables = list(tools), dict(variables or {})
-        for renderer in self._renderers:
+        for renderer in reversed(self._renderers):
             if renderer.tools == wanted_tools and renderer.variables == wanted_variables:
                 return renderer
         renderer = TurnRenderer(

@@ -103,6 +103,10 @@ class TurnRenderer:
         """The tokens that end a turn."""
         return self.traits.stop_ids
 
+    def renders_like(self, other: TurnRenderer) -> bool:
+        """Whether both have the same tools and template variables."""
+        return self is other or (self.tools == other.tools and self.variables == other.variables)
+
     def opening(self, messages: Sequence[Message]) -> Opening:
         """The prompt of a segment's first turn: everything rendered and encoded."""
         text = self._render(self._ready(messages))
