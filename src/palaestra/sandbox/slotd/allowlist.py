@@ -55,7 +55,7 @@ class Rule:
         if self.range is not None:
             return address is not None and address.version == self.range.version and address in self.range
         if self.name.startswith("*"):
-            return address is None and f".{host}".endswith(self.name[1:])
+            return address is None and host.endswith(self.name[1:])
         return host == self.name
 
 
@@ -65,8 +65,10 @@ def parse(entry: str) -> Rule:
     bare = host[2:] if host.startswith("*.") else host
     if host == "*":
         return Rule("*", None, ports)
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
     try:
-        return Rule("", ipaddress.ip_network(host.strip("[]"), strict=False), ports)
+        return Rule("", ipaddress.ip_network(host, strict=False), ports)
     except ValueError:
         pass
     if not bare or not all(character.isalnum() or character in "-_." for character in bare) or ".." in bare:
