@@ -7,7 +7,7 @@ in the long ones.
 
 Peers run where they are given, each in a virtual environment of its own, on the same conversations:
 `--atropos PYTHON` is an interpreter that has atroposlib 0.4.0. Its managed server renders and decodes the whole
-conversation every turn. It can show and parse tools only where vLLM is installed, so its conversations have neither.
+conversation every turn. It can show and parse tools only where vLLM is installed, so it is compared without.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def repeated(start: Callable[[], Chat], turns: int, tools: bool) -> float:
     return asyncio.run(go())
 
 
-def ours(turns: int, template: str) -> float:
-    """Managed chat of this project."""
+def ours(turns: int, template: str, tools: bool) -> float:
+    """Managed chat of this project, with tools and a parser or without either."""
     from palaestra.inference.managed import ManagedChat
     from palaestra.inference.templates import ChatFormat
     from palaestra.inference.toy import ToyEngine
@@ -92,9 +92,11 @@ def ours(turns: int, template: str) -> float:
     chat_format = ChatFormat(tokenizer, template)
 
     def start() -> Chat:
-        return ManagedChat(Instant(ToyEngine(tokenizer, itertools.repeat(CALL))), chat_format, "hermes").chat_completion
+        return ManagedChat(
+            Instant(ToyEngine(tokenizer, itertools.repeat(CALL))), chat_format, "hermes" if tools else None
+        ).chat_completion
 
-    return repeated(start, turns, tools=True)
+    return repeated(start, turns, tools)
 
 
 class Instant:
@@ -160,7 +162,11 @@ def measured(python: str, *case: str) -> measure.Sample:
 
 def cases(atropos_python: str | None, folder: Path) -> Iterator[tuple[str, Callable[[], measure.Sample]]]:
     for turns in LENGTHS:
-        yield f"palaestra {turns}", lambda turns=turns: measured(sys.executable, "ours", str(turns), str(folder))
+        for kind in ("tools", "chat"):
+            yield (
+                f"{kind} {turns}",
+                lambda kind=kind, turns=turns: measured(sys.executable, kind, str(turns), str(folder)),
+            )
         if atropos_python:
             yield f"atropos {turns}", lambda turns=turns: measured(atropos_python, "atropos", str(turns), str(folder))
 
@@ -168,13 +174,14 @@ def cases(atropos_python: str | None, folder: Path) -> Iterator[tuple[str, Calla
 def rows_of(found: dict[str, dict[str, float]]) -> list[measure.Row]:
     rows = []
     for turns in LENGTHS:
-        own = found[f"palaestra {turns}"]["ms"]
-        rows.append(measure.with_ceiling(measure.Row(f"palaestra, {turns} turns", own, "ms CPU"), TARGET_MS))
+        with_tools, chat = found[f"tools {turns}"]["ms"], found[f"chat {turns}"]["ms"]
+        row = measure.Row(f"palaestra with tools and parser, {turns} turns", with_tools, "ms CPU")
+        rows.append(measure.with_ceiling(row, TARGET_MS))
+        rows.append(measure.Row(f"palaestra, {turns} turns", chat, "ms CPU"))
         if f"atropos {turns}" in found:
             peer = found[f"atropos {turns}"]["ms"]
-            row = measure.Row(f"atroposlib 0.4.0, {turns} turns", peer, "ms CPU", ratio=peer / own)
-            rows.append(row)
-    growth = found["palaestra 128"]["ms"] / found["palaestra 8"]["ms"]
+            rows.append(measure.Row(f"atroposlib 0.4.0, {turns} turns", peer, "ms CPU", ratio=peer / chat))
+    growth = found["tools 128"]["ms"] / found["tools 8"]["ms"]
     rows.append(measure.with_ceiling(measure.Row("palaestra, 128 turns against 8", growth, "times"), FLAT))
     return rows
 
@@ -191,7 +198,8 @@ def main() -> int:
     if options.case:
         kind, turns, *rest = options.case
         template = (Path(rest[0]) / "chat_template.jinja").read_text()
-        print(ours(int(turns), template) if kind == "ours" else atropos(rest[0], int(turns)))
+        ms = atropos(rest[0], int(turns)) if kind == "atropos" else ours(int(turns), template, kind == "tools")
+        print(ms)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         save_tokenizer(Path(folder), templates.sources(options.templates)[TEMPLATE])
