@@ -4,7 +4,8 @@ Source: the chat completions API for messages, the tools data sets of the Huggin
 place for tokens: what a trainer makes of these messages is its template's affair (`rows` has what was sampled).
 
 It keeps: the texts are as recorded. `arguments` stay JSON text, since a column of objects gets the keys of all its
-rows when it is loaded as a table; a malformed text stays what it is and is remarked upon.
+rows when it is loaded as a table; no text at all, which stands for no arguments, becomes `{}`, and a malformed text
+stays what it is and is remarked upon.
 """
 
 from __future__ import annotations
