@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from . import cgroups, init, making, namespaces, stores, workshop
 from .frames import Fields
+from .keeping import Keeper
 from .sealing import Sealer
 from .workshop import Made, Place
 from .world import prepare
@@ -37,6 +38,7 @@ class Layered:
     def __init__(self, full: bool, group: cgroups.ServerGroup | None, settings: Fields) -> None:
         self._world = prepare(full, settings)
         self._maker, self._sealer = making.SlotMaker(self._world, group), Sealer(self._world)
+        self.keeper = Keeper(self._world)
 
     def make(self, name: str, fields: Fields, layers: tuple[workshop.Layer, ...]) -> Made:
         """Lay out a slot as a CREATE request describes it."""

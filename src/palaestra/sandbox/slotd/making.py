@@ -114,7 +114,6 @@ class SlotMaker:
     ) -> init.Plan:
         world, limits = self._world, fields["limits"]
         overlays = [Overlay(tree.target, tree.lowers, ground.upper(tree), ground.work(tree)) for tree in ground.trees]
-        own_user_namespace = world.user_namespace is None
         return init.Plan(
             root=RootPlan(tuple(overlays), binds, _STAGE, disk, world.owner, world.user_xattrs),
             hostname="slot",
@@ -122,8 +121,7 @@ class SlotMaker:
             groups=groups,
             user_namespace=world.user_namespace,
             open_files=limits["open_files"],
-            # Counted per user, so only where every slot has a user namespace of its own.
-            processes=limits["pids"] if own_user_namespace else None,
+            processes=None if groups else limits["pids"],
             data_bytes=None if groups else limits["memory_bytes"],
             native=world.native_init,
         )

@@ -1,0 +1,204 @@
+"""Checkpoints of a running slot: what they show, what they share, and that the slot notices nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import Slot, SlotSpec, Snapshot
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.sandbox.slot import LocalSlot
+from sandbox.bodies import WithSlot
+from sandbox.processes import descendants
+
+pytestmark = pytest.mark.slots
+
+
+MIXTURE = r"""
+echo x > f; ln f hard; chmod 4711 f; touch -d @77 f; truncate -s 1T sparse; echo end >> sparse; mkfifo p; ln -s f link
+mkdir -m 1700 d; touch d/$'na\nme\xff'; python3 -c 'import os; os.setxattr("f", "user.a", b"1")'
+"""
+BEAT = "(setsid bash -c 'while :; do echo >> beat; sleep 0.002; done' >/dev/null 2>&1 &); until [ -s beat ]; do :; done"
+
+LOOK = r"""
+stat -c '%n %F %a %h %s %u %Y' f hard sparse p d; stat -c %N link; ls -b d; tail -c 4 sparse; du -k sparse
+python3 -c 'import os; print(os.listxattr("f"))'
+"""
+
+
+async def shown(backend: LocalBackend, snapshot: Snapshot, command: str) -> str:
+    slot = await backend.create(SlotSpec(), "fork", snapshot)
+    try:
+        return (await slot.execute(command)).output
+    finally:
+        await backend.destroy(slot)
+
+
+async def copied(slot: Slot) -> int:
+    """How many bytes a further checkpoint had to copy."""
+    assert isinstance(slot, LocalSlot)
+    return int((await slot.server.call("checkpoint", slot.lease())).fields["copied_bytes"])
+
+
+def test_every_step_can_be_forked(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        steps = []
+        for number in range(4):
+            await slot.execute(f"echo {number} > step; touch only{number}; rm -f only{number - 1}")
+            steps.append(await backend.checkpoint(slot))
+        for number, snapshot in enumerate(steps):
+            assert await shown(backend, snapshot, "cat step; ls") == f"{number}\nonly{number}\nstep\n"
+        await backend.forget(steps[1])
+        sealed = await backend.seal(slot)
+        assert await shown(backend, sealed, "cat step") == "3\n"
+        assert await shown(backend, steps[2], "cat step") == "2\n"
+
+    on_each_rung(body)
+
+
+def test_a_checkpoint_of_a_fork_stands_on_what_the_fork_stood_on(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute("mkdir d; echo base > d/base; echo gone > gone")
+        fork = await backend.create(SlotSpec(), "fork", await backend.seal(slot))
+        await fork.execute("rm -r gone d; mkdir d; echo new > d/new")
+        snapshot = await backend.checkpoint(fork)
+        assert await shown(backend, snapshot, "find . -type f") == "./d/new\n"
+        changes = {change.path: change.kind for change in await backend.changes(snapshot)}
+        assert changes == {"/workspace/d": "dir", "/workspace/d/new": "file", "/workspace/gone": "deleted"}
+
+    on_each_rung(body)
+
+
+def test_all_that_makes_a_file_is_kept(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute(MIXTURE)
+        before = (await slot.execute(LOOK)).output
+        snapshot = await backend.checkpoint(slot)
+        assert await shown(backend, snapshot, LOOK) == before
+
+    on_each_rung(body)
+
+
+def test_what_has_not_changed_is_not_copied_again(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute("head -c 3000000 /dev/urandom > big; sleep 0.05")
+        assert await copied(slot) >= 3_000_000
+        await slot.execute("echo 12345 > small; sleep 0.05")
+        assert await copied(slot) == 6
+        assert await copied(slot) == 0
+
+    on_each_rung(body)
+
+
+def test_a_change_right_after_a_checkpoint_is_in_the_next(on_each_rung: WithSlot) -> None:
+    """Times have a grain: the same size and the same time of change do not yet mean the same content."""
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        for number in range(20):
+            await slot.write_text("f", f"{number:04}")
+            snapshot = await backend.checkpoint(slot)
+            assert await shown(backend, snapshot, "cat f") == f"{number:04}"
+
+    on_each_rung(body)
+
+
+def test_what_is_written_through_memory_is_seen(on_each_rung: WithSlot) -> None:
+    """A page that is written again leaves no time of change."""
+    program = """
+import mmap, os, time
+fd = os.open('m', os.O_RDWR | os.O_CREAT); os.ftruncate(fd, 4096); page = mmap.mmap(fd, 4096); page[:1] = b'a'
+while True:
+    if os.path.exists('now'): page[:1] = b'b'; page[1:2] = b'!'
+    time.sleep(0.002)
+"""
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.write_text("p.py", program)
+        await slot.execute("setsid python3 p.py >/dev/null 2>&1 & until grep -q a m; do :; done; sleep 0.05")
+        await backend.checkpoint(slot)
+        await slot.execute("touch now; until grep -q '!' m; do :; done")
+        assert await shown(backend, await backend.checkpoint(slot), "head -c 2 m") == "b!"
+
+    on_each_rung(body)
+
+
+def test_the_slot_stands_still_and_then_goes_on(on_each_rung: WithSlot) -> None:
+    """Two files are written in turns; a checkpoint never shows the second ahead of the first."""
+    turns = "i=0; while :; do i=$((i+1)); echo $i > a; echo $i > b; done"
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute(f"(setsid bash -c '{turns}' >/dev/null 2>&1 &); until [ -s b ]; do :; done")
+        for _ in range(5):
+            snapshot = await backend.checkpoint(slot)
+            first, _, second = (await shown(backend, snapshot, "cat a; echo; cat b")).partition("\n\n")
+            assert not first or not second or int(first) - int(second) in (0, 1)
+        moving = 'x=$(cat a); until [ "$(cat a)" != "$x" ]; do :; done; echo moves'
+        assert (await slot.execute(moving, timeout_s=10)).output == "moves\n"
+
+    on_each_rung(body)
+
+
+def test_commands_wait_for_a_checkpoint_and_those_that_run_go_on(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute("seq 3000 | xargs touch")
+        running = asyncio.ensure_future(slot.execute("sleep 0.1; echo ran"))
+        results = await asyncio.gather(backend.checkpoint(slot), *(slot.execute(f"echo {n}") for n in range(5)))
+        assert [result.output for result in results[1:]] == [f"{n}\n" for n in range(5)]
+        assert (await running).output == "ran\n"
+
+    on_each_rung(body)
+
+
+def test_what_had_stopped_itself_stays_stopped(on_each_rung: WithSlot) -> None:
+    state = "cat /proc/$(cat pid)/stat | cut -d' ' -f3"
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute(f"setsid sleep 1000 & echo $! > pid; kill -STOP $!; until [ $({state}) = T ]; do :; done")
+        await backend.checkpoint(slot)
+        assert (await slot.execute(state)).output == "T\n"
+
+    on_each_rung(body)
+
+
+def test_a_frozen_slot_goes_on_with_the_next_call(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute(BEAT)
+        assert isinstance(slot, LocalSlot)
+        assert await slot.freeze() >= 1
+        other = await backend.create(SlotSpec(), "other")
+        await other.execute("sleep 0.05")
+        moving = "x=$(wc -l < beat); until [ $(wc -l < beat) != $x ]; do :; done; echo moves"
+        assert (await slot.execute(moving, timeout_s=10)).output == "moves\n"
+        await slot.freeze()
+        await backend.destroy(slot)
+
+    on_each_rung(body)
+
+
+def test_a_frozen_slot_does_nothing(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute(BEAT)
+        assert isinstance(slot, LocalSlot)
+        await slot.freeze()
+        init = next(p.pid for p in descendants(backend.server_pid) if p.name == "slot-init")
+        states = [Path(f"/proc/{p.pid}/stat").read_text().rpartition(") ")[2][0] for p in descendants(init)]
+        assert states
+        assert set(states) == {"T"}
+
+    on_each_rung(body)
+
+
+def test_the_pool_forks_a_lease_that_goes_on() -> None:
+    async def main() -> None:
+        async with SlotPool(SlotPoolConfig(max_slots=2), LocalBackend()) as pool:
+            slot = await pool.acquire("a")
+            await slot.write_text("f", "1")
+            fork = await pool.acquire("b", snapshot=await pool.checkpoint(slot))
+            await slot.write_text("f", "2")
+            assert await fork.read_text("f") == "1"
+            assert pool.acquired_slots == 2
+
+    asyncio.run(main())

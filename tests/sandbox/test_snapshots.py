@@ -1,0 +1,207 @@
+"""Recipes and the store: made once, kept, shared, evicted, rebuilt; never half."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from palaestra.core.errors import ConfigError, IsolationUnavailable, PrepareError
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import Rung, SlotSpec, Snapshot
+from palaestra.sandbox.snapshot_store import SnapshotStore
+from palaestra.sandbox.snapshots import Prepared, Put, Recipe, Run
+
+pytestmark = pytest.mark.slots
+
+MADE = Recipe(
+    steps=(
+        Put("tool.sh", b"echo tool", mode=0o755),
+        Run(
+            "cat /proc/sys/kernel/random/uuid > made; mkdir d; ln -s made link; ln made hard; mkfifo p; touch -d @5 old"
+        ),
+        Run("rm /etc/magic.mime /etc/mime.types; rm -r /etc/ssl; mkdir /etc/ssl; echo mine > /etc/ssl/mine; chmod 0 d"),
+    )
+)
+SHOW = "cat made; ./tool.sh; stat -c '%n %F %a %h %u %Y' * | grep -v made; ls -A /etc /etc/ssl; readlink link"
+
+Body = Callable[[LocalBackend], Awaitable[None]]
+
+
+def on(rung: Rung, *bodies: Body) -> None:
+    """Each body with a backend, and so a slot server, of its own."""
+
+    async def main() -> None:
+        for body in bodies:
+            try:
+                async with LocalBackend(rung=rung) as backend:
+                    await body(backend)
+            except IsolationUnavailable as error:
+                pytest.skip(str(error))
+
+    asyncio.run(main())
+
+
+async def shown(backend: LocalBackend, snapshot: Snapshot, command: str = SHOW) -> str:
+    slot = await backend.create(SlotSpec(), "show", snapshot)
+    try:
+        return (await slot.execute(command)).output
+    finally:
+        await backend.destroy(slot)
+
+
+@pytest.mark.parametrize("rung", [Rung.FULL, Rung.USERNS], ids=lambda rung: str(rung.label))
+def test_what_one_run_has_prepared_the_next_one_finds(rung: Rung, tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    async def body(backend: LocalBackend) -> None:
+        prepared = Prepared(backend, SnapshotStore(tmp_path / "store"))
+        first, again = await asyncio.gather(prepared.get(MADE), prepared.get(MADE))
+        assert first == again
+        seen.append(await shown(backend, first))
+
+    on(rung, body, body)
+    assert seen[0] == seen[1]
+    assert "mine" in seen[0]
+    assert len(SnapshotStore(tmp_path / "store").entries()) == 1
+
+
+def test_a_slot_of_a_kept_snapshot_changes_nothing_but_itself(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path / "store")
+
+    async def fill(backend: LocalBackend) -> None:
+        await Prepared(backend, store).get(MADE)
+
+    async def body(backend: LocalBackend) -> None:
+        snapshot = await Prepared(backend, store).get(MADE)
+        before = await shown(backend, snapshot)
+        await shown(backend, snapshot, "rm -rf /workspace/*; echo x > /etc/ssl/mine; echo new > made")
+        assert await shown(backend, snapshot) == before
+        slot = await backend.create(SlotSpec(), "on top", snapshot)
+        await slot.execute("echo top > made")
+        sealed = await backend.seal(slot)
+        assert [change.path for change in await backend.changes(sealed)] == ["/workspace/made"]
+        assert await shown(backend, sealed, "cat made") == "top\n"
+
+    on(Rung.FULL if os.geteuid() == 0 else Rung.USERNS, fill, body)
+
+
+def test_what_is_lost_is_made_again(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path / "store")
+
+    async def body(backend: LocalBackend) -> None:
+        prepared = Prepared(backend, store)
+        first = await shown(backend, await prepared.get(MADE), "cat made")
+        os.kill(backend.server_pid, signal.SIGKILL)
+        while (await _outcome(shown(backend, Snapshot("", (), SlotSpec()), "true")))[:4] == "Slot":
+            pass
+        assert await shown(backend, await prepared.get(MADE), "cat made") == first
+        await backend.aclose()
+        assert store.remove(store.entries()[0].key)
+        await backend.start()
+        assert await shown(backend, await prepared.get(MADE), "cat made") != first
+
+    on(Rung.USERNS, body)
+
+
+async def _outcome(call: Awaitable[object]) -> str:
+    try:
+        await call
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def test_two_runs_prepare_a_recipe_once(tmp_path: Path) -> None:
+    async def one() -> str:
+        async with LocalBackend(rung=Rung.USERNS) as backend:
+            return await shown(backend, await Prepared(backend, SnapshotStore(tmp_path / "s")).get(MADE), "cat made")
+
+    async def main() -> None:
+        assert len(set(await asyncio.gather(one(), one()))) == 1
+
+    asyncio.run(main())
+
+
+def test_what_is_in_use_is_not_evicted(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path / "store", max_bytes=150_000)
+    recipes = [Recipe(steps=(Put("data", os.urandom(100_000)),)) for _ in range(2)]
+
+    async def body(backend: LocalBackend) -> None:
+        for recipe in recipes:
+            await Prepared(backend, store).get(recipe)
+        assert len(store.entries()) == 1  # whoever has made one stands on its own copy, not on the disk
+        store.max_bytes = 250_000
+        held = [await Prepared(backend, store).get(recipe) for recipe in (*recipes, *recipes)][2:]
+        store.max_bytes = 0
+        assert store.evict() == []
+        await backend.forget(held[0])
+        assert store.evict() == [recipes[0].key(backend.rung)]
+
+    on(Rung.USERNS, body)
+
+
+def test_only_halves_that_nobody_holds_are_swept(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path / "store")
+    (store.folder / "new-dead" / "layers").mkdir(parents=True)
+    (store.folder / "new-dead" / "layers").chmod(0)
+    with store.new() as path:
+        assert store.sweep() == 1
+        assert path.exists()
+    assert list(store.folder.iterdir()) == []
+
+
+def test_the_key_holds_all_that_goes_in() -> None:
+    base = Recipe(steps=(Put("a", b"1"), Run("true")))
+    others = [
+        Recipe(steps=(Put("a", b"2"), Run("true"))), Recipe(steps=(Put("a", b"1", 0o700), Run("true"))),
+        Recipe(steps=(Run("true"), Put("a", b"1"))), Recipe(steps=base.steps, version="2"),
+        Recipe(SlotSpec(image="/usr"), base.steps), Recipe(SlotSpec(env=(("A", "1"),)), base.steps),
+    ]  # fmt: skip
+    keys = {recipe.key(Rung.FULL) for recipe in (base, *others)} | {base.key(Rung.USERNS)}
+    assert len(keys) == 8
+    assert base.key(Rung.FULL) == Recipe(steps=(Put("a", b"1"), Run("true", timeout_s=9))).key(Rung.FULL)
+
+
+def test_a_step_that_fails_says_which_and_leaves_no_slot(tmp_path: Path) -> None:
+    async def body(backend: LocalBackend) -> None:
+        prepared = Prepared(backend, SnapshotStore(tmp_path / "store"))
+        with pytest.raises(PrepareError, match=r"step 2 of 2 \('ls missing'\) failed(.|\n)*No such file"):
+            await prepared.get(Recipe(steps=(Run("true"), Run("ls missing"))))
+        assert backend.stats()["slots"] == 0
+        assert prepared.store is not None
+        assert prepared.store.entries() == []
+
+    on(Rung.USERNS, body)
+
+
+def test_a_store_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ConfigError, match="chmod 700"):
+        SnapshotStore(tmp_path / "open")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file"):
+        SnapshotStore(tmp_path / "file")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk needs root")
+def test_a_full_disk_is_named_and_nothing_half_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "none", str(tmp_path / "disk")], check=True)
+    try:
+        store = SnapshotStore(tmp_path / "disk")
+
+        async def body(backend: LocalBackend) -> None:
+            with pytest.raises(ConfigError, match=r"disk.*No space.*give another folder"):
+                await Prepared(backend, store).get(Recipe(steps=(Put("big", bytes(3 << 20)),)))
+
+        on(Rung.USERNS, body)
+        assert [path.name for path in store.folder.iterdir() if not path.name.startswith("turn-")] == []
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path / "disk")], check=True)
