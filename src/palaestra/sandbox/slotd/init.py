@@ -49,6 +49,8 @@ class Plan:
     """A limit per user, where there is no control group to count."""
     data_bytes: int | None
     """A limit per process, where there is no control group to sum up."""
+    stores: tuple[int, ...] = ()
+    """Descriptors, from `stores.FIRST_STORE` on, that the root's paths name."""
     native: int | None = None
     """The program that takes over as pid 1 when the slot is built; None stays in this one."""
 
@@ -84,7 +86,11 @@ def _keep_only(plan: Plan, control: socket.socket) -> None:
     high = {place: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for place, fd in wanted.items() if fd is not None}
     for place, fd in high.items():
         os.dup2(fd, place, inheritable=False)
-    syscalls.close_from(max(wanted) + 1)
+    first = max(wanted) + 1
+    for kept in sorted(set(plan.stores)):
+        syscalls.close_from(first, kept - 1)
+        first = kept + 1
+    syscalls.close_from(first)
 
 
 def _become_native() -> None:

@@ -27,6 +27,10 @@ class Ground:
     trees: tuple[Tree, ...]
     image: str | None
 
+    def stores(self) -> list[Store]:
+        """Where all of its own files and those of its layers are."""
+        return [self.store, *(layer.store for layer in self.layers)]
+
     def upper(self, tree: Tree) -> str:
         """Where the slot's own change of a tree is."""
         return f"{self.store.path}/u/{tree.name}"
@@ -70,6 +74,8 @@ class SlotMaker:
             raise CannotMake(_advice(error)) from None
         store = Store(f"/slots/{next(self._stores)}", disk, self._world.owner)
         try:
+            for kind in "uw":
+                os.mkdir(f"{store.path}/{kind}")
             stacked = tuple(self._lay_out(store, tree, layers, _places(tree, trees, binds)) for tree in trees)
             groups = self._join_groups(name, fields["limits"])
         except BaseException:
@@ -86,8 +92,8 @@ class SlotMaker:
         missing = [place for place in places if not _is_in(place, tree.lowers)]
         if missing:
             lowers += (self._make_places(f"{store.path}/m/{tree.name}", missing),)
-        os.makedirs(f"{store.path}/u/{tree.name}")
-        os.makedirs(f"{store.path}/w/{tree.name}")
+        for kind in "uw":
+            os.mkdir(f"{store.path}/{kind}/{tree.name}")
         copy_attributes(os.stat(lowers[0]), f"{store.path}/u/{tree.name}")
         return Tree(tree.name, tree.target, lowers)
 
@@ -123,6 +129,7 @@ class SlotMaker:
             open_files=limits["open_files"],
             processes=None if groups else limits["pids"],
             data_bytes=None if groups else limits["memory_bytes"],
+            stores=tuple(store.fd for store in ground.stores() if store.fd is not None),
             native=world.native_init,
         )
 

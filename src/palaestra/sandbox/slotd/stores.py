@@ -1,19 +1,30 @@
 """Where the files of slots live: one tmpfs per slot, and the immutable layers that sealed slots leave behind.
 
 A store is a tmpfs of its own, so that its size is the slot's disk limit and dropping it costs one umount whatever is in
-it. A layer is one upper directory per tree of a root. Layers count who uses them: a slot keeps the layers it started
-from, and a layer keeps the layers below it, until the last user is gone.
+it. Where the kernel lets overlays stand on what is mounted nowhere, a store is held by a descriptor alone: mounted in
+the server's namespace, it would make every new slot dearer, since a slot begins with a copy of that.
+
+A layer is one upper directory per tree of a root. Layers count who uses them: a slot keeps the layers it started from,
+and a layer keeps the layers below it, until the last user is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from . import syscalls
+
+FIRST_STORE = 64
+"""Stores have descriptors from here on."""
+
+_UNLIMITED = "size=0,nr_inodes=0"
+_TRIAL = "/stage"
 
 
 def copy_attributes(status: os.stat_result, directory: str) -> None:
@@ -27,20 +38,30 @@ def copy_attributes(status: os.stat_result, directory: str) -> None:
 
 
 class Store:
-    """One tmpfs, mounted in the server's namespace until its last user lets it go."""
+    """One tmpfs, until its last user lets it go. `path` leads to it, in this process and in a fork that keeps `fd`."""
 
-    def __init__(self, path: str, size_bytes: int, owner: int) -> None:
-        self.path = path
+    fd: int | None = None
+
+    def __init__(self, place: str, size_bytes: int, owner: int) -> None:
+        """`place` is where it is mounted on kernels that know no better."""
         self._users = 1
-        os.mkdir(path)
         inodes = max(16384, size_bytes >> 12)
         options = f"size={size_bytes},nr_inodes={inodes},mode=755,uid={owner},gid={owner}"
-        syscalls.mount("tmpfs", path, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
+        if _can_detach():
+            self.fd = _high(syscalls.detached_tmpfs(options))
+            self.path = f"/proc/self/fd/{self.fd}"
+        else:
+            self.path = place
+            os.mkdir(place)
+            syscalls.mount("tmpfs", place, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
 
     def unlimit(self) -> None:
         """Lift the limits of a store that no slot writes to any more: a view of it needs inodes of its own."""
+        if self.fd is not None:
+            syscalls.reconfigure(self.fd, _UNLIMITED)
+            return
         flags = syscalls.MS_REMOUNT | syscalls.MS_NOSUID | syscalls.MS_NODEV
-        syscalls.mount("tmpfs", self.path, "tmpfs", flags, "size=0,nr_inodes=0")
+        syscalls.mount("tmpfs", self.path, "tmpfs", flags, _UNLIMITED)
 
     def keep(self) -> Store:
         """One user more."""
@@ -50,9 +71,42 @@ class Store:
     def release(self) -> None:
         """One user less."""
         self._users -= 1
-        if self._users == 0:
+        if self._users > 0:
+            return
+        if self.fd is not None:
+            os.close(self.fd)
+        else:
             syscalls.umount(self.path)
             os.rmdir(self.path)
+
+
+def _high(fd: int) -> int:
+    """The same descriptor with a number that no fork needs for something else."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_STORE)
+    finally:
+        os.close(fd)
+
+
+@functools.cache
+def _can_detach() -> bool:
+    """Whether an overlay can stand on a tmpfs that is mounted nowhere (Linux 6.15), found out by mounting one."""
+    try:
+        fd = _high(syscalls.detached_tmpfs("mode=755"))
+    except OSError:
+        return False
+    try:
+        path = f"/proc/self/fd/{fd}"
+        for name in ("lower", "upper", "work"):
+            os.mkdir(f"{path}/{name}")
+        layers = f"lowerdir={path}/lower,upperdir={path}/upper,workdir={path}/work,userxattr"
+        syscalls.mount("overlay", _TRIAL, "overlay", 0, layers)
+        syscalls.umount(_TRIAL)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 @dataclass

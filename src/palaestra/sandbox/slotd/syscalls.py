@@ -18,6 +18,7 @@ MACHINE = platform.machine()
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(MACHINE)
 _CAPSET = {"x86_64": 126, "aarch64": 91}.get(MACHINE)
 _OPEN_TREE, _MOVE_MOUNT, _CLOSE_RANGE, _OPENAT2, _MOUNT_SETATTR = 428, 429, 436, 437, 442
+_FSOPEN, _FSCONFIG, _FSMOUNT, _FSPICK = 430, 431, 432, 433
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS = 0x20000, 0x2000000, 0x4000000
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x8000000, 0x10000000, 0x20000000, 0x40000000
@@ -31,6 +32,7 @@ RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, RESOLVE_IN_ROOT = 0x02, 0x04, 0x10
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
 _OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH = 1, 4
 _MOUNT_ATTR_IDMAP = 0x100000
+_FSCONFIG_SET_STRING, _FSCONFIG_CREATE, _FSCONFIG_RECONFIGURE, _FSPICK_EMPTY_PATH = 1, 6, 7, 8
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_SECCOMP = 1, 4, 15, 22
 PR_SET_CHILD_SUBREAPER = 36
@@ -104,9 +106,10 @@ def capset(keep: int) -> None:
     _check(_libc.syscall(_CAPSET, header, data), "capset")
 
 
-def close_from(first: int) -> None:
-    """Close every descriptor from `first` on."""
-    _check(_libc.syscall(_CLOSE_RANGE, ctypes.c_uint(first), ctypes.c_uint(0xFFFFFFFF), 0), "close_range")
+def close_from(first: int, last: int = 0xFFFFFFFF) -> None:
+    """Close every descriptor from `first` on, to `last`."""
+    if first <= last:
+        _check(_libc.syscall(_CLOSE_RANGE, ctypes.c_uint(first), ctypes.c_uint(last), 0), "close_range")
 
 
 def openat2(directory: int, path: str | bytes, flags: int, resolve: int, mode: int = 0) -> int:
@@ -140,6 +143,34 @@ def move_mount(tree: int, target: str) -> None:
     """Attach a detached mount at `target`."""
     result = _libc.syscall(_MOVE_MOUNT, tree, b"", _AT_FDCWD, target.encode(), _MOVE_MOUNT_F_EMPTY_PATH)
     _check(result, f"move_mount {target}")
+
+
+def detached_tmpfs(options: str) -> int:
+    """A new tmpfs that is mounted nowhere, as a descriptor; nosuid and nodev. The options are those of mount(8)."""
+    context = _check(_libc.syscall(_FSOPEN, b"tmpfs", 1), "fsopen tmpfs")
+    try:
+        _configure(context, options)
+        _check(_libc.syscall(_FSCONFIG, context, _FSCONFIG_CREATE, None, None, 0), "fsconfig tmpfs")
+        return _check(_libc.syscall(_FSMOUNT, context, 1, MS_NOSUID | MS_NODEV), "fsmount tmpfs")
+    finally:
+        os.close(context)
+
+
+def reconfigure(mount: int, options: str) -> None:
+    """Change the options of the file system that is mounted as the descriptor `mount`."""
+    context = _check(_libc.syscall(_FSPICK, mount, b"", _FSPICK_EMPTY_PATH), "fspick")
+    try:
+        _configure(context, options)
+        _check(_libc.syscall(_FSCONFIG, context, _FSCONFIG_RECONFIGURE, None, None, 0), "fsconfig")
+    finally:
+        os.close(context)
+
+
+def _configure(context: int, options: str) -> None:
+    for option in options.split(","):
+        name, _, value = option.partition("=")
+        result = _libc.syscall(_FSCONFIG, context, _FSCONFIG_SET_STRING, name.encode(), value.encode(), 0)
+        _check(result, f"fsconfig {option}")
 
 
 def filesystem_type(fd: int) -> int:
