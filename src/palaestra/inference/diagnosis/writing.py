@@ -102,7 +102,9 @@ def _round_trip(renderer: TurnRenderer, template: ChatTemplate, tokenizer: Token
     return failed(
         ROUND_TRIP,
         f"{parser} does not read {missed[0]!r}",
-        f"Set --openai.tool_parser {fitting[0]}." if fitting else "No parser here reads this form: register one.",
+        f"Set --openai.tool_parser to one that does: {', '.join(fitting)}."
+        if fitting
+        else "No parser here reads this form: register one.",
     )
 
 
@@ -125,8 +127,10 @@ def _written(
 
 
 def _reads(parser: Parser, text: str, arguments: dict[str, JSON]) -> bool:
+    """Whether the parser finds this one call and nothing else, no text around it either."""
     parsed = parser.parse(text, tools=[TOOL])
-    return [(call.name, call.arguments) for call in parsed.calls] == [("look_up_word", arguments)] and not parsed.errors
+    found = [(call.name, call.arguments) for call in parsed.calls]
+    return found == [("look_up_word", arguments)] and not parsed.errors and not (parsed.content or "").strip()
 
 
 def _calling(arguments: dict[str, JSON]) -> Message:
