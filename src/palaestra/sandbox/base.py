@@ -405,6 +405,10 @@ class Backend(Protocol):
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot: ...
 
+    def adopt(self, slot: Slot, trajectory_id: str) -> Slot | None:
+        """The lease of a slot that was made ahead, for a trajectory; None when it is no longer alive."""
+        ...
+
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
         """End the slot and its processes (proved by pidfd); its change becomes an immutable layer."""
         ...

@@ -42,6 +42,8 @@ class LocalSlot:
         self, server: SlotServer, spec: SlotSpec, trajectory_id: str, rung: Rung, lease: tuple[str, int], bin_dir: str
     ) -> None:
         self.server, self.spec, self._trajectory_id = server, spec, trajectory_id
+        self.lost = False
+        """Set when the server has reported that the slot died."""
         path = f"{bin_dir}:{_SYSTEM_PATH}" if bin_dir and bin_dir not in _SYSTEM_PATH.split(":") else _SYSTEM_PATH
         env = {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **_proxies(spec), **dict(spec.env)}
         self._lease = Lease(server, *lease, rung, env)
@@ -57,6 +59,10 @@ class LocalSlot:
     @property
     def trajectory_id(self) -> str:
         return self._trajectory_id
+
+    @trajectory_id.setter
+    def trajectory_id(self, value: str) -> None:
+        self._trajectory_id = value
 
     @property
     def released(self) -> bool:

@@ -166,6 +166,14 @@ class LocalBackend:
         self._last_epoch = max(self._last_epoch, slot.epoch)
         return slot
 
+    def adopt(self, slot: Slot, trajectory_id: str) -> Slot | None:
+        """The lease of a slot that was made ahead; None when it, or its server, has died meanwhile."""
+        ours = self._own(slot)
+        if ours.lost or ours.released or ours.server.ended:
+            return None
+        ours.trajectory_id = trajectory_id
+        return ours
+
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
         """End the slot; its change becomes a layer, cut to `view` where one is given."""
         ours = self._own(slot)
@@ -255,6 +263,8 @@ class LocalBackend:
         return slot
 
     def _on_lost(self, name: str, epoch: int) -> None:
+        if epoch in self._slots:
+            self._slots[epoch].lost = True
         self._lost += bool(name)  # without a name it is the whole server, which every call reports
 
 

@@ -72,9 +72,7 @@ def parse(entry: str) -> Rule:
     except ValueError:
         pass
     if not bare or not all(character.isalnum() or character in "-_." for character in bare) or ".." in bare:
-        raise ValueError(
-            f"{entry!r} is neither host nor address: write example.org, *.example.org:443, 10.0.0.0/8"
-        )
+        raise ValueError(f"{entry!r} is neither host nor address: write example.org, *.example.org:443, 10.0.0.0/8")
     return Rule(normal(host), None, ports)
 
 
