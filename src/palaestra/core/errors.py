@@ -2,6 +2,7 @@
 
     PalaestraError
     ├── ConfigError (ValueError)            a flag, file, row or environment that cannot work        exit 2
+    │   ├── ImageError                      an image that is missing, broken or too large
     │   └── TaskError                       one task or dataset row that cannot work
     └── InfraError                          the world's failure: retried at its source, never scored
         ├── EngineError                     whom the agent asks                                      exit 4
@@ -41,6 +42,10 @@ class ConfigError(PalaestraError, ValueError):
     """A flag, file or environment that cannot work; the message says how to mend it."""
 
     exit_code = 2
+
+
+class ImageError(ConfigError):
+    """An image that is missing, broken or too large. The message names it."""
 
 
 class TaskError(ConfigError):

@@ -122,7 +122,8 @@ class Mount:
 class SlotSpec:
     """What a slot is made from. Slots of equal specs are interchangeable.
 
-    `image` is a root file system directory on the host; None is the allow-list of the host's system directories.
+    `image` is a root file system on the host: a directory, a tar file (`docker export`, `docker save`) or an OCI
+    layout; None is the allow-list of the host's system directories.
     `env` is the whole environment of commands besides PATH, HOME, LANG, TERM, which the backend sets.
     """
 

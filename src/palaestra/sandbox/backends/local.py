@@ -32,6 +32,7 @@ from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxErro
 from palaestra.core.types import JSON, AllowList, Network
 from palaestra.sandbox.base import Change, Fork, Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.sandbox.client import SlotServer
+from palaestra.sandbox.images.store import ImageStore
 from palaestra.sandbox.proof import prove
 from palaestra.sandbox.slot import LocalSlot
 from palaestra.sandbox.slotd import allowlist
@@ -51,10 +52,17 @@ class LocalBackend:
     """
 
     name = "local"
-    fork = Fork.NATIVE
 
-    def __init__(self, *, rung: Rung | None = None, require: Rung | None = None, native_init: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        rung: Rung | None = None,
+        require: Rung | None = None,
+        native_init: bool = True,
+        images: ImageStore | None = None,
+    ) -> None:
         self._wanted, self._required, self._native_init = rung, require, native_init
+        self._images = images or ImageStore()
         self._server: SlotServer | None = None
         self._rung: Rung | None = None
         self._slots: dict[int, LocalSlot] = {}
@@ -125,6 +133,7 @@ class LocalBackend:
         self._slots.clear()
         if server is not None:
             await server.aclose()
+        await self._images.aclose()
 
     async def __aenter__(self) -> LocalBackend:
         await self.start()
@@ -132,6 +141,11 @@ class LocalBackend:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
+
+    @property
+    def fork(self) -> Fork:
+        """Layers are stacked, but on the rungs without mounts they are copied."""
+        return Fork.NATIVE if self.rung >= Rung.USERNS else Fork.COPY
 
     @property
     def rung(self) -> Rung:
@@ -148,7 +162,7 @@ class LocalBackend:
         """A new slot. With a snapshot, `spec.image` must be the snapshot's; all else of the spec may differ."""
         if snapshot is not None and snapshot.spec.image != spec.image:
             raise ConfigError(f"a snapshot of image {snapshot.spec.image} cannot start a slot of image {spec.image}")
-        image = None if spec.image is None else _directory(spec.image)
+        image = None if spec.image is None else await self._images.directory(spec.image)
         fields: dict[str, JSON] = {
             "image": image,
             "layers": [] if snapshot is None else list(snapshot.layers),
@@ -204,7 +218,7 @@ class LocalBackend:
 
         The server locks the folder (flock, shared) for as long as a slot or snapshot stands on it.
         """
-        image = None if spec.image is None else _directory(spec.image)
+        image = None if spec.image is None else await self._images.directory(spec.image)
         server = await self._living()
         reply = await server.call("load", {"folder": os.path.realpath(folder), "image": image})
         snapshot = _snapshot(reply.fields, spec)
@@ -296,13 +310,6 @@ def _mounts(spec: SlotSpec) -> list[list[str]]:
         if not os.path.isabs(mount.target) or os.path.normpath(mount.target) == "/":
             raise ConfigError(f"cannot mount at {mount.target!r}: give an absolute path below the root")
     return [[os.path.realpath(mount.source), os.path.normpath(mount.target)] for mount in spec.mounts]
-
-
-def _directory(image: str) -> str:
-    path = os.path.realpath(image)
-    if not os.path.isdir(path):
-        raise ConfigError(f"the image {image!r} is not a directory on this machine; unpack it and give its directory")
-    return path
 
 
 def _view(view: View | None) -> JSON:
