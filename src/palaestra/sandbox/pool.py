@@ -150,21 +150,25 @@ class SlotPool:
         if self._held.pop(slot.epoch, None) is None:
             return
         try:
-            for quarantined in [*self._quarantine.values(), slot]:
-                await self._end(quarantined)
+            await self._end(slot)
+            while self._quarantine:
+                _, quarantined = self._quarantine.popitem()  # taken out, so that no other release tries it too
+                if not await self._end(quarantined):
+                    return
         finally:
             self._give_place()
 
-    async def _end(self, slot: Slot) -> None:
-        self._quarantine[slot.epoch] = slot
+    async def _end(self, slot: Slot) -> bool:
+        """End a slot for good; one that cannot be ended now is quarantined and tried again later."""
         try:
             await self._backend.destroy(slot)
         except SlotLost:
-            pass  # nothing of it is left, which is what was asked for
+            return True  # nothing of it is left, which is what was asked for
         except SandboxError as error:
             _log.warning("%s could not be ended and is quarantined: %s", slot.slot_id, error)
-            return
-        del self._quarantine[slot.epoch]
+            self._quarantine[slot.epoch] = slot
+            return False
+        return True
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
         """End a lease and keep what its slot changed as a snapshot, cut to `view` where one is given."""
