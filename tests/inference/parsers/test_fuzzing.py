@@ -23,6 +23,44 @@ FEW = settings(
 )
 forms = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.id)
 
+MESSAGES = max(100, settings.default.max_examples // 4)
+BITS = [
+    '"',
+    "\\",
+    "{",
+    "}",
+    "[",
+    "]",
+    "'",
+    "\n",
+    "\r\n",
+    "\t",
+    " ",
+    "</",
+    "<",
+    ">",
+    "`",
+    "```",
+    ",",
+    ":",
+    "é",
+    "🌧",
+    "\0",
+    "word ",
+    "a",
+    "name",
+    '"name": ',
+    "def f(x):\n    return",
+    "\\n",
+    "\\u00e9",
+    "&lt;",
+    "#",
+    "$(x)",
+    "0",
+    "true",
+    "null",
+]
+
 characters = st.characters(exclude_categories=["Cs"])
 nasty = st.sampled_from(
     ['"', "\\", "{", "}", "[", "]", "'", "\n", "\r\n", "\t", " ", "</", "<", ">", "`", "```", ",", ":", "é", "🌧", "\0"]
@@ -89,6 +127,41 @@ def stream(parser: Parser, text: str, rng: random.Random, cut: bool) -> Parsed:
     return reading.end(cut)
 
 
+def random_call(form: Form, rng: random.Random) -> Wanted:
+    """Like `calls`, but drawn a hundred times faster."""
+
+    def text() -> str:
+        bits = [
+            rng.choice(BITS) if rng.random() < 0.8 else rng.choice(form.tags or BITS) for _ in range(rng.randrange(9))
+        ]
+        return "".join(bits)
+
+    def value(depth: int) -> object:
+        kind = rng.randrange(8 if depth else 6)
+        if kind == 6:
+            return [value(depth - 1) for _ in range(rng.randrange(4))]
+        if kind == 7:
+            return {text(): value(depth - 1) for _ in range(rng.randrange(4))}
+        return [None, True, rng.randrange(-999, 10**9), rng.random() * 10 ** rng.randrange(-9, 20), text(), text()][
+            kind
+        ]
+
+    name = rng.choice(["search", "search", "write_file", "noop", "unknown_tool"])
+    if name == "noop":
+        return name, {}
+    if name != "search":
+        return name, {key: text() for key in rng.sample(["path", "content", "a_b"], rng.randrange(1, 4))}
+    everything = {
+        "query": text(),
+        "limit": rng.randrange(-9, 10**12),
+        "exact": rng.random() < 0.5,
+        "score": rng.random() * 1e9,
+        "filters": {text(): value(2) for _ in range(rng.randrange(3))},
+        "tags": [value(2) for _ in range(rng.randrange(3))],
+    }
+    return name, {key: everything[key] for key in rng.sample(sorted(everything), rng.randrange(len(everything) + 1))}
+
+
 def sound(parsed: Parsed, text: str) -> None:
     """Pieces are in order, do not overlap, and hold what stands there."""
     position = 0
@@ -120,6 +193,25 @@ def test_calls_among_text_are_all_found_and_no_others(form: Form) -> None:
         assert len({call.id for call in parsed.calls}) == len(wanted)
 
     check()
+
+
+@forms
+def test_many_messages_lose_and_invent_no_call(form: Form) -> None:
+    parser, rng = get_parser(form.format), random.Random(form.id)
+    count = 0
+    while count < MESSAGES:
+        wanted = [random_call(form, rng) for _ in range(rng.randrange(4))]
+        if not expressible(form, wanted) or confusable(form, wanted):
+            continue
+        count += 1
+        said = " ".join(rng.choices(["so", "I", "see", "{x}", "a < b", "\n"], k=rng.randrange(4))).strip()
+        text = (form.before.format(said) if said else "") + (form.block(wanted) if wanted else "")
+        parsed = parser.parse(text, tools=TOOLS)
+        assert [(call.name, call.arguments) for call in parsed.calls] == wanted, text
+        assert not parsed.errors, text
+        assert [piece.text.strip() for piece in parsed.texts] == ([said] if said else []), text
+        if count % 10 == 0:
+            assert stream(parser, text, rng, cut=False) == parsed
 
 
 @forms

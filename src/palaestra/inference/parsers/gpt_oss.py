@@ -53,7 +53,10 @@ class GptOss(Grammar):
     def _no_message(self, output: Output, mark: Mark, end: int) -> Reading[int | None]:
         """A header without a message: unfinished at the end of a cut output, or only mentioned."""
         yield from ()
-        recipient = _RECIPIENT.search(output.source.read(mark.start, end))
+        header = output.source.read(mark.end, end)
+        if mark.text == _START and header.strip() == "assistant":
+            return end  # a message that was not begun
+        recipient = _RECIPIENT.search(header)
         if recipient is None or end < output.source.end or not output.source.cut:
             return None
         output.page.broken(Malformed(Reason.UNCLOSED, "the output was cut off in a header"), "", mark.start, end)

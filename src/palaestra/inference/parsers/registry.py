@@ -59,7 +59,7 @@ def get_parser(name: str) -> Parser:
     place = _GRAMMARS.get(_ALIASES.get(name, name))
     if place is None:
         near = difflib.get_close_matches(name, list_parsers(), 1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        hint = f"; did you mean '{near[0]}'?" if near else "."
         raise UnknownParser(f"No tool-call parser is named '{name}'{hint} There are: {', '.join(list_parsers())}")
     module, _, grammar = place.partition(":")
     found: type[Grammar] = getattr(import_module(f"palaestra.inference.parsers.{module}"), grammar)

@@ -1,0 +1,120 @@
+"""Reading costs in proportion to the length: eight times the text, not much more than eight times the work.
+
+Work is counted, not timed: calls of the library's functions, and the distance that its searches cover. So a busy
+machine cannot change the answer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+
+from inference.parsers.corpus import TOOLS
+from inference.parsers.forms import FORMS, Form
+from palaestra.inference.parsers import get_parser
+from palaestra.inference.parsers.json_text import scan_brackets, scan_value
+from palaestra.inference.parsers.python_text import scan_parentheses
+from palaestra.inference.parsers.source import Source
+
+SMALL, LARGE = 500, 4_000
+
+HOSTILE = [
+    "<tool_call>",
+    '<tool_call>{"x": "',
+    '<tool_call>{"</tool_call>',
+    "<tool_call>{'</tool_call>",
+    '{"a":',
+    "[[[[",
+    '{"a":{\'',
+    "<think>",
+    "</think>",
+    "[TOOL_CALLS]a{'",
+    '[TOOL_CALLS]a{"x": "',
+    '[TOOL_CALLS] [{"a": ',
+    "[TOOL_CALLS]a",
+    "[f(a='",
+    "[f(), ",
+    '<|python_tag|>{"',
+    '{"name": "a", "parameters": {\'',
+    "[f(a='''",
+    "<tool_call><function=f><parameter=a>",
+    "</parameter> ",
+    "<function=f><parameter=a></parameter>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>x<｜tool▁sep｜>{'",
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="a">\n',
+    '<|tool_call_begin|>functions.a:0<|tool_call_argument_begin|>{"',
+    "<tool_call>f<arg_key>k</arg_key><arg_value>",
+    "</arg_value> ",
+    '<minimax:tool_call><invoke name="a"><parameter name="k">',
+    '<|channel|>commentary to=functions.f<|message|>{"',
+    "<|start|>assistant",
+    '<|tool_call|>[{"',
+    "<|tool_call|>[{'",
+    " \n",
+    "\\",
+    '"',
+    "word ",
+]
+
+
+SEARCHES = {Source.find.__code__, scan_value.__code__, scan_brackets.__code__, scan_parentheses.__code__}
+
+
+class Work:
+    """Counts calls into the parsers, and how far their searches go."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def __call__(self, frame: FrameType, event: str, result: object) -> None:
+        if event == "call" and "parsers" in frame.f_code.co_filename:
+            self.done += 1
+        elif event == "return" and frame.f_code in SEARCHES:
+            seen = frame.f_locals
+            end = result if isinstance(result, int) else getattr(result, "end", None)
+            if end is None:
+                end = min(seen["self"].end, seen["stop"] or sys.maxsize)
+            self.done += max(0, end - seen["start"]) // 32
+
+
+def work(read: Callable[[], object]) -> int:
+    counter = Work()
+    before = sys.getprofile()
+    sys.setprofile(counter)
+    try:
+        read()
+    finally:
+        sys.setprofile(before)
+    return counter.done
+
+
+@pytest.mark.parametrize("form", {form.format: form for form in FORMS}.values(), ids=lambda form: form.format)
+def test_hostile_outputs_cost_no_more_than_their_length(form: Form) -> None:
+    parser = get_parser(form.format)
+    opened = form.block([("write_file", {"content": "§"})]).partition("§")[0]
+    for unit in [*HOSTILE, *form.tags]:
+        for start in ("", opened):
+            small, large = (start + unit * (size // len(unit)) for size in (SMALL, LARGE))
+            few = work(lambda text=small: parser.parse(text, tools=TOOLS))
+            many = work(lambda text=large: parser.parse(text, tools=TOOLS))
+            assert many < 13 * few + 500, (unit, start)
+
+
+@pytest.mark.parametrize("form", {form.format: form for form in FORMS}.values(), ids=lambda form: form.format)
+def test_a_megabyte_in_one_argument_is_read_whole_and_in_chunks(form: Form) -> None:
+    content = "def f(x):\n    return {'a': [1, \"b\"]}\n" * 27_000
+    call = ("write_file", {"path": "a", "content": content})
+    text = form.block([call])
+    parser = get_parser(form.format)
+    parsed = parser.parse(text, tools=TOOLS)
+    assert [(found.name, found.arguments) for found in parsed.calls] == [call]
+    stream = parser.stream(tools=TOOLS)
+    for start in range(0, len(text), 1000):
+        assert not [event for event in stream.feed(text[start : start + 1000]) if start < len(text) // 2]
+    assert stream.end() == parsed
