@@ -20,16 +20,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from palaestra.core.errors import IsolationUnavailable, PalaestraError
+from palaestra.cli.exits import report
+from palaestra.core.errors import IsolationUnavailable
+from palaestra.core.exits import FAILED
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import Rung, Step
 
 if TYPE_CHECKING:
     from palaestra.inference.diagnosis import Diagnosis
-
-
-class ChecksFailed(PalaestraError):
-    """Something about a model server does not work; the lines above say what. Exit code 1."""
 
 
 @click.command(
@@ -59,7 +57,9 @@ class ChecksFailed(PalaestraError):
 @click.option("--parser", default="hermes", show_default=True, help="How the model writes tool calls.")
 @click.option("--type", "server_type", type=click.Choice(["vllm", "sglang", "openai"]), help="Do not find out.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.pass_context
 def command(
+    context: click.Context,
     target: str | None,
     model: str | None,
     api_key: str | None,
@@ -78,7 +78,8 @@ def command(
     if found.refusal is not None:
         raise found.refusal
     if not found.ok:
-        raise ChecksFailed("something does not work; the lines above say what, and the way out")
+        report("something does not work; the lines above say what, and the way out")
+        context.exit(FAILED)
 
 
 def _show_diagnosis(found: Diagnosis, as_json: bool) -> None:

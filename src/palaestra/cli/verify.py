@@ -8,11 +8,9 @@ from pathlib import Path
 
 import click
 
-from palaestra.core.errors import ConfigError, PalaestraError
-
-
-class Violated(PalaestraError):
-    """A run that does not hold what it promises. The command line ends with exit code 1."""
+from palaestra.cli.exits import report
+from palaestra.core.errors import ConfigError
+from palaestra.core.exits import FAILED
 
 
 @click.command(
@@ -34,7 +32,8 @@ class Violated(PalaestraError):
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--groups", type=click.Path(path_type=Path), help="The JSONL file of groups, if not in RUN.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-def command(run: Path, groups: Path | None, as_json: bool) -> None:
+@click.pass_context
+def command(context: click.Context, run: Path, groups: Path | None, as_json: bool) -> None:
     from palaestra.rollouts.verification import verify_run
 
     journal = run / "journal.jsonl" if run.is_dir() else run
@@ -56,6 +55,7 @@ def command(run: Path, groups: Path | None, as_json: bool) -> None:
             f"groups     {f'{verdict.rows} rows in {verdict.lines} lines' if lines else 'no file looked at'}"
         )
     if not verdict.ok:
-        raise Violated(verdict.violation)
+        report(verdict.violation)
+        context.exit(FAILED)
     if not as_json:
         click.echo("ok: T1 to T4 hold")
