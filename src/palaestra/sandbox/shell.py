@@ -12,10 +12,18 @@ from palaestra.sandbox.base import DEFAULT_OUTPUT_BYTES, ExecutionResult
 from palaestra.sandbox.calls import MAX_OUTPUT_BYTES, Lease, limits
 from palaestra.sandbox.client import CommandNotStarted
 
-# Read-only variables cannot be set again; the rest is not worth failing for either.
-_SAVE = """{ declare -p | grep -av '^declare -[^ ]*r'; declare -f; alias -p; shopt -p; set +o; umask -p
-printf 'builtin cd -- %q\\n' "$PWD"; } 2>/dev/null"""
-_RESTORE = "{\n%s\n} >/dev/null 2>&1"
+# Options come last when they are restored, since some of them would end the restoring. Variables of bash itself and
+# read-only ones cannot be set. In a subshell, so that nothing of the shell changes.
+_SAVE = r"""(printf '__slot_options() {\n'; set +o; shopt -p; umask -p; printf '}\n'; set +eux
+for __slot_name in $(compgen -v); do
+  case $__slot_name in
+    BASH*|COMP_*|DIRSTACK|EPOCH*|FUNCNAME|GROUPS|HISTCMD|LINENO|PIPESTATUS|*RANDOM|SECONDS|_|__slot_name) continue
+  esac
+  case ${!__slot_name@a} in *r*) continue; esac
+  declare -p "$__slot_name"
+done
+declare -f; alias -p; printf 'builtin cd -- %q\n__slot_options; unset -f __slot_options\n' "$PWD") 2>/dev/null
+"""
 _STATE_TIMEOUT_S = 30.0
 
 
@@ -48,7 +56,7 @@ class LocalShell:
         async with self._turn:
             if self._state:
                 state, self._state = self._state.decode(errors="surrogateescape"), b""
-                await self._run(_RESTORE % state, b"", limits(_STATE_TIMEOUT_S, 0, b""), None)
+                await self._run(state, b"", limits(_STATE_TIMEOUT_S, 0, b""), None)
             return await self._run(command, stdin, bounds, on_output)
 
     async def _run(

@@ -183,7 +183,7 @@ class Init:
         if order is Order.SPAWN:
             self._spawn(orders.decode_spawn(data), fds)
         elif order is Order.KILL:
-            self._kill(command, orders.decode_since(data), bool(number & orders.SPARE))
+            self._kill(command, orders.decode_moment(data), bool(number & orders.SPARE))
         else:
             self._signal(command, number)
         return True
@@ -212,13 +212,13 @@ class Init:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, number)
 
-    def _kill(self, name: int, since: int, spare: bool) -> None:
+    def _kill(self, name: int, after: killing.Moment, spare: bool) -> None:
         """Kill a command and what it started, then say so. Its exit is reported first, as always."""
         swept = False
         for pid, known in list(self._names.items()):
             if known == name:
                 others = [command for command in self._commands.values() if command.pid != pid]
-                swept = killing.kill_tree(self._commands[pid], others, self._reap, since, spare, self._kill_slot)
+                swept = killing.kill_tree(self._commands[pid], others, self._reap, after, spare, self._kill_slot)
         self._reap()
         send(self._channel, Report(Kind.KILLED, name, flag=swept))
 

@@ -20,6 +20,11 @@ from dataclasses import dataclass
 
 PATIENCE_S = 2.0
 
+Moment = tuple[int, int]
+"""When, in clock ticks since boot, and the last process id that had been given out by then."""
+
+ALWAYS: Moment = (0, 0)
+
 KillSlot = Callable[[], None]
 """Kills every process of a slot but its init, by whatever means its rung has."""
 
@@ -57,7 +62,7 @@ def kill_everything() -> None:
 
 
 def now() -> int:
-    """This moment in that unit: what starts from now on is not older."""
+    """This moment in that unit."""
     return ticks(time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
@@ -65,20 +70,17 @@ def kill_tree(
     command: Command,
     others: Sequence[Command],
     reap: Callable[[], None],
-    since: int = 0,
+    after: Moment = ALWAYS,
     spare: bool = False,
     kill_slot: KillSlot | None = None,
 ) -> bool:
     """Kill until nothing of the command lives. True when only killing the whole slot's processes could do it.
 
-    With `since` (ticks) what it started earlier is left alone; with `spare` its main process is.
+    What it started up to the moment `after` is left alone, with what comes from that; with `spare`, its main process.
     """
     deadline = time.monotonic() + PATIENCE_S
-    scope = Command(command.pid, since or command.started)
     while time.monotonic() < deadline:
-        table = processes()
-        kept = {process.pid for process in table if process.started < since and process.pid != command.pid}
-        victims = tree(table, scope, others, os.getpid()) - kept - ({command.pid} if spare else set())
+        victims = tree(processes(), command, others, os.getpid(), after) - ({command.pid} if spare else set())
         if not victims:
             return False
         for pid in victims:
@@ -92,20 +94,25 @@ def kill_tree(
     return True
 
 
-def tree(table: Sequence[Process], command: Command, others: Sequence[Command], init: int = 1) -> set[int]:
-    """The living processes of the table that belong to the command; orphans are the children of `init`."""
+def tree(
+    table: Sequence[Process], command: Command, others: Sequence[Command], init: int = 1, after: Moment = ALWAYS
+) -> set[int]:
+    """The living processes of the table that belong to the command (since `after`); orphans are children of `init`."""
     mains = {other.pid for other in others}
     living = [process for process in table if not process.zombie]
     members = {command.pid}
     foreign = set(mains)
+    begin = (command.started, command.pid) if after == ALWAYS else after
     for process in living:
-        if process.session == command.pid:
+        age = (process.started, process.pid)
+        if process.pid != command.pid and age <= after:
+            foreign.add(process.pid)
+        elif process.session == command.pid and after == ALWAYS:
             members.add(process.pid)
         elif process.session in mains:
             foreign.add(process.pid)
         elif process.parent == init and process.pid not in mains:
-            younger = (process.started, process.pid) > (command.started, command.pid)
-            (members if younger else foreign).add(process.pid)
+            (members if age > begin else foreign).add(process.pid)
     parents = {process.pid: process.parent for process in living}
     changed = True
     while changed:

@@ -5,7 +5,7 @@ one machine, so the byte order is its own. Descriptors travel with an order; `pl
 
     order    u8 kind, u8 flags, u16 places, u32 command, u16 arguments, u16 variables
              then for SPAWN: (u8 index, u8 target) per place, and NUL-terminated: cwd, arguments, NAME=value variables
-             then for KILL: i64 since, in clock ticks since boot: what is older than that lives on; 0 spares none
+             then for KILL: i64, i64: clock ticks since boot and a pid; what is no younger lives on, with its children
     report   u8 kind, u8 flag, u16 0, u32 command, i32 value, u32 0, i64 cpu microseconds, i64 peak resident bytes
              then for FAILED: a text
 
@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-VERSION = 2
+VERSION = 3
 """Of these structs. The native init says which one it was built for, and is not used when it is another."""
 
 MAX_DATAGRAM = 96 << 10
@@ -34,7 +34,7 @@ SPARE = 1
 """Flag of KILL: the main process lives on. For a shell that goes on."""
 
 _ORDER, _REPORT = struct.Struct("=BBHIHH"), struct.Struct("=BBHIiIqq")
-_SINCE = struct.Struct("=q")
+_MOMENT = struct.Struct("=qq")
 _MAX_STRINGS = 0xFFFF
 
 
@@ -105,14 +105,15 @@ def encode(order: Order, command: int = 0, number: int = 0) -> bytes:
     return _ORDER.pack(order, number, 0, command, 0, 0)
 
 
-def encode_kill(command: int, since: int = 0, spare: bool = False) -> bytes:
-    """Kill a command's tree: what it started since a tick count (`killing.ticks`), if one is given."""
-    return encode(Order.KILL, command, SPARE if spare else 0) + _SINCE.pack(since)
+def encode_kill(command: int, after: tuple[int, int] = (0, 0), spare: bool = False) -> bytes:
+    """Kill a command's tree: what it started after a moment (`killing.Moment`), if one is given."""
+    return encode(Order.KILL, command, SPARE if spare else 0) + _MOMENT.pack(*after)
 
 
-def decode_since(data: bytes) -> int:
-    """The tick count of a KILL; 0 where there is none."""
-    return int(_SINCE.unpack_from(data, _ORDER.size)[0]) if len(data) > _ORDER.size else 0
+def decode_moment(data: bytes) -> tuple[int, int]:
+    """The moment of a KILL; zeros where there is none."""
+    ticks, pid = _MOMENT.unpack_from(data, _ORDER.size) if len(data) > _ORDER.size else (0, 0)
+    return int(ticks), int(pid)
 
 
 def decode_order(data: bytes) -> tuple[Order, int, int]:

@@ -3,7 +3,8 @@
 It is an interactive shell without a terminal. Its own input is a pipe from the server, so that it comes back to the
 top after SIGINT, an error or a syntax error, whatever the command was in the middle of. For each command it gets two
 lines: the first runs a memory file that holds the command, as if its text stood there; the second reports the exit
-status, with the command's number, on a descriptor of its own. Nothing is looked for in the output.
+status, with the command's number and the last process id given out, on a descriptor of its own. Nothing is looked for
+in the output.
 
 A command that runs out of time is interrupted; what it has started is killed; the shell lives on if it came back in
 time, and is killed otherwise. A shell that is gone (also by `exit`, `exec`, `set -e`) is started anew for the next
@@ -35,6 +36,7 @@ from .transfers import Conversation
 INTERRUPT_PATIENCE_S = 1.0
 """How long a shell has to come back after SIGINT."""
 
+_MAX_PID = 1 << 22
 _BETWEEN_BYTES = 64 << 10
 """How much of what background jobs write between two commands is kept for the second."""
 
@@ -54,7 +56,7 @@ _BASH = _Dialect(
     "set +o history +H; unset HISTFILE MAILCHECK\n",
 )
 _SH = _Dialect(["/bin/sh", "-i"], (6, 7, 8, 9), "")
-_REPORT = "__slot(){{ local s=$?; echo $1 $s >&{status}; return $s; }}\n"
+_REPORT = "__slot(){{ local s=$? p; read -r _ _ _ _ p </proc/loadavg; echo $1 $s $p >&{status}; return $s; }}\n"
 _RUN = ". /proc/self/fd/{command} </proc/self/fd/{stdin} 2>&{errors}\n__slot {number}\n"
 
 
@@ -78,7 +80,8 @@ class Shell:
         self._between = Capture(_BETWEEN_BYTES)
         self._execution: Execution | None = None
         self._lost = False
-        self._sequence = self._since = 0
+        self._sequence = self._last_pid = 0
+        self._after = killing.ALWAYS
         self._patience: Timer | None = None
 
     def run(self, request: Request, number: int, command: bytes, spill: Spill | None) -> None:
@@ -98,7 +101,7 @@ class Shell:
             if part:
                 execution.take(part)
         execution.start()
-        self._since = killing.now()
+        self._after = (killing.now(), self._last_pid)
         self._sequence += 1
         stdin, file, _, errors = self._dialect.places
         self._say(_RUN.format(command=file, stdin=stdin, errors=errors, number=self._sequence))
@@ -114,7 +117,7 @@ class Shell:
     def close(self) -> None:
         """End the shell; what it runs in the background stays."""
         if self._process is not None:
-            self._slot.kill_child(self._process, killing.now())
+            self._slot.kill_child(self._process, (killing.now(), _MAX_PID))
         self._input.close()
         self._command.close()
 
@@ -171,13 +174,14 @@ class Shell:
             os.write(self._control, lines.encode())
 
     def _read_status(self) -> None:
-        """Lines of `number status`; what a command of the slot may have written there by mistake is passed over."""
+        """Lines of `number status pid`; what a command of the slot may have written there by mistake is passed over."""
         data = pipes.read(self._status) if self._status >= 0 else None
         if data == b"":
             self._loop.unwatch(self._status)
         for line in (data or b"").splitlines():
             words = line.split()
-            if len(words) == 2 and words[0] == b"%d" % self._sequence and words[1].isdigit():
+            if len(words) == 3 and words[0] == b"%d" % self._sequence and words[1].isdigit() and words[2].isdigit():
+                self._last_pid = int(words[2])
                 self._on_status(int(words[1]))
 
     def _on_status(self, code: int) -> None:
@@ -187,7 +191,7 @@ class Shell:
         if execution.on_exit(Report(ReportKind.EXIT, value=code)):
             self._finish()
         elif self._stop_waiting() and self._process is not None:
-            self._slot.kill_child(self._process, self._since, spare=True)
+            self._slot.kill_child(self._process, self._after, spare=True)
 
     def _interrupt(self) -> None:
         """The command's time is over, or its caller has gone."""
@@ -198,7 +202,7 @@ class Shell:
     def _kill(self) -> None:
         self._patience = None
         if self._process is not None:
-            self._slot.kill_child(self._process, self._since)
+            self._slot.kill_child(self._process, self._after)
 
     def _finish(self) -> None:
         execution, self._execution = self._execution, None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from . import cgroups, descriptors, files, orders
+from . import cgroups, descriptors, files, killing, orders
 from .executions import Execution, Request
 from .frames import Fields
 from .link import Link
@@ -140,10 +140,10 @@ class Slot:
         """Send a signal to the process group that a child leads."""
         self._ask(orders.encode(Order.SIGNAL, command, number))
 
-    def kill_child(self, command: int, since: int = 0, spare: bool = False) -> None:
-        """Kill what a child has started (since a moment, in ticks), and itself unless it is spared. KILLED follows."""
+    def kill_child(self, command: int, after: killing.Moment = killing.ALWAYS, spare: bool = False) -> None:
+        """Kill what a child has started (after a moment), and itself unless it is spared. KILLED follows."""
         self._dying.add(command)
-        self._ask(orders.encode_kill(command, since, spare))
+        self._ask(orders.encode_kill(command, after, spare))
         self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(command))
 
     def conclude(self, execution: Execution, **more: object) -> None:

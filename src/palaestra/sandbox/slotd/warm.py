@@ -97,7 +97,7 @@ class _WarmShell:
         self._shells, self._slot, self._loop, self._link, self._talks = shells, slot, loop, link, talks
         self._command = pipes.Memory()
         self._control = self._output = -1
-        self._process = self._since = 0
+        self._process, self._after = 0, killing.ALWAYS
         self._execution: Execution | None = None
 
     def start(self, process: int, cwd: str, env: dict[str, str]) -> None:
@@ -118,7 +118,7 @@ class _WarmShell:
     def run(self, request: Request, number: int, command: str, spill: Spill | None) -> None:
         """Give it its command."""
         self._command.put(os.fsencode(command))
-        self._since = killing.now()
+        self._after = (killing.now(), 0)  # all that its session has started, and no orphan that is older
         self._execution = Execution(number, request, self._loop, self._link, self._kill, self._output, spill)
         self._output = -1
         self._talks[number] = self
@@ -162,7 +162,7 @@ class _WarmShell:
             self._execution.fail({"error": "lost", "message": lost})
 
     def _kill(self) -> None:
-        self._slot.kill_child(self._process, self._since)
+        self._slot.kill_child(self._process, self._after)
 
     def _finish(self, execution: Execution) -> None:
         self._talks.pop(execution.number, None)

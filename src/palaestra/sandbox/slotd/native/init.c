@@ -29,7 +29,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { VERSION = 2, ANSWER = 100 };
+enum { VERSION = 3, ANSWER = 100 };
 enum { CONTROL = 3, MAX_DATAGRAM = 96 << 10, MAX_FDS = 8, KILL_PATIENCE_S = 2 };
 enum { ORDER_SPAWN = 1, ORDER_KILL, ORDER_SIGNAL, ORDER_LONG };
 enum { REPORT_READY = 1, REPORT_FAILED, REPORT_EXIT, REPORT_NOT_STARTED, REPORT_KILLED, REPORT_STARTED };
@@ -296,22 +296,33 @@ static void list_processes(void) {
     closedir(folder);
 }
 
-/* Marks every living process; returns how many are to be killed: those of the command. With `since` (ticks) what it
- * started earlier is left alone; with `spare` its main process is. */
-static size_t mark_tree(struct command command, unsigned long long since, int spare) {
+/* When, in ticks since boot, and the last pid that had been given out by then; zeros are always. */
+struct moment {
+    int64_t ticks, pid;
+};
+
+static int younger(const struct process *process, struct moment than) {
+    return (int64_t)process->started > than.ticks
+           || ((int64_t)process->started == than.ticks && process->pid > than.pid);
+}
+
+/* Marks every living process; returns how many are to be killed: those of the command. What it started up to the moment
+ * `after` is left alone, with what comes from that; with `spare` its main process is. */
+static size_t mark_tree(struct command command, struct moment after, int spare) {
     size_t members = 0;
+    int always = !after.ticks;
+    struct moment begin = always ? (struct moment){(int64_t)command.started, command.pid} : after;
     for (size_t i = 0; i < table_size; i++) {
         struct process *process = &table[i];
         struct command *leader = find(process->session);
-        if (process->pid == command.pid || process->session == command.pid)
+        if (process->pid == command.pid || (process->session == command.pid && always))
             process->side = 'm';
-        else if (leader || find(process->pid))
+        else if (!younger(process, after))
+            process->side = 'f';
+        else if ((leader && leader->pid != command.pid) || find(process->pid))
             process->side = 'f';
         else if (process->parent == 1)
-            process->side = process->started > command.started
-                                    || (process->started == command.started && process->pid > command.pid)
-                                ? 'm'
-                                : 'f';
+            process->side = younger(process, begin) ? 'm' : 'f';
     }
     for (int changed = 1; changed;) {
         changed = 0;
@@ -321,7 +332,7 @@ static size_t mark_tree(struct command command, unsigned long long since, int sp
                     table[i].side = 'm', changed = 1;
     }
     for (size_t i = 0; i < table_size; i++) {
-        if (table[i].pid == command.pid ? spare : table[i].started < since)
+        if (table[i].pid == command.pid && spare)
             table[i].side = 'f';
         members += table[i].side == 'm';
     }
@@ -335,12 +346,11 @@ static double seconds(void) {
 }
 
 /* Kills until nothing of the command lives. 1 when only killing everything in the slot could do it. */
-static int kill_tree(struct command command, unsigned long long since, int spare) {
-    command.started = since ? since : command.started;
+static int kill_tree(struct command command, struct moment after, int spare) {
     double deadline = seconds() + KILL_PATIENCE_S;
     while (seconds() < deadline) {
         list_processes();
-        if (!mark_tree(command, since, spare))
+        if (!mark_tree(command, after, spare))
             return 0;
         for (size_t i = 0; i < table_size; i++)
             if (table[i].side == 'm')
@@ -352,11 +362,11 @@ static int kill_tree(struct command command, unsigned long long since, int spare
     return 1;
 }
 
-static void kill_command(uint32_t name, unsigned long long since, int spare) {
+static void kill_command(uint32_t name, struct moment after, int spare) {
     int swept = 0;
     for (size_t i = 0; i < command_count; i++)
         if (commands[i].name == name) {
-            swept = kill_tree(commands[i], since, spare);
+            swept = kill_tree(commands[i], after, spare);
             break;
         }
     reap();
@@ -371,12 +381,12 @@ static void signal_command(uint32_t name, int number) {
 
 /* ---- The loop. */
 
-/* The tick count that follows a KILL, if one does. */
-static unsigned long long since(const char *data, size_t size) {
-    int64_t ticks = 0;
-    if (size >= sizeof(struct order) + sizeof ticks)
-        memcpy(&ticks, data + sizeof(struct order), sizeof ticks);
-    return ticks;
+/* The moment that follows a KILL, if one does. */
+static struct moment moment(const char *data, size_t size) {
+    struct moment after = {0, 0};
+    if (size >= sizeof(struct order) + sizeof after)
+        memcpy(&after, data + sizeof(struct order), sizeof after);
+    return after;
 }
 
 static void obey(char *data, size_t size, int *fds) {
@@ -384,7 +394,7 @@ static void obey(char *data, size_t size, int *fds) {
     if (order->kind == ORDER_SPAWN)
         spawn(data, size, fds);
     else if (order->kind == ORDER_KILL)
-        kill_command(order->command, since(data, size), order->flags & FLAG_SPARE);
+        kill_command(order->command, moment(data, size), order->flags & FLAG_SPARE);
     else if (order->kind == ORDER_SIGNAL)
         signal_command(order->command, order->flags);
 }
