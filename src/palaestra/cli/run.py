@@ -30,6 +30,7 @@ from palaestra.core.errors import ConfigError
       --base-url URL     an OpenAI-compatible server      --model NAME   its model
       --tasks N          groups, at most                  --group N      rollouts per task
       --concurrency N    groups at once                   --backend B    where slots come from
+      --resume RUN       go on with a run that was killed or interrupted; say the rest of the line again
       --env.FIELD V, --openai.FIELD V, --config FILE.yaml, --show-config
     """,
 )

@@ -45,6 +45,7 @@ def usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
         f"  {run} --policy oracle --tasks 2 --group 4          # play the reference solutions",
         f"  {run} --base-url http://localhost:8000/v1 --model NAME   # ask a model server",
         f"  {run} --config run.yaml --show-config              # what would run, and why",
+        f"  {run} … --resume runs/NAME/ID                       # go on with a run that was killed",
         "",
         "  process rolls out groups and writes them; evaluate scores once and reports.",
         "  Short: --policy oracle|noop|patch:FILE|replay:FILE  --model  --base-url  --tasks (env.total_steps)",

@@ -38,7 +38,7 @@ SHORT_FORMS = {
 }
 """What the short flags abbreviate. `--policy NAME` is short for a scripted server of that model name."""
 
-_OWN = ("--policy", "--config", "--slurm", "--testing", "--show-config", "--help", "--help-all")
+_OWN = ("--policy", "--resume", "--config", "--slurm", "--testing", "--show-config", "--help", "--help-all")
 _PROCESS = {"ensure_scores_are_not_same": False, "include_messages": True}
 
 
@@ -60,6 +60,7 @@ class Parsed(Generic[EnvT_co, ServerT_co]):
     env_config: EnvT_co
     server_configs: list[ServerT_co]
     policy: str | None = None
+    resume: Path | None = None
     slurm: bool = False
     testing: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -135,6 +136,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
                 given.files += [read_file(Path(word)) for word in words or [self._read(str, written, words)]]
             case "--policy":
                 given.policy = self._read(str, written, words)
+            case "--resume":
+                given.resume = Path(self._read(str, written, words))
             case _:
                 self._set(given, written, words)
 
@@ -212,6 +215,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             env_config=env.value,
             server_configs=[server.value for server in servers],
             policy=given.policy,
+            resume=given.resume,
             slurm=switches.get("slurm", False),
             testing=switches.get("testing", False),
             sources=sources,
@@ -228,6 +232,7 @@ class _Given:
     files: list[FileSettings] = field(default_factory=list)
     switches: dict[str, bool] = field(default_factory=dict)
     policy: str | None = None
+    resume: Path | None = None
     show_config: bool = False
 
 

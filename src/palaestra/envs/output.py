@@ -21,6 +21,7 @@ from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.export.html import write_report
 from palaestra.rollouts.journal import Journal, RunEnded, RunStarted, read_groups
 from palaestra.rollouts.metrics import MetricsFile, summarise
+from palaestra.rollouts.resume import Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,19 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name.strip("/")).strip("-") or "unnamed"
 
 
+def resumed_folder(path: Path) -> RunFolder:
+    """The folder of a run to go on with. Raises `ConfigError` where there is none."""
+    folder = RunFolder(path, path.name)
+    if not folder.journal.is_file():
+        raise ConfigError(f"{path} is no run folder: it has no {folder.journal.name}")
+    return folder
+
+
 class Output:
-    """The open files of a run. `close` writes what is made from the whole: the report and the last metrics."""
+    """The open files of a run. `close` writes what is made from the whole: the report and the last metrics.
+
+    With `groups_file` an earlier part of the run is gone on with: that file is written again from its beginning.
+    """
 
     def __init__(
         self,
@@ -70,18 +82,22 @@ class Output:
         groups_path: Path | None,
         settings: Mapping[str, JSON],
         messages: bool = True,
+        groups_file: Path | None = None,
     ) -> None:
         self.folder = folder
         self.env = env
         self.model = model
         self.own: dict[str, float] = {}
+        self.finished: Finished | None = None
         self._settings = dict(settings)
         self._started_at = time.time()
         self.journal = Journal(folder.journal)
-        path = groups_path or folder.path / "groups.jsonl"
-        self.groups = GroupsFile(path, env=env, model=model, messages=messages)
+        path, again = groups_file or groups_path or folder.path / "groups.jsonl", groups_file is not None
+        self.groups = GroupsFile(path, env=env, model=model, messages=messages, again=again)
         self.metrics = MetricsFile(folder.metrics)
-        folder.config.write_bytes(msgspec.json.format(msgspec.json.encode(settings), indent=2) + b"\n")
+        if groups_file is None:
+            self._settings["groups_file"] = str(self.groups.path.resolve())
+            folder.config.write_bytes(msgspec.json.format(msgspec.json.encode(self._settings), indent=2) + b"\n")
 
     @property
     def report(self) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import TextIO
 
 import msgspec
 
+from palaestra.core.errors import ConfigError
 from palaestra.core.exits import run_guarded
 from palaestra.core.types import JSON
 from palaestra.envs.config import HermesAgentEnvConfig
@@ -25,7 +27,7 @@ from palaestra.envs.evaluation import Evaluation
 from palaestra.envs.flags import Answer, CommandLine, Parsed, set_fields
 from palaestra.envs.forms import Form, form_of
 from palaestra.envs.loading import load_environment
-from palaestra.envs.output import Output, claim_folder
+from palaestra.envs.output import Output, claim_folder, resumed_folder
 from palaestra.envs.settings import make_pool, server_settings
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.servers import ServerGroup
@@ -33,8 +35,9 @@ from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.base import Environment
 from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.group import Services
-from palaestra.rollouts.journal import without_secrets
+from palaestra.rollouts.journal import RunResumed, without_secrets
 from palaestra.rollouts.progress import Observer, make_progress
+from palaestra.rollouts.resume import read_finished, repair
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.trajectory import Group
 from palaestra.sandbox.ladder import warning
@@ -141,6 +144,8 @@ async def opened(environment: Environment) -> AsyncIterator[None]:
 
 def _open_output(form: Form, parsed: RunLine, engine: ServerGroup, root: Path) -> Output:
     config = parsed.env_config
+    if parsed.resume is not None:
+        return _reopen_output(form, parsed, engine, parsed.resume)
     groups_path = Path(config.data_path_to_save_groups) if config.data_path_to_save_groups else None
     output = Output(
         claim_folder(root, form.name, engine.name),
@@ -151,6 +156,29 @@ def _open_output(form: Form, parsed: RunLine, engine: ServerGroup, root: Path) -
         messages=config.include_messages,
     )
     output.start(config.seed)
+    return output
+
+
+def _reopen_output(form: Form, parsed: RunLine, engine: ServerGroup, path: Path) -> Output:
+    """The output of an earlier run, to go on with. Raises `ConfigError` when it was a run of something else."""
+    folder = resumed_folder(path)
+    torn = repair(folder.journal)
+    finished = read_finished(folder.journal)
+    was, now = finished.run, {"env": form.name, "model": engine.name, "seed": parsed.env_config.seed}
+    for name, value in now.items():
+        if getattr(was, name) != value:
+            raise ConfigError(f"{path} was run with {name} {getattr(was, name)!r}, not {value!r}: say the same again")
+    output = Output(
+        folder,
+        env=form.name,
+        model=engine.name,
+        groups_path=None,
+        settings=was.config,
+        messages=parsed.env_config.include_messages,
+        groups_file=Path(was.config["groups_file"]),
+    )
+    output.finished = finished
+    output.journal.append(RunResumed(at=time.time(), torn=torn))
     return output
 
 
@@ -190,7 +218,11 @@ class Batch:
             if self.parsed.command == "evaluate" and isinstance(environment, ContractEnvironment):
                 totals = await Evaluation(environment, services, workers, self._keep).run()
             else:
-                runner = Runner(environment, services, concurrency=workers, limit=limit, on_group=self._keep)
+                finished = self.output.finished
+                ended = finished.ended if finished is not None else {}
+                runner = Runner(
+                    environment, services, concurrency=workers, limit=limit, on_group=self._keep, ended=ended
+                )
                 totals = await runner.run()
             self.output.own.update(await environment.figures())
             return totals
@@ -210,6 +242,7 @@ class Batch:
             seed=config.seed,
             group_size=config.group_size,
             infra_retries=config.infra_retries,
+            finished=self.output.finished.rollouts if self.output.finished is not None else {},
         )
 
     def _keep(self, group: Group) -> None:

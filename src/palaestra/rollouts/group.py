@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,7 +23,7 @@ from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.journal import AttemptDiscarded, GroupEnded, GroupStarted, Journal, Messages, RolloutEnded
 from palaestra.rollouts.progress import Observer
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.trajectory import Group
+from palaestra.rollouts.trajectory import Group, Trajectory
 from palaestra.sandbox.base import Slot, Snapshot
 from palaestra.tools.registry import schema_hash
 
@@ -46,6 +46,7 @@ class Services:
     group_size: int = 1
     infra_retries: int = 0
     foundations: Foundations = field(kw_only=True)
+    finished: Mapping[str, Mapping[int, Trajectory]] = field(default_factory=dict)
 
 
 class GroupRun:
@@ -68,6 +69,7 @@ class GroupRun:
             self._kit = self._resolve_tools()
             snapshot = await self._prepare()
             services.journal.append(GroupStarted(at=time.time(), group=group))
+            self._take_over()
             await self._roll_out(snapshot)
         except (InfraError, TaskError) as error:
             group.error = f"{type(error).__name__}: {error}"
@@ -130,9 +132,17 @@ class GroupRun:
                 raise PrepareError(f"the setup script of {task.id} failed ({done.error}):\n{done.output[-2000:]}")
         await self.env.prepare(task, slot)
 
+    def _take_over(self) -> None:
+        """Keep what an earlier part of this run finished of the group."""
+        for trajectory in self.services.finished.get(self.group.group_id, {}).values():
+            self.group.trajectories.append(trajectory)
+            self.services.journal.append(RolloutEnded(at=time.time(), trajectory=trajectory))
+            self.services.observer.rollout_finished(trajectory)
+
     async def _roll_out(self, snapshot: Snapshot | None) -> None:
+        done = {trajectory.index for trajectory in self.group.trajectories}
         async with asyncio.TaskGroup() as rollouts:
-            for index in range(self.services.group_size):
+            for index in sorted(set(range(self.services.group_size)) - done):
                 rollouts.create_task(self._one(index, snapshot), name=f"{self.group.group_id}/{index}")
         self.group.trajectories.sort(key=lambda trajectory: trajectory.index)
 

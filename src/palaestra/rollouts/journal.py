@@ -40,8 +40,15 @@ class RunStarted(Event, tag="run", kw_only=True):
     config: dict[str, JSON] = {}
 
 
+class RunResumed(Event, tag="resume", kw_only=True):
+    """The run goes on from here in another process. `torn` tells whether the last line before had been cut off."""
+
+    torn: bool = False
+
+
 class GroupStarted(Event, tag="group", kw_only=True):
-    """A group's tools and preparation; its trajectories are still empty."""
+    """A group's tools and preparation; its trajectories are still empty. A later one of the same group replaces it,
+    with all that followed it: that is how a resumed run takes a half-done group up again."""
 
     group: Group
 
@@ -80,7 +87,7 @@ class RunEnded(Event, tag="end", kw_only=True):
     reason: str
 
 
-AnyEvent = RunStarted | GroupStarted | Messages | RolloutEnded | AttemptDiscarded | GroupEnded | RunEnded
+AnyEvent = RunStarted | RunResumed | GroupStarted | Messages | RolloutEnded | AttemptDiscarded | GroupEnded | RunEnded
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)

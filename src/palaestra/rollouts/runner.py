@@ -8,10 +8,10 @@ every rollout of several groups in a row, since going on would only burn tasks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 
-from palaestra.core.errors import EngineUnavailable, PalaestraError
+from palaestra.core.errors import ConfigError, EngineUnavailable, PalaestraError
 from palaestra.core.types import Task
 from palaestra.rollouts.base import Environment
 from palaestra.rollouts.group import GroupRun, Services, failed_for_the_engine
@@ -56,7 +56,10 @@ class Totals:
 
 
 class Runner:
-    """Runs an environment's tasks, numbered from `first`. `on_group` gets every finished group, as they finish."""
+    """Runs an environment's tasks, numbered from `first`. `on_group` gets every finished group, as they finish.
+
+    `ended` are groups that an earlier part of the same run finished: they are handed on and not run again.
+    """
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class Runner:
         limit: int | None = None,
         first: int = 0,
         on_group: Callable[[Group], None] = lambda group: None,
+        ended: Mapping[int, Group] | None = None,
     ) -> None:
         self.env = env
         self.services = services
@@ -74,6 +78,7 @@ class Runner:
         self.limit = limit
         self.first = first
         self.on_group = on_group
+        self.ended = ended or {}
         self.totals = Totals()
         self._taken = 0
         self._taking = asyncio.Lock()
@@ -93,11 +98,23 @@ class Runner:
     async def _work(self, tasks: AsyncIterator[Task]) -> None:
         while (taken := await self._take(tasks)) is not None:
             number, task = taken
-            group = await GroupRun(self.env, self.services, number, task).run()
+            group = self._ended(number, task)
+            if group is None:
+                group = await GroupRun(self.env, self.services, number, task).run()
             self.totals.add(group)
             self.on_group(group)
             self.services.observer.group_finished(group)
             self._watch_engine(group)
+
+    def _ended(self, number: int, task: Task) -> Group | None:
+        """The group as an earlier part of the run left it. Raises `ConfigError` when it was another task's."""
+        group = self.ended.get(number)
+        if group is not None and group.task_id != task.id:
+            raise ConfigError(
+                f"task {number} is {task.id} now and was {group.task_id}: the run was made from other tasks; "
+                f"start a new one, or restore them"
+            )
+        return group
 
     async def _take(self, tasks: AsyncIterator[Task]) -> tuple[int, Task] | None:
         async with self._taking:

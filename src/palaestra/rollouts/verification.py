@@ -86,7 +86,17 @@ def _rollout(trajectory: Trajectory, verdict: RunVerdict) -> str:
     verdict.trained += found.trained
     for segment in trajectory.ledger.segments[1:]:
         verdict.reasons[segment.reason] = verdict.reasons.get(segment.reason, 0) + 1
-    return _own_row(trajectory, trajectory.ledger, verdict)
+    return _lost_turn(trajectory, trajectory.ledger) or _own_row(trajectory, trajectory.ledger, verdict)
+
+
+def _lost_turn(trajectory: Trajectory, ledger: LedgerRecord) -> str:
+    """Every model call of the conversation must be in the ledger, in order; sub-agents may stand between them."""
+    recorded = iter([(turn.prompt_tokens, turn.sampled_tokens) for turn in ledger.turns])
+    for turn in trajectory.turns:
+        if (turn.prompt_tokens, turn.completion_tokens) not in recorded:
+            what = f"{turn.prompt_tokens} tokens in, {turn.completion_tokens} out"
+            return f"{trajectory.rollout_id}: T3: turn {turn.number} ({what}) is not in the ledger"
+    return ""
 
 
 def _own_row(trajectory: Trajectory, ledger: LedgerRecord, verdict: RunVerdict) -> str:

@@ -154,19 +154,22 @@ def claim_path(path: Path) -> Path:
 class GroupsFile:
     """The growing JSONL file of a run. Groups come in as they finish and go out in item order.
 
-    `path` is the file that was claimed. `add` and `skip` block for the write and its fsync, and may be called from
-    worker threads. A line that waits for an earlier group is held in memory, encoded.
+    `path` is the file that was claimed; with `again` it is the one given, and what was in it is replaced. `add` and
+    `skip` block for the write and its fsync, and may be called from worker threads. A line that waits for an earlier
+    group is held in memory, encoded.
     """
 
-    def __init__(self, path: Path, *, env: str, model: str, first: int = 0, messages: bool = True) -> None:
-        self.path = claim_path(path)
+    def __init__(
+        self, path: Path, *, env: str, model: str, first: int = 0, messages: bool = True, again: bool = False
+    ) -> None:
+        self.path = path if again else claim_path(path)
         self._env = env
         self._model = model
         self._messages = messages
         self._next = first
         self._waiting: dict[int, bytes] = {}
         self._lock = threading.Lock()
-        self._file: IO[bytes] | None = self.path.open("ab")
+        self._file: IO[bytes] | None = self.path.open("wb")
 
     def __enter__(self) -> GroupsFile:
         return self
