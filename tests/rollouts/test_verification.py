@@ -163,6 +163,12 @@ def drop_turn(trajectory: Trajectory) -> None:
     del _ledger(trajectory).turns[-1]
 
 
+def lose_a_turn(trajectory: Trajectory) -> None:
+    """So that the ledger alone looks whole."""
+    turn = trajectory.turns[-1]
+    trajectory.turns.append(msgspec.structs.replace(turn, number=turn.number + 1))
+
+
 def claim_other_tokens(trajectory: Trajectory) -> None:
     row = TokenRow.from_ledger(record_rows(_ledger(trajectory))[0])
     trajectory.row = msgspec.structs.replace(row, tokens=[*row.tokens[:-1], 5])
@@ -185,6 +191,7 @@ def _ledger(trajectory: Trajectory) -> LedgerRecord:
         (drop_logprob, "T3"),
         (forget_reason, "T2"),
         (drop_turn, "T3"),
+        (lose_a_turn, "T3"),
         (claim_other_tokens, "T3"),
         (claim_without_ledger, "T1"),
     ],
