@@ -31,13 +31,9 @@ def main(arguments: list[str]) -> int:
     stream = socket.socket(fileno=int(arguments[0]))
     full = arguments[1] == "full"
     logging.basicConfig(stream=sys.stderr, format="slotd: %(message)s")
-    hierarchies: list[cgroups.Hierarchy] = []
     group: cgroups.ServerGroup | None = None
     try:
-        hierarchies = _start_groups() if full else []
-        if full:
-            group = cgroups.ServerGroup(hierarchies, f"{os.getpid()}-{time.time_ns():x}")
-            group.create()
+        group = _make_group() if full else None
         server = _fork_server(stream, full, group)
     except OSError as error:
         if group is not None:
@@ -52,14 +48,22 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _start_groups() -> list[cgroups.Hierarchy]:
+def _make_group() -> cgroups.ServerGroup:
+    """The server's control groups. What other servers have left is removed on the way."""
     if not namespaces.is_real_root():
         raise PermissionError(1, "needs root")
     hierarchies = cgroups.find()
     if not hierarchies:
         raise OSError(38, "no control group hierarchy with memory and pids is mounted writable here")
     cgroups.sweep(hierarchies)
-    return hierarchies
+    group = cgroups.ServerGroup(hierarchies, f"{os.getpid()}-{time.time_ns():x}")
+    try:
+        group.create()
+    except OSError as error:
+        group.remove()
+        why = f"control groups cannot be made: {error.strerror}: {error.filename}"
+        raise OSError(error.errno, f"{why}; make them writable here, or use the rung userns") from None
+    return group
 
 
 def _fork_server(stream: socket.socket, full: bool, group: cgroups.ServerGroup | None) -> int:
