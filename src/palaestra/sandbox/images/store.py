@@ -39,7 +39,10 @@ def default_folder() -> str:
     """Where this user's images are."""
     if os.geteuid() == 0:
         return "/var/lib/palaestra/images"
-    return os.path.join(pwd.getpwuid(os.geteuid()).pw_dir, ".cache", "palaestra", "images")
+    try:
+        return os.path.join(pwd.getpwuid(os.geteuid()).pw_dir, ".cache", "palaestra", "images")
+    except KeyError:  # a uid without an account
+        return f"/var/tmp/palaestra-{os.geteuid()}/images"  # noqa: S108
 
 
 @dataclass(frozen=True, slots=True)
