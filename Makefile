@@ -1,11 +1,11 @@
 # Everything sets itself up: `make demo` and `make test` need only Python 3.11 or newer, git and make.
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default 2).
 .DEFAULT_GOAL := help
-.PHONY: help demo test check interop constraints setup
+.PHONY: help demo test test-torch check interop constraints setup
 WORKERS ?= 2
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 setup:
 	@scripts/bootstrap
@@ -16,6 +16,10 @@ demo: setup ## roll out real bug-fixing tasks with the oracle and with doing not
 
 test: setup ## run the tests
 	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup
+
+test-torch: setup ## run the tests that need torch and transformers, in an environment of their own
+	@scripts/torch_env
+	@OMP_NUM_THREADS=1 .venv-torch/bin/python -m pytest -q -m torch
 
 check: setup ## lint, format, types, layers, and what must not be committed
 	@.venv/bin/ruff check .
@@ -30,3 +34,6 @@ interop: ## run under the original runtime (not built yet)
 constraints: setup ## pin the newest allowed versions again (needs uv)
 	@uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
 	    --extra data --group dev --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o constraints.txt
+	@printf 'tokenizers>=0.22\ntransformers>=5\n' | uv pip compile - --universal --python-version 3.11 --generate-hashes \
+	    --upgrade --quiet -c constraints.txt --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
+	    -o constraints-torch.txt

@@ -30,7 +30,7 @@ def command() -> None:
 
     \b
       palaestra model tiny /tmp/tiny
-      palaestra model tiny /tmp/tiny --practice 150        # and let it learn to write tool calls
+      palaestra model tiny /tmp/tiny --practice 100        # and let it learn to write tool calls
       palaestra run my_env.py --openai.server_type transformers --model /tmp/tiny
 
     Qwen3 architecture with random weights, a byte-level BPE tokenizer, a chat template with tools. Any program that
