@@ -139,7 +139,7 @@ def real_path(home: str, path: str) -> str:
 
 def _start(plan: Plan, spawn: orders.Spawn, fds: list[int]) -> int:
     """The pid of a new process of the slot's user. Raises OSError with what failed in it before its program ran."""
-    spawn = replace(spawn, cwd=real_path(plan.home, spawn.cwd), env=_environment(plan, spawn.env))
+    asked, spawn = spawn, replace(spawn, cwd=real_path(plan.home, spawn.cwd), env=_environment(plan, spawn.env))
     reader, writer = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
@@ -151,7 +151,7 @@ def _start(plan: Plan, spawn: orders.Spawn, fds: list[int]) -> int:
         return pid
     os.waitpid(pid, 0)
     number, in_directory = struct.unpack("=i?", report)
-    raise OSError(number, os.strerror(number), spawn.cwd if in_directory else spawn.argv[0])
+    raise OSError(number, os.strerror(number), asked.cwd if in_directory else spawn.argv[0])
 
 
 def _become(plan: Plan, spawn: orders.Spawn, fds: list[int], writer: int) -> NoReturn:
@@ -163,8 +163,6 @@ def _become(plan: Plan, spawn: orders.Spawn, fds: list[int], writer: int) -> NoR
             os.setgroups([])
             os.setresgid(plan.user, plan.user, plan.user)
             os.setresuid(plan.user, plan.user, plan.user)
-        for limit, value in plan.limits:
-            _limit(limit, value)
         in_directory = True
         os.chdir(spawn.cwd)
         in_directory = False
@@ -175,6 +173,8 @@ def _become(plan: Plan, spawn: orders.Spawn, fds: list[int], writer: int) -> NoR
             os.dup2(high[index], target, inheritable=True)
         if spawn.terminal:
             fcntl.ioctl(spawn.places[0][1], termios.TIOCSCTTY, 0)
+        for limit, value in plan.limits:
+            _limit(limit, value)
         signal.set_wakeup_fd(-1)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         for number in init.SPAWN_SIGNALS:

@@ -225,6 +225,9 @@ class Confined:
 
     def _require_public(self, path: str, writing: bool) -> None:
         """Refuse what a command of the slot could not read, or write."""
+        denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        if writing:
+            raise denied
         try:
             real = os.path.realpath(path, strict=True)
         except OSError:
@@ -232,8 +235,8 @@ class Confined:
         parents = [real[:index] or "/" for index, letter in enumerate(real) if letter == "/"]
         shown = real == "/" or any(real == top or real.startswith(f"{top}/") for top in self._shown())
         open_to_all = all(os.stat(parent).st_mode & _PASS for parent in parents) and os.stat(real).st_mode & _READ
-        if writing or not shown or (self._users and not open_to_all):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        if not shown or (self._users and not open_to_all):
+            raise denied
 
     def _shown(self) -> tuple[str, ...]:
         return (*init.READ_ONLY, *self._readable)

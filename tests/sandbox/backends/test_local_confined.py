@@ -1,0 +1,381 @@
+"""The rungs without namespaces: `confined` keeps slots apart by users and Landlock, `none` does not.
+
+The same file runs inside ordinary containers, as root and as somebody else (`test_containers.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
+from palaestra.core.types import AllowList, Limits, Network
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import Fork, Mount, Rung, Slot, SlotSpec, View
+from sandbox.processes import descendants, table
+
+pytestmark = pytest.mark.slots
+
+ROOT = os.geteuid() == 0
+needs_users = pytest.mark.skipif(not ROOT, reason="without root there is one slot, and it is the caller's user")
+
+Body = Callable[[LocalBackend, Slot], Awaitable[None]]
+
+
+def confined(body: Body, spec: SlotSpec | None = None, rung: Rung = Rung.CONFINED) -> None:
+    """Run a coroutine function with a backend on this rung and a slot of it."""
+
+    async def main() -> None:
+        backend = LocalBackend(rung=rung)
+        try:
+            await backend.start()
+        except IsolationUnavailable as error:
+            pytest.skip(str(error))
+        async with backend:
+            await body(backend, await backend.create(spec or SlotSpec(), "test"))
+
+    asyncio.run(main())
+
+
+async def gone(path: str) -> bool:
+    """Whether a file goes away in a moment."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(5):
+            while os.path.lexists(path):  # noqa: ASYNC110 - the kernel has no event for this
+                await asyncio.sleep(0.005)
+    return not os.path.lexists(path)
+
+
+def test_commands_run_as_a_user_of_their_own_in_a_workspace_of_their_own() -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        assert (backend.rung, backend.fork, slot.rung) == (Rung.CONFINED, Fork.COPY, Rung.CONFINED)
+        result = await slot.execute("echo $UID; pwd; cd ~ && pwd; cd $TMPDIR && echo x > f; exit 7")
+        assert (result.exit_code, result.metadata["rung"]) == (7, "confined")
+        uid, workspace, home = result.output.split()
+        assert (int(uid) != 0)
+        assert (not ROOT or int(uid) != os.geteuid())
+        assert os.path.dirname(workspace) == os.path.dirname(home)
+        assert await slot.read_text("/tmp/f") == "x\n"
+        assert (await slot.execute("pwd", cwd="/tmp")).output == f"{os.path.dirname(workspace)}/tmp\n"
+        with pytest.raises(FileNotFoundError):
+            await slot.execute("true", cwd="nowhere")
+        assert (await slot.execute(["no-such-program"])).exit_code == 127
+
+    confined(body)
+
+
+@pytest.mark.skipif(
+    not ROOT or os.path.lexists("/workspace"), reason="the link is made by root, where nothing is there"
+)
+def test_the_workspace_is_found_at_the_usual_path() -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        other = await backend.create(SlotSpec(), "other")
+        for name, each in (("one", slot), ("two", other)):
+            assert (await each.execute(f"echo {name} > /workspace/f; cat f; cd /workspace; pwd")).output.split() == [
+                name, "/workspace",
+            ]  # fmt: skip
+
+    confined(body)
+    assert not os.path.lexists("/workspace")
+
+
+@needs_users
+def test_slots_cannot_read_write_signal_or_trace_each_other() -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        place = (await slot.execute("echo secret > f; chmod 777 . f; pwd")).output.strip()
+        assert (await slot.execute("sleep 1000 </dev/null >/dev/null 2>&1 & echo $! > pid")).success
+        pid = (await slot.read_text("pid")).strip()
+        other = await backend.create(SlotSpec(), "other")
+        for attempt in (
+            f"cat {place}/f", f"ls {place}", f"ls {place}/../..", f": > {place}/g", f"kill -0 {pid}",
+            f"cat /proc/{pid}/environ",
+            f"ls -l /proc/{pid}/cwd/", f"rm -rf {place}/f", "ls /dev/shm", f"ln {place}/f l && cat l",
+        ):  # fmt: skip
+            assert not (await other.execute(attempt)).success, attempt
+        assert (await slot.execute(f"cat f; kill -0 {pid} && echo alive")).output == "secret\nalive\n"
+
+    confined(body)
+
+
+def test_nothing_but_the_own_directories_can_be_written_and_the_system_read() -> None:
+    async def body(_: LocalBackend, slot: Slot) -> None:
+        for path in ("/etc", "/usr", "/tmp", "/var/tmp", "/proc/sys/kernel", "..", "/dev", "/"):
+            assert not (await slot.execute(f": > {path}/intruder")).success, path
+        for path in ("/etc/shadow", "/var", "/home", "/root", "/run", "/sys", "../.."):
+            assert not (await slot.execute(f"if [ -d {path} ]; then ls {path}; else cat {path}; fi")).success, path
+        for command in ("mv ../workspace ../w", "rmdir ../tmp", "ln -s / ../s", "mknod n c 0 0", "mkfifo ../p"):
+            assert not (await slot.execute(command)).success, command
+        assert (await slot.execute("cat /etc/passwd >/dev/null; ls /usr/bin >/dev/null; python3 -c 1")).success
+        assert (
+            await slot.execute("mkdir -p a/b c && echo x > a/b/f && mv a/b/f c/g && mv a d && cat c/g")
+        ).output == "x\n"
+
+    confined(body)
+
+
+def test_the_network_is_there_only_when_asked_for() -> None:
+    probe = (
+        "import socket\n"
+        "for family in (socket.AF_INET, socket.AF_INET6):\n"
+        "    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):\n"
+        "        try: socket.socket(family, kind); print('made')\n"
+        "        except OSError as error: print(error.errno)\n"
+        "a, b = socket.socketpair(); a.send(b'x'); print(b.recv(1))\n"
+    )
+
+    async def off(_: LocalBackend, slot: Slot) -> None:
+        assert (await slot.execute(["python3", "-c", probe])).output == "97\n" * 4 + "b'x'\n"
+
+    async def on(_: LocalBackend, slot: Slot) -> None:
+        assert (await slot.execute(["python3", "-c", probe])).output == "made\n" * 4 + "b'x'\n"
+
+    confined(off)
+    confined(on, SlotSpec(network=Network.ON))
+
+
+@needs_users
+def test_a_slot_that_kills_everything_kills_its_own_commands() -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        server, other = backend.server_pid, await backend.create(SlotSpec(), "other")
+        await other.execute("sleep 1000 </dev/null >/dev/null 2>&1 & echo $! > pid")
+        await slot.execute("kill -9 -1; for i in 1 2 3; do (kill -9 -1); kill -9 $PPID; done")
+        assert (await slot.execute("echo still here")).output == "still here\n"
+        assert (await other.execute("kill -0 $(cat pid) && echo untouched")).output == "untouched\n"
+        assert backend.server_pid == server
+
+    confined(body)
+
+
+@pytest.mark.skipif(ROOT, reason="with root the init is out of a command's reach")
+def test_without_root_a_command_can_end_its_slot_and_no_more() -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        with pytest.raises(SandboxError, match="one slot at a time"):
+            await backend.create(SlotSpec(), "second")
+        with pytest.raises(SlotLost):
+            await slot.execute("(sleep 1000 &) ; kill -9 -1; kill -9 $PPID; sleep 10")
+        await backend.destroy(slot)
+        again = await backend.create(SlotSpec(), "again")
+        assert (await again.execute("echo fine")).output == "fine\n"
+
+    confined(body)
+
+
+def test_a_timeout_kills_whatever_the_command_has_started() -> None:
+    async def body(_: LocalBackend, slot: Slot) -> None:
+        script = "import os,time\nif os.fork()==0:\n os.setsid()\n if os.fork()==0: time.sleep(1000)\n os._exit(0)\n"
+        await slot.write_text("daemon.py", script + "time.sleep(1000)\n")
+        result = await slot.execute("echo before; sleep 1000 & python3 daemon.py", timeout_s=1.0)
+        assert (result.metadata["timeout"], result.output) == (True, "before\n")
+        if ROOT:
+            own = "for p in /proc/[0-9]*; do [ -O $p ] && read -r line < $p/stat && echo $line; done 2>/dev/null"
+            left = (await slot.execute(own)).output
+            assert "(bash)" in left
+            assert "(sleep)" not in left
+            assert "(python3)" not in left
+
+    confined(body)
+
+
+def test_destroying_a_slot_leaves_nothing_of_it() -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        place = (await slot.execute("pwd")).output.strip()
+        deep = "import os\nfor _ in range(300): os.mkdir('d' * 100); os.chdir('d' * 100)\n"
+        assert (await slot.execute(["python3", "-c", deep])).success
+        await slot.execute("echo x > /dev/shm/palaestra-left-$UID; mkdir closed; chmod 0 closed")
+        started = "for i in 1 2 3; do (setsid sleep 1000 </dev/null >/dev/null 2>&1 &); done; (python3 -c 'import os\n"
+        started += "while True: os.fork() and os._exit(0)' </dev/null >/dev/null 2>&1 &)" if ROOT else "pass')"
+        await slot.execute(started)
+        await backend.destroy(slot)
+        inside = [process.name for process in descendants(backend.server_pid)]
+        assert "sleep" not in inside
+        assert "python3" not in inside
+        assert await gone(os.path.dirname(place))
+        if ROOT:
+            assert not [name for name in os.listdir("/dev/shm") if name.startswith("palaestra-left")]
+
+    confined(body)
+
+
+def test_files_are_reached_at_the_paths_of_every_backend() -> None:
+    async def body(_: LocalBackend, slot: Slot) -> None:
+        await slot.write_text("sub/a.txt", "hello", mode=0o600)
+        await slot.write_text("/root/.rc", "home")
+        assert (
+            await slot.execute("cat sub/a.txt ~/.rc; stat -c %a sub/a.txt; rm sub/a.txt; echo new > b")
+        ).output == "hellohome600\n"
+        assert [entry.path for entry in await slot.list_dir(".")] == ["/workspace/b", "/workspace/sub"]
+        assert [entry.path for entry in await slot.list_dir("sub")] == []
+        entry = await slot.stat("/workspace/b")
+        assert entry is not None
+        assert (entry.path, entry.size) == ("/workspace/b", 4)
+        assert await slot.stat("missing") is None
+        with pytest.raises(FileNotFoundError) as missing:
+            await slot.read_text("missing")
+        assert missing.value.filename == "/workspace/missing"
+        await slot.remove("sub")
+        assert await slot.stat("sub") is None
+        assert "root" in await slot.read_text("/etc/passwd")
+        for path in ("/etc/shadow", "/proc/1/environ", "/var/log", "/home"):
+            with pytest.raises((PermissionError, FileNotFoundError)):
+                await slot.read_bytes(path)
+        for path in ("/etc/new", "/new", "/var/tmp/new", "/etc/hostname"):
+            with pytest.raises(PermissionError):
+                await slot.write_text(path, "x")
+            assert not path.endswith("new") or not os.path.lexists(path)
+        with pytest.raises(PermissionError):
+            await slot.remove("/usr/bin/env")
+
+    confined(body)
+
+
+def test_links_of_the_slot_lead_the_server_nowhere() -> None:
+    async def body(_: LocalBackend, slot: Slot) -> None:
+        await slot.execute("ln -s /etc/shadow s; ln -s / r; ln -s ../../.. up; ln -s /etc/passwd ~/p")
+        for path in ("s", "r/etc/shadow", "up/etc/shadow", "../../../../etc/shadow", "/root/p"):
+            with pytest.raises((FileNotFoundError, PermissionError)):
+                await slot.read_bytes(path)
+        await slot.write_text("r/etc/made", "inside")
+        assert not os.path.lexists("/etc/made")
+
+    confined(body)
+
+
+def test_a_sealed_slot_starts_others_and_shows_views() -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute("mkdir -p tests src; echo 1 > tests/t; echo 1 > src/s; ln -s tests link; echo h > ~/h")
+        base = await backend.seal(slot)
+        agent = await backend.create(SlotSpec(), "agent", base)
+        assert (await agent.execute("cat tests/t src/s ~/h; stat -c %u src | grep -c $UID")).output == "1\n1\nh\n1\n"
+        await agent.execute(
+            "echo 2 > tests/t; echo 2 > src/s; echo x > conftest.py; rm -r link; mkdir link; echo > link/y"
+        )
+        changes = {change.path: change.kind for change in await agent.changes()}
+        assert changes == {
+            "/workspace/tests/t": "file", "/workspace/src/s": "file", "/workspace/conftest.py": "file",
+            "/workspace/link": "dir", "/workspace/link/y": "file",
+        }  # fmt: skip
+        sealed = await backend.seal(agent)
+        view = await backend.view(
+            sealed, View(only=("/workspace",), without=("tests", "/workspace/tests", "/workspace/conftest.py"))
+        )
+        grader = await backend.create(SlotSpec(), "grader", view)
+        assert (await grader.execute("cat tests/t src/s ~/h; ls")).output.split() == [
+            "1",
+            "2",
+            "h",
+            "link",
+            "src",
+            "tests",
+        ]
+        await backend.destroy(grader)
+        whole = await backend.create(SlotSpec(), "whole", sealed)
+        assert (await whole.execute("cat tests/t; ls conftest.py")).output == "2\nconftest.py\n"
+        assert {change.path for change in await backend.changes(view)} == {
+            "/workspace/src/s", "/workspace/link", "/workspace/link/y",
+        }  # fmt: skip
+        await backend.destroy(whole)
+        for snapshot in (base, sealed, view):
+            await backend.forget(snapshot)
+
+    confined(body)
+
+
+def test_limits_hold_for_each_process() -> None:
+    limits = Limits(memory_bytes=200 << 20, disk_bytes=1 << 20, open_files=40, pids=20)
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        assert "MemoryError" in (await slot.execute(["python3", "-c", "bytearray(300 << 20)"])).output
+        assert not (await slot.execute("head -c 3000000 /dev/zero > f")).success
+        assert (
+            "Too many open files"
+            in (await slot.execute(["python3", "-c", "[open('/dev/null') for _ in range(60)]"])).output
+        )
+        assert (await slot.execute("ulimit -c")).output == "0\n"
+        if ROOT:
+            bomb = await slot.execute("b() { b | b & }; b; sleep 0.3; echo over", timeout_s=3.0)
+            assert "Resource temporarily unavailable" in bomb.output
+            other = await backend.create(SlotSpec(), "other")
+            assert (await other.execute("echo fine")).output == "fine\n"
+
+    confined(body, SlotSpec(limits=limits))
+
+
+def test_when_the_server_is_killed_nothing_stays() -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        place = (await slot.execute("(setsid sleep 1234 </dev/null >/dev/null 2>&1 &); pwd")).output.strip()
+        [server] = [process for process in descendants(backend.server_pid) if process.parent == backend.server_pid]
+        sleepers = [process.pid for process in descendants(backend.server_pid) if process.name == "sleep"]
+        assert sleepers
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(SlotLost):
+            await slot.execute("true")
+        assert await gone(os.path.dirname(os.path.dirname(place)))
+        assert not {process.pid for process in table()} & set(sleepers)
+        again = await backend.create(SlotSpec(), "again")
+        assert (await again.execute("echo back")).output == "back\n"
+
+    confined(body)
+
+
+@needs_users
+def test_the_next_start_finishes_what_watcher_and_server_left() -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        place = (await slot.execute("(setsid sleep 1234 </dev/null >/dev/null 2>&1 &); pwd")).output.strip()
+        sleepers = [process.pid for process in descendants(backend.server_pid) if process.name == "sleep"]
+        os.kill(backend.server_pid, signal.SIGKILL)
+        with pytest.raises(SlotLost):
+            await slot.execute("true")
+        assert os.path.isdir(os.path.dirname(place))
+        again = await backend.create(SlotSpec(), "again")
+        assert (await again.execute("echo back")).output == "back\n"
+        assert not os.path.lexists(os.path.dirname(place))
+        assert not {process.pid for process in table()} & set(sleepers)
+
+    confined(body)
+
+
+def test_what_the_rung_does_not_have_is_refused(tmp_path: Path) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await backend.destroy(slot)
+        (tmp_path / "usr").mkdir()
+        for spec, words in (
+            (SlotSpec(image=str(tmp_path)), "no image"),
+            (SlotSpec(network=AllowList(("example.org",))), "list of hosts"),
+            (SlotSpec(mounts=(Mount(str(tmp_path), "/elsewhere"),)), "cannot mount"),
+        ):
+            with pytest.raises(SandboxError, match=words):
+                await backend.create(spec, "test")
+
+    confined(body)
+    with pytest.raises(ConfigError, match="required"):
+        asyncio.run(LocalBackend(rung=Rung.CONFINED, require=Rung.USERNS).start())
+    with pytest.raises(ConfigError, match="required"):
+        asyncio.run(LocalBackend.from_isolation("none", require_sandbox=True).start())
+
+
+def test_the_rung_none_runs_commands_as_the_caller_and_says_so() -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        result = await slot.execute("echo $UID; echo x > f; (exec 3<>/dev/tcp/127.0.0.1/1) 2>&1")
+        assert result.output.startswith(f"{os.geteuid()}\n")
+        assert "refused" in result.output
+        assert (backend.rung, result.metadata["rung"]) == (Rung.NONE, "none")
+        snapshot = await backend.seal(slot)
+        again = await backend.create(SlotSpec(), "again", snapshot)
+        assert await again.read_text("f") == "x\n"
+        assert (await again.execute("sleep 1000 & sleep 1000", timeout_s=0.3)).exit_code == 124
+
+    confined(body, rung=Rung.NONE)
+
+
+def test_the_rung_none_is_never_chosen() -> None:
+    async def main() -> None:
+        async with LocalBackend() as backend:
+            assert backend.rung >= Rung.CONFINED
+
+    asyncio.run(main())
