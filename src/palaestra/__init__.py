@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from palaestra.envs.function import environment
     from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item, ScoredDataGroup, ScoredDataItem
     from palaestra.inference.config import APIServerConfig, ServerBaseline
+    from palaestra.inference.parsers import get_parser, list_parsers, register_parser
     from palaestra.inference.servers import ServerManager
     from palaestra.rollouts.context import ToolContext
     from palaestra.sandbox.base import ExecutionResult, Slot
@@ -57,7 +58,10 @@ __all__ = [
     "ToolStep",
     "build_tool_registry",
     "environment",
+    "get_parser",
     "get_tool_definitions",
+    "list_parsers",
+    "register_parser",
 ]
 
 _MODULES = {
@@ -90,7 +94,10 @@ _MODULES = {
     "ToolStep": "core.types",
     "build_tool_registry": "tools.registry",
     "environment": "envs.function",
+    "get_parser": "inference.parsers",
     "get_tool_definitions": "tools.registry",
+    "list_parsers": "inference.parsers",
+    "register_parser": "inference.parsers",
 }
 
 

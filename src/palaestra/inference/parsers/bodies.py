@@ -13,7 +13,7 @@ from palaestra.core.types import JSON
 from palaestra.inference.parsers.base import Malformed, Reason
 from palaestra.inference.parsers.grammar import Output
 from palaestra.inference.parsers.json_text import decode_members, decode_object, scan_value
-from palaestra.inference.parsers.source import Closing, Markers, Reading, Source, closing
+from palaestra.inference.parsers.source import Closing, Reading, Source, closing, marks
 
 CUT_OFF = "the output was cut off before the end of the call"
 
@@ -66,7 +66,7 @@ def cut_off(source: Source, ending: Closing) -> Malformed | None:
 
 def _first_end(source: Source, start: int, tags: Tags) -> Reading[int]:
     """After the next end tag, or before the next call where that comes first, or at the end of the output."""
-    found = yield from source.find(Markers(tags.open, tags.last), start)
+    found = yield from source.find(marks(tags.open, tags.last), start)
     if found is None:
         return source.end
     return found.end if found.text == tags.last else found.start
@@ -80,10 +80,10 @@ def _end_of_broken(source: Source, start: int, failed: int, tags: Tags) -> Readi
     """
     if failed >= source.end:
         return source.end
-    first = yield from source.find(Markers(tags.last), start, stop=failed)
-    if first is not None and (yield from source.find(Markers(tags.open), first.end, stop=failed)) is not None:
+    first = yield from source.find(marks(tags.last), start, stop=failed)
+    if first is not None and (yield from source.find(marks(tags.open), first.end, stop=failed)) is not None:
         return first.end
-    found = yield from source.find(Markers(tags.last), failed)
+    found = yield from source.find(marks(tags.last), failed)
     if found is not None:
         return found.end
     return source.end if first is None else first.end

@@ -22,7 +22,7 @@ from palaestra.inference.parsers.bodies import CUT_OFF
 from palaestra.inference.parsers.grammar import Grammar, Output
 from palaestra.inference.parsers.markup import Element, write_element
 from palaestra.inference.parsers.render import bare
-from palaestra.inference.parsers.source import Mark, Markers, Reading, Source
+from palaestra.inference.parsers.source import Mark, Markers, Reading, Source, marks
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
@@ -38,7 +38,7 @@ class Glm47(Grammar):
     def read(self, output: Output, mark: Mark) -> Reading[int | None]:
         """One call; a tag that neither a pair nor the end tag follows is only mentioned."""
         source = output.source
-        found = yield from source.find(Markers(_KEY, _CLOSE, _OPEN), mark.end)
+        found = yield from source.find(marks(_KEY, _CLOSE, _OPEN), mark.end)
         if found is None or found.text == _OPEN:
             return (yield from self._unfinished(output, mark, source.end if found is None else found.start))
         name = source.read(mark.end, found.start).strip()
@@ -48,7 +48,7 @@ class Glm47(Grammar):
             arguments, end = yield from self._pairs(output, name, found.start)
             element = Element(name, arguments, end)
         except Malformed as problem:
-            last = yield from source.find(Markers(_CLOSE), problem.at)
+            last = yield from source.find(marks(_CLOSE), problem.at)
             name = name if _NAME.fullmatch(name) else ""
             element = Element(name, {}, source.end if last is None else last.end, problem)
         write_element(output, element, mark.start)
@@ -74,7 +74,7 @@ class Glm47(Grammar):
                     return arguments, source.end
                 reason, why = (Reason.UNCLOSED, CUT_OFF) if ended else (Reason.MALFORMED_MARKUP, "a pair is missing")
                 raise Malformed(reason, why, position)
-            key_end = yield from source.find(Markers(_KEY_END, _CLOSE), position)
+            key_end = yield from source.find(marks(_KEY_END, _CLOSE), position)
             if key_end is None or key_end.text == _CLOSE:
                 at = source.end if key_end is None else key_end.start
                 raise Malformed(Reason.UNCLOSED, "a key is not closed", at)
@@ -94,7 +94,7 @@ class Glm47(Grammar):
         """Where a value ends, and where the pairs go on: an end tag that nothing fitting follows is in the value."""
         position = start
         while True:
-            mark = yield from source.find(Markers(_VALUE_END, f"{_KEY_END}{_VALUE}", f"{_KEY_END}\n{_VALUE}"), position)
+            mark = yield from source.find(marks(_VALUE_END, f"{_KEY_END}{_VALUE}", f"{_KEY_END}\n{_VALUE}"), position)
             if mark is None:
                 raise Malformed(Reason.UNCLOSED, CUT_OFF if source.cut else "a value is not closed", source.end)
             if mark.text != _VALUE_END:

@@ -15,7 +15,7 @@ from typing import ClassVar
 from palaestra.inference.parsers.base import Call, Event, Malformed, Parsed, Reason, Reasoning, Tools, Unwritable
 from palaestra.inference.parsers.page import Page
 from palaestra.inference.parsers.schemas import ArgumentTypes
-from palaestra.inference.parsers.source import Mark, Markers, Reading, Source
+from palaestra.inference.parsers.source import Mark, Markers, Reading, Source, marks
 
 
 class Output:
@@ -80,9 +80,9 @@ class GrammarStream:
     def __init__(self, grammar: Grammar, tools: Tools | None, thinking: bool) -> None:
         self._grammar = grammar
         self._output = Output(tools, grammar.short_ids)
-        self._opens = {begin: Markers(end) for begin, end in grammar.thinking}
+        self._opens = {begin: marks(end) for begin, end in grammar.thinking}
         self._ends = frozenset(end for _, end in grammar.thinking)
-        self._marks = Markers(*grammar.openers.literals, *self._opens, *self._ends)
+        self._marks = marks(*grammar.openers.literals, *self._opens, *sorted(self._ends))
         self._thinking = thinking and bool(self._opens)
         self._reading = self._read()
 
@@ -160,7 +160,7 @@ def mentioned(output: Output, mark: Mark, close: str) -> Reading[int | None]:
             Malformed(Reason.UNCLOSED, "the output ends where a call begins"), "", mark.start, source.end
         )
         return source.end
-    found = yield from source.find(Markers(mark.text, close), mark.end)
+    found = yield from source.find(marks(mark.text, close), mark.end)
     if found is None or found.text != close:
         return None
     problem = Malformed(Reason.MALFORMED_MARKUP, "what stands between the tags is no call")

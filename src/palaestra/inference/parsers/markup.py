@@ -19,7 +19,7 @@ from palaestra.inference.parsers.bodies import CUT_OFF
 from palaestra.inference.parsers.grammar import Grammar, Output, mentioned
 from palaestra.inference.parsers.json_text import decode_object, scan_value
 from palaestra.inference.parsers.render import bare
-from palaestra.inference.parsers.source import Mark, Markers, Reading, Source, closing
+from palaestra.inference.parsers.source import Mark, Markers, Reading, Source, closing, marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Markup(Grammar):
             end = yield from self._arguments(output, name, head.end, arguments)
             return Element(name, arguments, end)
         except Malformed as problem:
-            found = yield from source.find(Markers(self.call[1]), problem.at)
+            found = yield from source.find(marks(self.call[1]), problem.at)
             return Element(name, {}, source.end if found is None else found.end, problem)
 
     def _arguments(self, output: Output, name: str, start: int, arguments: dict[str, JSON]) -> Reading[int]:
@@ -118,10 +118,10 @@ class Markup(Grammar):
 
     def _value_end(self, source: Source, start: int) -> Reading[tuple[int, int]]:
         """Where the value that begins at `start` ends, and where the markup goes on. Raises `Malformed`."""
-        marks = Markers(self.parameter[1], self.parameter[0], self.call[1])
+        found = marks(self.parameter[1], self.parameter[0], self.call[1])
         position = start
         while True:
-            mark = yield from source.find(marks, position)
+            mark = yield from source.find(found, position)
             if mark is None:
                 raise Malformed(Reason.UNCLOSED, CUT_OFF if source.cut else "an argument is not closed", source.end)
             after = yield from source.skip(mark.end)

@@ -15,7 +15,7 @@ from palaestra.inference.parsers.base import Malformed, Reason
 from palaestra.inference.parsers.bodies import Tags, json_body
 from palaestra.inference.parsers.grammar import Grammar, Output
 from palaestra.inference.parsers.json_text import decode_object
-from palaestra.inference.parsers.source import Mark, Markers, Reading, Source
+from palaestra.inference.parsers.source import Mark, Reading, Source, marks
 
 
 class Header(NamedTuple):
@@ -90,7 +90,7 @@ class Sections(Grammar):
 
 def head(source: Source, start: int, end_mark: str, tags: Tags) -> Reading[Mark | Header | None]:
     """The mark that ends a header; None when another tag comes first, an unclosed header when the output ends."""
-    found = yield from source.find(Markers(end_mark, tags.open, tags.last), start)
+    found = yield from source.find(marks(end_mark, tags.open, tags.last), start)
     if found is None:
         return Header("", "", source.end, Malformed(Reason.UNCLOSED, "the output ends in the header of a call"))
     return found if found.text == end_mark else None

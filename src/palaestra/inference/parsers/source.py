@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Generator
+from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 T = TypeVar("T")
@@ -45,6 +46,12 @@ class Markers:
             if block[found.start() :] in self._beginnings:
                 return len(block) - found.start()
         return 0
+
+
+@lru_cache(maxsize=256)
+def marks(*literals: str) -> Markers:
+    """The same as `Markers`, made once: for tags that depend on the format, in code that runs per call."""
+    return Markers(*literals)
 
 
 class Source:
