@@ -220,7 +220,7 @@ class Process(Protocol):
         ...
 
     async def resize(self, size: TerminalSize) -> None:
-        """Another window size; its foreground processes are told. ValueError without a terminal."""
+        """Another window size; its foreground processes are told. OSError (ENOTTY) without a terminal."""
         ...
 
     async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
@@ -403,6 +403,11 @@ class Backend(Protocol):
 
     @property
     def rung(self) -> Rung: ...
+
+    @property
+    def capacity(self) -> int | None:
+        """How many slots there can be at a time, once it is started; None is no limit of the backend's."""
+        ...
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot: ...
 

@@ -242,6 +242,9 @@ def test_long_commands_and_odd_ones(with_slot: WithSlot) -> None:
         assert (await shell.run(f"y={text}; echo ${{#y}}")).output == "1000000\n"
         assert await output_of(shell, "echo ${#y}; # comment") == "1000000\n"
         assert await output_of(shell, "") == ""
+        assert (await shell.run("echo a\0b")).exit_code == 126
+        assert (await shell.run("echo \ud800")).exit_code == 126
+        assert await output_of(shell, "echo \udce9") == "\ufffd\n"
         assert await output_of(shell, "# nothing") == ""
         assert await output_of(shell, "echo a\\") == (await slot.execute("echo a\\")).output
         assert (await shell.run("exec >log; echo hidden; exec >&99")).output == ""

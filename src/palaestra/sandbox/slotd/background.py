@@ -7,6 +7,7 @@ to it is taken as fast as it reads; that delays only who writes.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections import deque
@@ -30,7 +31,7 @@ RING_BYTES = 256 << 10
 END_OF_INPUT = b"\x04"
 """What ends the input of a terminal in its usual mode."""
 
-_BREATH_EVERY_BYTES, _BREATH_S = 4 << 20, 0.02
+_BREATH_EVERY_BYTES, _BREATH_S, _NOBODY_S = 4 << 20, 0.02, 0.02
 """After so much output of one process the server turns to the others for a moment: at most 200 MB/s per process."""
 
 
@@ -57,6 +58,7 @@ class Background:
         self._ring, self._seen = Ring(RING_BYTES), Capture(RING_BYTES)
         self._spill = Spill(shelf, f"process-{name & 0xFFFF}", RING_BYTES)
         self._breath = 0
+        self._paused = self._waiting_for_room = False
         self._writing: deque[tuple[int, memoryview, int]] = deque()
         self._readers: dict[int, _Reader] = {}
         self._killers: list[int] = []
@@ -90,9 +92,6 @@ class Background:
         finally:
             pipes.close(*ends)
         self._loop.watch(self._output, self._on_output)
-        if self._input not in (-1, self._output):
-            self._loop.watch(self._input, self._on_input)
-            self._loop.watch_for(self._input, 0, self._on_input)
 
     # Requests
 
@@ -109,7 +108,7 @@ class Background:
     def write(self, number: int, data: bytes, close: bool) -> None:
         """Answer when all of `data` is in its input; `close` ends the input after it. Raises BrokenPipeError."""
         if self._input < 0 or self._closing or self.over:
-            raise BrokenPipeError(32, "the input of the process is closed")
+            raise BrokenPipeError(errno.EPIPE, "the input of the process is closed")
         self._closing = close
         if close and self._terminal:
             data, self._closing = data + END_OF_INPUT, False
@@ -118,9 +117,9 @@ class Background:
         self._on_input()
 
     def resize(self, rows: int, columns: int) -> None:
-        """Another size for its terminal. Raises ValueError where it has none."""
+        """Another size for its terminal. Raises OSError where it has none."""
         if not self._terminal:
-            raise ValueError("the process has no terminal")
+            raise OSError(errno.ENOTTY, "the process has no terminal")
         if self._output >= 0:
             terminals.resize(self._output, rows, columns)
 
@@ -213,10 +212,13 @@ class Background:
         data = pipes.read(self._output)
         if data is None:
             self._on_input()  # of a terminal, both ways come through one descriptor
-        elif not data:
-            self._close_output()
-        else:
+        elif data:
             self._take(data)
+        elif self._terminal and not self.over:
+            # Nobody has it open now. To close it would be to hang up on a process that is about to end, or to open it.
+            self._pause(_NOBODY_S)
+        else:
+            self._close_output()
 
     def _take(self, data: bytes) -> None:
         self._spill.add(data, self._seen)
@@ -228,12 +230,20 @@ class Background:
         self._breath += len(data)
         if self._breath >= _BREATH_EVERY_BYTES and not self.over:
             self._breath = 0
-            self._loop.watch_for(self._output, 0, self._on_output)
-            self._loop.later(_BREATH_S, self._go_on)
+            self._pause(_BREATH_S)
+
+    def _pause(self, seconds: float) -> None:
+        """Not listen for a while. (A descriptor without a peer is always ready, whatever it is watched for.)"""
+        if not self._paused:
+            self._paused = True
+            self._loop.unwatch(self._output)
+            self._loop.later(seconds, self._go_on)
 
     def _go_on(self) -> None:
+        self._paused = False
         if self._output >= 0:
-            self._loop.watch_for(self._output, READ, self._on_output)
+            self._loop.watch(self._output, self._on_output)
+            self._watch_input()
 
     def _on_input(self) -> None:
         """Write what can be written without waiting."""
@@ -246,7 +256,12 @@ class Background:
             except OSError:  # it has closed its input
                 self._writing.popleft()
                 self._talks.pop(number, None)
-                error = {"error": "os", "errno": 32, "message": "the process has closed its input", "path": None}
+                error = {
+                    "error": "os",
+                    "errno": errno.EPIPE,
+                    "message": "the process has closed its input",
+                    "path": None,
+                }
                 self._link.send(Kind.ERROR, number, error)
                 continue
             if written < len(view):
@@ -259,10 +274,17 @@ class Background:
         self._watch_input()
 
     def _watch_input(self) -> None:
-        if self._input >= 0 and self._input != self._output:
-            self._loop.watch_for(self._input, WRITE if self._writing else 0, self._on_input)
-        elif self._input >= 0:
-            self._loop.watch_for(self._output, READ | WRITE if self._writing else READ, self._on_output)
+        """Listen for room only while there is something to write."""
+        if self._input >= 0 and self._input == self._output:
+            if not self._paused:
+                self._loop.watch_for(self._output, READ | WRITE if self._writing else READ, self._on_output)
+        elif self._input >= 0 and bool(self._writing) != self._waiting_for_room:
+            self._waiting_for_room = bool(self._writing)
+            if self._writing:
+                self._loop.watch(self._input, self._on_input)
+                self._loop.watch_for(self._input, WRITE, self._on_input)
+            else:
+                self._loop.unwatch(self._input)
 
     # Answers
 

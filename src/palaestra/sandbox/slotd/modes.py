@@ -20,6 +20,7 @@ All carry the lease. `output`, `wait` and `input` can be cancelled; they are the
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from collections.abc import Callable
@@ -30,8 +31,10 @@ from .executions import Request
 from .frames import Fields, Frame, Kind
 from .link import Link
 from .loop import Loop
+from .orders import Kind as ReportKind
+from .orders import Report
 from .shells import Shell, ShellBusy
-from .slots import Slot, State
+from .slots import Slot, State, start_error
 from .spills import Shelf, Spill
 from .transfers import Conversation
 from .warm import WarmShells
@@ -69,12 +72,13 @@ class ModeRequests:
         self._loop, self._link, self._talks, self._leased, self._locate = loop, link, talks, leased, locate
         self._numbers = itertools.count(_FIRST_CHILD)
         self._modes: dict[str, _Modes] = {}
-        self.operations: dict[str, Callable[[Frame], None]] = {
+        operations: dict[str, Callable[[Frame], None]] = {
             "spawn": self._spawn, "output": self._output, "wait": self._wait, "input": self._input,
             "signal": self._signal, "resize": self._resize, "kill": self._kill, "processes": self._list,
             "dismiss": self._dismiss, "shell": self._shell, "run": self._run, "close_shell": self._close_shell,
             "prewarm": self._prewarm,
         }  # fmt: skip
+        self.operations = {name: _checked(operation) for name, operation in operations.items()}
 
     def run_warm(self, slot: Slot, number: int, request: Request, command: str | None) -> bool:
         """Run a command of one call in a waiting shell, where there is one that can."""
@@ -109,7 +113,9 @@ class ModeRequests:
         if len(modes.processes) >= MAX_PROCESSES:
             ended = next((process.name for process in modes.processes.values() if process.over), None)
             if ended is None:
-                raise OSError(11, f"{MAX_PROCESSES} background processes run in the slot already; end one first")
+                raise OSError(
+                    errno.EAGAIN, f"{MAX_PROCESSES} background processes run in the slot already; end one first"
+                )
             del modes.processes[ended]
 
     def _output(self, frame: Frame) -> None:
@@ -147,7 +153,7 @@ class ModeRequests:
     def _shell(self, frame: Frame) -> None:
         modes, fields = self._of(self._leased(frame)), frame.fields
         if len(modes.shells) >= MAX_SHELLS:
-            raise OSError(11, f"{MAX_SHELLS} shells are open in the slot already; close one first")
+            raise OSError(errno.EAGAIN, f"{MAX_SHELLS} shells are open in the slot already; close one first")
         name = next(self._numbers)
         shell = Shell(
             modes.slot, self._loop, self._link, self._numbers, self._talks,
@@ -160,16 +166,19 @@ class ModeRequests:
         modes, fields = self._of(self._leased(frame)), frame.fields
         shell = modes.shells.get(fields["shell"])
         if shell is None:
-            raise OSError(3, "the shell has been closed")
+            raise OSError(errno.ESRCH, "the shell has been closed")
         request = Request(
             argv=[], shell=modes.slot.shell(), cwd="", env={}, stdin=frame.data, timeout_s=fields["timeout_s"],
             max_output_bytes=fields["max_output_bytes"], stream=fields["stream"], verdict=False, spill=fields["spill"],
         )  # fmt: skip
         try:
-            command = os.fsencode(fields["command"])
+            command = _bytes(fields["command"])
             shell.run(request, frame.request, command, self.spill(modes.slot, frame.request, request))
         except ShellBusy as error:
-            raise OSError(16, str(error)) from None
+            raise OSError(errno.EBUSY, str(error)) from None
+        except ValueError:  # as when a fresh shell is given the same
+            invalid = start_error(Report(ReportKind.NOT_STARTED, value=errno.EINVAL))
+            self._link.send(Kind.ERROR, frame.request, invalid)
 
     def _close_shell(self, frame: Frame) -> None:
         shell = self._of(self._leased(frame)).shells.pop(frame.fields["shell"], None)
@@ -188,7 +197,7 @@ class ModeRequests:
     def _process(self, frame: Frame) -> Background:
         process = self._of(self._leased(frame)).processes.get(frame.fields["process"])
         if process is None:
-            raise OSError(3, "no such process of this slot; it may have been forgotten after its end")
+            raise OSError(errno.ESRCH, "no such process of this slot; it may have been forgotten after its end")
         return process
 
     def _of(self, slot: Slot) -> _Modes:
@@ -202,3 +211,22 @@ class ModeRequests:
 
     def _reply(self, frame: Frame, fields: Fields | None = None) -> None:
         self._link.send(Kind.RESULT, frame.request, fields)
+
+
+def _checked(operation: Callable[[Frame], None]) -> Callable[[Frame], None]:
+    """What no system call takes is the caller's error, not the server's."""
+
+    def checked(frame: Frame) -> None:
+        try:
+            operation(frame)
+        except ValueError as error:
+            raise OSError(errno.EINVAL, str(error)) from None
+
+    return checked
+
+
+def _bytes(command: str) -> bytes:
+    data = os.fsencode(command)
+    if b"\0" in data:
+        raise ValueError("a command cannot hold a NUL character")
+    return data

@@ -56,7 +56,9 @@ _BASH = _Dialect(
     "set +o history +H; unset HISTFILE MAILCHECK\n",
 )
 _SH = _Dialect(["/bin/sh", "-i"], (6, 7, 8, 9), "")
-_REPORT = "__slot(){{ local s=$? p; read -r _ _ _ _ p </proc/loadavg; echo $1 $s $p >&{status}; return $s; }}\n"
+_REPORT = (
+    '__slot(){{ local s=$? p; read -r _ _ _ _ p </proc/loadavg; printf "\\n$1 $s $p\\n" >&{status}; return $s; }}\n'
+)
 _RUN = ". /proc/self/fd/{command} </proc/self/fd/{stdin} 2>&{errors}\n__slot {number}\n"
 
 
