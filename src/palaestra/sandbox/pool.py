@@ -62,7 +62,7 @@ class SlotPool:
         self.config = config
         self._backend = backend
         self._clock = clock or SystemClock()
-        self._free = config.max_slots
+        self._free = self._places = config.max_slots
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._held: dict[int, _Holding] = {}
         self._waits: deque[float] = deque(maxlen=_REMEMBERED_WAITS)
@@ -86,7 +86,10 @@ class SlotPool:
         """Start the backend. Raises `IsolationUnavailable` before any slot exists. Idempotent."""
         await self._backend.start()
         if not self._started:
-            self._warm = WarmSlots(self._backend, self.config.warm_slots)
+            capacity = self._backend.capacity
+            self._places = min(self.config.max_slots, capacity or self.config.max_slots)
+            self._free = self._places
+            self._warm = WarmSlots(self._backend, self.config.warm_slots if capacity is None else 0)
         self._started = True
 
     async def aclose(self) -> None:
@@ -99,7 +102,7 @@ class SlotPool:
         await self._backend.aclose()
         self._held.clear()
         self._quarantine.clear()
-        self._free = self.config.max_slots
+        self._free = self._places
 
     async def stop(self) -> None:
         """The contract's name for `aclose`."""
@@ -198,7 +201,7 @@ class SlotPool:
     @property
     def total_slots(self) -> int:
         """How many slots there may be."""
-        return self.config.max_slots
+        return self._places
 
     @property
     def available_slots(self) -> int:
@@ -277,7 +280,7 @@ class SlotPool:
             if not waiter.done():
                 waiter.set_result(None)
                 return
-        self._free = min(self._free + 1, self.config.max_slots)
+        self._free = min(self._free + 1, self._places)
 
     def _explain(self, trajectory_id: str, timeout_s: float) -> str:
         now = self._clock.monotonic()

@@ -18,12 +18,16 @@ from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxErro
 from palaestra.core.types import AllowList, Limits, Network
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import Fork, Mount, Rung, Slot, SlotSpec, View
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from sandbox.processes import descendants, table
 
 pytestmark = pytest.mark.slots
 
 ROOT = os.geteuid() == 0
 needs_users = pytest.mark.skipif(not ROOT, reason="without root there is one slot, and it is the caller's user")
+
+DAEMON = "setsid sleep 1234 </dev/null >/dev/null 2>&1 & until grep -q sleep /proc/$!/comm; do :; done; pwd"
+"""Leaves a process behind, seen under its own name, and says where the workspace is."""
 
 Body = Callable[[LocalBackend, Slot], Awaitable[None]]
 
@@ -58,8 +62,8 @@ def test_commands_run_as_a_user_of_their_own_in_a_workspace_of_their_own() -> No
         result = await slot.execute("echo $UID; pwd; cd ~ && pwd; cd $TMPDIR && echo x > f; exit 7")
         assert (result.exit_code, result.metadata["rung"]) == (7, "confined")
         uid, workspace, home = result.output.split()
-        assert (int(uid) != 0)
-        assert (not ROOT or int(uid) != os.geteuid())
+        assert int(uid) != 0
+        assert not ROOT or int(uid) != os.geteuid()
         assert os.path.dirname(workspace) == os.path.dirname(home)
         assert await slot.read_text("/tmp/f") == "x\n"
         assert (await slot.execute("pwd", cwd="/tmp")).output == f"{os.path.dirname(workspace)}/tmp\n"
@@ -308,7 +312,7 @@ def test_limits_hold_for_each_process() -> None:
 
 def test_when_the_server_is_killed_nothing_stays() -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
-        place = (await slot.execute("(setsid sleep 1234 </dev/null >/dev/null 2>&1 &); pwd")).output.strip()
+        place = (await slot.execute(DAEMON)).output.strip()
         [server] = [process for process in descendants(backend.server_pid) if process.parent == backend.server_pid]
         sleepers = [process.pid for process in descendants(backend.server_pid) if process.name == "sleep"]
         assert sleepers
@@ -326,7 +330,7 @@ def test_when_the_server_is_killed_nothing_stays() -> None:
 @needs_users
 def test_the_next_start_finishes_what_watcher_and_server_left() -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
-        place = (await slot.execute("(setsid sleep 1234 </dev/null >/dev/null 2>&1 &); pwd")).output.strip()
+        place = (await slot.execute(DAEMON)).output.strip()
         sleepers = [process.pid for process in descendants(backend.server_pid) if process.name == "sleep"]
         os.kill(backend.server_pid, signal.SIGKILL)
         with pytest.raises(SlotLost):
@@ -377,5 +381,27 @@ def test_the_rung_none_is_never_chosen() -> None:
     async def main() -> None:
         async with LocalBackend() as backend:
             assert backend.rung >= Rung.CONFINED
+
+    asyncio.run(main())
+
+
+def test_a_pool_has_as_many_places_as_the_rung() -> None:
+    async def main() -> None:
+        pool = SlotPool(SlotPoolConfig(max_slots=3, warm_slots=0 if ROOT else 2), LocalBackend(rung=Rung.CONFINED))
+        try:
+            await pool.start()
+        except IsolationUnavailable as error:
+            pytest.skip(str(error))
+        async with pool:
+            assert pool.total_slots == (3 if ROOT else 1)
+
+            async def use(name: str) -> str:
+                slot = await pool.acquire(name)
+                try:
+                    return (await slot.execute(f"echo {name}")).output.strip()
+                finally:
+                    await pool.release(slot)
+
+            assert await asyncio.gather(*map(use, "abcd")) == list("abcd")
 
     asyncio.run(main())

@@ -1,12 +1,14 @@
 """Slots on this machine's own kernel, without a container runtime: the default backend.
 
-A slot is a set of namespaces around a copy-on-write root. Creating one takes milliseconds, a command costs little more
-than the same command outside, and a prepared workspace is forked by stacking layers, whatever its size.
+On the rungs `full` and `userns` a slot is a set of namespaces around a copy-on-write root. Creating one takes
+milliseconds, a command costs little more than the same command outside, and a prepared workspace is forked by stacking
+layers, whatever its size.
 
-Covered, on both rungs: own processes, mounts, IPC, host name and (network off) network; a root that holds nothing of
-the host but an allow-list of system directories or the given image, writable only as a copy; no new privileges, a
-handful of capabilities that reach nothing outside, a system call filter; limits on disk, open files and output. When
-any process of ours is killed, the kernel ends all slots and takes their mounts with them.
+Covered there: own processes, mounts, IPC, host name and (network off) network; a root that holds nothing of the host
+but an allow-list of system directories or the given image, writable only as a copy; no new privileges, a handful of
+capabilities that reach nothing outside, a system call filter; limits on disk, open files and output. When any process
+of ours is killed, the kernel ends all slots and takes their mounts with them. With a list of hosts, a slot's network is
+empty but for a proxy that keeps to the list.
 
 `full` needs root. The slot's root is a private uid outside, and owners of the system's files are mapped, so everything
 in the root can be changed in the slot; memory (files in the workspace and /tmp count too), processes and processor are
@@ -16,8 +18,21 @@ limited by control groups. All slots of one backend share that uid range.
 nobody and cannot be changed, `chown` to other users fails. Memory is limited per process, not per slot; processor time
 is not limited. (Root who asks for this rung by name gets a private uid range instead of its own uid.)
 
-Not covered: kernel bugs, and side channels between slots. A slot with the network on shares the host's network
-namespace, its loopback and abstract sockets included. Files under the host's /usr can be read in a slot.
+`confined` is for ordinary containers, which allow no namespaces. A slot is a directory, Landlock around it, a system
+call filter, limits per process and, for root, a user. Covered: files outside its own workspace, home and TMPDIR (the
+system's programs and settings can be read, nothing else), signals and tracing, TCP, UDP and abstract sockets while the
+network is off, System V objects. Not covered: names and command lines of all processes in the container, sockets that
+are files open to everybody (without root: to the same user), the amount of disk and of memory in all, processor time;
+before Linux 6.12 also abstract sockets while the network is on. What differs for commands: no list of hosts, no image,
+mounts only at their own path; the workspace lies elsewhere and `/workspace` is a link to it where root could make one
+(lost by programs that close all descriptors); TMPDIR and not /tmp; absolute paths into a workspace do not hold in its
+forks, which are copies. Without root there is one slot at a time, and a command in it can end it.
+
+`none`, only by name, runs commands as the caller in a temporary directory. Nothing is isolated.
+
+Not covered on any rung: kernel bugs, and side channels between slots. A slot with the network on shares the host's
+network namespace, its loopback, abstract sockets and cloud metadata addresses included; a list of hosts never leads to
+those. Files under the host's /usr can be read in a slot.
 """
 
 from __future__ import annotations
@@ -152,6 +167,11 @@ class LocalBackend:
         """The rung in force. Before `start`, the best that was asked for."""
         chosen = self._wanted if self._rung is None else self._rung
         return Rung.FULL if chosen is None else chosen  # not `or`: the rung `none` is 0
+
+    @property
+    def capacity(self) -> int | None:
+        """One on the rung `confined` without root: a second slot would be the same user."""
+        return 1 if self.rung is Rung.CONFINED and os.geteuid() != 0 else None
 
     @property
     def server_pid(self) -> int:
