@@ -1,5 +1,5 @@
-"""`--hypothesis-profile=thorough` writes 10,000 outputs per format instead of 25."""
+"""`--hypothesis-profile=thorough` writes 10,000 outputs per format instead of 100, and tries as many examples."""
 
 from hypothesis import settings
 
-settings.register_profile("thorough", max_examples=40_000, deadline=None)
+settings.register_profile("thorough", max_examples=100_000, deadline=None)

@@ -1,6 +1,6 @@
 """Random outputs in every form: no call lost, none invented, nothing repaired, and chunks never matter.
 
-A quarter of the active Hypothesis profile's examples per form; see conftest.py for more of them.
+A tenth of the active Hypothesis profile's examples per form; see conftest.py for more of them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from inference.parsers.forms import FORMS, Form, Wanted, dumps
 from palaestra.inference.parsers import Call, Parsed, Parser, Reasoning, Text, Unwritable, get_parser
 
 FEW = settings(
-    max_examples=settings.default.max_examples // 4,
+    max_examples=settings.default.max_examples // 10,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 forms = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.id)
 
-MESSAGES = max(100, settings.default.max_examples // 4)
+MESSAGES = max(100, settings.default.max_examples // 10)
 BITS = [
     '"',
     "\\",
