@@ -1,4 +1,4 @@
-"""Builds the native init of slots (`sandbox/slotd/native/init.c`), where there is a compiler. Not needed to run.
+"""Builds the native init of slots (`sandbox/slotd/native/`), where there is a compiler. Not needed to run.
 
 As a build hook of hatchling: an installed checkout gets the binary for this machine, from `cc` or from the `ziglang`
 package; a wheel gets those for x86-64 and aarch64 when `ziglang` is there. As a script: `python hatch_build.py` builds
@@ -23,13 +23,13 @@ FLAGS = ("-std=gnu11", "-Os", "-s", "-static", "-Wall")
 
 
 def build(machines: tuple[str, ...]) -> list[Path]:
-    """The binaries of `init.c` for these machines, as far as they are there or can be built."""
-    source = FOLDER / "init.c"
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    """The binaries for these machines, as far as they are there or can be built."""
+    sources = sorted(FOLDER.glob("*.[ch]"))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
     built = []
     for machine in machines:
         target = FOLDER / f"init-{machine}-{digest}"
-        if target.exists() or _compile(source, target, machine):
+        if target.exists() or _compile(target, machine):
             built.append(target)
             for old in FOLDER.glob(f"init-{machine}-*"):
                 if old != target:
@@ -37,12 +37,12 @@ def build(machines: tuple[str, ...]) -> list[Path]:
     return built
 
 
-def _compile(source: Path, target: Path, machine: str) -> bool:
+def _compile(target: Path, machine: str) -> bool:
     """With each compiler there is, until one can."""
     unfinished = target.with_suffix(".part")
     for compiler in _compilers(machine):
         try:
-            command = [*compiler, *FLAGS, "-o", str(unfinished), str(source)]
+            command = [*compiler, *FLAGS, "-o", str(unfinished), *map(str, FOLDER.glob("*.c"))]
             done = subprocess.run(command, capture_output=True, timeout=600, check=False)
         except (OSError, subprocess.TimeoutExpired):
             continue

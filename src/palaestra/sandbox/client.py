@@ -178,10 +178,13 @@ class SlotServer(asyncio.BufferedProtocol):
             del self._calls[number]
 
     async def upload(self, fields: dict[str, JSON], data: bytes) -> None:
-        """A request whose data follows in pieces, at the pace at which the server takes them."""
+        """Write a file. What is more than one piece follows the request, at the pace at which the server takes it."""
+        if len(data) <= CHUNK:
+            await self.call("write", {**fields, "whole": True}, data)
+            return
         number, call = self._open(None)
         try:
-            self._send(Kind.REQUEST, number, {"op": "write", **fields})
+            self._send(Kind.REQUEST, number, {"op": "write", **fields, "whole": False})
             for start in range(0, len(data), CHUNK):
                 await self._writable.wait()
                 if call.answered:

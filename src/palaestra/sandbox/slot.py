@@ -149,8 +149,8 @@ class LocalSlot:
         require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")
         pieces: list[bytes] = []
         fields = {**self.lease(), "path": path, "offset": offset, "max_bytes": max_bytes}
-        await self.server.call("read", fields, on_data=pieces.append)
-        return b"".join(pieces)
+        last = await self.server.call("read", fields, on_data=pieces.append)
+        return b"".join((*pieces, last.data))
 
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         """Write atomically, creating parent directories. A link is followed, inside the slot."""

@@ -10,15 +10,16 @@ import pytest
 
 from palaestra.sandbox.slotd import native, orders, syscalls
 
-SOURCE = Path(native.__file__).with_name("init.c").read_bytes()
+SOURCES = [Path(native.__file__).with_name(name).read_bytes() for name in native.SOURCES]
 
 
-def _install(folder: Path, script: str, source: bytes = SOURCE) -> str:
-    """A root in which the init is this script, built from this source."""
+def _install(folder: Path, script: str, sources: list[bytes]) -> str:
+    """A root in which the init is this script, built from these sources."""
     place = Path(f"{folder}{os.path.dirname(native.__file__)}")
     place.mkdir(parents=True)
-    (place / "init.c").write_bytes(SOURCE)
-    (place / native.binary_name(syscalls.MACHINE, source)).write_text(script)
+    for name, content in zip(native.SOURCES, SOURCES, strict=True):
+        (place / name).write_bytes(content)
+    (place / native.binary_name(syscalls.MACHINE, sources)).write_text(script)
     return str(folder)
 
 
@@ -49,19 +50,19 @@ def test_nobody_can_change_or_read_it() -> None:
 
 
 def test_the_source_says_the_version_of_the_orders() -> None:
-    assert f"enum {{ VERSION = {orders.VERSION},".encode() in SOURCE
+    assert f"enum {{ VERSION = {orders.VERSION},".encode() in SOURCES[0]
 
 
 @pytest.mark.parametrize(
-    ("script", "source"),
+    ("script", "sources"),
     [
-        ("#!/bin/sh\nexit 250\n", SOURCE),  # of another version
-        ("not a program", SOURCE),
-        (f"#!/bin/sh\nexit {100 + orders.VERSION}\n", b"an older source"),
+        ("#!/bin/sh\nexit 250\n", SOURCES),  # of another version
+        ("not a program", SOURCES),
+        (f"#!/bin/sh\nexit {100 + orders.VERSION}\n", [b"an older source"]),
     ],
 )
-def test_one_that_does_not_fit_is_not_used(tmp_path: Path, script: str, source: bytes) -> None:
-    assert native.load(_install(tmp_path, script, source)) is None
+def test_one_that_does_not_fit_is_not_used(tmp_path: Path, script: str, sources: list[bytes]) -> None:
+    assert native.load(_install(tmp_path, script, sources)) is None
 
 
 def test_none_is_none(tmp_path: Path) -> None:

@@ -110,18 +110,6 @@ def sweep(hierarchies: list[Hierarchy]) -> None:
             os.rmdir(hierarchy.parent)
 
 
-def join(directories: list[str]) -> None:
-    """Move the calling process, which has one thread, into a slot's groups.
-
-    In version 1 by moving the thread: moving a process takes a lock that waits for every processor.
-    """
-    for directory in directories:
-        try:
-            _write(f"{directory}/tasks", "0")
-        except FileNotFoundError:
-            _write(f"{directory}/cgroup.procs", "0")
-
-
 def oom_kills(directories: list[str]) -> int:
     """How many processes of a slot the kernel has killed for memory so far."""
     for directory in directories:

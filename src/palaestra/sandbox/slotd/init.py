@@ -13,19 +13,18 @@ import errno
 import fcntl
 import gc
 import os
-import resource
 import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from . import capabilities, cgroups, descriptors, killing, namespaces, orders, roots, seccomp, syscalls
+from . import descriptors, killing, orders, syscalls
 from .orders import Kind, Order, Report
+from .steps import Step, perform
 
-CONTROL, _USERS, _NATIVE = 3, 4, 5
+CONTROL = 3
 
 Start = Callable[[orders.Spawn, list[int]], int]
 """Starts a command with the descriptors of its order, and returns its pid."""
@@ -34,43 +33,27 @@ SPAWN_SIGNALS = (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, 
 _EXIT_NOT_FOUND, _EXIT_NOT_EXECUTABLE = 127, 126
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything that makes one slot different from another."""
-
-    root: roots.RootPlan
-    hostname: str
-    network: bool
-    groups: tuple[str, ...]
-    user_namespace: int | None
-    """The namespace to enter; None makes one of its own in which only uid 0 exists."""
-    open_files: int | None
-    processes: int | None
-    """A limit per user, where there is no control group to count."""
-    data_bytes: int | None
-    """A limit per process, where there is no control group to sum up."""
-    stores: tuple[int, ...] = ()
-    """Descriptors, from `stores.FIRST_STORE` on, that the root's paths name."""
-    native: int | None = None
-    """The program that takes over as pid 1 when the slot is built; None stays in this one."""
-
-
-def run(plan: Plan, control: socket.socket) -> NoReturn:
-    """The life of a slot, in the child of a fork. Never returns."""
+def run(steps: Sequence[Step], fds: Mapping[int, int]) -> NoReturn:
+    """The life of a slot, in the child of a fork. `fds` maps numbers to the descriptors that the steps know by them."""
     status = 1
     try:
         gc.disable()
-        _keep_only(plan, control)
+        _keep_only(fds)
+        syscalls.set_name("slot-init")
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=CONTROL)
         try:
-            _enter(plan)
+            perform(steps)
+            syscalls.close_from(CONTROL + 1)
             root = os.open("/", os.O_PATH | os.O_DIRECTORY)
-            _confine(plan)
-            if plan.native is not None:
-                _become_native()
-            syscalls.close_from(root + 1)
         except BaseException as error:
-            send(channel, Report(Kind.FAILED, value=getattr(error, "errno", None) or 0, text=str(error)))
+            send(
+                channel,
+                Report(
+                    Kind.FAILED,
+                    value=getattr(error, "errno", None) or 0,
+                    text=getattr(error, "strerror", None) or str(error),
+                ),
+            )
             raise
         socket.send_fds(channel, [orders.encode_report(Report(Kind.READY))], [root])
         os.close(root)
@@ -80,68 +63,17 @@ def run(plan: Plan, control: socket.socket) -> NoReturn:
         os._exit(status)
 
 
-def _keep_only(plan: Plan, control: socket.socket) -> None:
+def _keep_only(fds: Mapping[int, int]) -> None:
     """Close what belongs to the server and to other slots, first of all."""
-    wanted = {CONTROL: control.fileno(), _USERS: plan.user_namespace, _NATIVE: plan.native}
-    high = {place: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for place, fd in wanted.items() if fd is not None}
+    above = max(*fds, *fds.values()) + 1
+    high = {place: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for place, fd in fds.items() if fd != place}
     for place, fd in high.items():
         os.dup2(fd, place, inheritable=False)
-    first = max(wanted) + 1
-    for kept in sorted(set(plan.stores)):
+    first = CONTROL
+    for kept in sorted(fds):
         syscalls.close_from(first, kept - 1)
         first = kept + 1
     syscalls.close_from(first)
-
-
-def _become_native() -> None:
-    """Execute the native init, which says that it is ready. All but the control socket is closed on the way."""
-    os.set_inheritable(CONTROL, True)
-    os.execve(_NATIVE, ["slot-init"], {})  # noqa: S606
-
-
-def _enter(plan: Plan) -> None:
-    """Into the slot's groups, namespaces and root, still with the server's privileges."""
-    syscalls.set_name("slot-init")
-    cgroups.join(list(plan.groups))
-    flags = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP
-    syscalls.unshare(flags | (0 if plan.network else syscalls.CLONE_NEWNET))
-    if not plan.network:
-        namespaces.bring_up_loopback()
-        namespaces.open_all_ports()
-    socket.sethostname(plan.hostname)
-    os.umask(0)
-    roots.build(plan.root)
-    os.umask(0o022)
-
-
-def _confine(plan: Plan) -> None:
-    """Give up everything that the slot must not have. Nothing of the slot has run before this."""
-    os.setsid()
-    if plan.user_namespace is None:
-        namespaces.enter_single_namespace(0, 0)
-    else:
-        syscalls.setns(_USERS, syscalls.CLONE_NEWUSER)
-        os.close(_USERS)
-        os.setgroups([])
-        os.setresgid(0, 0, 0)
-        os.setresuid(0, 0, 0)
-        if plan.processes is not None:  # they are counted per user and namespace, so the slot needs its own
-            syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # the change of user has closed its own /proc entries to it
-            namespaces.enter_single_namespace(0, 0)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for limit, value in (
-        (resource.RLIMIT_NOFILE, plan.open_files),
-        (resource.RLIMIT_NPROC, plan.processes),
-        (resource.RLIMIT_DATA, plan.data_bytes),
-    ):
-        if value is not None:
-            _, hard = resource.getrlimit(limit)
-            ceiling = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(limit, (ceiling, ceiling))
-    syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
-    capabilities.drop()
-    seccomp.install()
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
 
 
 class Init:

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from . import cgroups, init, making, namespaces, stores, workshop
+from . import building, cgroups, making, stores, workshop
 from .frames import Fields
 from .keeping import Keeper
 from .sealing import Sealer
@@ -18,14 +18,11 @@ from .world import prepare
 class NamespaceBody:
     """A slot whose init is pid 1 of a process namespace: the kernel ends everything with it."""
 
-    plan: init.Plan
+    plan: building.Plan
 
     def fork(self, control: socket.socket) -> int:
         """Fork the init into a namespace of its own."""
-        pid = namespaces.fork_into_pid_namespace()
-        if pid == 0:
-            init.run(self.plan, control)
-        return pid
+        return building.fork(self.plan, control)
 
     def gone(self) -> bool:
         """Always: the init's death is reported after that of all others in its namespace."""

@@ -7,7 +7,7 @@ import itertools
 import os
 from dataclasses import dataclass
 
-from . import cgroups, init, roots
+from . import building, cgroups, roots
 from .frames import Fields
 from .roots import Bind, Overlay, RootPlan, Tree
 from .stores import Layer, Store, copy_attributes
@@ -52,7 +52,7 @@ class Made:
 
     ground: Ground
     groups: tuple[str, ...]
-    plan: init.Plan
+    plan: building.Plan
 
 
 class SlotMaker:
@@ -117,10 +117,10 @@ class SlotMaker:
 
     def _plan(
         self, ground: Ground, groups: tuple[str, ...], binds: tuple[Bind, ...], disk: int, fields: Fields
-    ) -> init.Plan:
+    ) -> building.Plan:
         world, limits = self._world, fields["limits"]
         overlays = [Overlay(tree.target, tree.lowers, ground.upper(tree), ground.work(tree)) for tree in ground.trees]
-        return init.Plan(
+        return building.Plan(
             root=RootPlan(tuple(overlays), binds, _STAGE, disk, world.owner, world.user_xattrs),
             hostname="slot",
             network=fields["network"],

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import struct
+from collections.abc import Iterator
 
 from . import syscalls
 
@@ -21,6 +22,9 @@ RANGE_START = 0x70000000
 """The first uid outside of a slot's range: above what systemd hands out to containers, below the sign bit."""
 
 RANGE_SIZE = 65536
+
+OPEN_PORTS = (("ip_unprivileged_port_start", "0"), ("ping_group_range", "0 65534"))
+"""Let programs without privilege in a new network namespace listen below port 1024 and send pings."""
 
 _SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
 
@@ -68,16 +72,17 @@ def enter_single_namespace(uid: int, gid: int) -> None:
     _write("/proc/self/gid_map", f"0 {gid} 1")
 
 
-def fork_into_pid_namespace() -> int:
-    """Fork; the child is pid 1 of a new process namespace. Returns its pid as seen from here, or 0 in the child."""
+@contextlib.contextmanager
+def new_pid_namespace() -> Iterator[None]:
+    """The one child that this process starts in the block is pid 1 of a new process namespace."""
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     try:
         syscalls.unshare(syscalls.CLONE_NEWPID)
-        child = os.fork()
-        if child:
+        try:
+            yield
+        finally:
             # Later children of this process belong to its own namespace again.
             syscalls.setns(own, syscalls.CLONE_NEWPID)
-        return child
     finally:
         os.close(own)
 
@@ -86,13 +91,6 @@ def bring_up_loopback() -> None:
     """Give a new network namespace its loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP | _IFF_RUNNING))
-
-
-def open_all_ports() -> None:
-    """Let programs without privilege in the new network namespace listen below port 1024 and send pings."""
-    for name, value in (("ip_unprivileged_port_start", "0"), ("ping_group_range", "0 65534")):
-        with contextlib.suppress(OSError):  # only a convenience
-            _write(f"/proc/sys/net/ipv4/{name}", value)
 
 
 def _write(path: str, text: str) -> None:

@@ -14,10 +14,13 @@ Everything is mounted in the server's private mount namespace, so it is gone whe
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from . import syscalls
+from . import steps, syscalls
+from .steps import Do, Step
 from .syscalls import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY, MS_REC, MS_REMOUNT
 
 HOST = "/host"
@@ -125,81 +128,76 @@ def system_links() -> dict[str, str]:
     return {name: os.readlink(path) for name, path in paths.items() if os.path.islink(path)}
 
 
-def build(plan: RootPlan) -> None:
-    """Mount the root at `plan.stage` and make it this process's `/`. Runs in the slot's own mount namespace."""
-    syscalls.mount("none", "/", flags=syscalls.MS_REC | syscalls.MS_PRIVATE)
+def build(plan: RootPlan, place: int) -> Iterator[Step]:
+    """Mount the root at `plan.stage` and make it the process's `/`. For the slot's own mount namespace.
+
+    `place` and the number after it are free for descriptors.
+    """
+    root, inside = place, place + 1
+    yield steps.mount("none", "/", flags=MS_REC | syscalls.MS_PRIVATE)
     for overlay in plan.overlays:
-        _mount_overlay(overlay, plan)
-    os.chdir(plan.stage)
-    root = os.open(".", os.O_PATH | os.O_DIRECTORY)
-    _mount_dev(plan)
-    _mount_proc()
-    options = f"size={plan.tmp_bytes},mode=1777,uid={plan.owner},gid={plan.owner}"
-    syscalls.mount("tmpfs", _inside(root, "tmp"), "tmpfs", MS_NOSUID | MS_NODEV, options)
+        yield _overlay(overlay, plan)
+    yield Step(Do.CHANGE_DIRECTORY, (plan.stage,))
+    yield Step(Do.OPEN, (".",), root)
+    yield from _dev(plan)
+    yield from _proc()
+    # Places below the root are opened inside it, so that no link which a layer of the slot holds leads out of it.
+    yield Step(Do.OPEN_INSIDE, ("tmp",), inside, root)
+    yield steps.mount("tmpfs", f"/proc/self/fd/{inside}", "tmpfs", MS_NOSUID | MS_NODEV, _own_tmpfs(plan))
     for bind in plan.binds:
-        _mount_bind(bind, root)
-    os.close(root)
-    _enter()
+        target = bind.target.lstrip("/")
+        if target.startswith("tmp/"):  # fresh and empty, so no link can be on the way
+            names = target.split("/")
+            yield from (Step(Do.MKDIR, ("/".join(names[:count]),), 0o777, 1) for count in range(2, len(names) + 1))
+        yield Step(Do.OPEN_INSIDE, (target,), inside, root)
+        yield steps.mount(bind.source, f"/proc/self/fd/{inside}", flags=MS_BIND | MS_REC)
+    yield Step(Do.BECOME_ROOT)
 
 
-def _mount_overlay(overlay: Overlay, plan: RootPlan) -> None:
+def _overlay(overlay: Overlay, plan: RootPlan) -> Step:
     options = [f"lowerdir={':'.join(overlay.lowers)}", f"upperdir={overlay.upper}", f"workdir={overlay.work}"]
     # Without these a layer would hold links to the layers below it, and could not be cut to a view of itself.
     options += ["userxattr"] if plan.user_xattrs else ["redirect_dir=nofollow", "metacopy=off", "index=off", "volatile"]
     target = plan.stage + overlay.target.rstrip("/")
-    syscalls.mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, ",".join(options))
+    return steps.mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, ",".join(options))
 
 
-def _inside(root: int, path: str) -> str:
-    """A path that names `path` below `root` whatever links the slot's layers hold there."""
-    fd = syscalls.openat2(root, path, os.O_PATH, syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS)
-    # The number is small and short-lived; it is closed with everything else when the init starts to serve.
-    return f"/proc/self/fd/{fd}"
+def _own_tmpfs(plan: RootPlan) -> str:
+    return f"size={plan.tmp_bytes},mode=1777,uid={plan.owner},gid={plan.owner}"
 
 
-def _mount_bind(bind: Bind, root: int) -> None:
-    if bind.target.startswith("/tmp/"):  # noqa: S108
-        os.makedirs(bind.target.lstrip("/"), exist_ok=True)  # fresh and empty, so no link can be on the way
-    target = _inside(root, bind.target.lstrip("/"))
-    syscalls.mount(bind.source, target, flags=MS_BIND | MS_REC)
-
-
-def _mount_dev(plan: RootPlan) -> None:
-    syscalls.mount("tmpfs", "dev", "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=755,nr_inodes=64")
+def _dev(plan: RootPlan) -> Iterator[Step]:
+    yield steps.mount("tmpfs", "dev", "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=755,nr_inodes=64")
     for name in _DEVICES:
-        os.close(os.open(f"dev/{name}", os.O_CREAT | os.O_WRONLY, 0o666))
-        syscalls.mount(f"{HOST}/dev/{name}", f"dev/{name}", flags=MS_BIND)
-    os.mkdir("dev/pts")
-    os.mkdir("dev/shm")
-    options = f"newinstance,ptmxmode=0666,mode=620,uid={plan.owner},gid={plan.owner}"
-    syscalls.mount("devpts", "dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
-    options = f"size={plan.tmp_bytes},mode=1777,uid={plan.owner},gid={plan.owner}"
-    syscalls.mount("tmpfs", "dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, options)
+        yield Step(Do.CREATE, (f"dev/{name}",), 0o666)
+        yield steps.mount(f"{HOST}/dev/{name}", f"dev/{name}", flags=MS_BIND)
+    yield Step(Do.MKDIR, ("dev/pts",), 0o755)
+    yield Step(Do.MKDIR, ("dev/shm",), 0o755)
+    options = f"newinstance,ptmxmode=0666,mode=620,gid={plan.owner}"
+    yield steps.mount("devpts", "dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
+    yield steps.mount("tmpfs", "dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, _own_tmpfs(plan))
     for name, target in (("ptmx", "pts/ptmx"), ("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"),
                          ("stdout", "/proc/self/fd/1"), ("stderr", "/proc/self/fd/2")):  # fmt: skip
-        os.symlink(target, f"dev/{name}")
+        yield Step(Do.SYMLINK, (target, f"dev/{name}"))
 
 
-def _mount_proc() -> None:
-    syscalls.mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+def _proc() -> Iterator[Step]:
+    yield steps.mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
-    for name in _PROC_READ_ONLY:
-        if os.path.lexists(f"proc/{name}"):
-            syscalls.mount(f"proc/{name}", f"proc/{name}", flags=MS_BIND | MS_REC)
-            syscalls.mount("none", f"proc/{name}", flags=MS_REMOUNT | MS_BIND | flags)
-    for name in _PROC_HIDDEN:
-        if os.path.isdir(f"proc/{name}"):
-            syscalls.mount("tmpfs", f"proc/{name}", "tmpfs", flags, "size=0,nr_inodes=1,mode=555")
-        elif os.path.lexists(f"proc/{name}"):
-            syscalls.mount("dev/null", f"proc/{name}", flags=MS_BIND)
+    read_only, directories, files = _kernel_entries()
+    for name in read_only:
+        yield steps.mount(f"proc/{name}", f"proc/{name}", flags=MS_BIND | MS_REC)
+        yield steps.mount("none", f"proc/{name}", flags=MS_REMOUNT | MS_BIND | flags)
+    for name in directories:
+        yield steps.mount("tmpfs", f"proc/{name}", "tmpfs", flags, "size=0,nr_inodes=1,mode=555")
+    for name in files:
+        yield steps.mount("dev/null", f"proc/{name}", flags=MS_BIND)
 
 
-def _enter() -> None:
-    """Make the current directory `/` and forget the old root. Some containers refuse pivot_root but not this."""
-    try:
-        syscalls.pivot_root(".", ".")
-        syscalls.umount(".")
-    except PermissionError:
-        syscalls.mount(".", "/", flags=syscalls.MS_MOVE)
-        os.chroot(".")
-    os.chdir("/")
+@functools.cache
+def _kernel_entries() -> tuple[list[str], list[str], list[str]]:
+    """What every /proc of this kernel has: what is made read-only, and which directories and files are hidden."""
+    read_only = [name for name in _PROC_READ_ONLY if os.path.lexists(f"/proc/{name}")]
+    directories = [name for name in _PROC_HIDDEN if os.path.isdir(f"/proc/{name}")]
+    files = [name for name in _PROC_HIDDEN if os.path.lexists(f"/proc/{name}") and name not in directories]
+    return read_only, directories, files

@@ -215,7 +215,9 @@ class Server:
         slot, fields = self._leased(frame), frame.fields
         with self._at(slot, fields["path"], writing=True) as place:
             writing = files.Writing(place.root, place.path, fields["mode"], place.owner)
-        Upload(frame.request, writing, self._link, self._transfers)
+        upload = Upload(frame.request, writing, self._link, self._transfers)
+        if fields["whole"]:
+            upload.whole(frame.data)
 
     def _stat(self, frame: Frame) -> None:
         with self._at(self._leased(frame), frame.fields["path"]) as place:

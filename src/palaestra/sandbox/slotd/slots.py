@@ -107,7 +107,7 @@ class Slot:
 
     def execute(self, number: int, request: Request, spill: Spill | None = None) -> None:
         """Start a command; its RESULT or ERROR is sent when it is over."""
-        stdin = _input(request.stdin) if request.stdin else -1
+        stdin = descriptors.memory_file(request.stdin) if request.stdin else -1
         try:
             kill = functools.partial(self._kill_command, number)
             execution = Execution(number, request, self.loop, self.link, kill, spill=spill)
@@ -203,7 +203,7 @@ class Slot:
         extra = list(fds or [])
         memory = -1
         if len(order) > orders.MAX_DATAGRAM:
-            memory = _input(order)
+            memory = descriptors.memory_file(order)
             order, extra = orders.encode(Order.LONG), [memory, *extra]
         try:
             socket.send_fds(self._channel, [order], extra)
@@ -309,18 +309,6 @@ def _nothing() -> int:
     """/dev/null for reading, opened once."""
     host = HOST if os.path.isdir(HOST) else ""  # a server without a root of its own
     return os.open(f"{host}/dev/null", os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _input(data: bytes) -> int:
-    """A memory file to read the data from."""
-    memory = os.memfd_create("stdin", os.MFD_CLOEXEC)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(memory, view) :]
-        return os.open(f"/proc/self/fd/{memory}", os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.close(memory)
 
 
 def start_error(report: Report) -> Fields:

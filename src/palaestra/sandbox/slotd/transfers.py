@@ -17,7 +17,7 @@ class Conversation(Protocol):
 
 
 class Download:
-    """Sends a file as DATA, then RESULT. Its descriptor is read only as fast as the client takes."""
+    """Sends a file as DATA, the last piece with the RESULT. Its descriptor is read only as fast as the client takes."""
 
     def __init__(self, number: int, fd: int, size: int, link: Link, transfers: dict[int, Conversation]) -> None:
         self._number, self._fd, self._left, self._link, self._transfers = number, fd, size, link, transfers
@@ -30,29 +30,33 @@ class Download:
             self._credit += frame.fields["bytes"]
             self.pump()
         elif frame.kind is Kind.CANCEL:
-            self._end(Kind.RESULT)
+            self._end()
 
     def pump(self) -> None:
         """Send what there is credit for. A file that has shrunk meanwhile ends early."""
-        while self._left > 0 and self._credit > 0:
-            try:
-                data = os.read(self._fd, min(CHUNK, self._left))
-            except OSError:
-                data = b""
+        while self._left > CHUNK and self._credit > 0:
+            data = self._next()
             if not data:
                 break
-            self._left -= len(data)
             self._credit -= len(data)
             self._link.send(Kind.DATA, self._number, None, data)
         else:
-            if self._left > 0:
+            if self._left > CHUNK:
                 return
-        self._end(Kind.RESULT)
+        self._end(self._next())
 
-    def _end(self, kind: Kind) -> None:
+    def _next(self) -> bytes:
+        try:
+            data = os.read(self._fd, min(CHUNK, self._left)) if self._left else b""
+        except OSError:
+            data = b""
+        self._left -= len(data)
+        return data
+
+    def _end(self, data: bytes = b"") -> None:
         del self._transfers[self._number]
         os.close(self._fd)
-        self._link.send(kind, self._number)
+        self._link.send(Kind.RESULT, self._number, None, data)
 
 
 class Upload:
@@ -61,6 +65,11 @@ class Upload:
     def __init__(self, number: int, writing: Writing, link: Link, transfers: dict[int, Conversation]) -> None:
         self._number, self._writing, self._link, self._transfers = number, writing, link, transfers
         transfers[number] = self
+
+    def whole(self, data: bytes) -> None:
+        """All there is, which came with the request."""
+        self.on_frame(Frame(Kind.DATA, self._number, {}, data))
+        self.on_frame(Frame(Kind.END, self._number))
 
     def on_frame(self, frame: Frame) -> None:
         """The next piece, or the end. After an error the rest of the client's frames name nobody and are dropped."""

@@ -10,17 +10,21 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+from collections.abc import Sequence
 
 from .. import orders, syscalls
+
+SOURCES = ("init.c", "steps.c", "steps.h")
+"""What the binary depends on, in the order of its digest."""
 
 _MFD_EXEC = 0x10
 _ANSWER = 100
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
-def binary_name(machine: str, source: bytes) -> str:
-    """What the binary for a machine is called that was built from this source."""
-    return f"init-{machine}-{hashlib.sha256(source).hexdigest()[:12]}"
+def binary_name(machine: str, sources: Sequence[bytes]) -> str:
+    """What the binary for a machine is called that was built from these sources."""
+    return f"init-{machine}-{hashlib.sha256(b''.join(sources)).hexdigest()[:12]}"
 
 
 def load(prefix: str = "") -> int | None:
@@ -30,16 +34,19 @@ def load(prefix: str = "") -> int | None:
     """
     folder = prefix + _FOLDER
     try:
-        with open(f"{folder}/init.c", "rb") as source:
-            name = binary_name(syscalls.MACHINE, source.read())
-        with open(f"{folder}/{name}", "rb") as binary:
-            program = _sealed(binary.read())
+        name = binary_name(syscalls.MACHINE, [_read(f"{folder}/{source}") for source in SOURCES])
+        program = _sealed(_read(f"{folder}/{name}"))
     except OSError:
         return None
     if _answers(program):
         return program
     os.close(program)
     return None
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def _sealed(content: bytes) -> int:

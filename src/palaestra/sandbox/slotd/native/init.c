@@ -1,7 +1,6 @@
-/* Pid 1 of a slot: starts commands, reaps, kills trees. The native twin of `_Init` in init.py.
- *
- * The slot has been built and confined before this program is executed, by the server's fork that executes it: what is
- * not here cannot undo that. It exists for its size: a few dozen kilobytes per idle slot instead of megabytes.
+/* Pid 1 of a slot: builds the slot around itself by the steps it is given (steps.c), then starts commands, reaps, kills
+ * trees. The native twin of init.py. It exists for its size: a few dozen kilobytes per idle slot instead of megabytes,
+ * and nothing of the server's memory to copy when a slot is made.
  *
  * Descriptor 3 is the control socket, a SOCK_SEQPACKET; orders and reports are described in orders.py. Run as
  * `init --version` it exits with 100 + the version of those structs, by which the server finds out that it runs here.
@@ -26,11 +25,14 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
+#include "steps.h"
+
 enum { VERSION = 3, ANSWER = 100 };
-enum { CONTROL = 3, MAX_DATAGRAM = 96 << 10, MAX_FDS = 8, KILL_PATIENCE_S = 2 };
+enum { CONTROL = 3, LIST = 5, MAX_DATAGRAM = 96 << 10, MAX_FDS = 8, KILL_PATIENCE_S = 2 };
 enum { ORDER_SPAWN = 1, ORDER_KILL, ORDER_SIGNAL, ORDER_LONG };
 enum { REPORT_READY = 1, REPORT_FAILED, REPORT_EXIT, REPORT_NOT_STARTED, REPORT_KILLED, REPORT_STARTED };
 enum { FLAG_TERMINAL = 1, FLAG_ANNOUNCE = 2, FLAG_SPARE = 1 };
@@ -104,6 +106,15 @@ static void report_with(struct report report, int fd) {
 }
 
 static void report(struct report report) { report_with(report, -1); }
+
+static void report_failure(const char *what, int error) {
+    char text[768];
+    int length = snprintf(text, sizeof text, "%s: %s", what, strerror(error));
+    struct report report = {.kind = REPORT_FAILED, .value = error};
+    struct iovec body[] = {{&report, sizeof report}, {text, length}};
+    struct msghdr message = {.msg_iov = body, .msg_iovlen = 2};
+    sendmsg(CONTROL, &message, MSG_NOSIGNAL);
+}
 
 static void reap(void) {
     int status;
@@ -448,20 +459,43 @@ static int take(void) {
     return 1;
 }
 
+/* Performs the steps in the file at LIST, and lets go of everything that they needed. */
+static int build(void) {
+    struct stat status;
+    const char *failed = "cannot read the steps";
+    if (fstat(LIST, &status) == 0 && status.st_size > 0) {
+        size_t size = status.st_size;
+        void *list = mmap(NULL, size, PROT_READ, MAP_PRIVATE, LIST, 0);
+        if (list != MAP_FAILED) {
+            failed = perform(list, size);
+            int error = errno;
+            munmap(list, size);
+            errno = error;
+        }
+    }
+    if (failed) {
+        report_failure(failed, errno);
+        return -1;
+    }
+    return syscall(SYS_close_range, CONTROL + 1, ~0u, 0);
+}
+
 int main(int count, char **arguments) {
     if (count > 1 && !strcmp(arguments[1], "--version"))
         return ANSWER + VERSION;
     if (fcntl(CONTROL, F_SETFD, FD_CLOEXEC) < 0) /* no command may have it */
         return 1;
-    prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
     prctl(PR_SET_NAME, "slot-init", 0, 0, 0);
+    if (count > 1 && !strcmp(arguments[1], "--build") && build() < 0)
+        return 1;
+    prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
     sigset_t mask;
     sigemptyset(&mask);
     sigaddset(&mask, SIGCHLD);
     sigprocmask(SIG_BLOCK, &mask, NULL);
     int children = signalfd(-1, &mask, SFD_CLOEXEC | SFD_NONBLOCK), root = open("/", O_PATH | O_DIRECTORY | O_CLOEXEC);
     if (children < 0 || root < 0) {
-        report((struct report){.kind = REPORT_FAILED, .value = errno});
+        report_failure("cannot begin", errno);
         return 1;
     }
     report_with((struct report){.kind = REPORT_READY}, root);
