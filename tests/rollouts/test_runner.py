@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,19 @@ def test_a_model_server_that_is_gone_stops_the_run(tmp_path: Path, unused_tcp_po
     finished = read_groups(shared.journal.path)
     assert 3 <= len(finished) < 50
     assert all(t.reward is None and t.blame is Blame.ENGINE for group in finished for t in group.trajectories)
+
+
+def test_a_finished_rollout_leaves_no_cycle_behind(tmp_path: Path) -> None:
+    """Its messages would stay until the garbage collector comes by, which makes memory grow with the run."""
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        run(Sums(4), services(tmp_path))
+        gc.collect()
+        left = {type(each).__name__ for each in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not left & {"Rollout", "GroupRun", "Trajectory", "SlotTools", "AgentResult"}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -103,6 +104,7 @@ class Journal:
         self._appended = 0
         self._committed = 0
         self._committing = asyncio.Lock()
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
     def append(self, event: AnyEvent) -> None:
         """Hand one event to the kernel. Raises `OSError` when the disk is full: a run without a journal must stop."""
@@ -119,12 +121,13 @@ class Journal:
             if self._committed >= wanted:
                 return
             covered = self._appended
-            await asyncio.to_thread(os.fsync, self._fd)
+            await asyncio.get_running_loop().run_in_executor(self._disk, os.fsync, self._fd)
             self._committed = covered
 
     def close(self) -> None:
         """Flush and close. Idempotent."""
         if self._fd >= 0:
+            self._disk.shutdown()
             os.fsync(self._fd)
             os.close(self._fd)
             self._fd = -1

@@ -186,7 +186,7 @@ class Rollout:
 
     async def aclose(self) -> None:
         """Give the slot back, if one is held."""
-        slot, self._slot = self._slot, None
+        slot, self._slot, self._tools = self._slot, None, None  # the tools hold the rollout: a cycle would outlive it
         if slot is not None:
             await self.slots.release(slot)
 

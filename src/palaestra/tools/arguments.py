@@ -24,6 +24,7 @@ from palaestra.core.types import JSON
 from palaestra.tools.schema import ToolSchema
 
 _CACHED_SCHEMAS = 512
+_CACHED_OBJECTS = 64
 _SHOWN_CHARS = 120
 
 
@@ -134,8 +135,9 @@ def compiled(schema: Mapping[str, JSON] | ToolSchema) -> ArgumentSchema:
     found = _by_content.get(key)
     if found is None:
         found = ArgumentSchema(parameters)
-        _remember(_by_content, key, found)
-    _remember(_by_identity, id(schema), (schema, found))  # holding the schema keeps its id from being used again
+        _remember(_by_content, key, found, _CACHED_SCHEMAS)
+    # Holding the schema keeps its id from being used again. Few: every rollout may bring a copy of its own.
+    _remember(_by_identity, id(schema), (schema, found), _CACHED_OBJECTS)
     return found
 
 
@@ -148,9 +150,9 @@ def parse_arguments(raw: str | Mapping[str, JSON] | None, schema: Mapping[str, J
     return compiled(schema).parse(raw)
 
 
-def _remember(cache: OrderedDict[JSON, JSON], key: object, value: object) -> None:
+def _remember(cache: OrderedDict[JSON, JSON], key: object, value: object, most: int) -> None:
     cache[key] = value
-    while len(cache) > _CACHED_SCHEMAS:
+    while len(cache) > most:
         cache.popitem(last=False)
 
 
