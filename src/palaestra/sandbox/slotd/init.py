@@ -82,7 +82,7 @@ class Init:
     def __init__(
         self, channel: socket.socket, start: Start | None = None, kill_slot: Callable[[], None] | None = None
     ) -> None:
-        self._channel, self._start, self._kill_slot = channel, start or _start, kill_slot
+        self._channel, self._start, self._kill_slot = channel, start or start_command, kill_slot
         self._commands: dict[int, killing.Command] = {}
         self._names: dict[int, int] = {}
 
@@ -168,7 +168,7 @@ class Init:
                 send(self._channel, Report(Kind.EXIT, self._names.pop(pid), code, False, cpu_s, usage.ru_maxrss << 10))
 
 
-def _start(spawn: orders.Spawn, fds: list[int]) -> int:
+def start_command(spawn: orders.Spawn, fds: list[int]) -> int:
     """The pid of a new process. Raises OSError; its `filename` is the directory's where that is what failed."""
     try:
         os.chdir(spawn.cwd)
