@@ -106,7 +106,7 @@ def test_only_specs_in_use_are_kept_ready() -> None:
 
 def test_what_cannot_be_ended_is_quarantined_until_it_can() -> None:
     class Stubborn(LocalBackend):
-        refusals = 2
+        refusals = 3  # the first release tries twice
 
         async def destroy(self, slot: Slot) -> None:
             if slot.trajectory_id == "stubborn" and self.refusals > 0:

@@ -1,0 +1,171 @@
+"""A thousand slots on one machine: python benchmarks/many_slots.py [--slots N] [--rollouts N] [--quick] [--json FILE]
+
+First: so many live slots are made one after the other; how long each took at the beginning and at the end, and what an
+idle one costs in memory, everything counted: by how much the kernel's MemAvailable shrank while only slots were made
+(processes, page tables, namespaces, mounts, the server's and this process's own growth). Nothing else should use memory
+on the machine meanwhile; the server's and the inits' own part is shown beside it.
+
+Then: simulated rollouts, each in a slot of its own, whose model "thinks" for 2 to 20 seconds (seeded, uniform) and then
+calls a tool: `true` three times out of four, a 4 KiB file otherwise. What a call took beyond the same call on an idle
+server is the added latency; how late a timer of this process's event loop fires is its lag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+
+import _measure as measure
+
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import Slot, SlotSpec
+
+SLOTS, ROLLOUTS, TURNS = 1000, 1000, 4
+THINKS_S = (2.0, 20.0)
+TICK_S = 0.01
+IDLE_TARGET_KIB, P50_TARGET_MS, P99_TARGET_MS, LAG_TARGET_MS = 600.0, 5.0, 50.0, 50.0
+
+
+async def timed(work: Awaitable[object]) -> float:
+    """Seconds until it is done."""
+    started = time.perf_counter()
+    await work
+    return time.perf_counter() - started
+
+
+def available_kib() -> float:
+    """What the kernel says could still be used without swapping (proc_meminfo(5))."""
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    return float(line.split()[1])
+
+
+def proportional_kib(name: str) -> float:
+    """The proportional set size of all processes of this name."""
+    total = 0.0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "comm").read_text().strip() == name:
+                rollup = (folder / "smaps_rollup").read_text().splitlines()
+                total += sum(float(line.split()[1]) for line in rollup if line.startswith("Pss:"))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return total
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which this share of the values lies."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+async def call(slot: Slot, kind: int) -> float:
+    """One tool call of a rollout."""
+    if kind == 0:
+        return await timed(slot.write_bytes("file", b"x" * 4096))
+    return await timed(slot.execute("true"))
+
+
+async def creation(backend: LocalBackend, count: int) -> tuple[list[Slot], list[measure.Row]]:
+    """The live slots, and what they cost."""
+    for _ in range(20):  # whatever is made once is made before anything is counted
+        await backend.destroy(await backend.create(SlotSpec(), "first"))
+    slots: list[Slot] = []
+    times: list[float] = []
+    before, server_before = available_kib(), proportional_kib("slotd")
+    for number in range(count):
+        started = time.perf_counter()
+        slots.append(await backend.create(SlotSpec(), f"idle-{number}"))
+        times.append(time.perf_counter() - started)
+    idle_kib = (before - available_kib()) / count
+    tenth = max(1, count // 10)
+    first, last = statistics.median(times[:tenth]) * 1e3, statistics.median(times[-tenth:]) * 1e3
+    rows = [
+        measure.Row(f"create, the first {tenth}", first, "ms", 1.0),
+        measure.Row(f"create, the last {tenth} of {count}", last, "ms", last / first),
+        measure.with_ceiling(measure.Row("idle slot, all counted", idle_kib, "KiB"), IDLE_TARGET_KIB),
+        measure.Row("of it the init's process (PSS)", proportional_kib("slot-init") / count, "KiB"),
+        measure.Row("of it in the server (PSS)", (proportional_kib("slotd") - server_before) / count, "KiB"),
+    ]
+    return slots, rows
+
+
+async def idle_costs(slots: Sequence[Slot]) -> list[float]:
+    """The median of each kind of call when nothing else happens."""
+    costs = []
+    for kind in (0, 1):
+        await call(slots[0], kind)
+        costs.append(statistics.median([await call(slot, kind) for slot in slots[:50]]))
+    return costs
+
+
+async def rollouts(slots: Sequence[Slot], count: int) -> list[measure.Row]:
+    """Added latency per tool call and lag of the event loop, with so many rollouts at a time."""
+    idle = await idle_costs(slots)
+    added: list[float] = []
+    lags: list[float] = []
+
+    async def rollout(number: int) -> None:
+        rng = random.Random(number)
+        slot = slots[number % len(slots)]
+        for _ in range(TURNS):
+            await asyncio.sleep(rng.uniform(*THINKS_S))
+            kind = min(rng.randrange(4), 1)
+            added.append(max(0.0, await call(slot, kind) - idle[kind]))
+
+    async def tick() -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + TICK_S
+            await asyncio.sleep(TICK_S)
+            lags.append(loop.time() - due)
+
+    ticking = asyncio.create_task(tick())
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for number in range(count):
+            group.create_task(rollout(number))
+    elapsed = time.perf_counter() - started
+    ticking.cancel()
+    p50, p99 = quantile(added, 0.5) * 1e3, quantile(added, 0.99) * 1e3
+    return [
+        measure.Row(f"tool calls of {count} rollouts", len(added) / elapsed, "calls/s"),
+        measure.with_ceiling(measure.Row("added latency per call, p50", p50, "ms"), P50_TARGET_MS),
+        measure.with_ceiling(measure.Row("added latency per call, p99", p99, "ms"), P99_TARGET_MS),
+        measure.with_ceiling(measure.Row("event loop lag, p99", quantile(lags, 0.99) * 1e3, "ms"), LAG_TARGET_MS),
+    ]
+
+
+async def run(options: argparse.Namespace) -> list[measure.Row]:
+    """All rows."""
+    async with LocalBackend() as backend:
+        measure.progress(f"making {options.slots} slots")
+        slots, rows = await creation(backend, options.slots)
+        measure.progress(f"{options.rollouts} rollouts of {TURNS} calls, {THINKS_S[0]:g} to {THINKS_S[1]:g} s apart")
+        rows += await rollouts(slots, options.rollouts)
+        measure.progress("ending them")
+        started = time.perf_counter()
+        for slot in slots:
+            await backend.destroy(slot)
+        rows.append(measure.Row("end of a slot", (time.perf_counter() - started) / len(slots) * 1e3, "ms"))
+        return rows
+
+
+def main() -> int:
+    """Measure and print the table."""
+    parser = measure.options_parser(__doc__)
+    parser.add_argument("--slots", type=int, help=f"how many live slots (default {SLOTS})")
+    parser.add_argument("--rollouts", type=int, help=f"how many rollouts at a time (default {ROLLOUTS})")
+    options = parser.parse_args()
+    options.slots = options.slots or (50 if options.quick else SLOTS)
+    options.rollouts = options.rollouts or (50 if options.quick else ROLLOUTS)
+    rows = asyncio.run(run(options))
+    return measure.report(f"{options.slots} live slots, {options.rollouts} rollouts", rows, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
