@@ -49,7 +49,9 @@ class Arena:
     async def _face(self, case: Case, limits: Limits) -> None:
         server = self.backend.server_pid
         neighbour = await self.backend.create(SlotSpec(), "neighbour")
-        started = await neighbour.execute("echo mine > kept; setsid sleep 1000 </dev/null >/dev/null 2>&1 &")
+        started = await neighbour.execute(
+            "echo mine > kept; setsid sleep 1000 </dev/null >/dev/null 2>&1 & echo $! > pid"
+        )
         assert started.success
         hostile = await self.backend.create(SlotSpec(limits=limits), "hostile")
         try:
@@ -62,8 +64,11 @@ class Arena:
 
     async def _assert_well(self, neighbour: Slot, server: int) -> None:
         """The neighbour has its files, its process and nobody else's; the server makes slots as before."""
-        seen = await neighbour.execute("cat kept; pgrep -c sleep; ls -A /tmp /dev/shm; : > probe && rm probe")
-        assert (seen.exit_code, seen.output) == (0, "mine\n1\n/dev/shm:\n\n/tmp:\n"), seen
+        seen = await neighbour.execute("cat kept; ls; kill -0 $(cat pid) && echo runs; : > probe && rm probe")
+        assert (seen.exit_code, seen.output) == (0, "mine\nkept\npid\nruns\n"), seen
+        if self.ground.rung > Rung.CONFINED:
+            seen = await neighbour.execute("pgrep -c sleep; ls -A /tmp /dev/shm")
+            assert seen.output == "1\n/dev/shm:\n\n/tmp:\n", seen
         assert self.backend.server_pid == server
         another = await self.backend.create(SlotSpec(), "another")
         assert (await another.execute("echo made")).output == "made\n"

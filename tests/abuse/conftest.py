@@ -25,6 +25,8 @@ def ground(request: pytest.FixtureRequest) -> Iterator[Ground]:
         made.runner.run(made.backend.start())
     except IsolationUnavailable as error:
         made.close()
+        if "slot server has ended" in str(error):  # a bug of ours, not a lack of the machine's
+            raise
         pytest.skip(str(error))
     yield made
     made.close()

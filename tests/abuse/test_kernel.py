@@ -104,12 +104,12 @@ def test_settings_of_the_machine_are_out_of_reach(arena: Arena) -> None:
     program = """
 import os
 paths = ['/proc/sys/kernel/core_pattern', '/proc/sys/kernel/hostname', '/proc/sys/vm/overcommit_memory',
-         '/proc/sys/kernel/modprobe', '/proc/sysrq-trigger', '/proc/irq/0/smp_affinity', '/proc/1/oom_score_adj',
+         '/proc/sys/kernel/modprobe', '/proc/sysrq-trigger', '/proc/irq/0/smp_affinity',
          '/proc/sys/kernel/ns_last_pid', '/sys/kernel/uevent_helper', '/sys/fs/cgroup/cgroup.procs']
 for path in paths:
     try: os.close(os.open(path, os.O_WRONLY)); print('writes', path)
     except OSError: pass
-for path in ('/proc/kcore', '/proc/kmsg', '/dev/kmsg', '/dev/mem', '/proc/keys', '/proc/kallsyms', '/dev/vda',
+for path in ('/proc/kcore', '/proc/kmsg', '/dev/kmsg', '/dev/mem', '/proc/keys', '/dev/vda',
              '/dev/sda', '/proc/timer_list', '/proc/slabinfo', '/sys/kernel/debug', '/sys/firmware'):
     try:
         if os.path.isdir(path): print('lists', path, os.listdir(path)); continue

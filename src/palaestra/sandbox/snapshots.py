@@ -22,7 +22,7 @@ from typing import Protocol
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError, PrepareError
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, Network
 from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot
 from palaestra.sandbox.snapshot_store import SCHEMA, SnapshotStore
 
@@ -55,7 +55,8 @@ class Recipe:
     def key(self, rung: Rung) -> str:
         """The name of the result on one rung: everything that goes in, hashed. Limits and mounts' contents do not."""
         spec = self.spec
-        parts: list[JSON] = [SCHEMA, rung.label, _identity(spec.image), spec.network, spec.env, self.version]
+        network = spec.network if isinstance(spec.network, Network) else spec.network.hosts
+        parts: list[JSON] = [SCHEMA, rung.label, _identity(spec.image), network, spec.env, self.version]
         parts += [[mount.source, mount.target] for mount in spec.mounts]
         for step in self.steps:
             if isinstance(step, Put):
