@@ -49,6 +49,7 @@ from palaestra.sandbox.base import Change, Fork, Rung, Slot, SlotSpec, Snapshot,
 from palaestra.sandbox.client import SlotServer
 from palaestra.sandbox.images.store import ImageStore
 from palaestra.sandbox.proof import prove
+from palaestra.sandbox.reasons import explain
 from palaestra.sandbox.slot import LocalSlot
 from palaestra.sandbox.slotd import allowlist
 
@@ -128,7 +129,7 @@ class LocalBackend:
             await self.destroy(slot)
         except (SandboxError, OSError) as error:
             await self.aclose()
-            return str(error)
+            return explain(str(error))
         except BaseException:
             await self.aclose()
             raise

@@ -15,6 +15,7 @@ from .frames import Fields
 from .roots import HOST, Bind, Lowers, Tree, host_trees, system_directories, system_links
 from .stack import Marks
 
+_OPTIONS = "mode=755,size=64m"
 _SKELETON, _NETWORK = "/skeleton/base", "/skeleton/network"
 _PLACES = "/skeleton/places"
 """Lies below every image: the directories that must be there, whether the image has them or not."""
@@ -54,15 +55,32 @@ def enter_own_root() -> None:
     syscalls.unshare(syscalls.CLONE_NEWNS)
     syscalls.mount("none", "/", flags=syscalls.MS_REC | syscalls.MS_SLAVE)
     place = next(path for path in ("/tmp", "/mnt", "/var", "/usr") if os.path.isdir(path))  # noqa: S108
-    options = "mode=755,size=64m"
-    syscalls.mount("tmpfs", place, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
+    syscalls.mount("tmpfs", place, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, _OPTIONS)
     os.mkdir(f"{place}{HOST}")
-    syscalls.pivot_root(place, f"{place}{HOST}")
+    try:
+        syscalls.pivot_root(place, f"{place}{HOST}")
+    except PermissionError:
+        _move_root(place)
     os.chdir("/")
     os.mkdir("/proc")
     syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
     for name in ("slots", "lower", "skeleton", "stage"):
         os.mkdir(f"/{name}")
+
+
+def _move_root(place: str) -> None:
+    """The same where a container forbids pivot_root: a copy of the old tree of mounts below, and the new root above."""
+    syscalls.umount(place)
+    tree = syscalls.open_tree("/", recursive=True)  # before there is anything of ours in it
+    try:
+        syscalls.mount("tmpfs", place, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, _OPTIONS)
+        os.mkdir(f"{place}{HOST}")
+        syscalls.move_mount(tree, f"{place}{HOST}")
+    finally:
+        os.close(tree)
+    os.chdir(place)
+    syscalls.mount(".", "/", flags=syscalls.MS_MOVE)
+    os.chroot(".")
 
 
 def prepare(full: bool, settings: Fields) -> World:

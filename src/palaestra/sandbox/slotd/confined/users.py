@@ -21,9 +21,21 @@ _USUAL = 0x60000000
 """Where ranges lie when every uid exists: below those of namespaces (0x70000000), above all that people use."""
 
 
+_CHOWN, _DAC_OVERRIDE, _FOWNER, _KILL, _SETGID, _SETUID, _SETPCAP = 0, 1, 3, 5, 6, 7, 8
+_NEEDED = (_CHOWN, _DAC_OVERRIDE, _FOWNER, _KILL, _SETGID, _SETUID, _SETPCAP)
+"""The capabilities it takes to give slots users; every container's root has them unless they were taken away."""
+
+
+def can_become() -> bool:
+    """Whether this process may turn into other users, and rule over them."""
+    with open("/proc/self/status") as file:
+        effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
+    return os.geteuid() == 0 and all(effective >> capability & 1 for capability in _NEEDED)
+
+
 def starts() -> list[int]:
     """Uids at which a range may start here, in random order. None where this process cannot become others."""
-    if os.geteuid() != 0:
+    if not can_become():
         return []
     found: list[int] = []
     for inside, count in _mapped("uid") & _mapped("gid"):
