@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_CONTAINER = "in a container, docker's `--cap-add SYS_ADMIN` or `--security-opt seccomp=unconfined` allows it"
+_CONTAINER = "docker allows it with `--cap-add SYS_ADMIN --cap-add NET_ADMIN`, or, for a user other than root, with "
+_CONTAINER += "`--security-opt seccomp=unconfined --security-opt systempaths=unconfined`"
 
 _HINTS: Sequence[tuple[str, str]] = (
     (
@@ -17,7 +18,7 @@ _HINTS: Sequence[tuple[str, str]] = (
         "user namespaces are not allowed: sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0, "
         f"kernel.apparmor_restrict_unprivileged_userns=0; {_CONTAINER}",
     ),
-    (r"unshare 0x\w+: Operation not permitted", f"namespaces are not allowed: {_CONTAINER}"),
+    (r"unshare 0x\w+: Operation not permitted", f"namespaces are not allowed; {_CONTAINER}"),
     (r"unshare 0x\w+: Invalid argument", "this kernel is built without one of the namespaces"),
     (
         r"mount proc on .*(not permitted|denied)",
@@ -35,6 +36,7 @@ _HINTS: Sequence[tuple[str, str]] = (
         "the rung userns does without",
     ),
     (r"open_tree|move_mount", "this takes the mount calls of Linux 5.2, and the right to mount"),
+    (r"step 14 ?: Operation not permitted", "a network of its own takes docker's `--cap-add NET_ADMIN` too"),
     (r"close_range: Function not implemented", "this takes Linux 5.9"),
     (r"openat2|RESOLVE", "this takes Linux 5.6"),
     (r"control groups? .*(Read-only|denied|not permitted)", "docker: `-v /sys/fs/cgroup:/sys/fs/cgroup`"),

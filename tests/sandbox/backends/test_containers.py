@@ -36,6 +36,10 @@ asyncio.run(main())
 """
 
 
+def _unconfined(what: str) -> tuple[str, str]:
+    return ("--security-opt", f"{what}=unconfined")
+
+
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Docker]:
     """One for all tests of this file."""
@@ -62,14 +66,21 @@ def test_the_best_rung_of_a_container_is_confined_and_no_sandbox(daemon: Docker,
     assert "userns:" in lines[5]
 
 
-def test_a_container_with_the_right_to_mount_has_the_full_rung(daemon: Docker) -> None:
-    options = (
-        "--cap-add",
-        "SYS_ADMIN",
-        "--security-opt",
-        "seccomp=unconfined",
-        "--security-opt",
-        "apparmor=unconfined",
-    )
-    lines = daemon.python("-c", _LADDER, options=options).splitlines()
-    assert lines[2].startswith("confined True")
+@pytest.mark.parametrize(
+    ("best", "options"),
+    [
+        ("userns", ("-u", "12345", *_unconfined("seccomp"), *_unconfined("systempaths"))),
+        ("userns", ("--cap-add", "SYS_ADMIN", "--cap-add", "NET_ADMIN")),
+        ("full", ("--cap-add", "SYS_ADMIN", "--cap-add", "NET_ADMIN", "-v", "/sys/fs/cgroup:/sys/fs/cgroup")),
+    ],
+    ids=["userns for a user", "userns for root", "full"],
+)
+def test_a_container_with_more_rights_has_a_better_rung(daemon: Docker, best: str, options: tuple[str, ...]) -> None:
+    assert f"best {best}" in daemon.python("-c", _LADDER, options=options).splitlines()
+
+
+def test_without_capabilities_root_is_told_to_be_somebody_else(daemon: Docker) -> None:
+    ladder = _LADDER[: _LADDER.index("    async with")] + "asyncio.run(main())\n"
+    lines = daemon.python("-c", ladder, options=("--cap-drop", "ALL")).splitlines()
+    assert [line.split()[1] for line in lines] == ["False", "False", "False", "True"]
+    assert "run as a user" in lines[2]
