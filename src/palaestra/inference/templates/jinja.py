@@ -8,6 +8,7 @@ Source of the semantics: `transformers.utils.chat_template_utils`, version 5.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -36,13 +37,21 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self._special = dict(special or {})
-        loaded_at = now()
-        environment = _environment()
-        environment.globals["strftime_now"] = loaded_at.strftime
+        self._loaded_at = now()
+        self._template = self._compiled(Sandbox())
+
+    def _compiled(self, environment: Sandbox) -> jinja2.Template:
+        environment.globals["strftime_now"] = self._loaded_at.strftime
         try:
-            self._template = environment.from_string(source)
+            return environment.from_string(self.source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"The chat template cannot be read: {error}.") from None
+
+    def compiled_in(self, environment: Sandbox) -> ChatTemplate:
+        """The same template, loaded at the same time, in another environment."""
+        other = copy.copy(self)
+        other._template = self._compiled(environment)
+        return other
 
     def render(
         self,
@@ -84,7 +93,7 @@ class WrittenOnce(dict[str, JSON]):
         self.text = json.dumps(value, ensure_ascii=False)
 
 
-def _tojson(
+def tojson(
     value: JSON,
     ensure_ascii: bool = False,
     indent: int | None = None,
@@ -111,15 +120,21 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox, with its answer for texts, which templates ask for most, given at once."""
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The environment of chat templates, with the sandbox's answers for what templates ask for most given at once:
+    attributes of texts, and entries of mappings, which no sandbox keeps back.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self.filters["tojson"] = tojson
+        self.globals["raise_exception"] = _raise_exception
+
+    def getattr(self, obj: object, attribute: str) -> JSON:
+        """As jinja finds it: what is no attribute of a mapping is an entry."""
+        if type(obj) is dict and attribute in obj and not hasattr(obj, attribute):
+            return obj[attribute]
+        return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         return not attr.startswith("_") if type(obj) is str else super().is_safe_attribute(obj, attr, value)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    return environment

@@ -17,9 +17,9 @@ from palaestra.inference.templates.messages import reasoning_of
 
 _MOST_AFTER = 4
 
-_NONCE = "".join(chr(ord("a") + byte % 26) for byte in secrets.token_bytes(12))
+NONCE = "".join(chr(ord("a") + byte % 26) for byte in secrets.token_bytes(12))
 
-CONTENT = f"Qc{_NONCE}"
+CONTENT = f"Qc{NONCE}"
 """The mark of a text."""
 
 _EARLIER, _LATEST = "E", "Q"
@@ -72,7 +72,7 @@ class Shape:
 
 def _mark(part: str, number: int | None = None, stand: str = _LATEST) -> str:
     """The mark of a part of a message: content, reasoning, or the arguments of a call."""
-    return f"{stand}{part}{_NONCE}" + ("" if number is None else f"{number}z")
+    return f"{stand}{part}{NONCE}" + ("" if number is None else f"{number}z")
 
 
 def shape_of(message: Message) -> Shape:

@@ -8,25 +8,28 @@ not, the template rewrites history, and the caller decides what that means.
 Rendering a whole conversation costs more with every turn, so the same is measured on a short one: a stand-in for the
 head, every kind of step once, the last reply, the new messages. Until both have agreed on a longer one, and whenever a
 conversation is twice as long as the last on which they did, both are measured; where they differ, the template depends
-on more than kinds of steps, and is rendered in full from then on.
+on more than kinds of steps, and is rendered in full from then on. The short one is itself rendered only until there is
+an outline of it (`outlines`), into which the texts of the next step of its kind are written.
 
 Invariant: only text that the template put after the last sampled token is encoded.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TypeAlias
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
 from palaestra.inference.templates.jinja import ChatTemplate, WrittenOnce
 from palaestra.inference.templates.marks import StepKind, shape_of, stand_ins, step_kind, step_kinds, with_latest
 from palaestra.inference.templates.messages import for_template
+from palaestra.inference.templates.outlines import Measured, Outlines
 from palaestra.inference.templates.probes import Traits, probe
+from palaestra.inference.templates.tracing import traced
 from palaestra.inference.tokens import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -66,10 +69,6 @@ class Opening:
     kinds: tuple[StepKind, ...]
 
 
-_Measured: TypeAlias = tuple[str | None, str]
-"""The text after the reply (None where it cannot be found), and how history is rewritten."""
-
-
 class TurnRenderer:
     """One template, one set of tools, one set of template variables; shared by all rollouts that use them.
 
@@ -95,6 +94,7 @@ class TurnRenderer:
         ends = (*self.traits.closers, *self.traits.openers)
         self._ends = [tokenizer.decode([number], skip_special_tokens=False) for number in ends]
         self._stand_ins: dict[object, tuple[list[Message], str]] = {}
+        self._outlines: Outlines | None = None
         self._proved: dict[object, int] = {}
         self._opened: dict[str, list[int]] = {}
 
@@ -137,7 +137,7 @@ class TurnRenderer:
             del ids[0]  # the model has said it itself
         return Step(ids, kinds, rewrites)
 
-    def _measure(self, history: History, new: Sequence[Message]) -> _Measured:
+    def _measure(self, history: History, new: Sequence[Message]) -> Measured:
         roles = _head_roles(history.prompt)
         case = roles, history.kinds, step_kind(history.reply, new)
         proved_at = self._proved.get(case, 0)
@@ -145,7 +145,7 @@ class TurnRenderer:
             return self._in_full(history, new)
         try:
             head, before = self._stand_in(roles, history.kinds)
-            short = self._compare(head, history.reply, new, before)
+            short = self._outlined(case, head, history.reply, new, before)
         except ConfigError:  # the stand-in does not suit the template; the conversation itself may
             self._proved[case] = _NEVER
             return self._in_full(history, new)
@@ -160,22 +160,33 @@ class TurnRenderer:
             self._proved[case] = len(history.prompt)
         return full
 
-    def _in_full(self, history: History, new: Sequence[Message]) -> _Measured:
+    def _in_full(self, history: History, new: Sequence[Message]) -> Measured:
         """Measured on the conversation itself, in which only the last reply is marked."""
         head = self._ready(history.prompt)
         return self._compare(head, history.reply, new, self._render(head))
 
-    def _compare(self, head: list[Message], reply: Message, new: Sequence[Message], before: str) -> _Measured:
+    def _outlined(
+        self, case: Hashable, head: list[Message], reply: Message, new: Sequence[Message], before: str
+    ) -> Measured:
+        """As `_compare`, without rendering where the like has been rendered before."""
+        if self._outlines is None:
+            self._outlines = Outlines(self._render, functools.partial(self._render, template=traced(self._template)))
         shape = shape_of(reply)
         ready = self._ready([shape.message(), *new])
-        after = self._render([*head, *ready])
-        rewrites = ""
+        return self._outlines.measured(case, head, ready, lambda after: self._look(after, before, shape.marks()))
+
+    def _compare(self, head: list[Message], reply: Message, new: Sequence[Message], before: str) -> Measured:
+        shape = shape_of(reply)
+        ready = self._ready([shape.message(), *new])
+        return self._look(self._render([*head, *ready]), before, shape.marks())
+
+    def _look(self, after: str, before: str, marks: Sequence[str]) -> Measured:
+        """What stands behind the last of the marks in `after`, which begins with `before` if history is intact."""
+        rewrites, shared = "", len(before)
         if not after.startswith(before):
             rewrites, shared = "an earlier part of the conversation is rendered differently", 0
-        else:
-            shared = len(before)
-        ends = [after.find(found, shared) + len(found) for found in shape.marks() if after.find(found, shared) >= 0]
-        if len(ends) < len(shape.marks()):
+        ends = [at + len(mark) for mark in marks if (at := after.find(mark, shared)) >= 0]
+        if len(ends) < len(marks):
             rewrites = rewrites or "a part of the assistant's reply is left out"
         return (self._tail(after, max(ends)) if ends else None), rewrites
 
@@ -198,8 +209,10 @@ class TurnRenderer:
     def _ready(self, messages: Sequence[Message]) -> list[Message]:
         return for_template(messages, self.traits.reasoning_field, joined=self.traits.joined)
 
-    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        return self._template.render(
+    def _render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, template: ChatTemplate | None = None
+    ) -> str:
+        return (template or self._template).render(
             messages, tools=self._written, add_generation_prompt=add_generation_prompt, **self.variables
         )
 
