@@ -172,10 +172,10 @@ class Cut:
             os.link(source, target, follow_symlinks=False)
 
     def _drop(self, path: str) -> str:
-        """Take a path away; where it is now."""
+        """Take a path away; where it is now. A link on its way leads elsewhere, so nothing is there then."""
         self._dropped += 1
         place = f"{self._trash}/{self._dropped}"
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if not path or _is_there(self._tree, path):
             os.rename(f"{self._tree}/{path}".rstrip("/"), place)
         return place
 
