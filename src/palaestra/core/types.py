@@ -57,8 +57,8 @@ class Network(StrEnum):
 class AllowList:
     """Hosts that a slot may reach, over HTTP and HTTPS through a proxy, and nothing else.
 
-    `example.org` (ports 80 and 443), `example.org:8443`, `*.example.org:*`, `10.0.0.0/8:5432`. Addresses at which clouds
-    tell a machine its credentials are refused whatever the list says.
+    `example.org` (ports 80 and 443), `example.org:8443`, `*.example.org:*`, `10.0.0.0/8:5432`. Addresses at which
+    clouds tell a machine its credentials are refused whatever the list says.
     """
 
     hosts: tuple[str, ...]
