@@ -45,8 +45,11 @@ class Loop:
         self.running = True
 
     def watch(self, fd: int, call: Callback) -> None:
-        """Call whenever `fd` is readable (or at its end)."""
-        self._selector.register(fd, READ, call)
+        """Call whenever `fd` is readable (or at its end). Who watched it before does no longer."""
+        if fd in self._selector.get_map():
+            self._selector.modify(fd, READ, call)
+        else:
+            self._selector.register(fd, READ, call)
 
     def watch_for(self, fd: int, events: int, call: Callback) -> None:
         """Change what a watched descriptor is watched for."""

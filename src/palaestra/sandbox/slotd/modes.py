@@ -168,7 +168,7 @@ class ModeRequests:
         if shell is None:
             raise OSError(errno.ESRCH, "the shell has been closed")
         request = Request(
-            argv=[], shell=modes.slot.shell(), cwd="", env={}, stdin=frame.data, timeout_s=fields["timeout_s"],
+            argv=[], shell=shell.kind, cwd="", env={}, stdin=frame.data, timeout_s=fields["timeout_s"],
             max_output_bytes=fields["max_output_bytes"], stream=fields["stream"], verdict=False, spill=fields["spill"],
         )  # fmt: skip
         try:

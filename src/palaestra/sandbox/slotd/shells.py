@@ -75,7 +75,8 @@ class Shell:
     ) -> None:  # fmt: skip
         self._slot, self._loop, self._link, self._numbers, self._talks = slot, loop, link, numbers, talks
         self._cwd, self._env = cwd, env
-        self._dialect = _BASH if slot.shell() == "bash" else _SH
+        self.kind = slot.shell()
+        self._dialect = _BASH if self.kind == "bash" else _SH
         self._process: int | None = None
         self._input, self._command = pipes.Memory(), pipes.Memory()
         self._control = self._status = self._output = -1
@@ -94,7 +95,6 @@ class Shell:
             self._start()
         self._command.put(command)
         self._input.put(request.stdin)
-        self._loop.unwatch(self._output)
         execution = Execution(number, request, self._loop, self._link, self._interrupt, self._output, spill)
         self._execution, self._output = execution, -1
         self._talks[number] = self
