@@ -93,6 +93,30 @@ class SlotServer(asyncio.BufferedProtocol):
         self._process: asyncio.subprocess.Process | None = None
         self._log: IO[bytes] | None = None
         self._over: Exception | None = None
+        self._gone = asyncio.Event()
+        self.hello: dict[str, JSON] = {}
+        """What the server said of itself."""
+
+    @classmethod
+    async def launch(cls, rung: str) -> tuple[SlotServer, socket.socket]:
+        """A server that somebody else will talk to: its process, and the stream to it."""
+        server = cls(lambda name, epoch: None)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            await server._spawn(theirs, rung)
+        return server, ours
+
+    @classmethod
+    async def attach(cls, path: str, on_lost: OnLost) -> SlotServer:
+        """The server behind a socket, which goes on after `aclose`. Raises `SandboxError` while another one has it."""
+        server = cls(on_lost)
+        await asyncio.get_running_loop().create_unix_connection(lambda: server, path)
+        try:
+            server.hello = (await server.request(Kind.HELLO, {"version": frames.VERSION})).fields
+        except BaseException:
+            await server.aclose()
+            raise
+        return server
 
     @classmethod
     async def start(cls, rung: str, settings: dict[str, JSON], on_lost: OnLost) -> SlotServer:
@@ -126,9 +150,8 @@ class SlotServer(asyncio.BufferedProtocol):
 
     @property
     def pid(self) -> int:
-        """The pid of the process that watches the server."""
-        assert self._process is not None
-        return self._process.pid
+        """The pid of the process that watches the server, or of the service it belongs to."""
+        return int(self.hello["pid"]) if self._process is None else self._process.pid
 
     @property
     def ended(self) -> bool:
@@ -136,8 +159,11 @@ class SlotServer(asyncio.BufferedProtocol):
         return self._over is not None
 
     async def aclose(self) -> None:
-        """End the server, and with it every slot. Returns when nothing of it is left. Idempotent."""
+        """End the server, and with it every slot, or leave a service. Returns when that is done. Idempotent."""
         if self._transport is not None:
+            if self._process is None and not self._transport.is_closing():
+                self._transport.write_eof()  # the service lets go, then the next one can attach
+                await _settle(asyncio.ensure_future(self._gone.wait()), _CLOSE_PATIENCE_S)
             self._transport.abort()
         if self._process is not None:
             waiting = asyncio.ensure_future(self._process.wait())
@@ -246,6 +272,7 @@ class SlotServer(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._over = self._over or SlotLost(f"the slot server has ended{self._last_words()}")
         self._writable.set()
+        self._gone.set()
         for call in self._calls.values():
             call.fail(self._over)
         self._on_lost("", 0)

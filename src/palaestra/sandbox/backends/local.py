@@ -42,9 +42,12 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError
 from palaestra.core.types import JSON, AllowList, Network
+from palaestra.sandbox import service as services
+from palaestra.sandbox import specs
 from palaestra.sandbox.base import Change, Fork, Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.sandbox.client import SlotServer
 from palaestra.sandbox.images.store import ImageStore
@@ -64,7 +67,9 @@ class LocalBackend:
     """One slot server and its slots. `rung` asks for exactly that rung, `require` for that one or better.
 
     Without either, the best rung there is. `native_init` False keeps the Python init where a native one was built,
-    which costs megabytes per slot. `start` raises `IsolationUnavailable`, with the reason, before any slot.
+    which costs megabytes per slot. With `service`, a name, the slots live in a process of their own: they stay when
+    this backend is closed or dies, and whoever starts a backend of that name next has them in `leases`. `start` raises
+    `IsolationUnavailable`, with the reason, before any slot.
     """
 
     name = "local"
@@ -76,9 +81,12 @@ class LocalBackend:
         require: Rung | None = None,
         native_init: bool = True,
         images: ImageStore | None = None,
+        service: str | None = None,
+        service_directory: Path | None = None,
     ) -> None:
         self._wanted, self._required, self._native_init = rung, require, native_init
         self._images = images or ImageStore()
+        self._service = None if service is None else services.socket_path(service, service_directory)
         self._server: SlotServer | None = None
         self._rung: Rung | None = None
         self._slots: dict[int, LocalSlot] = {}
@@ -139,10 +147,13 @@ class LocalBackend:
         prefix = _interpreter_prefix()
         self._rung = rung
         settings = {"prefix": prefix, "first_epoch": self._last_epoch + 1, "native_init": self._native_init}
-        self._server = await SlotServer.start(rung.label, settings, self._on_lost)
+        if self._service is None:
+            self._server = await SlotServer.start(rung.label, settings, self._on_lost)
+        else:
+            self._server = await services.attach(self._service, rung.label, settings, self._on_lost)
 
     async def aclose(self) -> None:
-        """End the server, every slot and every layer. Idempotent."""
+        """End the server, every slot and every layer; leave a service, which keeps its slots. Idempotent."""
         server, self._server = self._server, None
         for slot in self._slots.values():
             slot.released = True
@@ -150,6 +161,22 @@ class LocalBackend:
         if server is not None:
             await server.aclose()
         await self._images.aclose()
+
+    async def end(self) -> None:
+        """Close, and end the service with all it holds, where this is one."""
+        await self.aclose()
+        if self._service is not None:
+            await services.end(self._service)
+
+    def leases(self) -> list[Slot]:
+        """The slots that a service held when this backend attached to it, under new leases."""
+        server, found = self._running(), []
+        for lease in server.hello.get("leases", ()):
+            trajectory_id, spec = specs.decode(lease["about"])
+            bin_dir = self._bin_dir if spec.image is None else ""
+            slot = LocalSlot(server, spec, trajectory_id, self.rung, (lease["slot"], lease["epoch"]), bin_dir)
+            found.append(self._slots.setdefault(slot.epoch, slot))
+        return list(found)
 
     async def __aenter__(self) -> LocalBackend:
         await self.start()
@@ -192,6 +219,8 @@ class LocalBackend:
             "limits": asdict(spec.limits),
             "mounts": _mounts(spec),
         }
+        if self._service is not None:
+            fields["about"] = specs.encode(trajectory_id, spec)
         server = await self._living()
         reply = await server.create(fields)
         bin_dir = self._bin_dir if image is None else ""

@@ -62,7 +62,7 @@ class Server:
             "list": self._list_directory, "remove": self._remove, "changes": self._changes, "seal": self._seal,
             "view": self._view, "layer_changes": self._layer_changes, "destroy": self._destroy,
             "forget": self._forget, "stats": self._stats, **self._modes.operations,
-            **self._keep.operations,
+            **self._keep.operations, "renew": self._renew,
         }  # fmt: skip
 
     def _stop(self) -> None:
@@ -163,6 +163,12 @@ class Server:
             self._clean(slot)
         else:
             self._link.send(Kind.LOST, 0, {"slot": slot.lease.name, "epoch": slot.lease.epoch})
+
+    def _renew(self, frame: Frame) -> None:
+        """Give a lease to somebody else: its former holder is refused from now on."""
+        slot = self._leased(frame)
+        slot.lease = Lease(slot.lease.name, next(self._epochs))
+        self._reply(frame, {"epoch": slot.lease.epoch})
 
     def _destroy(self, frame: Frame) -> None:
         slot = self._leased(frame, alive=False)
