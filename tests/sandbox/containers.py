@@ -82,7 +82,7 @@ class Docker:
     def python(self, *arguments: str, options: tuple[str, ...] = (), timeout_s: float = 170) -> str:
         """The output of this interpreter, with this checkout, in a new container; fails with it."""
         prefix = os.path.realpath(sys.base_prefix)
-        mounts = {"/usr", prefix, str(ROOT), sys.prefix, "/etc/ld.so.cache"} | {
+        mounts = {"/usr", prefix, str(ROOT), sys.prefix, "/etc/ld.so.cache", "/etc/alternatives"} | {
             f"/{name}"
             for name in ("bin", "sbin", "lib", "lib64")
             if os.path.isdir(f"/{name}") and not os.path.islink(f"/{name}")

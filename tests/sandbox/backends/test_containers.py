@@ -54,6 +54,11 @@ def test_the_suite_of_the_confined_rung_in_a_container(daemon: Docker, options: 
     assert "no isolation can be had" not in output
 
 
+def test_the_cases_of_abuse_in_a_container(daemon: Docker) -> None:
+    output = daemon.python(*OPTIONS, "-k", "confined and not unprivileged", "tests/abuse")
+    assert " passed" in output
+
+
 @pytest.mark.parametrize("options", [(), ("-u", "12345:12345")], ids=["as root", "as somebody"])
 def test_the_best_rung_of_a_container_is_confined_and_no_sandbox(daemon: Docker, options: tuple[str, ...]) -> None:
     lines = daemon.python("-c", _LADDER, options=options).splitlines()
