@@ -171,7 +171,7 @@ def wait_for_command(part: str) -> None:
         (["--polcy", "oracle"], 2, "--policy"),
         (["--policy", "oracl"], 2, "oracle"),
         (["--env.enabled_toolsets", "terminl", "--policy", "oracle"], 2, "terminal"),
-        (["--env.isolation", "confined", "--policy", "oracle"], 5, "confined"),
+        (["--env.isolation", "confined", "--env.require_sandbox", "--policy", "oracle"], 2, "confined"),
         (["--config", "absent.yaml"], 2, "absent.yaml"),
     ],
 )
