@@ -24,12 +24,18 @@ from pathlib import Path
 from palaestra.core.clock import Clock
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
+from palaestra.sandbox.images import store as images
 
 SCHEMA = "palaestra.snapshot/1"
 DEFAULT_MAX_BYTES = 20 << 30
 
 _TURN_S = 0.05
 _KEY = re.compile(r"[0-9a-f]{40}")
+
+
+def default_folder() -> Path:
+    """Where this user's prepared workspaces are: beside the images."""
+    return Path(images.default_folder()).with_name("snapshots")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +118,11 @@ class SnapshotStore:
 
     def sweep(self) -> int:
         """Remove what dead runs have left half done; how many."""
-        halves = [path for path in self.folder.iterdir() if path.name.startswith("new-")]
-        return sum(self._take_away(path, path) for path in halves)
+        return sum(self._take_away(path, path) for path in self.halves())
+
+    def halves(self) -> list[Path]:
+        """What is being made or removed, or was when its maker died."""
+        return [path for path in self.folder.iterdir() if path.name.startswith("new-")]
 
     def _take_away(self, path: Path, locked: Path) -> bool:
         try:

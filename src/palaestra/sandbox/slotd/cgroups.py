@@ -98,16 +98,18 @@ class ServerGroup:
         return gone
 
 
-def sweep(hierarchies: list[Hierarchy]) -> None:
-    """Remove what servers that were killed have left."""
+def sweep(hierarchies: list[Hierarchy]) -> list[str]:
+    """Remove what servers that were killed have left; the names."""
+    gone: set[str] = set()
     for hierarchy in hierarchies:
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(hierarchy.parent):
                 directory = f"{hierarchy.parent}/{name}"
-                if os.path.isdir(directory) and _abandoned(directory):
-                    _remove_tree(directory)
+                if os.path.isdir(directory) and _abandoned(directory) and _remove_tree(directory):
+                    gone.add(name)
         with contextlib.suppress(OSError):
             os.rmdir(hierarchy.parent)
+    return sorted(gone)
 
 
 def oom_kills(directories: list[str]) -> int:

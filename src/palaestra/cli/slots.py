@@ -1,0 +1,155 @@
+"""`palaestra slots`: which slots there are on this machine, and what dead ones have left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from palaestra.core.types import JSON
+from palaestra.sandbox.snapshot_store import SnapshotStore, default_folder
+
+_CONTEXT = {"help_option_names": ["-h", "--help"]}
+_directory = click.option(
+    "--directory", type=click.Path(path_type=Path), help="Where the services are. Default: the user's own under /run."
+)
+_store = click.option(
+    "--store", type=click.Path(path_type=Path), help="The store of prepared workspaces. Default: the user's own."
+)
+_as_json = click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+
+
+@click.group(
+    "slots",
+    context_settings=_CONTEXT,
+    help="""Show slots, services and prepared workspaces of this machine, and remove what nobody needs.
+
+    \b
+      palaestra slots list
+      palaestra slots clean
+    """,
+)
+def command() -> None:
+    pass
+
+
+@command.command(
+    "list",
+    context_settings=_CONTEXT,
+    help="""List slot servers that run, services with their leases, and prepared workspaces.
+
+    \b
+      palaestra slots list
+      palaestra slots list --json | jq '.services[].leases'
+    """,
+)
+@_directory
+@_store
+@_as_json
+def list_slots(directory: Path | None, store: Path | None, as_json: bool) -> None:
+    found = asyncio.run(_found(directory, store))
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    for server in found["servers"]:
+        client = f"of process {server['client_pid']}"
+        click.echo(f"server {server['pid']:<8} {server['slots']:>4} slots  {_age(server['age_s'])}  {client}")
+    for service in found["services"]:
+        state = "attached" if service["attached"] else "waiting"
+        click.echo(f"service {service['name']}  {service['rung']}, {state}, process {service['pid']}")
+        for lease in service["leases"]:
+            click.echo(f"  {lease['slot']:<12} epoch {lease['epoch']:<5} {lease['about'].get('trajectory_id', '')}")
+    for entry in found["workspaces"]:
+        click.echo(
+            f"workspace {entry['key'][:12]}  {entry['size_bytes'] >> 20:>6} MiB  used {_age(entry['idle_s'])} ago"
+        )
+    if not any(found.values()):
+        click.echo("no slots, no services, no prepared workspaces", err=True)
+
+
+@command.command(
+    "clean",
+    context_settings=_CONTEXT,
+    help="""Remove what dead runs have left: control groups, sockets, half-made workspaces. Nothing that is in use.
+
+    \b
+      palaestra slots clean                  only what nobody owns
+      palaestra slots clean --services       also end services that no process is attached to
+      palaestra slots clean --workspaces     also remove prepared workspaces that are not in use
+      palaestra slots clean --all            both
+    """,
+)
+@click.option("--services", is_flag=True, help="End services that no process is attached to, with their slots.")
+@click.option("--workspaces", is_flag=True, help="Remove prepared workspaces that are not in use.")
+@click.option("--all", "everything", is_flag=True, help="Both.")
+@_directory
+@_store
+@_as_json
+def clean(
+    services: bool, workspaces: bool, everything: bool, directory: Path | None, store: Path | None, as_json: bool
+) -> None:
+    gone = asyncio.run(_clean(services or everything, workspaces or everything, directory, store))
+    if as_json:
+        click.echo(json.dumps(gone, indent=2))
+        return
+    for what, names in gone.items():
+        click.echo(f"{what}: {', '.join(names) if names else 'nothing to remove'}")
+
+
+async def _found(directory: Path | None, store: Path | None) -> dict[str, list[JSON]]:
+    from palaestra.sandbox import census, service
+
+    running = [await service.look(path) for path in _sockets(directory)]
+    workspaces = _open(store)
+    entries = [] if workspaces is None else workspaces.entries()
+    now = time.time()
+    return {
+        "servers": [asdict(server) for server in census.running_servers()],
+        "services": [asdict(each) for each in running if each is not None],
+        "workspaces": [
+            {"key": entry.key, "size_bytes": entry.size_bytes, "idle_s": round(now - entry.used_at, 1)}
+            for entry in entries
+        ],
+    }
+
+
+async def _clean(services: bool, workspaces: bool, directory: Path | None, store: Path | None) -> dict[str, list[str]]:
+    from palaestra.sandbox import service
+    from palaestra.sandbox.slotd import cgroups
+
+    gone: dict[str, list[str]] = {"control groups": cgroups.sweep(cgroups.find()), "services": [], "workspaces": []}
+    for path in _sockets(directory) if services else ():
+        seen = await service.look(path)
+        if seen is not None and not seen.attached:
+            await service.end(path)
+            gone["services"].append(seen.name)
+    gone["services"] += await service.sweep(directory or service.default_directory())
+    kept = _open(store)
+    if kept is not None:
+        gone["workspaces"] = [f"{kept.sweep()} half-made"] if kept.halves() else []
+        gone["workspaces"] += [entry.key[:12] for entry in kept.entries() if workspaces and kept.remove(entry.key)]
+    return gone
+
+
+def _sockets(directory: Path | None) -> list[Path]:
+    from palaestra.sandbox import service
+
+    folder = directory or service.default_directory()
+    return sorted(folder.glob("*.sock")) if folder.is_dir() else []
+
+
+def _open(store: Path | None) -> SnapshotStore | None:
+    """The store, if there is one: looking does not make it."""
+    folder = store or default_folder()
+    return SnapshotStore(folder) if folder.is_dir() else None
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

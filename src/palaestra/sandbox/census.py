@@ -1,0 +1,80 @@
+"""Which slot servers run on this machine, found in the process table: nothing written down could be out of date.
+
+A server is a process named `slotd`, a slot one named `slot-init`, each the first of a process namespace; a process of a
+slot can take the names but not be the first of a namespace. Servers of other users are seen by root alone. Slots of the
+rungs without namespaces are not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """One slot server: whose, for which client, how many slots and processes, and since how many seconds."""
+
+    pid: int
+    uid: int
+    client_pid: int
+    slots: int
+    processes: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    pid: int
+    parent: int
+    uid: int
+    name: str
+    first: bool
+    started: int
+
+
+def running_servers() -> list[RunningServer]:
+    """All that this user may see, oldest first."""
+    table = {seen.pid: seen for seen in map(_read, _pids()) if seen is not None}
+    children: dict[int, list[int]] = {}
+    for seen in table.values():
+        children.setdefault(seen.parent, []).append(seen.pid)
+    found = []
+    for server in table.values():
+        if server.name == "slotd" and server.first and os.geteuid() in (0, server.uid):
+            below = _below(server.pid, children)
+            slots = sum(table[pid].name == "slot-init" and table[pid].first for pid in below)
+            reaper = table.get(server.parent)
+            age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - server.started / _TICK
+            client = 0 if reaper is None else reaper.parent
+            found.append(RunningServer(server.pid, server.uid, client, slots, len(below), round(age_s, 1)))
+    return sorted(found, key=lambda server: -server.age_s)
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _below(pid: int, children: dict[int, list[int]]) -> list[int]:
+    found, pending = [], [pid]
+    while pending:
+        for child in children.get(pending.pop(), []):
+            found.append(child)
+            pending.append(child)
+    return found
+
+
+def _read(pid: int) -> _Seen | None:
+    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2].split()
+        numbers = status.get("NSpid", "").split()
+        first = len(numbers) > 1 and numbers[-1] == "1"
+        return _Seen(pid, int(status["PPid"]), int(status["Uid"].split()[0]), status["Name"], first, int(stat[19]))
+    return None
