@@ -38,3 +38,17 @@ def test_other_commands_keep_their_own() -> None:
 
 def test_the_dead_are_not_killed_again() -> None:
     assert tree([process(10, 1, 10, zombie=True)], COMMAND, []) == set()
+
+
+def test_what_was_there_at_a_moment_stays_with_its_new_children() -> None:
+    old, older = process(11, 10, 10, 140), process(12, 10, 10, 150)
+    new_child_of_old = process(20, 11, 10, 200)
+    new, grandchild, loose = process(21, 10, 10, 150), process(22, 21, 22, 201), process(23, 1, 23, 151)
+    table = [process(10, 1, 10), old, older, new_child_of_old, new, grandchild, loose]
+    assert tree(table, COMMAND, [], after=(150, 12)) == {10, 21, 22, 23}
+    assert tree(table, COMMAND, []) == {10, 11, 12, 20, 21, 22, 23}
+
+
+def test_orphans_up_to_a_moment_stay() -> None:
+    table = [process(10, 1, 10), process(30, 1, 10, 150), process(31, 1, 31, 149), process(32, 1, 10, 150)]
+    assert tree(table, COMMAND, [], after=(150, 30)) == {10, 32}

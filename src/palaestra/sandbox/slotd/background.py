@@ -10,15 +10,15 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import pipes, terminals
 from .capture import Capture
 from .frames import Fields, Frame, Kind
+from .inputs import Input
 from .link import Link
-from .loop import READ, WRITE, Loop, Timer
+from .loop import Loop, Timer
 from .orders import Kind as ReportKind
 from .orders import Report, Spawn
 from .pipes import PIPE_BYTES
@@ -53,16 +53,15 @@ class Background:
     ) -> None:
         self.name, self.pid, self.over = name, 0, False
         self._slot, self._loop, self._link, self._talks = slot, loop, link, talks
-        self._output = self._input = -1
+        self._output = -1
+        self._input: Input | None = None
         self._terminal = False
         self._ring, self._seen = Ring(RING_BYTES), Capture(RING_BYTES)
         self._spill = Spill(shelf, f"process-{name & 0xFFFF}", RING_BYTES)
         self._breath = 0
-        self._paused = self._waiting_for_room = False
-        self._writing: deque[tuple[int, memoryview, int]] = deque()
+        self._paused = False
         self._readers: dict[int, _Reader] = {}
         self._killers: list[int] = []
-        self._closing = False
         self._end: Report | None = None
         self._started = time.monotonic()
         self._ended = 0.0
@@ -74,14 +73,16 @@ class Background:
     ) -> None:  # fmt: skip
         """Start it; `on_start` is called with None, or with the ERROR why not. Raises OSError, ValueError."""
         self._on_start, self._terminal = on_start, size is not None
+        writer, mark = -1, b""
         if size is not None:
             self._output, slave = terminals.open_pair(self._slot.root, *size)
-            self._input, ends = self._output, [slave]
-            places = [(0, 0), (0, 1), (0, 2)]
+            writer, mark = os.dup(self._output), END_OF_INPUT
+            ends, places = [slave], [(0, 0), (0, 1), (0, 2)]
         else:
             self._output, output = pipes.pipe()
-            reader, self._input = pipes.input_pipe() if stdin else (-1, -1)
+            reader, writer = pipes.input_pipe() if stdin else (-1, -1)
             ends, places = [output, reader], [(1, 0), (0, 1), (0, 2)]
+        self._input = Input(writer, mark, self._loop, self._link, self._talks)
         fds = [fd if fd >= 0 else pipes.nothing() for fd in ends]
         try:
             spawn = Spawn(self.name, argv, cwd, env, places, terminal=self._terminal, announce=True)
@@ -107,14 +108,9 @@ class Background:
 
     def write(self, number: int, data: bytes, close: bool) -> None:
         """Answer when all of `data` is in its input; `close` ends the input after it. Raises BrokenPipeError."""
-        if self._input < 0 or self._closing or self.over:
-            raise BrokenPipeError(errno.EPIPE, "the input of the process is closed")
-        self._closing = close
-        if close and self._terminal:
-            data, self._closing = data + END_OF_INPUT, False
-        self._writing.append((number, memoryview(data), len(data)))
-        self._talks[number] = self
-        self._on_input()
+        if self._input is None or self.over:
+            raise BrokenPipeError(errno.EPIPE, "the process has ended")
+        self._input.write(number, data, close, self)
 
     def resize(self, rows: int, columns: int) -> None:
         """Another size for its terminal. Raises OSError where it has none."""
@@ -154,9 +150,8 @@ class Background:
             return
         if frame.request in self._readers:
             self._answer(self._readers[frame.request])
-        for item in [item for item in self._writing if item[0] == frame.request]:
-            self._writing.remove(item)
-            self._answer_write(item[0], item[2] - len(item[1]))
+        if self._input is not None:
+            self._input.cancel(frame.request)
 
     def on_report(self, report: Report) -> None:
         """Its start, its end, or that everything it had started is dead."""
@@ -181,11 +176,12 @@ class Background:
         lost = {"error": "lost", "message": f"{self._slot.lease.name} ended while a process ran in it"}
         if not self.pid and not self.over:
             self._on_start(lost)
-        for number in [*self._readers, *(item[0] for item in self._writing), *self._killers]:
+        for number in [*self._readers, *self._killers]:
             self._talks.pop(number, None)
             self._link.send(Kind.ERROR, number, lost)
         self._readers.clear()
-        self._writing.clear()
+        if self._input is not None:
+            self._input.fail(lost)
         self.over = True
         self._close()
 
@@ -200,20 +196,18 @@ class Background:
         self._end, self.over, self._ended = report, True, time.monotonic()
         if not self._killers:
             self._slot.drop(self.name)
-        for number, view, size in self._writing:
-            self._answer_write(number, size - len(view))
-        self._writing.clear()
-        self._close_input()
+        if self._input is not None:
+            self._input.finish()
         self._spill.close()
         for reader in list(self._readers.values()):
             self._answer(reader)
 
     def _on_output(self) -> None:
         data = pipes.read(self._output)
-        if data is None:
-            self._on_input()  # of a terminal, both ways come through one descriptor
-        elif data:
+        if data:
             self._take(data)
+        elif data is None:
+            return
         elif self._terminal and not self.over:
             # Nobody has it open now. To close it would be to hang up on a process that is about to end, or to open it.
             self._pause(_NOBODY_S)
@@ -243,48 +237,6 @@ class Background:
         self._paused = False
         if self._output >= 0:
             self._loop.watch(self._output, self._on_output)
-            self._watch_input()
-
-    def _on_input(self) -> None:
-        """Write what can be written without waiting."""
-        while self._writing and self._input >= 0:
-            number, view, size = self._writing[0]
-            try:
-                written = os.write(self._input, view) if view else 0
-            except BlockingIOError:
-                break
-            except OSError:  # it has closed its input
-                self._writing.popleft()
-                self._talks.pop(number, None)
-                error = {
-                    "error": "os",
-                    "errno": errno.EPIPE,
-                    "message": "the process has closed its input",
-                    "path": None,
-                }
-                self._link.send(Kind.ERROR, number, error)
-                continue
-            if written < len(view):
-                self._writing[0] = (number, view[written:], size)
-                continue
-            self._writing.popleft()
-            self._answer_write(number, size)
-        if self._closing and not self._writing:
-            self._close_input()
-        self._watch_input()
-
-    def _watch_input(self) -> None:
-        """Listen for room only while there is something to write."""
-        if self._input >= 0 and self._input == self._output:
-            if not self._paused:
-                self._loop.watch_for(self._output, READ | WRITE if self._writing else READ, self._on_output)
-        elif self._input >= 0 and bool(self._writing) != self._waiting_for_room:
-            self._waiting_for_room = bool(self._writing)
-            if self._writing:
-                self._loop.watch(self._input, self._on_input)
-                self._loop.watch_for(self._input, WRITE, self._on_input)
-            else:
-                self._loop.unwatch(self._input)
 
     # Answers
 
@@ -305,27 +257,16 @@ class Background:
         start, data = (0, b"") if reader.cursor is None else self._ring.read(reader.cursor, reader.max_bytes)
         self._link.send(Kind.RESULT, reader.number, {**self.fields(), "start": start}, data)
 
-    def _answer_write(self, number: int, written: int) -> None:
-        self._talks.pop(number, None)
-        self._link.send(Kind.RESULT, number, {"written": written})
-
     # Descriptors
-
-    def _close_input(self) -> None:
-        if self._input not in (-1, self._output):
-            self._loop.unwatch(self._input)
-            pipes.close(self._input)
-        self._input = -1
 
     def _close_output(self) -> None:
         self._loop.unwatch(self._output)
-        if self._input == self._output:
-            self._input = -1
         pipes.close(self._output)
         self._output = -1
 
     def _close(self) -> None:
         self._spill.close()
-        self._close_input()
+        if self._input is not None:
+            self._input.finish()
         if self._output >= 0:
             self._close_output()

@@ -173,7 +173,7 @@ def _dev(plan: RootPlan) -> Iterator[Step]:
         yield steps.mount(f"{HOST}/dev/{name}", f"dev/{name}", flags=MS_BIND)
     yield Step(Do.MKDIR, ("dev/pts",), 0o755)
     yield Step(Do.MKDIR, ("dev/shm",), 0o755)
-    options = f"newinstance,ptmxmode=0666,mode=620,gid={plan.owner}"
+    options = f"newinstance,ptmxmode=0666,mode=620,uid={plan.owner},gid={plan.owner}"
     yield steps.mount("devpts", "dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
     yield steps.mount("tmpfs", "dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, _own_tmpfs(plan))
     for name, target in (("ptmx", "pts/ptmx"), ("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"),

@@ -32,12 +32,14 @@ class Shelf:
         self._count = 0
 
     def open(self, name: str) -> tuple[int, str] | None:
-        """A new file, open for writing, and its path in the slot. None where the slot does not let it be made."""
+        """A new file, open for writing, and its path for commands. None where the slot does not let it be made."""
         self._count += 1
         path = f"{DIRECTORY}/{self._count}-{name}.txt"
         with contextlib.suppress(OSError):
             place = self._locate(path)
             fd = files.create(place.root, place.path, place.owner)
+            if place.prefix:  # commands of the slot know it by another path than the slot's holder
+                path = os.readlink(f"/proc/self/fd/{fd}")
             self._paths.append(path)
             if len(self._paths) > _MAX_FILES:
                 self._remove(self._paths.popleft())
