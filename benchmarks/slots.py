@@ -22,7 +22,7 @@ import _measure as measure
 import _slot_peers as peers
 
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.base import Rung, Shell, Slot, SlotSpec, Snapshot, View
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 
 FEW, MANY = 5_000, 50_000
@@ -48,12 +48,17 @@ class Slots:
     def __init__(self, pool: SlotPool) -> None:
         self._pool, self._backend = pool, pool.backend
         self._slot: Slot
+        self._warm: Slot
+        self._shell: Shell
         self._few: Snapshot
         self._many: Snapshot
 
     async def prepare(self) -> None:
         """A slot to use, and two workspaces to fork."""
         self._slot = await self._backend.create(SlotSpec(), "bench")
+        self._shell = await self._slot.shell()
+        self._warm = await self._backend.create(SlotSpec(), "warm")
+        await self._warm.prewarm()
         await self._slot.write_bytes("small", b"x" * 4096)
         self._few, self._many = await self._workspace(FEW), await self._workspace(MANY)
 
@@ -69,6 +74,8 @@ class Slots:
         """Every latency that has a row, by its name."""
         return {
             "stateless command": lambda: timed(self._slot.execute("true")),
+            "stateful command": lambda: timed(self._shell.run("true")),
+            "command in a waiting shell": self._in_waiting_shell,
             "acquire of a warm slot": self._acquire,
             "slot create": self._create,
             "reset": self._reset,
@@ -78,6 +85,11 @@ class Slots:
             "read of 4 KiB": lambda: timed(self._slot.read_bytes("small")),
             "write of 4 KiB": lambda: timed(self._slot.write_bytes("other", b"y" * 4096)),
         }
+
+    async def _in_waiting_shell(self) -> float:
+        """As seen by an agent, whose model has thought for longer than a shell takes to start."""
+        await asyncio.sleep(0.02)
+        return await timed(self._warm.execute("true"))
 
     async def _acquire(self) -> float:
         await self._pool.warmed()
@@ -174,6 +186,8 @@ def bare_throughput(commands: int, threads: int) -> float:
 
 TARGETS_F = {
     "stateless command": 1.3,
+    "stateful command": 0.25,
+    "command in a waiting shell": 0.4,
     "acquire of a warm slot": 0.4,
     "slot create": 5.0,
     "reset": 6.0,

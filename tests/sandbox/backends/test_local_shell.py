@@ -280,3 +280,20 @@ def test_a_directory_that_is_not_there_and_a_lost_slot(with_slot: WithSlot) -> N
         await shell.aclose()
 
     with_slot(body)
+
+
+def test_a_root_without_bash_has_a_plain_shell(with_slot: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute("rm /usr/bin/bash")
+        shell = await slot.shell()
+        result = await shell.run("cd /usr; X=1; f() { echo f$1; }; cat", stdin=b"in\n")
+        assert (result.output, result.metadata["shell"]) == ("in\n", "sh")
+        assert await output_of(shell, "pwd; echo $X; f 2; (exit 3)") == "/usr\n1\nf2\n"
+        assert await output_of(shell, "echo $?") == "3\n"
+        assert (await shell.run("sleep 5; echo never", timeout_s=0.3)).metadata["shell_restarted"] is False
+        assert await output_of(shell, "echo $X") == "1\n"
+        assert (await shell.run("exit 4")).metadata["shell_restarted"] is True
+        await slot.prewarm()
+        assert (await slot.execute("echo alive")).output == "alive\n"
+
+    with_slot(body)

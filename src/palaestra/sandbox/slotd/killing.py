@@ -83,7 +83,7 @@ def kill_tree(
         victims = tree(processes(), command, others, os.getpid(), after) - ({command.pid} if spare else set())
         if not victims:
             return False
-        for pid in victims:
+        for pid in sorted(victims):  # parents first, so that no shell tells of its child's death
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         reap()

@@ -199,6 +199,7 @@ class Shell:
         """The command's time is over, or its caller has gone."""
         if self._process is not None:
             self._slot.signal(self._process, signal.SIGINT)
+            self._say(f"__slot {self._sequence}\n")  # some shells forget the lines they have read ahead
             self._patience = self._loop.later(INTERRUPT_PATIENCE_S, self._kill)
 
     def _kill(self) -> None:
