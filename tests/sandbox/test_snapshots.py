@@ -55,6 +55,17 @@ async def shown(backend: LocalBackend, snapshot: Snapshot, command: str = SHOW) 
         await backend.destroy(slot)
 
 
+def test_without_layers_a_recipe_is_prepared_in_every_run(tmp_path: Path) -> None:
+    async def body(backend: LocalBackend) -> None:
+        prepared = Prepared(backend, SnapshotStore(tmp_path / "store"))
+        recipe = Recipe(steps=(Put("f", b"x"), Run("echo y >> f")))
+        assert await prepared.get(recipe) == await prepared.get(recipe)
+        assert await shown(backend, await prepared.get(recipe), "cat f") == "xy\n"
+        assert SnapshotStore(tmp_path / "store").entries() == []
+
+    on(Rung.CONFINED, body)
+
+
 @pytest.mark.parametrize("rung", [Rung.FULL, Rung.USERNS], ids=lambda rung: str(rung.label))
 def test_what_one_run_has_prepared_the_next_one_finds(rung: Rung, tmp_path: Path) -> None:
     seen: list[str] = []

@@ -105,7 +105,7 @@ class KeepsSnapshots(Protocol):
 
 @dataclass
 class Prepared:
-    """Snapshots by recipe, for one backend. `store` None keeps them for this server's life only."""
+    """Snapshots by recipe, for one backend. `store` None keeps them for this server's life only; so does `confined`."""
 
     backend: KeepsSnapshots
     store: SnapshotStore | None = None
@@ -127,7 +127,7 @@ class Prepared:
             return snapshot
 
     async def _make(self, recipe: Recipe, key: str) -> Snapshot:
-        if self.store is None:
+        if self.store is None or self.backend.rung < Rung.USERNS:  # without layers there is nothing to use in place
             return await self._prepare(recipe)
         kept = await self._load(recipe, key, self.store)
         if kept is not None:

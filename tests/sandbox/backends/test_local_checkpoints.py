@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from palaestra.core.errors import IsolationUnavailable, SandboxError
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Slot, SlotSpec, Snapshot
+from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import LocalSlot
 from sandbox.bodies import WithSlot
@@ -189,6 +190,22 @@ def test_a_frozen_slot_does_nothing(on_each_rung: WithSlot) -> None:
         assert set(states) == {"T"}
 
     on_each_rung(body)
+
+
+def test_a_rung_without_layers_says_so() -> None:
+    async def main() -> None:
+        backend = LocalBackend(rung=Rung.CONFINED)
+        try:
+            await backend.start()
+        except IsolationUnavailable as error:
+            pytest.skip(str(error))
+        async with backend:
+            slot = await backend.create(SlotSpec(), "x")
+            with pytest.raises(SandboxError, match="no layers to checkpoint"):
+                await backend.checkpoint(slot)
+            assert (await slot.execute("echo on")).output == "on\n"
+
+    asyncio.run(main())
 
 
 def test_the_pool_forks_a_lease_that_goes_on() -> None:
