@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palaestra.sandbox.slotd import allowlist, proxy
@@ -58,6 +58,7 @@ def test_no_list_leads_to_metadata(host: str) -> None:
         assert allowlist.address_refusal("rebound.example.org", address) is not None
 
 
+@settings(deadline=None)
 @given(st.ip_addresses(v=4))
 def test_an_address_inside_another_is_seen_through(inner: ipaddress.IPv4Address) -> None:
     refused = allowlist.address_refusal("name.example.org", inner) is not None
@@ -81,6 +82,7 @@ def test_a_request_is_passed_on_without_what_was_meant_for_the_proxy() -> None:
     assert proxy.parse_request(b"CONNECT [::1]:443 HTTP/1.1\r\n\r\n")[:3] == ("CONNECT", "::1", 443)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_no_request_ends_the_proxy(junk: bytes) -> None:
     try:

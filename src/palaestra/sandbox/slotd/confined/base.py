@@ -30,6 +30,7 @@ LINK = "/workspace"
 _LINK_TARGET = f"/proc/self/fd/{WORKSPACE_FD}"
 _PARENTS = ("/var/tmp", "/tmp")  # noqa: S108 - one that belongs to somebody else is refused
 _KILL_PATIENCE_S = 5.0
+_CLAIMS = 50
 
 
 class Base:
@@ -41,7 +42,13 @@ class Base:
     @staticmethod
     def claim() -> Base:
         """Make a directory that is ours alone. Raises OSError where none can be made."""
-        parent = _parent()
+        for _ in range(_CLAIMS):
+            with contextlib.suppress(FileNotFoundError):  # the last server before this one has just removed the parent
+                return Base._claim(_parent())
+        raise OSError(2, "the directory of slots is removed again and again")
+
+    @staticmethod
+    def _claim(parent: str) -> Base:
         _sweep(parent)
         for start in users.starts() or [0]:
             path = f"{parent}/{start or secrets.token_hex(6)}"
