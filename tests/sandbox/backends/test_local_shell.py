@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Shell, Slot, SlotSpec
+from palaestra.sandbox.base import Shell, Slot, SlotSpec, TerminalSize
 from sandbox.bodies import WithSlot
+from sandbox.processes import descendants
 
 pytestmark = pytest.mark.slots
 
@@ -295,5 +297,26 @@ def test_a_root_without_bash_has_a_plain_shell(with_slot: WithSlot) -> None:
         assert (await shell.run("exit 4")).metadata["shell_restarted"] is True
         await slot.prewarm()
         assert (await slot.execute("echo alive")).output == "alive\n"
+
+    with_slot(body)
+
+
+def test_the_server_keeps_no_descriptor_of_what_has_ended(with_slot: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        server = next(process for process in descendants(backend.server_pid) if process.name == "slotd")
+        folder = Path(f"/proc/{server.pid}/fd")
+        kept = []
+        for _ in range(4):
+            other = await backend.create(SlotSpec(), "other")
+            shell, ended = await other.shell(), await other.shell()
+            await shell.run("sleep 1000 & true")
+            await ended.run("exit 1")
+            await other.prewarm(2)
+            await other.execute("echo; seq 1000", max_output_bytes=10)
+            processes = [await other.spawn("cat"), await other.spawn("cat", terminal=TerminalSize())]
+            await processes[0].kill()
+            await backend.destroy(other)
+            kept.append(len(list(folder.iterdir())))
+        assert kept == [kept[0]] * 4
 
     with_slot(body)

@@ -78,7 +78,8 @@ class Shell:
         self.kind = slot.shell()
         self._dialect = _BASH if self.kind == "bash" else _SH
         self._process: int | None = None
-        self._input, self._command = pipes.Memory(), pipes.Memory()
+        self._input: pipes.Memory
+        self._command: pipes.Memory
         self._control = self._status = self._output = -1
         self._between = Capture(_BETWEEN_BYTES)
         self._execution: Execution | None = None
@@ -120,8 +121,6 @@ class Shell:
         """End the shell; what it runs in the background stays."""
         if self._process is not None:
             self._slot.kill_child(self._process, (killing.now(), _MAX_PID))
-        self._input.close()
-        self._command.close()
 
     def on_report(self, report: Report) -> None:
         """The shell's process has ended, or what was to be killed is dead."""
@@ -147,11 +146,11 @@ class Shell:
     def on_lost(self) -> None:
         """The slot is gone."""
         self._discard()
-        self.close()
         self._fail({"error": "lost", "message": f"{self._slot.lease.name} ended while a command ran in its shell"})
 
     def _start(self) -> None:
         self._process = next(self._numbers)
+        self._input, self._command = pipes.Memory(), pipes.Memory()
         control, self._control = pipes.input_pipe()
         self._status, status = pipes.pipe()
         self._output, output = pipes.pipe()
@@ -246,6 +245,9 @@ class Shell:
 
     def _discard(self) -> None:
         """Forget the process; the next command gets a new one."""
+        if self._process is not None:
+            self._input.close()
+            self._command.close()
         for fd in (self._status, self._output):
             if fd >= 0:
                 self._loop.unwatch(fd)
