@@ -101,8 +101,9 @@ class Task:
     """One thing to do.
 
     `prompt` is the user's message, or a whole list of messages. `files` maps paths (relative ones lie in the workspace)
-    to contents; `setup` is a shell script run once per group in the workspace. `image` is a root file system directory;
-    None means an allow-list of the host's system directories. `toolsets` None leaves the choice to the environment.
+    to contents; `setup` is a shell script run once per group in the workspace. `image` is a root file
+    system: a directory, a tar file or an OCI layout; None means an allow-list of the host's system directories.
+    `toolsets` None leaves the choice to the environment.
 
     `floor` is the most that a rollout may score without doing the work; `palaestra env check` holds the task to it.
     `data`, `solution` and `answer` never enter a slot that an agent has.
