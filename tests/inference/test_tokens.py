@@ -81,3 +81,8 @@ def test_a_broken_file_is_named(folder: Path, file: str) -> None:
     write(folder, file, "{")
     with pytest.raises(ConfigError, match=file):
         load_tokenizer(str(folder))
+
+
+def test_text_that_is_half_a_letter_is_still_encoded() -> None:
+    tokenizer = toy_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"

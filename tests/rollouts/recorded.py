@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from palaestra.core.types import JSON, Blame, Message, Outcome
 from palaestra.inference.base import Sampled
 from palaestra.inference.ledger import Ledger, Piece, Reason
-from palaestra.inference.ledger.ledger import sent_checksum
+from palaestra.inference.ledger.prompts import sent_checksum
 from palaestra.rollouts.export.base import ExportMeta
 from palaestra.rollouts.journal import GroupEnded, GroupStarted, Journal, RolloutEnded, RunEnded, RunStarted
 from palaestra.rollouts.trajectory import Group, TokenRow, Trajectory, TurnRecord

@@ -60,7 +60,7 @@ class Thread:
         return len(messages) <= len(self.seen) and self._same(messages, len(messages))
 
     def _same(self, messages: Sequence[Message], count: int) -> bool:
-        return all(self.seen[index] == messages[index] for index in range(count))
+        return self.seen[:count] == list(messages[:count])
 
 
 class Threads:

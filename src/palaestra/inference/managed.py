@@ -13,7 +13,6 @@ whole or not at all, so a request that fails or is cancelled leaves no trace.
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Literal, Self, TypeAlias
@@ -173,7 +172,7 @@ class ManagedChat:
         plan = self._plan(renderer, messages)
         plan.thread.busy = True
         try:
-            prompt = array("i", plan.delta) if plan.begins else self.ledger.prompt(plan.thread.segment, plan.delta)
+            prompt = self.ledger.prompt(None if plan.begins else plan.thread.segment, plan.delta)
             prompt_tokens = len(prompt)
             pieces = await sample(self._engine, prompt, settings, self._vocabulary, self._clock)
             return self._write(plan, renderer, messages, pieces, prompt_tokens)

@@ -16,7 +16,7 @@ from palaestra.core.errors import EngineReplyError, EngineUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.base import Sampled, TokenEngine
 from palaestra.inference.ledger import Piece
-from palaestra.inference.ledger.ledger import sent_checksum
+from palaestra.inference.ledger.prompts import Prompt
 
 MOST_RESUMES = 200
 """Aborted answers to one request after which the engine counts as unavailable."""
@@ -28,7 +28,7 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 
 
 async def sample(
-    engine: TokenEngine, prompt: array[int], settings: Mapping[str, JSON], vocabulary: int | None, clock: Clock
+    engine: TokenEngine, prompt: Prompt, settings: Mapping[str, JSON], vocabulary: int | None, clock: Clock
 ) -> list[Piece]:
     """The reply to `prompt[T]`, which grows by it: one piece, or several where requests were aborted under way.
 
@@ -36,8 +36,9 @@ async def sample(
     answer that cannot be right and `EngineUnavailable` when the engine aborts for ever.
     """
     pieces: list[Piece] = []
-    left, sent, empty = settings.get("max_tokens"), sent_checksum(prompt), 0
+    left, empty = settings.get("max_tokens"), 0
     for _ in range(MOST_RESUMES):
+        sent = prompt.checksum
         sampled = await engine.generate(prompt, settings if left is None else {**settings, "max_tokens": left})
         _check(sampled, engine.name, len(prompt), left, vocabulary)
         piece = Piece(sampled, sent)
@@ -48,8 +49,7 @@ async def sample(
             await clock.sleep(min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2.0**empty))
             continue
         ids, empty = array("i", sampled.ids), 0
-        prompt.extend(ids)
-        sent = sent_checksum(ids, sent)
+        prompt.grow(ids)
         pieces.append(piece)
         if left is not None and (left := left - len(ids)) <= 0:
             return [*pieces[:-1], replace(piece, sampled=replace(sampled, finish_reason="length"))]

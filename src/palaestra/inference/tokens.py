@@ -78,8 +78,15 @@ class FastTokenizer:
         self.stop_ids = tuple(dict.fromkeys([*stop_ids, *([] if own is None else [own])]))
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of the text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of the text. Half surrogate pairs, which tool output can hold, become question marks."""
+        try:
+            return self._encoded(text, add_special_tokens)
+        except TypeError:  # what the library says to text that UTF-8 cannot hold
+            return self._encoded(text.encode(errors="replace").decode(), add_special_tokens)
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
+        # Encoding is most of what a turn costs; this form does not find out where in the text each token lies.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

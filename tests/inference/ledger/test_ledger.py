@@ -9,7 +9,7 @@ import pytest
 
 from palaestra.inference.base import Sampled
 from palaestra.inference.ledger import Ledger, LedgerRecord, Piece, Reason, verify_ledger
-from palaestra.inference.ledger.ledger import sent_checksum
+from palaestra.inference.ledger.prompts import sent_checksum
 
 
 def say(ledger: Ledger, segment: int, delta: list[int], *parts: tuple[list[int], str], finish: str = "stop") -> int:

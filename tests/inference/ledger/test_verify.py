@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from palaestra.inference.base import Sampled
 from palaestra.inference.ledger import Ledger, LedgerRecord, Piece, Reason, Span, verify_ledger
-from palaestra.inference.ledger.ledger import sent_checksum
+from palaestra.inference.ledger.prompts import sent_checksum
 
 STOP = 9
 Spoil = Callable[[LedgerRecord], None]

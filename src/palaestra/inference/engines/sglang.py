@@ -15,7 +15,7 @@ from palaestra.core.errors import EngineRefused
 from palaestra.core.types import JSON
 from palaestra.inference.base import Sampled
 from palaestra.inference.engines.token_server import TokenServer
-from palaestra.inference.refusals import shown
+from palaestra.inference.refusals import refused, shown
 
 _NAMES: Mapping[str, str] = {
     "max_tokens": "max_new_tokens",
@@ -34,13 +34,15 @@ class SGLangEngine(TokenServer):
         settings = {_NAMES.get(name, name): value for name, value in sampling.items()}
         settings.setdefault("max_new_tokens", None)  # up to the window; left out, it would be 128
         body = {
-            "input_ids": list(input_ids),
             "sampling_params": {**settings, "skip_special_tokens": False},
             "return_logprob": True,
             "logprob_start_len": -1,
         }
-        raw = await self.transport.post_json(url, body)
-        info = self._decoded(raw, _Generated, url, len(input_ids)).meta_info
+        response = await self._continued(url, "input_ids", input_ids, body)
+        if not 200 <= response.status < 300:
+            self.transport.failures += 1
+            raise refused(url, response.status, response.body, self.name)
+        info = self._decoded(response.body, _Generated, url, len(input_ids)).meta_info
         reason = info.finish_reason
         if reason.type == "abort" and reason.status_code is not None and 400 <= reason.status_code < 500:
             raise EngineRefused(f"The model server at {shown(url)} (model '{self.name}') refused: {reason.message}.")

@@ -7,6 +7,7 @@ server's own, as far as the server can be asked.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -14,13 +15,15 @@ from yarl import URL
 
 from palaestra.core.clock import Clock
 from palaestra.core.errors import ConfigError, EngineReplyError, EngineUnavailable
+from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.openai import parse_base_url
 from palaestra.inference.engines.token_chat import TokenChat
+from palaestra.inference.ledger.prompts import ids_json
 from palaestra.inference.refusals import refused, shown
 from palaestra.inference.retry import AT_START, RetryPolicy
 from palaestra.inference.tokens import Tokenizer
-from palaestra.inference.transport import Transport
+from palaestra.inference.transport import Response, Transport
 from palaestra.inference.wire import encode_json
 
 T = TypeVar("T")
@@ -96,6 +99,13 @@ class TokenServer(TokenChat):
             return msgspec.json.decode(response.body, type=_Tokenized).tokens if response.status == 200 else None
         except (EngineUnavailable, msgspec.DecodeError):
             return None
+
+    async def _continued(self, url: URL, name: str, ids: Sequence[int], body: Mapping[str, JSON]) -> Response:
+        """The answer to `body` with the ids under `name`. The ids are by far the most of it, and written already."""
+        rest = encode_json(body)
+        return await self.transport.request(
+            "POST", url, b"".join((b'{"', name.encode(), b'":', ids_json(ids), b",", rest[1:]))
+        )
 
     def _decoded(self, raw: bytes, shape: type[T], url: URL, prompt_tokens: int) -> T:
         """A reply of the given shape. Raises `EngineReplyError`."""

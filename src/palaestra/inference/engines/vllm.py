@@ -14,10 +14,11 @@ import msgspec
 from palaestra.core.types import JSON
 from palaestra.inference.base import Sampled
 from palaestra.inference.engines.token_server import TokenServer
+from palaestra.inference.ledger.prompts import ids_json
 from palaestra.inference.refusals import refused
-from palaestra.inference.wire import encode_json
 
 _SPELLED = "token_id:"
+_NOT_SAID = b"null"
 
 
 class VLLMEngine(TokenServer):
@@ -34,14 +35,13 @@ class VLLMEngine(TokenServer):
         body = {
             **sampling,
             "model": self.name,
-            "prompt": list(input_ids),
             "logprobs": 1,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "skip_special_tokens": False,
             "add_special_tokens": False,
         }
-        response = await self.transport.request("POST", url, encode_json(body))
+        response = await self._continued(url, "prompt", input_ids, body)
         if response.status in (404, 405) and self._stock is None:
             self._stock = False
             return await self._from_atropos(list(input_ids), sampling)
@@ -56,7 +56,7 @@ class VLLMEngine(TokenServer):
         if not reply.choices or reply.choices[0].logprobs is None:
             raise self._wrong(url, len(input_ids), "it has no log-probabilities")
         choice, logprobs = reply.choices[0], reply.choices[0].logprobs
-        if choice.prompt_token_ids is not None and choice.prompt_token_ids != list(input_ids):
+        if not _are(choice.prompt_token_ids, input_ids):
             raise self._wrong(url, len(input_ids), "it was given other prompt tokens, it says")
         if reply.usage is not None and reply.usage.prompt_tokens != len(input_ids):
             raise self._wrong(url, len(input_ids), f"it was given {reply.usage.prompt_tokens} tokens, it says")
@@ -88,6 +88,12 @@ class VLLMEngine(TokenServer):
         return Sampled(ids=ids, logprobs=logprobs, finish_reason=reply.finish_reasons[0])
 
 
+def _are(said: msgspec.Raw, ids: Sequence[int]) -> bool:
+    """Whether the ids that a server says it was given, if it says so, are these: mostly to the letter."""
+    text = bytes(said)
+    return text in (_NOT_SAID, ids_json(ids)) or msgspec.json.decode(text) == list(ids)
+
+
 class _Logprobs(msgspec.Struct):
     token_logprobs: list[float | None]
     tokens: list[str] = []
@@ -97,7 +103,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
     token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(_NOT_SAID)
 
 
 class _Usage(msgspec.Struct):

@@ -8,7 +8,6 @@ appended never changes (T1); every token that is marked as trained was sampled, 
 from __future__ import annotations
 
 import hashlib
-import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from palaestra.inference.ledger.base import (
     Turn,
     packed,
 )
+from palaestra.inference.ledger.prompts import Prompt, WrittenIds, sent_checksum
 
 DIGEST_BYTES = 8
 
@@ -40,7 +40,7 @@ class Piece:
 
 @dataclass(slots=True)
 class _Segment:
-    """`tokens[T]`, `mask[T]`, `logprobs[T]`, and the running hash over all of it."""
+    """`tokens[T]`, `mask[T]`, `logprobs[T]`, the running hash over it; the tokens' checksum and JSON."""
 
     reason: Reason
     tokens: array[int] = field(default_factory=lambda: array("i"))
@@ -49,12 +49,15 @@ class _Segment:
     spans: list[Span] = field(default_factory=list)
     hasher: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
     finish_reason: str = ""
+    checksum: int = 0
+    written: WrittenIds = field(default_factory=WrittenIds)
 
     def append(self, kind: Kind, turn: int, ids: array[int], logprobs: array[float], piece: Piece | None) -> None:
         start = len(self.tokens)
         version = piece.sampled.policy_version if piece else ""
         resumed = bool(piece and self.spans and self.spans[-1].kind == "sampled")
         self.tokens.extend(ids)
+        self.checksum = sent_checksum(ids, self.checksum)
         self.logprobs.extend(logprobs)
         self.mask.extend((b"\1" if piece else b"\0") * len(ids))
         feed(self.hasher, kind, version, packed(ids), packed(logprobs))
@@ -93,11 +96,10 @@ class Ledger:
         self._segments.append(_Segment(reason))
         return len(self._segments) - 1
 
-    def prompt(self, segment: int, delta: Sequence[int]) -> array[int]:
-        """What the engine is asked to continue: the segment so far and `delta`. A copy."""
-        prompt = self._segments[segment].tokens[:]
-        prompt.extend(delta)
-        return prompt
+    def prompt(self, segment: int | None, delta: Sequence[int]) -> Prompt:
+        """What the engine is asked to continue: the segment so far (None: one to be opened) and `delta`. A copy."""
+        known = _Segment(Reason.START) if segment is None else self._segments[segment]
+        return Prompt.after(known.tokens, known.checksum, known.written, delta)
 
     def last_token(self, segment: int) -> int | None:
         """The last token of a segment."""
@@ -157,16 +159,9 @@ class Ledger:
         )
 
 
-def sent_checksum(ids: array[int], before: int = 0) -> int:
-    """The CRC-32 of the ids that an engine is given; `before` is that of the ids ahead of these."""
-    return zlib.crc32(packed(ids), before)
-
-
 def feed(hasher: hashlib.blake2b, kind: str, version: str, tokens: bytes, logprobs: bytes) -> None:
     """Add one span to a segment's running hash."""
-    hasher.update(f"{kind}\0{version}\0{len(tokens)}\0".encode())
-    hasher.update(tokens)
-    hasher.update(logprobs)
+    hasher.update(b"".join((f"{kind}\0{version}\0{len(tokens)}\0".encode(), tokens, logprobs)))
 
 
 def _row(number: int, segment: _Segment) -> Row:

@@ -97,6 +97,8 @@ def step_kinds(messages: Sequence[Message]) -> tuple[StepKind, ...]:
 
 def with_latest(kinds: tuple[StepKind, ...], latest: StepKind) -> tuple[StepKind, ...]:
     """The kinds with one more step: the latest last, the others in an order that does not depend on when they were."""
+    if kinds and kinds[-1] == latest:
+        return kinds
     return (*sorted(kind for kind in kinds if kind != latest), latest)
 
 

@@ -20,7 +20,6 @@ import functools
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
@@ -125,8 +124,9 @@ class TurnRenderer:
 
         Raises `ConfigError` when the template refuses the conversation or shows nothing of it.
         """
-        text, rewrites = self._measure(history, new)
-        kinds = with_latest(history.kinds, step_kind(history.reply, new))
+        latest = step_kind(history.reply, new)
+        text, rewrites = self._measure(history, new, latest)
+        kinds = with_latest(history.kinds, latest)
         if text is None:
             if rewrites:
                 return Step([], kinds, rewrites)
@@ -137,9 +137,9 @@ class TurnRenderer:
             del ids[0]  # the model has said it itself
         return Step(ids, kinds, rewrites)
 
-    def _measure(self, history: History, new: Sequence[Message]) -> Measured:
+    def _measure(self, history: History, new: Sequence[Message], latest: StepKind) -> Measured:
         roles = _head_roles(history.prompt)
-        case = roles, history.kinds, step_kind(history.reply, new)
+        case = roles, history.kinds, latest
         proved_at = self._proved.get(case, 0)
         if proved_at < 0:
             return self._in_full(history, new)
@@ -156,7 +156,7 @@ class TurnRenderer:
             if proved_at:
                 logger.warning("The chat template depends on more than kinds of steps (%s): rendered in full now", case)
             self._proved[case] = _NEVER
-        elif len(history.prompt) > len(head):  # one as long as the stand-in proves nothing
+        elif len(history.prompt) > len(head) or not history.kinds:  # one as long proves nothing about repeated steps
             self._proved[case] = len(history.prompt)
         return full
 
@@ -219,5 +219,10 @@ class TurnRenderer:
 
 def _head_roles(prompt: Sequence[Message]) -> tuple[str, ...]:
     """The roles of the messages before the first reply."""
-    roles = [str(message.get("role")) for message in prompt[:_MAX_HEAD]]
-    return tuple(takewhile(lambda role: role not in ("assistant", "tool"), roles)) or ("user",)
+    roles: list[str] = []
+    for message in prompt[:_MAX_HEAD]:
+        role = str(message.get("role"))
+        if role in ("assistant", "tool"):
+            break
+        roles.append(role)
+    return tuple(roles) or ("user",)

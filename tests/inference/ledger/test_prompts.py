@@ -1,0 +1,47 @@
+"""Prompts know their checksum and their JSON, however they came to be."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from palaestra.inference.base import Sampled
+from palaestra.inference.ledger import Ledger, Piece, Reason
+from palaestra.inference.ledger.prompts import ids_json
+
+IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
+
+
+def is_known(prompt: array[int], ids: list[int]) -> bool:
+    written = zlib.crc32(array("i", ids).tobytes()) if ids else 0
+    return prompt.tolist() == ids and prompt.checksum == written and json.loads(prompt.json()) == ids  # type: ignore[attr-defined]
+
+
+@given(st.lists(st.tuples(IDS, IDS, IDS, st.booleans()), max_size=5))
+def test_prompts_of_a_growing_segment(turns: list[tuple[list[int], list[int], list[int], bool]]) -> None:
+    ledger, known = Ledger(), []
+    segment = ledger.open(Reason.START)
+    earlier = ledger.prompt(segment, [7])
+    for delta, before_abort, after, asked in turns:
+        prompt = ledger.prompt(segment, delta)
+        assert not asked or is_known(prompt, [*known, *delta])
+        first = Piece(Sampled(before_abort, [-0.5] * len(before_abort), "abort"), prompt.checksum)
+        prompt.grow(array("i", before_abort))
+        assert not asked or is_known(prompt, [*known, *delta, *before_abort])
+        second = Piece(Sampled(after, [-0.5] * len(after), "stop"), prompt.checksum)
+        ledger.append(segment, delta, [first, second])
+        known += [*delta, *before_abort, *after]
+        assert is_known(earlier, [7])
+
+
+def test_a_prompt_without_a_segment() -> None:
+    assert is_known(Ledger().prompt(None, [1, 2]), [1, 2])
+
+
+def test_any_ids_as_json() -> None:
+    assert json.loads(ids_json((1, 2))) == json.loads(ids_json(array("i", [1, 2]))) == [1, 2]
+    assert ids_json(Ledger().prompt(None, [])) == b"[]"
