@@ -1,0 +1,1 @@
+"""Who learns from rollouts: one folder per way of handing them over."""

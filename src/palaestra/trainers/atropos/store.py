@@ -1,0 +1,131 @@
+"""What a trajectory server has on disk: every event in one append-only file, read again at the next start.
+
+One JSON object per line, the first with the schema. Invariants: an event whose `commit` returned survives a power cut;
+a line that could not be written whole is taken back; one server at a time has the file. A torn last line, which a kill
+leaves, is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from palaestra.core.errors import ConfigError
+from palaestra.trainers.atropos.exchange import AnyEvent
+
+STORE_SCHEMA = "palaestra.trajectories/1"
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+class Store(Protocol):
+    """Where events are kept."""
+
+    def append(self, event: AnyEvent) -> None:
+        """Keep one event. Raises `OSError` when it cannot be kept; then nothing of it is."""
+        ...
+
+    async def commit(self) -> None:
+        """Return once everything appended so far is safe."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class NoStore:
+    """Keeps nothing: a server that forgets."""
+
+    def append(self, event: AnyEvent) -> None: ...
+
+    async def commit(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FileStore:
+    """The file at `path`, made where there is none. Read `events` before the first `append`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._begin()
+        except BlockingIOError:
+            os.close(self._fd)
+            raise ConfigError(f"{path} belongs to a server that is running: stop it, or name another file") from None
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="trajectories")
+        self._appended = self._committed = 0
+        self._committing = asyncio.Lock()
+
+    def _begin(self) -> None:
+        """Write the first line, or look whether it is ours; cut off a torn last one."""
+        with self.path.open("rb") as file:
+            first, whole = file.readline(), 0
+            if first.endswith(b"\n"):
+                file.seek(0)
+                for line in file:
+                    whole += len(line) if line.endswith(b"\n") else 0
+        if not whole:
+            os.ftruncate(self._fd, 0)
+            os.write(self._fd, _encoder.encode({"schema": STORE_SCHEMA}) + b"\n")
+            return
+        try:
+            schema = msgspec.json.decode(first)["schema"]
+        except (msgspec.DecodeError, KeyError, TypeError):
+            schema = None
+        if schema != STORE_SCHEMA:
+            raise ConfigError(f"{self.path} is no store of trajectories that this version reads: {schema!r}")
+        os.ftruncate(self._fd, whole)
+
+    def events(self) -> Iterator[AnyEvent]:
+        """What was recorded, in order. Raises `ConfigError` for a damaged line."""
+        with self.path.open("rb") as file:
+            file.readline()
+            for number, line in enumerate(file, 2):
+                try:
+                    yield _decoder.decode(line)
+                except msgspec.MsgspecError as error:
+                    raise ConfigError(f"{self.path}: line {number} is damaged: {error}") from None
+
+    def append(self, event: AnyEvent) -> None:
+        """Hand one event to the kernel. Raises `OSError`, and then nothing of it stays."""
+        line = memoryview(_encoder.encode(event) + b"\n")
+        size = os.fstat(self._fd).st_size
+        try:
+            written = 0
+            while written < len(line):
+                written += os.write(self._fd, line[written:])
+        except OSError:
+            os.ftruncate(self._fd, size)
+            raise
+        self._appended += 1
+
+    async def commit(self) -> None:
+        """Return once what was appended is on the disk. Concurrent commits share one fsync."""
+        wanted = self._appended
+        async with self._committing:
+            if self._committed < wanted:
+                covered = self._appended
+                await asyncio.get_running_loop().run_in_executor(self._disk, os.fsync, self._fd)
+                self._committed = covered
+
+    def close(self) -> None:
+        """Flush and close. Idempotent."""
+        if self._fd >= 0:
+            self._disk.shutdown()
+            os.fsync(self._fd)
+            os.close(self._fd)
+            self._fd = -1

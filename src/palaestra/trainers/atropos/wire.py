@@ -1,0 +1,150 @@
+"""The shapes of the trajectory API, and what makes a group fit to train on. No I/O.
+
+Not for what a group means to the queue (`exchange`). Invariant: a `ScoredData` that `read_scored` returned has as many
+masks, scores and log-probability rows as token rows, and each row is as long as its tokens.
+
+Source of the wire: the routes and models of atroposlib 0.4, which checks no lengths. `delivery_id` is ours: what
+carries the same one is the same group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from palaestra.core.types import JSON, Message
+
+T = TypeVar("T")
+
+
+class Refusal(Exception):
+    """A request that the server does not take: its HTTP status, why, and the field that is to blame.
+
+    `retry_s` is set where the same request may be taken later.
+    """
+
+    def __init__(self, status: int, detail: str, *, field: str | None = None, retry_s: float | None = None) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.field = field
+        self.retry_s = retry_s
+
+
+class Registration(msgspec.Struct, kw_only=True):
+    """A trainer. `batch_size` counts sequences, `max_token_len` tokens of one; a negative `num_steps` is no limit."""
+
+    wandb_group: str | None = None
+    wandb_project: str | None = None
+    batch_size: int
+    max_token_len: int
+    checkpoint_dir: str = ""
+    save_checkpoint_interval: int = -1
+    starting_step: int = 0
+    num_steps: int = -1
+
+
+class EnvRegistration(msgspec.Struct, kw_only=True):
+    """An environment. `group_size` counts sequences; `min_batch_allocation` is its least share of a batch, 0 to 1."""
+
+    max_token_length: int
+    desired_name: str
+    weight: float = 1.0
+    group_size: int = 1
+    min_batch_allocation: float | None = None
+
+
+class EnvIdentifier(msgspec.Struct):
+    """One registered environment."""
+
+    env_id: int
+
+
+class ScoredData(msgspec.Struct, kw_only=True):
+    """A group: `tokens[G][T]`, `masks[G][T]` (-100 where nothing is trained), `scores[G]`, and what goes with them.
+
+    `inference_logprobs[G][T]`, `ref_logprobs[G][T]`; `advantages[G]` of T values or one. An empty list is an absent
+    one.
+    """
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    advantages: list[list[float]] | None = None
+    ref_logprobs: list[list[float]] | None = None
+    messages: list[list[Message]] | None = None
+    generation_params: dict[str, JSON] | None = None
+    inference_logprobs: list[list[float]] | None = None
+    overrides: list[dict[str, JSON]] | None = None
+    group_overrides: dict[str, JSON] | None = None
+    images: JSON = None
+    env_id: int | None = None
+    distill_token_ids: JSON = None
+    distill_logprobs: JSON = None
+    delivery_id: str | None = None
+
+
+def read(body: bytes, shape: type[T]) -> T:
+    """The body as a `shape`. Numbers may be written as text, as the original takes them. Raises `Refusal` (422)."""
+    try:
+        return msgspec.json.decode(body, type=shape, strict=False)
+    except msgspec.ValidationError as error:
+        place = re.search(r"`\$\.?([^`]*)`$", str(error)) or re.search(r"field `([^`]*)`", str(error))
+        raise Refusal(422, str(error), field=place[1] if place else None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refusal(422, f"the body is not JSON: {error}") from None
+
+
+def read_scored(body: bytes) -> ScoredData:
+    """One group, checked. Raises `Refusal` (422)."""
+    return checked(read(body, ScoredData))
+
+
+def read_scored_list(body: bytes) -> list[ScoredData]:
+    """Several groups, each checked, or none of them. Raises `Refusal` (422)."""
+    groups = read(body, list[ScoredData])
+    for number, group in enumerate(groups):
+        try:
+            checked(group)
+        except Refusal as refusal:
+            field = f"[{number}].{refusal.field}"
+            raise Refusal(422, f"group {number} of {len(groups)}: {refusal.detail}", field=field) from None
+    return groups
+
+
+def checked(group: ScoredData) -> ScoredData:
+    """The group itself. Raises `Refusal` (422) that names the field whose lengths do not fit the tokens'."""
+    if not group.tokens:
+        raise Refusal(422, "tokens: a group needs at least one sequence", field="tokens")
+    _same_count(group, "scores", group.scores)
+    _same_lengths(group, "masks", group.masks)
+    for name, rows in (("inference_logprobs", group.inference_logprobs), ("ref_logprobs", group.ref_logprobs)):
+        if rows:
+            _same_lengths(group, name, rows)
+    if group.advantages:
+        _same_lengths(group, "advantages", group.advantages, or_one=True)
+    for name, values in (("messages", group.messages), ("overrides", group.overrides)):
+        if values:
+            _same_count(group, name, values)
+    for number, messages in enumerate(group.messages or ()):
+        for message in messages:
+            if "role" not in message or "content" not in message:
+                field = f"messages[{number}]"
+                raise Refusal(422, f"{field}: every message needs the keys role and content", field=field)
+    return group
+
+
+def _same_count(group: ScoredData, name: str, values: Sequence[object]) -> None:
+    if len(values) != len(group.tokens):
+        raise Refusal(422, f"{name}: {len(values)} entries for {len(group.tokens)} sequences", field=name)
+
+
+def _same_lengths(group: ScoredData, name: str, rows: Sequence[Sequence[object]], *, or_one: bool = False) -> None:
+    _same_count(group, name, rows)
+    for number, (row, tokens) in enumerate(zip(rows, group.tokens, strict=True)):
+        if len(row) != len(tokens) and not (or_one and len(row) == 1):
+            field = f"{name}[{number}]"
+            raise Refusal(422, f"{field}: {len(row)} values for {len(tokens)} tokens", field=field)
