@@ -2,8 +2,8 @@
 
 First: so many live slots are made one after the other; how long each took at the beginning and at the end, and what an
 idle one costs in memory, everything counted: by how much the kernel's MemAvailable shrank while only slots were made
-(processes, page tables, namespaces, mounts, the server's and this process's own growth). Nothing else should use memory
-on the machine meanwhile; the server's and the inits' own part is shown beside it.
+(processes, page tables, namespaces, mounts, the server's and this process's own growth); the median over ten batches,
+since other programs take and give back memory too. The server's and the inits' own part is shown beside it.
 
 Then: simulated rollouts, each in a slot of its own, whose model "thinks" for 2 to 20 seconds (seeded, uniform) and then
 calls a tool: `true` three times out of four, a 4 KiB file otherwise. What a call took beyond the same call on an idle
@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import _measure as measure
@@ -76,13 +77,15 @@ async def creation(backend: LocalBackend, count: int) -> tuple[list[Slot], list[
         await backend.destroy(await backend.create(SlotSpec(), "first"))
     slots: list[Slot] = []
     times: list[float] = []
-    before, server_before = available_kib(), proportional_kib("slotd")
+    tenth = max(1, count // 10)
+    left, server_before = [available_kib()], proportional_kib("slotd")
     for number in range(count):
         started = time.perf_counter()
         slots.append(await backend.create(SlotSpec(), f"idle-{number}"))
         times.append(time.perf_counter() - started)
-    idle_kib = (before - available_kib()) / count
-    tenth = max(1, count // 10)
+        if (number + 1) % tenth == 0:
+            left.append(available_kib())
+    idle_kib = statistics.median(before - after for before, after in pairwise(left)) / tenth
     first, last = statistics.median(times[:tenth]) * 1e3, statistics.median(times[-tenth:]) * 1e3
     rows = [
         measure.Row(f"create, the first {tenth}", first, "ms", 1.0),

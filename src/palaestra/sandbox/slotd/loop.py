@@ -7,9 +7,10 @@ else's large file.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
-import selectors
+import select
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 Callback = Callable[[], object]
 Job = Iterator[None]
 
-READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
 @dataclass(order=True)
@@ -38,7 +39,8 @@ class Loop:
     """Callbacks run to their end, one at a time. An exception in one ends the loop: it is a bug of the server."""
 
     def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
+        self._epoll = select.epoll()
+        self._watched: dict[int, Callback] = {}
         self._timers: list[Timer] = []
         self._order = itertools.count()
         self._jobs: deque[Job] = deque()
@@ -46,21 +48,22 @@ class Loop:
 
     def watch(self, fd: int, call: Callback) -> None:
         """Call whenever `fd` is readable (or at its end). Who watched it before does no longer."""
-        if fd in self._selector.get_map():
-            self._selector.modify(fd, READ, call)
+        if fd in self._watched:
+            self._epoll.modify(fd, READ)
         else:
-            self._selector.register(fd, READ, call)
+            self._epoll.register(fd, READ)
+        self._watched[fd] = call
 
     def watch_for(self, fd: int, events: int, call: Callback) -> None:
         """Change what a watched descriptor is watched for."""
-        self._selector.modify(fd, events, call)
+        self._epoll.modify(fd, events)
+        self._watched[fd] = call
 
     def unwatch(self, fd: int) -> None:
         """Stop watching; a descriptor that is not watched is fine."""
-        try:
-            self._selector.unregister(fd)
-        except KeyError:
-            return
+        if self._watched.pop(fd, None) is not None:
+            with contextlib.suppress(OSError):  # it was closed already
+                self._epoll.unregister(fd)
 
     def later(self, seconds: float, call: Callback) -> Timer:
         """Call once after so many seconds."""
@@ -75,10 +78,11 @@ class Loop:
     def run(self) -> None:
         """Until `running` is set to False."""
         while self.running:
-            for key, _ in self._selector.select(self._patience()):
-                # A callback may have closed what a later key of the same round names.
-                if self._selector.get_map().get(key.fd) == key:
-                    key.data()
+            ready = [(fd, self._watched.get(fd)) for fd, _ in self._epoll.poll(self._patience())]
+            for fd, call in ready:
+                # A callback may have closed what a later descriptor of the same round names.
+                if call is not None and self._watched.get(fd) is call:
+                    call()
             self._run_timers()
             for _ in range(len(self._jobs)):
                 job = self._jobs.popleft()

@@ -91,13 +91,14 @@ class Report:
 def encode_spawn(spawn: Spawn) -> bytes:
     """Raises ValueError for what no system call takes: a NUL, a lone surrogate, a variable without a name."""
     variables = [f"{_name(name)}={value}" for name, value in spawn.env.items()]
-    strings = [os.fsencode(text) for text in (spawn.cwd, *spawn.argv, *variables)]
-    if not spawn.argv[0] or len(strings) > _MAX_STRINGS or any(b"\0" in text for text in strings):
+    strings = [spawn.cwd, *spawn.argv, *variables]
+    text = os.fsencode("\0".join(strings))
+    if not spawn.argv[0] or len(strings) > _MAX_STRINGS or text.count(b"\0") != len(strings) - 1:
         raise ValueError("no program, a NUL, or too many arguments")
     flags = (TERMINAL if spawn.terminal else 0) | (ANNOUNCE if spawn.announce else 0)
     head = _ORDER.pack(Order.SPAWN, flags, len(spawn.places), spawn.command, len(spawn.argv), len(variables))
     places = bytes(number for place in spawn.places for number in place)
-    return b"".join((head, places, b"\0".join(strings), b"\0"))
+    return b"".join((head, places, text, b"\0"))
 
 
 def encode(order: Order, command: int = 0, number: int = 0) -> bytes:

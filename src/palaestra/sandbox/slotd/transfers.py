@@ -69,7 +69,7 @@ class Upload:
     def whole(self, data: bytes) -> None:
         """All there is, which came with the request."""
         self.on_frame(Frame(Kind.DATA, self._number, {}, data))
-        self.on_frame(Frame(Kind.END, self._number))
+        self.on_frame(Frame(Kind.END, self._number, {}, b""))
 
     def on_frame(self, frame: Frame) -> None:
         """The next piece, or the end. After an error the rest of the client's frames name nobody and are dropped."""
