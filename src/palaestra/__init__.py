@@ -9,9 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent
     from palaestra.agent.loop import HermesAgentLoop
-    from palaestra.agent.result import AgentResult, ToolError
+    from palaestra.agent.result import AgentResult, AgentStep, ToolError
     from palaestra.core.types import Outcome, Score, Task, ToolStep
+    from palaestra.envs.agent_env import AgentEnv
+    from palaestra.envs.agent_env_config import AgentEnvConfig
     from palaestra.envs.config import BaseEnvConfig, HermesAgentEnvConfig
     from palaestra.envs.function import environment
     from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item, ScoredDataGroup, ScoredDataItem
@@ -30,7 +33,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "APIServerConfig",
+    "AgentConfig",
+    "AgentEnv",
+    "AgentEnvConfig",
     "AgentResult",
+    "AgentStep",
+    "AtroposAgent",
     "BaseEnvConfig",
     "ExecutionResult",
     "HermesAgentBaseEnv",
@@ -66,7 +74,12 @@ __all__ = [
 
 _MODULES = {
     "APIServerConfig": "inference.config",
+    "AgentConfig": "agent.atropos_agent",
+    "AgentEnv": "envs.agent_env",
+    "AgentEnvConfig": "envs.agent_env_config",
     "AgentResult": "agent.result",
+    "AgentStep": "agent.result",
+    "AtroposAgent": "agent.atropos_agent",
     "BaseEnvConfig": "envs.config",
     "ExecutionResult": "sandbox.base",
     "HermesAgentBaseEnv": "envs.hermes_base_env",

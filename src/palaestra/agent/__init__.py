@@ -1,8 +1,20 @@
 """The agent loop and what it hands back."""
 
+from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent
 from palaestra.agent.budget import Budget
 from palaestra.agent.calls import ToolHandler
 from palaestra.agent.loop import HermesAgentLoop, OnTurn
-from palaestra.agent.result import AgentResult, ToolError, Turn
+from palaestra.agent.result import AgentResult, AgentStep, ToolError, Turn
 
-__all__ = ["AgentResult", "Budget", "HermesAgentLoop", "OnTurn", "ToolError", "ToolHandler", "Turn"]
+__all__ = [
+    "AgentConfig",
+    "AgentResult",
+    "AgentStep",
+    "AtroposAgent",
+    "Budget",
+    "HermesAgentLoop",
+    "OnTurn",
+    "ToolError",
+    "ToolHandler",
+    "Turn",
+]

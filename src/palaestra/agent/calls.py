@@ -84,6 +84,9 @@ class ToolCalls:
 
     def _checked(self, call: RequestedCall, cut_off: bool) -> CallAnswer:
         answer = CallAnswer(call)
+        if not call.name:
+            answer.refuse(f"Malformed tool call: no tool's name can be read in {call.arguments[:200]!r}")
+            return answer
         if call.name not in self._valid_names:
             answer.refuse(f"Unknown tool '{call.name}'. Available tools: {sorted(self._valid_names)}")
             return answer

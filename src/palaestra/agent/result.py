@@ -1,10 +1,11 @@
-"""What the loop hands back: `AgentResult`, `ToolError`, `Turn`."""
+"""What a finished conversation is: `AgentResult`, with its `ToolError`, `Turn` and `AgentStep`. No I/O."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from palaestra.core.types import JSON, Blame, Message, Outcome, Usage
+from palaestra.tools.wire import ToolCall, ToolResult
 
 
 @dataclass(slots=True)
@@ -32,8 +33,23 @@ class Turn:
 
 
 @dataclass(slots=True)
+class AgentStep:
+    """One reply of an `AtroposAgent`, as it was sampled, with its calls and their results in call order.
+
+    `step_number` counts from 1. `sequence_data` is the token record, on the last step of a token-exact rollout.
+    """
+
+    step_number: int
+    assistant_message: str
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_results: list[ToolResult] = field(default_factory=list)
+    sequence_data: JSON = None
+
+
+@dataclass(slots=True)
 class AgentResult:
-    """A finished conversation. `messages` is the very list that was passed to `run`, extended in place.
+    """A finished conversation, of either kind of agent. After a `HermesAgentLoop`, `messages` is the very list that was
+    passed to `run`, extended in place; after an `AtroposAgent` it is the text turns, with `steps` and `answer` beside.
 
     `outcome` says why it ended; where something went wrong, `error` is the text of it and `blame` says whose fault it
     was. Every exit of the loop, cancellation included, leaves one of these.
@@ -52,10 +68,62 @@ class AgentResult:
     turns: list[Turn] = field(default_factory=list)
     tool_calls_attempted: int = 0
     tool_calls_schema_valid: int = 0
+    steps: list[AgentStep] = field(default_factory=list)
+    metadata: dict[str, JSON] = field(default_factory=dict)
+    answer: str | None = None
+
+    @property
+    def success(self) -> bool:
+        """Whether the agent ended by itself, neither at a limit nor by a failure."""
+        return self.outcome is Outcome.NATURAL
+
+    @property
+    def num_steps(self) -> int:
+        """Model calls."""
+        return self.turns_used
+
+    @property
+    def total_tool_calls(self) -> int:
+        """Calls that the model asked for, malformed ones among them."""
+        return self.tool_calls_attempted
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion tokens of all model calls, as the engine counted them."""
+        return self.usage.prompt_tokens + self.usage.completion_tokens
+
+    @property
+    def trajectory_data(self) -> JSON:
+        """The last row of exact tokens (`tokens[T]`, `masked_tokens[T]`, `logprobs[T]`, `full_text`), or None.
+
+        A rollout whose history was rewritten has several rows: `managed_state["nodes"]` holds all.
+        """
+        nodes = (self.managed_state or {}).get("nodes")
+        return nodes[-1] if nodes else None
+
+    def to_messages(self) -> list[Message]:
+        """The conversation, as copies that the caller may change."""
+        return [dict(message) for message in self.messages]
+
+    def to_scored_data(self, score: float) -> dict[str, JSON] | None:
+        """The training row (`tokens[T]`, `masks[T]`, `inference_logprobs[T]`, `scores`, `messages`), or None where the
+        server gave no tokens."""
+        node = self.trajectory_data
+        if node is None:
+            return None
+        return {
+            "tokens": node.tokens,
+            "masks": node.masked_tokens,
+            "inference_logprobs": node.logprobs,
+            "scores": score,
+            "messages": self.to_messages(),
+        }
 
     @property
     def final_response(self) -> str:
-        """The text of the last assistant message, or the empty string."""
+        """The text of the last reply without its thinking and calls, or the empty string."""
+        if self.answer is not None:
+            return self.answer
         for message in reversed(self.messages):
             if message.get("role") == "assistant":
                 return str(message.get("content") or "")

@@ -131,18 +131,24 @@ class ContractEnvironment(Environment):
         assert rollout.result is not None
         tools = grading.tools(self._settings.tool_timeout_s)
         if self._verifies:
-            reward, detail = await self.inner.verify_and_score_trajectory(
-                rollout.task.data,
-                rollout.result,
-                trajectory_id=rollout.rollout_id,
-                exec_tool=ExecTool(grading.slot, lambda: tools),
-                workspace_meta=rollout.meta.get("workspace_meta"),
-            )
+            reward, detail = await self.verify(rollout, rollout.result, ExecTool(grading.slot, lambda: tools))
         else:
             context = ToolContext(rollout.rollout_id, slot=grading.slot, tools=tools)
             reward = await bridged(self.inner.compute_reward(rollout.task.data, rollout.result, context))
             detail = {}
         return Score(_number(reward), numbers(detail), detail)
+
+    async def verify(
+        self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool
+    ) -> tuple[object, Mapping[str, JSON]]:
+        """Call the verification hook in the shape that this kind of class gives it."""
+        return await self.inner.verify_and_score_trajectory(
+            rollout.task.data,
+            result,
+            trajectory_id=rollout.rollout_id,
+            exec_tool=exec_tool,
+            workspace_meta=rollout.meta.get("workspace_meta"),
+        )
 
     async def figures(self) -> Mapping[str, float]:
         await self.inner.wandb_log({})

@@ -1,0 +1,224 @@
+"""`AtroposAgent`: an agent that writes its tool calls as Hermes XML, over the one loop.
+
+For environments of the `AgentEnv` form, and for running one agent by hand. Not a second loop: `HermesAgentLoop` runs
+it, `HermesText` translates. Invariant: however it ends, cancellation included, `agent.result` is a complete trajectory
+whose messages are the text turns that the model saw and wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from palaestra.agent.budget import Budget
+from palaestra.agent.hermes_text import HermesText, result_from, result_text, with_tools
+from palaestra.agent.loop import HermesAgentLoop, OnTurn
+from palaestra.agent.result import AgentResult, AgentStep, Turn
+from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON, Message
+from palaestra.inference.base import ChatServer
+from palaestra.tools.registry import ToolRegistry
+from palaestra.tools.wire import ToolCall
+
+AGENT_SYSTEM_PROMPT = (
+    "You are a capable agent that solves tasks with tools. Work in small steps: look before you change something, act, "
+    "and check what your action did. Trust what the tools say over what you expect."
+)
+
+
+class CallResult(Protocol):
+    """What running a call gives: a `ToolResult`, or the `ExecutionResult` of an environment's `exec_tool`."""
+
+    @property
+    def success(self) -> bool: ...
+
+    @property
+    def output(self) -> str: ...
+
+    @property
+    def error(self) -> str: ...
+
+    @property
+    def metadata(self) -> Mapping[str, JSON]: ...
+
+
+ExecuteTool: TypeAlias = Callable[[ToolCall], Awaitable[CallResult]]
+
+
+@dataclass(slots=True)
+class AgentConfig:
+    """How the agent samples and how long it may go on. Names and defaults are the contract's."""
+
+    temperature: float = 0.7
+    max_tokens: int | None = 4096
+    """Per reply; None leaves it to the server."""
+    max_steps: int = 50
+    """Model calls at most."""
+    system_prompt: str | None = None
+    """Replaces our own. The tools are described below it, unless it has a `<tools>` block of its own."""
+    tool_delay_s: float = 0.0
+    """Seconds from the end of one tool call to the start of the next; calls then never run together."""
+    working_dir: str | None = None
+    """Where commands run that do not say where; None is the workspace."""
+
+
+class AtroposAgent:
+    """One agent. `run` may be called again after it returned, but not while it runs.
+
+    `execute_tool` runs one call and gives its result; it raises `InfraError` for the world's failure. `tokenizer` is
+    accepted and not used: tokens are the server's, as it sampled them. Raises `ConfigError` for tools without
+    `execute_tool`.
+    """
+
+    def __init__(
+        self,
+        server: ChatServer,
+        tools: ToolRegistry | None = None,
+        config: AgentConfig | None = None,
+        tokenizer: object = None,
+        execute_tool: ExecuteTool | None = None,
+        *,
+        task_id: str | None = None,
+        extra_body: Mapping[str, JSON] | None = None,
+        budget: Budget | None = None,
+        on_turn: OnTurn | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.server = server
+        self.tools = tools if tools is not None else ToolRegistry()
+        self.config = config or AgentConfig()
+        if execute_tool is None and self.tools.list_tools():
+            raise ConfigError("AtroposAgent has tools but nothing to run them with: pass execute_tool=")
+        self.result = AgentResult(messages=[])
+        self._execute = execute_tool
+        self._task_id = task_id
+        self._extra_body = extra_body
+        self._budget = budget
+        self._on_turn = on_turn
+        self._clock = clock or SystemClock()
+        self._called = False
+
+    async def run(self, task: str, initial_messages: Sequence[Message] | None = None) -> AgentResult:
+        """Work on a task until a reply calls no tool. `initial_messages` come before it.
+
+        Failures of the server or the sandbox are outcomes of the result; cancellation and bugs are raised.
+        """
+        return await self.converse([*(initial_messages or ()), {"role": "user", "content": task}])
+
+    async def converse(self, messages: Sequence[Message]) -> AgentResult:
+        """The same from a whole conversation, which begins with our system prompt unless it brings its own."""
+        await self._go_on(self.opening(messages), self.config.max_steps)
+        return self.result
+
+    async def run_single_turn(self, messages: Sequence[Message], execute_tools: bool = True) -> AgentStep:
+        """One reply to exactly these messages, and its calls; their results too where `execute_tools`."""
+        if execute_tools:
+            return (await self._go_on(messages, 1)).steps[-1]
+        chat = HermesText(self.server)
+        completion = await chat.chat_completion(
+            messages=messages,
+            tools=self.tools.definitions(),
+            temperature=self.config.temperature,
+            max_tokens=self.config.max_tokens,
+            extra_body=self._extra_body,
+        )
+        said = completion.choices[0].message.model_dump()
+        turn = sum(message.get("role") == "assistant" for message in messages)
+        return steps_of([said], chat.as_text([said], turn))[0]
+
+    def opening(self, messages: Sequence[Message]) -> list[Message]:
+        """The conversation with the system prompt that the agent puts before it."""
+        if messages and messages[0].get("role") == "system":
+            prompt = with_tools(str(messages[0].get("content") or ""), self.tools.definitions())
+            return [{**messages[0], "content": prompt}, *messages[1:]]
+        return [{"role": "system", "content": self._build_system_prompt()}, *messages]
+
+    def _build_system_prompt(self) -> str:
+        """The system prompt with the tools. Environments of the contract call it by this name."""
+        prompt = AGENT_SYSTEM_PROMPT if self.config.system_prompt is None else self.config.system_prompt
+        return with_tools(prompt, self.tools.definitions())
+
+    async def _go_on(self, messages: Sequence[Message], max_turns: int) -> AgentResult:
+        chat, self._called = HermesText(self.server), False
+        before = len(messages)
+        loop = self._loop(chat, max_turns, sum(message.get("role") == "assistant" for message in messages))
+        try:
+            self.result = await loop.run(list(messages))
+        finally:
+            self.result = _told(loop.result, chat, before)
+        return self.result
+
+    def _loop(self, chat: HermesText, max_turns: int, earlier: int) -> HermesAgentLoop:
+        """The one loop, set up for this agent. `earlier` turns of the assistant were there before."""
+
+        def report(turn: Turn, added: list[Message]) -> Awaitable[None] | None:
+            return self._on_turn(turn, chat.as_text(added, earlier + turn.number - 1)) if self._on_turn else None
+
+        return HermesAgentLoop(
+            chat,
+            self.tools.definitions(),
+            set(self.tools.list_tools()),
+            max_turns=max_turns,
+            task_id=self._task_id,
+            temperature=self.config.temperature,
+            max_tokens=self.config.max_tokens,
+            extra_body=self._extra_body,
+            tool_handler=self._handle,
+            parallel_safe=frozenset() if self.config.tool_delay_s > 0 else self.tools.parallel_safe(),
+            on_turn=report,
+            clock=self._clock,
+            budget=self._budget,
+        )
+
+    async def _handle(self, name: str, arguments: dict[str, JSON], task_id: str | None) -> str:
+        assert self._execute is not None
+        if self._called and self.config.tool_delay_s > 0:
+            await self._clock.sleep(self.config.tool_delay_s)
+        self._called = True
+        if self.config.working_dir is not None and self._takes_workdir(name):
+            arguments = {"workdir": self.config.working_dir, **arguments}
+        result = await self._execute(ToolCall(name, arguments))
+        return result_text(result.success, result.output, result.error, result.metadata)
+
+    def _takes_workdir(self, name: str) -> bool:
+        tool = self.tools.get(name)
+        return tool is not None and "workdir" in tool.schema.parameters
+
+
+def _told(result: AgentResult, chat: HermesText, before: int) -> AgentResult:
+    """The result with its history as text, which the model saw, and its steps. `before` messages were the prompt."""
+    answer = result.final_response if len(result.messages) > before else ""
+    plain = chat.as_text(result.messages)
+    prompt = len(chat.as_text(result.messages[:before]))
+    result.steps = steps_of(result.messages[before:], plain[prompt:])
+    if result.steps:
+        result.steps[-1].sequence_data = result.trajectory_data
+    result.answer, result.messages = answer, plain
+    return result
+
+
+def steps_of(messages: Sequence[Message], plain: Sequence[Message]) -> list[AgentStep]:
+    """The assistant's turns in a structured history, each with its calls and results; `plain` is the same as text."""
+    texts = [str(message["content"]) for message in plain if message["role"] == "assistant"]
+    steps: list[AgentStep] = []
+    for message in messages:
+        if message.get("role") == "assistant":
+            calls = [_call(call) for call in message.get("tool_calls") or ()]
+            steps.append(AgentStep(len(steps) + 1, texts[len(steps)], calls))
+        elif message.get("role") == "tool" and steps:
+            steps[-1].tool_results.append(result_from(str(message.get("content") or "")))
+    return steps
+
+
+def _call(call: Mapping[str, JSON]) -> ToolCall:
+    name, text = call["function"]["name"], call["function"]["arguments"]
+    try:
+        arguments = json.loads(text or "{}")
+    except ValueError as error:
+        return ToolCall(name, {}, raw_text=text, uniq_id=call["id"], error=f"Malformed tool call: {error}")
+    if not isinstance(arguments, dict):
+        return ToolCall(name, {}, raw_text=text, uniq_id=call["id"], error="Malformed tool call: not an object")
+    return ToolCall(name, arguments, raw_text=text, uniq_id=call["id"])

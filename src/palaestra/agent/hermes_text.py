@@ -1,0 +1,204 @@
+"""Tool calls as text over any chat server: `<tool_call>` in replies, `<tool_response>` in user turns.
+
+A `ChatServer` around another one, so that the one agent loop also serves models that are prompted for their calls. The
+inner server sees plain text turns and no `tools`; the loop sees structured calls. Not for prompting formats of other
+model families (a token-exact server has those), and not a loop.
+
+Invariants: a reply goes back to the server exactly as it was sampled, whatever was read from it (T1); what cannot be
+read stays a malformed call, which the loop answers with an error (T6). Source of the form: Hermes function calling.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from palaestra.agent.replies import Reply, RequestedCall, read_reply
+from palaestra.core.types import JSON, Message
+from palaestra.inference.base import (
+    AssistantMessage,
+    ChatCompletion,
+    ChatServer,
+    Choice,
+    CompletionUsage,
+    FunctionCall,
+    ToolCallMessage,
+)
+from palaestra.inference.parsers import get_parser
+from palaestra.tools.wire import ToolResult
+
+_TAGS = ("tool_call>", "think>")
+_RULES = """\
+You can call tools. To call one, write its name and its arguments as one JSON object between tags:
+<tool_call>
+{"name": "TOOL", "arguments": {"ARGUMENT": "VALUE"}}
+</tool_call>
+One reply may hold several calls. The next message brings one <tool_response> for each of them, in order. A reply \
+without a call ends the task, so call tools until the work is done, and only then give the final answer.
+These are the tools, as JSON schemas:
+<tools>
+"""
+
+_Said: TypeAlias = tuple[int, str, tuple[tuple[str, str, str], ...]]
+"""A reply as the loop keeps it: its number among the assistant's turns, its content, its calls."""
+
+
+def with_tools(prompt: str, schemas: Sequence[Mapping[str, JSON]]) -> str:
+    """The system prompt with the tools described below it. One that has a `<tools>` block already stays as it is."""
+    if not schemas or "<tools>" in prompt:
+        return prompt
+    listed = "\n".join(json.dumps(schema.get("function", schema), ensure_ascii=False) for schema in schemas)
+    return f"{prompt}\n\n{_RULES}{listed}\n</tools>".lstrip()
+
+
+class HermesText:
+    """The adapter, for one rollout. `as_text` gives the conversation as the inner server saw it."""
+
+    def __init__(self, inner: ChatServer) -> None:
+        self._inner = inner
+        self._parser = get_parser("hermes")
+        self._sampled: dict[_Said, Message] = {}
+
+    async def chat_completion(
+        self,
+        *,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, JSON]] | None = None,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+        n: int = 1,
+        extra_body: Mapping[str, JSON] | None = None,
+        **sampling: JSON,
+    ) -> ChatCompletion:
+        """One reply, its calls read from its text. `tools` only types arguments; the prompt must describe them.
+
+        Raises what the inner server raises, and `EngineReplyError` for a reply without a message.
+        """
+        given: dict[str, JSON] = {"temperature": temperature, "max_tokens": max_tokens, "extra_body": extra_body}
+        request = {name: value for name, value in given.items() if value is not None} | sampling
+        completion: object = await self._inner.chat_completion(messages=self.as_text(messages), n=1, **request)
+        turn = sum(message.get("role") == "assistant" for message in messages)
+        reply = read_reply(completion, turn + 1)
+        message = self._read(reply, tools or (), turn)
+        finish = "tool_calls" if message.tool_calls and reply.finish_reason == "stop" else reply.finish_reason
+        used = reply.prompt_tokens, reply.completion_tokens
+        return ChatCompletion(
+            choices=[Choice(message=message, finish_reason=finish)],
+            usage=CompletionUsage(prompt_tokens=used[0], completion_tokens=used[1], total_tokens=sum(used)),
+        )
+
+    def get_state(self) -> dict[str, JSON] | None:
+        """The inner server's token record, where it keeps one."""
+        get_state = getattr(self._inner, "get_state", None)
+        return get_state() if callable(get_state) else None
+
+    def as_text(self, messages: Sequence[Message], turn: int = 0) -> list[Message]:
+        """Structured messages as plain turns; neighbouring tool answers are one user turn, joined by newlines.
+
+        `turn` says how many turns of the assistant came before these messages.
+        """
+        plain: list[Message] = []
+        answering = False
+        for message in messages:
+            role = message.get("role")
+            if role == "tool" and answering:
+                plain[-1]["content"] += "\n" + observation(str(message.get("content") or ""))
+            elif role == "tool":
+                plain.append({"role": "user", "content": observation(str(message.get("content") or ""))})
+            elif role == "assistant":
+                plain.append(self._spoken(message, turn))
+                turn += 1
+            else:
+                plain.append(dict(message))
+            answering = role == "tool"
+        return plain
+
+    def _spoken(self, message: Message, turn: int) -> Message:
+        """An assistant message as it was sampled here; one that came from elsewhere is written out."""
+        calls = _calls_of(message)
+        content = str(message.get("content") or "")
+        sampled = self._sampled.get(_key(turn, content, calls))
+        return dict(sampled) if sampled is not None else {"role": "assistant", "content": written(content, calls)}
+
+    def _read(self, reply: Reply, tools: Sequence[Mapping[str, JSON]], turn: int) -> AssistantMessage:
+        """What the loop gets to see of a reply, which is kept as it was sampled."""
+        content, reasoning, calls = reply.content, reply.reasoning, reply.calls
+        sampled: Message = {"role": "assistant", "content": written(content, calls)}
+        if reasoning:
+            sampled["reasoning_content"] = reasoning
+        if not calls:  # a scripted policy gives structured calls; a model was never told that there are any
+            parsed = self._parser.parse(content, tools=tools, cut=reply.cut_off)
+            content, reasoning = parsed.content or "", reasoning or parsed.reasoning
+            found = enumerate(parsed.all_tool_calls or ())
+            calls = tuple(
+                RequestedCall(f"call_{turn + 1}_{index}", call.function.name, call.function.arguments)
+                for index, call in found
+            )
+        self._sampled[_key(turn, content, calls)] = sampled
+        return AssistantMessage(
+            content=content,
+            reasoning_content=reasoning,
+            tool_calls=[
+                ToolCallMessage(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
+                for call in calls
+            ]
+            or None,
+        )
+
+
+def written(text: str, calls: Sequence[RequestedCall]) -> str:
+    """Text and calls as a model would write them."""
+    return "\n".join([*([text] if text else []), *(_block(call) for call in calls)])
+
+
+def _block(call: RequestedCall) -> str:
+    arguments = call.arguments or "{}"
+    if any(tag in arguments for tag in _TAGS):  # inside JSON, `<` only stands in strings, where it may be escaped
+        arguments = arguments.replace("<", "\\u003c")
+    name = json.dumps(call.name, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def observation(text: str) -> str:
+    """The `<tool_response>` element for one answer in the history."""
+    shown = result_from(text).to_xml()
+    return shown if shown.isascii() else shown.encode("utf-8", "replace").decode("utf-8")
+
+
+def result_text(success: bool, output: str, error: str, metadata: Mapping[str, JSON]) -> str:
+    """A call's result as the JSON text that the history keeps; `result_from` reads it back.
+
+    The exit code stands outside too, where the loop looks for it: a command that ran and failed is no tool error.
+    """
+    fields: dict[str, JSON] = {"success": success, "output": output, "error": error, "metadata": dict(metadata)}
+    if "exit_code" in metadata:
+        fields["exit_code"] = metadata["exit_code"]
+    return json.dumps(fields, default=str)
+
+
+def result_from(text: str) -> ToolResult:
+    """The result that a tool message holds; the loop's own refusals are failures. Without an id: a result stands for
+    the call of its place, and an id would be tokens that say nothing."""
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        return ToolResult(True, text)
+    if not isinstance(fields, dict):
+        return ToolResult(True, text)
+    if "success" not in fields and fields.get("error"):
+        return ToolResult(False, error=str(fields["error"]))
+    if "success" not in fields:
+        return ToolResult(True, text)
+    return ToolResult(fields["success"], fields["output"], fields["error"], fields["metadata"])
+
+
+def _calls_of(message: Message) -> tuple[RequestedCall, ...]:
+    return tuple(
+        RequestedCall(call.get("id") or "", call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls") or ()
+    )
+
+
+def _key(turn: int, content: str, calls: Sequence[RequestedCall]) -> _Said:
+    return turn, content, tuple((call.id, call.name, call.arguments) for call in calls)

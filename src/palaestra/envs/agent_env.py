@@ -1,0 +1,232 @@
+"""`AgentEnv`: the class form of an environment whose agent writes its tool calls as Hermes XML in its text.
+
+A subclass turns an item into a task and scores the last answer; workspace hooks are optional. It has the run-time of
+the other class form (`hermes_base_env.py`) and holds no loop and no output of its own: `AgentEnvironment` adapts it,
+`AtroposAgent` runs it. Invariant: failed and over-long rollouts keep their record, and slots are always given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+import uuid
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Generic, TypeVar
+
+from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent, CallResult
+from palaestra.agent.result import AgentResult
+from palaestra.core.types import JSON
+from palaestra.envs.agent_env_config import AgentEnvConfig
+from palaestra.envs.config import HermesAgentEnvConfig
+from palaestra.envs.contract import ContractEnvironment
+from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item
+from palaestra.envs.settings import make_pool
+from palaestra.inference.config import APIServerConfig
+from palaestra.rollouts.base import Environment, Kit
+from palaestra.rollouts.context import ToolContext
+from palaestra.rollouts.exec_tool import ExecTool
+from palaestra.rollouts.rollout import Rollout
+from palaestra.sandbox.pool import SlotPool
+from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig, result_of
+from palaestra.tools.registry import ToolRegistry, build_tool_registry
+from palaestra.tools.wire import ToolCall
+
+AgentEnvConfigT = TypeVar("AgentEnvConfigT", bound=AgentEnvConfig)
+
+
+class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
+    """Subclass this, implement `build_task`, `score_trajectory`, `setup_agent_env` and `get_next_item`, call `cli()`.
+
+    Rollouts run at the same time, so hooks must not keep a rollout's state on `self`.
+    """
+
+    name: ClassVar[str | None] = None
+    env_config_cls: ClassVar[type[HermesAgentEnvConfig]] = AgentEnvConfig
+    config: AgentEnvConfigT
+
+    def __init__(
+        self,
+        config: AgentEnvConfigT,
+        server_configs: Sequence[APIServerConfig],
+        slurm: bool = False,
+        testing: bool = False,
+    ) -> None:
+        config.check_runnable()
+        super().__init__(config, server_configs, slurm, testing)
+        self.tools = self.build_tools()
+        self._pool: SlotPool | None = None
+        self._tool_executor: ToolExecutor | None = None
+        self._starting = asyncio.Lock()
+
+    # What a subclass must say, besides `get_next_item`
+
+    @abstractmethod
+    def build_task(self, item: Item) -> str:
+        """The task of an item, as the agent is told it."""
+
+    @abstractmethod
+    async def score_trajectory(self, item: Item, final_response: str) -> float:
+        """The reward, from the agent's last answer."""
+
+    @abstractmethod
+    async def setup_agent_env(self) -> None:
+        """Load the data set. Called once."""
+
+    # What a subclass may say, besides `prepare_group` and `setup_trajectory_workspace`
+
+    async def verify_and_score_trajectory(  # type: ignore[override]  # the contract gave this hook two shapes
+        self,
+        item: Item,
+        final_response: str,
+        *,
+        trajectory_id: str,
+        exec_tool: ExecTool,
+        agent_result: AgentResult | None = None,
+        workspace_meta: dict[str, JSON] | None = None,
+    ) -> tuple[float, dict[str, JSON]]:
+        """The reward and what is worth recording; `exec_tool` looks at the sealed workspace.
+
+        An override may leave out `workspace_meta`, what `setup_trajectory_workspace` returned. Also called for rollouts
+        that ended at a limit: `agent_result.success` says so.
+        """
+        return await self.score_trajectory(item, final_response), {}
+
+    def build_tools(self) -> ToolRegistry:
+        """The tools of every rollout. Raises `ConfigError` for toolsets that there are not."""
+        config = self.config
+        enabled, disabled = config.enabled_toolsets or ["default"], config.disabled_toolsets or None
+        return build_tool_registry(enabled, disabled, config.tool_server_url)
+
+    def build_agent_config(self, item: Item) -> AgentConfig:
+        """How the agent of an item samples and how long it may go on."""
+        return AgentConfig(
+            temperature=self.config.agent_temperature,
+            max_tokens=self.config.agent_max_tokens,
+            max_steps=self.config.agent_max_steps,
+            system_prompt=self.config.system_prompt,
+            tool_delay_s=self.config.agent_tool_delay_s,
+        )
+
+    async def evaluate(self, *args: JSON, **kwargs: JSON) -> JSON:
+        """Evaluate the model; the default rolls nothing out."""
+        return {}
+
+    # What a subclass can use
+
+    async def run_agent(self, task: str, *, trajectory_id: str | None = None) -> tuple[str, dict[str, JSON]]:
+        """Run the agent on one task outside any rollout: the last answer, and `success`, `error`, `tool_calls`.
+
+        Its slot comes from a pool of this environment's own, made at the first call, and is given back at the end.
+        """
+        executor = await self._start_tool_backend()
+        name = trajectory_id or str(uuid.uuid4())
+
+        async def execute(call: ToolCall) -> CallResult:
+            return await executor.execute(name, call)
+
+        agent = AtroposAgent(self.server, self.tools, self.build_agent_config(None), execute_tool=execute, task_id=name)
+        try:
+            result = await agent.run(task)
+        finally:
+            await asyncio.shield(executor.release_trajectory(name, reset_workspace=True))
+        debug = {"success": result.success, "error": result.error, "tool_calls": result.total_tool_calls}
+        return result.final_response, debug
+
+    # How it is run
+
+    async def setup(self) -> None:
+        """What the run calls once, first."""
+        await self.setup_agent_env()
+
+    def format_prompt(self, item: Item) -> str:
+        return self.build_task(item)
+
+    async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
+        return await self.score_trajectory(item, result.final_response)
+
+    def tool_kit(self, rng: random.Random) -> Kit:
+        return Kit(self.tools, tuple(self.config.enabled_toolsets or ()))
+
+    def as_environment(self) -> Environment:
+        return AgentEnvironment(self)
+
+    async def _start_tool_backend(self) -> ToolExecutor:
+        """The executor of `run_agent`, over a pool of its own. Rollouts have the run's pool and do not need it."""
+        async with self._starting:
+            if self._tool_executor is None:
+                pool = make_pool(self.config)
+                await pool.start()
+                policy = ToolExecutorConfig(
+                    allow_network=self.config.allow_network, require_sandbox=self.config.require_sandbox
+                )
+                self._pool, self._tool_executor = pool, ToolExecutor(pool, self.tools, policy)
+            return self._tool_executor
+
+    async def shutdown_tool_backend(self) -> None:
+        """Give back what `run_agent` used. Idempotent; called at the end of the run."""
+        executor, self._tool_executor = self._tool_executor, None
+        pool, self._pool = self._pool, None
+        try:
+            if executor is not None:
+                await executor.close()
+        finally:
+            if pool is not None:
+                await pool.stop()
+
+
+class AgentEnvironment(ContractEnvironment):
+    """Runs one instance of an `AgentEnv`."""
+
+    inner: AgentEnv[AgentEnvConfig]
+
+    def __init__(self, inner: AgentEnv[AgentEnvConfigT]) -> None:
+        super().__init__(inner)
+        self._takes_meta = _accepts(inner.verify_and_score_trajectory, "workspace_meta")
+
+    async def aclose(self) -> None:
+        await self.inner.shutdown_tool_backend()
+
+    async def act(self, rollout: Rollout) -> AgentResult:
+        self._choose_server(rollout)
+
+        async def execute(call: ToolCall) -> CallResult:
+            return result_of(await rollout.tools.reply(call.name, call.arguments))
+
+        agent = AtroposAgent(
+            rollout.server,
+            rollout.kit.registry,
+            self.inner.build_agent_config(rollout.task.data),
+            execute_tool=execute,
+            task_id=rollout.rollout_id,
+            extra_body=rollout.settings.extra_body,
+            budget=rollout.settings.budget,
+            on_turn=rollout.record,
+        )
+        opening = agent.opening(rollout.task.messages())
+        rollout.record(None, opening)
+        try:
+            return await agent.converse(opening)
+        finally:
+            rollout.result = agent.result
+
+    async def verify(
+        self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool
+    ) -> tuple[object, Mapping[str, JSON]]:
+        meta = {"workspace_meta": rollout.meta.get("workspace_meta")} if self._takes_meta else {}
+        return await self.inner.verify_and_score_trajectory(
+            rollout.task.data,
+            result.final_response,
+            trajectory_id=rollout.rollout_id,
+            exec_tool=exec_tool,
+            agent_result=result,
+            **meta,
+        )
+
+
+def _accepts(hook: object, name: str) -> bool:
+    """Whether a hook has a parameter of this name, or takes any."""
+    assert callable(hook)
+    parameters = inspect.signature(hook).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
