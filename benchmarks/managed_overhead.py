@@ -5,33 +5,42 @@ byte-level BPE trained on the standard library and Qwen3's own template, which c
 (`--templates PATH` names a wheel or folder instead). CPU time per turn, over all turns: what grows with history shows
 in the long ones.
 
-Peers run where they are given, each in a virtual environment of its own, on the same conversations:
+Peers run where they are given, each in a virtual environment of its own, on the same conversations (`_chat_peers`):
 `--atropos PYTHON` is an interpreter that has atroposlib 0.4.0. Its managed server renders and decodes the whole
 conversation every turn. It can show and parse tools only where vLLM is installed, so it is compared without.
+`--verifiers PYTHON` is one that has verifiers 0.4: its training client, with tools and with the parser of its renderer.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import itertools
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
+import _chat_peers as peers
 import _measure as measure
 import _templates as templates
+from _chat_peers import Chat
 
 TEMPLATE = "qwen3"
 LENGTHS = (1, 8, 32, 128)
 TARGET_MS = 0.5
 FLAT = 1.5
 """A turn of 128 may cost so many times what one of 8 does."""
+
+CHEAPER, CHEAPER_AT = 5.0, 32
+"""How many times cheaper than the peers a turn must be, in a conversation of so many."""
+
+PEERS = {"atropos": ("atroposlib 0.4.0", "chat"), "verifiers": ("verifiers 0.4 with tools and parser", "tools")}
+"""The peers' names, and to which of our cases they compare."""
 
 PROMPT = "Look through the files and say which of them has the error. " * 20
 CALL = 'I look into the next file.\n<tool_call>\n{"name": "read", "arguments": {"path": "src/module.py"}}\n</tool_call>'
@@ -44,7 +53,6 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
     },
 }
-Chat = Callable[..., Awaitable[object]]
 
 
 async def conversation(chat: Chat, turns: int, tools: bool) -> float:
@@ -119,25 +127,8 @@ def make_tokenizer():  # type: ignore[no-untyped-def]
     from palaestra.inference.toy import toy_tokenizer
 
     corpus = [Path(module.__file__).read_text(encoding="utf-8") for module in (asyncio, argparse, subprocess)]
-    return toy_tokenizer(corpus, size=4096)
-
-
-def atropos(folder: str, turns: int) -> float:
-    """The managed server of atroposlib 0.4.0 over a server object that answers at once. Runs in its environment."""
-    from atroposlib.envs.server_handling.managed_server import ManagedServer
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    ids = [*tokenizer.encode(CALL), tokenizer.eos_token_id]
-
-    class Server:
-        config = SimpleNamespace(model_name="instant")
-
-        async def tokens_and_logprobs_completion(self, **request: object) -> object:
-            prompt = request.get("input_ids") or tokenizer.encode(request["prompt"])
-            return prompt, [ids], [[-0.5] * len(ids)], ["stop"]
-
-    return repeated(lambda: ManagedServer(Server(), tokenizer=tokenizer).chat_completion, turns, tools=False)
+    words = [f"<{end}{word}>" for word in ("think", "tool_call", "tool_response") for end in ("", "/")]
+    return toy_tokenizer(corpus, size=4096, plain=words)
 
 
 def save_tokenizer(folder: Path, template: str) -> None:
@@ -160,15 +151,11 @@ def measured(python: str, *case: str) -> measure.Sample:
     return {"ms": float(done.stdout.splitlines()[-1])}
 
 
-def cases(atropos_python: str | None, folder: Path) -> Iterator[tuple[str, Callable[[], measure.Sample]]]:
+def cases(pythons: Mapping[str, str], folder: str) -> Iterator[tuple[str, Callable[[], measure.Sample]]]:
+    runs = {"tools": sys.executable, "chat": sys.executable, **pythons}
     for turns in LENGTHS:
-        for kind in ("tools", "chat"):
-            yield (
-                f"{kind} {turns}",
-                lambda kind=kind, turns=turns: measured(sys.executable, kind, str(turns), str(folder)),
-            )
-        if atropos_python:
-            yield f"atropos {turns}", lambda turns=turns: measured(atropos_python, "atropos", str(turns), str(folder))
+        for kind, python in runs.items():
+            yield f"{kind} {turns}", functools.partial(measured, python, kind, str(turns), folder)
 
 
 def rows_of(found: dict[str, dict[str, float]]) -> list[measure.Row]:
@@ -178,12 +165,22 @@ def rows_of(found: dict[str, dict[str, float]]) -> list[measure.Row]:
         row = measure.Row(f"palaestra with tools and parser, {turns} turns", with_tools, "ms CPU")
         rows.append(measure.with_ceiling(row, TARGET_MS))
         rows.append(measure.Row(f"palaestra, {turns} turns", chat, "ms CPU"))
-        if f"atropos {turns}" in found:
-            peer = found[f"atropos {turns}"]["ms"]
-            rows.append(measure.Row(f"atroposlib 0.4.0, {turns} turns", peer, "ms CPU", ratio=peer / chat))
+        for kind, (name, case) in PEERS.items():
+            if f"{kind} {turns}" in found:
+                peer = found[f"{kind} {turns}"]["ms"]
+                ratio = peer / found[f"{case} {turns}"]["ms"]
+                row = measure.Row(f"{name}, {turns} turns", peer, "ms CPU", ratio=ratio)
+                rows.append(measure.judged(row, CHEAPER, ratio >= CHEAPER) if turns == CHEAPER_AT else row)
     growth = found["tools 128"]["ms"] / found["tools 8"]["ms"]
     rows.append(measure.with_ceiling(measure.Row("palaestra, 128 turns against 8", growth, "times"), FLAT))
     return rows
+
+
+def run_case(kind: str, turns: int, folder: str) -> float:
+    """One case, in the interpreter that has what it needs."""
+    if kind in peers.PEERS:
+        return repeated(peers.PEERS[kind](folder, CALL), turns, tools=PEERS[kind][1] == "tools")
+    return ours(turns, (Path(folder) / "chat_template.jinja").read_text(), kind == "tools")
 
 
 def main() -> int:
@@ -192,20 +189,18 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=None, help="how often every case is measured (default 5)")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the rows to FILE as well")
     parser.add_argument("--atropos", default=None, metavar="PYTHON", help="an interpreter that has atroposlib 0.4.0")
+    parser.add_argument("--verifiers", default=None, metavar="PYTHON", help="an interpreter that has verifiers 0.4")
     parser.add_argument("--templates", type=Path, default=None, metavar="PATH", help="a wheel or folder with templates")
     parser.add_argument("--case", nargs="+", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
-        kind, turns, *rest = options.case
-        template = (Path(rest[0]) / "chat_template.jinja").read_text()
-        ms = atropos(rest[0], int(turns)) if kind == "atropos" else ours(int(turns), template, kind == "tools")
-        print(ms)
+        kind, turns, folder = options.case
+        print(run_case(kind, int(turns), folder))
         return 0
     with tempfile.TemporaryDirectory() as folder:
         save_tokenizer(Path(folder), templates.sources(options.templates)[TEMPLATE])
-        found = measure.interleaved(
-            dict(cases(options.atropos, Path(folder))), options.rounds or (1 if options.quick else 5)
-        )
+        pythons = {kind: python for kind in PEERS if (python := getattr(options, kind))}
+        found = measure.interleaved(dict(cases(pythons, folder)), options.rounds or (1 if options.quick else 5))
     return measure.report("Managed chat: CPU per turn", rows_of(found), options.json)
 
 
