@@ -126,11 +126,14 @@ def _copy_special(folder: int, name: str, status: os.stat_result, target: str) -
     """Links, whiteouts, fifos, sockets. Another device cannot be in a layer and is left out."""
     if stat.S_ISLNK(status.st_mode):
         os.symlink(os.readlink(name, dir_fd=folder), target)
-        os.chown(target, status.st_uid, status.st_gid, follow_symlinks=False)
-        os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
     elif stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode) or status.st_rdev == 0:
         os.mknod(target, status.st_mode, 0)
-        os.chown(target, status.st_uid, status.st_gid, follow_symlinks=False)
+    else:
+        return
+    os.chown(target, status.st_uid, status.st_gid, follow_symlinks=False)
+    if not stat.S_ISLNK(status.st_mode):
+        os.chmod(target, stat.S_IMODE(status.st_mode))
+    os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
 
 
 def _copy_attributes(source: int, target: str, status: os.stat_result) -> None:
