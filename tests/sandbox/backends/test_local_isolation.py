@@ -64,7 +64,11 @@ def test_pid_1_cannot_be_reached(on_each_rung: WithSlot) -> None:
         await slot.execute("kill -9 1; kill -STOP 1; kill -9 -1")
         result = await slot.execute("cat /proc/1/mem /proc/1/environ; cd /proc/1/cwd; readlink -v /proc/1/exe /proc/1/fd/0; echo x > /proc/1/mem; :")
         assert result.success
-        assert all("enied" in line for line in result.output.splitlines())
+        # Without root a slot's root is the owner of all: it can count init's descriptors, and open or read none.
+        lines = [line for line in result.output.splitlines() if "enied" not in line]
+        assert "->" not in result.output
+        assert not lines or backend.rung is Rung.USERNS
+        assert all(line.startswith(("total", "lr", "l-w")) for line in lines)
 
     on_each_rung(body)
 
