@@ -59,6 +59,7 @@ class HermesText:
         self._inner = inner
         self._parser = get_parser("hermes")
         self._sampled: dict[_Said, Message] = {}
+        self._observed: dict[str, str] = {}
 
     async def chat_completion(
         self,
@@ -103,9 +104,9 @@ class HermesText:
         for message in messages:
             role = message.get("role")
             if role == "tool" and answering:
-                plain[-1]["content"] += "\n" + observation(str(message.get("content") or ""))
+                plain[-1]["content"] += "\n" + self._observation(message)
             elif role == "tool":
-                plain.append({"role": "user", "content": observation(str(message.get("content") or ""))})
+                plain.append({"role": "user", "content": self._observation(message)})
             elif role == "assistant":
                 plain.append(self._spoken(message, turn))
                 turn += 1
@@ -113,6 +114,13 @@ class HermesText:
                 plain.append(dict(message))
             answering = role == "tool"
         return plain
+
+    def _observation(self, message: Message) -> str:
+        """The element for a tool message, made once: the history is shown anew in every turn."""
+        text = str(message.get("content") or "")
+        if text not in self._observed:
+            self._observed[text] = observation(text)
+        return self._observed[text]
 
     def _spoken(self, message: Message, turn: int) -> Message:
         """An assistant message as it was sampled here; one that came from elsewhere is written out."""
@@ -186,11 +194,11 @@ def result_from(text: str) -> ToolResult:
         return ToolResult(True, text)
     if not isinstance(fields, dict):
         return ToolResult(True, text)
-    if "success" not in fields and fields.get("error"):
+    if fields.keys() >= {"success", "output", "error", "metadata"}:
+        return ToolResult(fields["success"], fields["output"], fields["error"], fields["metadata"])
+    if fields.get("error"):
         return ToolResult(False, error=str(fields["error"]))
-    if "success" not in fields:
-        return ToolResult(True, text)
-    return ToolResult(fields["success"], fields["output"], fields["error"], fields["metadata"])
+    return ToolResult(True, text)
 
 
 def _calls_of(message: Message) -> tuple[RequestedCall, ...]:
