@@ -41,6 +41,7 @@ TOLD = {
     "repeated": "{{ m.content * 2 }}",
     "in an object": "{{ {'c': m.content} | tojson }}{{ m | tojson }}",
     "a key": "{{ {'zz': 1}.get(m.content, 2) }}{{ 'in' if m.content in 'azzb' }}",
+    "sought": "{{ 'in' if m.content in 'azzb' }}{{ m.content }}",
     "compared": "{{ 'same' if m.content == 'zz' }}{{ m.content is none }}{{ 'id' if m.tool_call_id == 'call_1' }}",
     "one with the other": "{{ 'first' if m.tool_call_id == messages[1].tool_calls[0].id }}{{ m.content }}",
     "in other words": "{{ m.content.title() }}{{ m.content | capitalize }}{{ m.content | safe }}",
@@ -136,6 +137,25 @@ def test_messages_that_are_more_than_texts_are_rendered() -> None:
     for text in ("one", "two"):
         ready = [CALLING, {"role": "user", "content": [{"type": "text", "text": text}]}]
         assert text in str(case.outlines.measured("case", [HEAD], ready, lambda rendered: (rendered, ""))[0])
+
+
+def test_other_roles_and_fields_are_another_form() -> None:
+    case = Case("{{ m.name | default('nobody') }}{{ m.content }}")
+    for message in (
+        {"role": "tool", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "user", "name": "c", "content": "d"},
+        {"role": "user", "id": "e", "content": "f"},
+    ):
+        found = case.outlines.measured("case", [HEAD], [CALLING, message], lambda rendered: (rendered, ""))
+        assert found == (case.template.render([HEAD, CALLING, message]), "")
+
+
+def test_an_outline_that_upsetting_texts_upset_is_not_kept() -> None:
+    case = Case("{{ (' ' ~ m.content) | trim }}")
+    case.outlines = Outlines(case.render, case.template.render)  # as if what joins texts were not watched
+    for text in ("one", " two ", "three"):
+        assert case.measured(text) == case.rendered(text)
 
 
 def test_a_blank_refuses_what_would_show_its_letters() -> None:
