@@ -15,6 +15,9 @@
         │   ├── SlotLost (ConnectionError)  the slot or its server died under us
         │   ├── StaleLease (PermissionError)  a former holder of a slot called late
         │   └── AcquireTimeout (TimeoutError)  no slot came free in time
+        ├── TrainerError                    who learns from the groups
+        │   ├── TrainerUnavailable (ConnectionError)  its server did not answer for too long
+        │   └── TrainerRefused (ValueError)           its server will not have this environment or these groups
         ├── PrepareError                    a task's set-up failed: the task is to blame, not the agent
         └── GraderError                     the check did not run or did not report: no score, never 0.0
 
@@ -103,6 +106,18 @@ class StaleLease(SandboxError, PermissionError):
 
 class AcquireTimeout(SandboxError, TimeoutError):
     """No slot came free within the time allowed."""
+
+
+class TrainerError(InfraError):
+    """The trainer's server failed. No rollout is to blame, and what was finished is on disk."""
+
+
+class TrainerUnavailable(TrainerError, ConnectionError):
+    """Unreachable for longer than the environment has patience; it has tried again all the while."""
+
+
+class TrainerRefused(TrainerError, ValueError):
+    """The server understood and said no: trying again cannot help."""
 
 
 class PrepareError(InfraError):

@@ -61,13 +61,26 @@ class BaseEnvConfig(Settings):
     steps_per_eval: int = later(100, "Training steps between evaluations.")
     eval_handling: EvalHandlingEnum = later(EvalHandlingEnum.STOP_TRAIN, "What training does during an evaluation.")
     eval_limit_ratio: float = later(0.5, "Share of the workers an evaluation may take.")
-    inference_weight: float = later(1.0, "This environment's share of a trainer's batches.")
+    inference_weight: float = Field(
+        default=1.0, ge=0, description="This environment's weight among those that feed the same trainer."
+    )
     batch_size: int = later(-1, "Rollouts per trainer batch; -1 leaves it to the trainer.")
-    max_batches_offpolicy: int = later(3, "Batches that may wait for the trainer.")
-    min_batch_allocation: float | None = later(None, "Least share of a trainer's batch, 0 to 1.")
+    max_batches_offpolicy: int = Field(
+        default=3, ge=0, description="Batches that may be under way or wait for the trainer; one always may."
+    )
+    min_batch_allocation: float | None = Field(
+        default=None, ge=0, le=1, description="Least share of a trainer's batch, 0 to 1."
+    )
     use_wandb: bool = later(True, "Log to Weights & Biases.")
-    wandb_name: str | None = later(None, "The run's name there.")
-    rollout_server_url: str = later("http://localhost:8000", "The trainer's trajectory server.")
+    wandb_name: str | None = Field(
+        default=None, description="The name that a trainer knows the environment by; None: its own."
+    )
+    rollout_server_url: str = Field(
+        default="http://localhost:8000", description="The trainer's trajectory server, which `serve` feeds."
+    )
+    allow_placeholder_tokens: bool = Field(
+        default=False, description="Let `serve` send groups without sampled tokens, which train nothing."
+    )
     num_rollouts_to_keep: int = later(32, "Rollouts kept for logging.")
     num_rollouts_per_group_for_logging: int = later(1, "Rollouts logged per group; -1 means all.")
     min_items_sent_before_logging: int = later(2, "Groups between log entries.")

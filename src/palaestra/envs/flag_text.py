@@ -38,8 +38,8 @@ def usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
     """The help text: examples first, then the environment's own fields, then the common ones (or all)."""
     run = line.prog if line.command else f"{line.prog} process"
     parts = [
-        f"usage: {line.prog} {'[process|evaluate]' if line.command else 'process|evaluate'} [--env.FIELD VALUE] "
-        "[--openai.FIELD VALUE] [--config FILE.yaml]",
+        f"usage: {line.prog} {'[process|evaluate|serve]' if line.command else 'process|evaluate|serve'} "
+        "[--env.FIELD VALUE] [--openai.FIELD VALUE] [--config FILE.yaml]",
         *([line.about.strip().splitlines()[0]] if line.about.strip() else []),
         "",
         f"  {run} --policy oracle --tasks 2 --group 4          # play the reference solutions",
@@ -47,7 +47,7 @@ def usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
         f"  {run} --config run.yaml --show-config              # what would run, and why",
         f"  {run} … --resume runs/NAME/ID                       # go on with a run that was killed",
         "",
-        "  process rolls out groups and writes them; evaluate scores once and reports.",
+        "  process writes groups of rollouts; evaluate scores once and reports; serve feeds a trainer.",
         "  Short: --policy oracle|noop|patch:FILE|replay:FILE  --model  --base-url  --tasks (env.total_steps)",
         "         --group (env.group_size)  --concurrency (env.max_num_workers)  --backend (env.tool_pool_mode)",
         "  Lists: `a b`, `a,b` or JSON. Mappings: `k=v`, JSON or --env.field.key V. A boolean alone means true.",

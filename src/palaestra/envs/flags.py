@@ -1,4 +1,4 @@
-"""The command line that environment scripts share: `x_env.py process|evaluate [--env.FIELD V] [--openai.FIELD V] …`.
+"""The command line of environment scripts: `x_env.py process|evaluate|serve [--env.FIELD V] [--openai.FIELD V] …`.
 
 For: turning arguments, files and environment variables into validated configurations with the source of every value.
 Not for: loading environments or running them. Precedence: field default < the environment's own `config_init` <
@@ -120,9 +120,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             return command or "", flags
         if command is None or command not in COMMANDS:
             problem = "say what to do" if command is None else f"unknown command {command!r}"
-            raise ConfigError(f"{problem}: process or evaluate.{nearest(command or '', COMMANDS)}")
-        if command == "serve":
-            raise ConfigError("serve is not available in this version, which has process and evaluate")
+            raise ConfigError(f"{problem}: process, evaluate or serve.{nearest(command or '', COMMANDS)}")
         return command, flags
 
     def _take(self, given: _Given, written: str, words: list[str]) -> None:

@@ -18,6 +18,7 @@ from typing import TextIO
 
 import msgspec
 
+from palaestra.core.config import DEFAULT
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import run_guarded
 from palaestra.core.types import JSON
@@ -28,6 +29,7 @@ from palaestra.envs.flags import Answer, CommandLine, Parsed, set_fields
 from palaestra.envs.forms import Form, form_of
 from palaestra.envs.loading import load_environment
 from palaestra.envs.output import Output, claim_folder, resumed_folder
+from palaestra.envs.serving import Gate, OnGroup, Serving, serve_limit
 from palaestra.envs.settings import make_pool, server_settings
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.servers import ServerGroup
@@ -199,7 +201,7 @@ async def _recorded(batch: Batch, stream: TextIO) -> Totals:
 
 @dataclass(slots=True)
 class Batch:
-    """One command of one environment: process or evaluate."""
+    """One command of one environment: process, evaluate or serve."""
 
     environment: Environment
     parsed: RunLine
@@ -209,21 +211,35 @@ class Batch:
 
     async def run(self, observer: Observer) -> Totals:
         """Run the command's groups."""
-        config, environment = self.parsed.env_config, self.environment
+        config, environment, command = self.parsed.env_config, self.environment, self.parsed.command
         limit = config.total_steps if config.total_steps >= 0 else None
+        if command == "serve":
+            limit = serve_limit(config.total_steps, self.parsed.sources.get("env.total_steps", DEFAULT))
         observer.run_started(limit, config.group_size)
         services = self._services(observer)
         workers = concurrency(config)
         try:
-            if self.parsed.command == "evaluate" and isinstance(environment, ContractEnvironment):
+            if command == "evaluate" and isinstance(environment, ContractEnvironment):
                 totals = await Evaluation(environment, services, workers, self._keep).run()
             else:
                 finished = self.output.finished
                 ended = finished.ended if finished is not None else {}
-                runner = Runner(
-                    environment, services, concurrency=workers, limit=limit, on_group=self._keep, ended=ended
-                )
-                totals = await runner.run()
+
+                async def roll_out(on_group: OnGroup, gate: Gate | None = None) -> Totals:
+                    return await Runner(
+                        environment,
+                        services,
+                        concurrency=workers,
+                        limit=limit,
+                        on_group=on_group,
+                        ended=ended,
+                        gate=gate,
+                    ).run()
+
+                if command == "serve":
+                    totals = await Serving(config, self.output, observer.note).run(roll_out, self._keep)
+                else:
+                    totals = await roll_out(self._keep)
             self.output.own.update(await environment.figures())
             return totals
         finally:

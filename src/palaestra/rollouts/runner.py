@@ -8,7 +8,7 @@ every rollout of several groups in a row, since going on would only burn tasks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from palaestra.core.errors import ConfigError, EngineUnavailable, PalaestraError
@@ -58,7 +58,8 @@ class Totals:
 class Runner:
     """Runs an environment's tasks, numbered from `first`. `on_group` gets every finished group, as they finish.
 
-    `ended` are groups that an earlier part of the same run finished: they are handed on and not run again.
+    `ended` are groups that an earlier part of the same run finished: they are handed on and not run again. `gate` is
+    asked before each task and may wait; False ends the run.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Runner:
         first: int = 0,
         on_group: Callable[[Group], None] = lambda group: None,
         ended: Mapping[int, Group] | None = None,
+        gate: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         self.env = env
         self.services = services
@@ -79,6 +81,7 @@ class Runner:
         self.first = first
         self.on_group = on_group
         self.ended = ended or {}
+        self.gate = gate
         self.totals = Totals()
         self._taken = 0
         self._taking = asyncio.Lock()
@@ -119,6 +122,8 @@ class Runner:
     async def _take(self, tasks: AsyncIterator[Task]) -> tuple[int, Task] | None:
         async with self._taking:
             if self.limit is not None and self._taken >= self.limit:
+                return None
+            if self.gate is not None and not await self.gate():
                 return None
             try:
                 task = await anext(tasks)

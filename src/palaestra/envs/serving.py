@@ -1,0 +1,80 @@
+"""`serve`: the groups of a run go to a trainer as they finish, besides into the run's own files.
+
+Not for how they are sent (`trainers/atropos/feed.py`). Invariant: a group is on disk before it is sent, so that going
+on with a run that was killed sends what the trainer does not have, and nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from palaestra.core.config import DEFAULT
+from palaestra.core.types import JSON
+from palaestra.envs.config import HermesAgentEnvConfig
+from palaestra.envs.output import Output
+from palaestra.rollouts.runner import Totals
+from palaestra.rollouts.trajectory import Group
+from palaestra.trainers.atropos.feed import FeedSettings, feeding
+from palaestra.trainers.atropos.outgoing import Deliveries, scored_data
+
+OnGroup = Callable[[Group], None]
+Gate = Callable[[], Awaitable[bool]]
+
+
+def feed_settings(config: HermesAgentEnvConfig, name: str) -> FeedSettings:
+    """How the environment presents itself to the trainer."""
+    return FeedSettings(
+        name=config.wandb_name or name,
+        group_size=config.group_size,
+        max_token_length=config.max_token_length,
+        weight=config.inference_weight,
+        min_batch_allocation=config.min_batch_allocation,
+        max_batches_offpolicy=config.max_batches_offpolicy,
+    )
+
+
+def serve_limit(total_steps: int, source: str) -> int | None:
+    """Groups at most. The trainer decides, unless a user said a number: an environment's own is meant for `process`."""
+    return None if source in (DEFAULT, "config_init") or total_steps < 0 else total_steps
+
+
+class Serving:
+    """One run that feeds a trainer."""
+
+    def __init__(self, config: HermesAgentEnvConfig, output: Output, note: Callable[[str], None]) -> None:
+        self._config = config
+        self._output = output
+        self._note = note
+
+    async def run(self, roll_out: Callable[[OnGroup, Gate], Awaitable[Totals]], keep: OnGroup) -> Totals:
+        """Feed what `roll_out` finishes, which gets a gate that lets groups begin as the trainer needs them."""
+        config, deliveries = self._config, Deliveries(self._output.folder.path / "deliveries.jsonl")
+        settings = feed_settings(config, self._output.env)
+        try:
+            async with feeding(settings, config.rollout_server_url, deliveries, note=self._note) as feed:
+                most_tokens = (await feed.standing()).most_tokens
+
+                def hand_on(group: Group) -> None:
+                    keep(group)
+                    feed.offer(self._delivery_id(group), self._line(group, most_tokens))
+
+                return await roll_out(hand_on, feed.admit)
+        finally:
+            self._note(f"{len(deliveries)} groups delivered to {config.rollout_server_url}")
+            deliveries.close()
+
+    def _delivery_id(self, group: Group) -> str:
+        return f"{self._output.folder.run_id}/{group.group_id}"
+
+    def _line(self, group: Group, most_tokens: int | None) -> dict[str, JSON] | None:
+        """What is sent of the group; nothing where equal scores teach nothing."""
+        rewards = {trajectory.reward for trajectory in group.scored}
+        if self._config.ensure_scores_are_not_same and len(rewards) == 1:
+            return None
+        return scored_data(
+            group,
+            group_size=self._config.group_size,
+            most_tokens=most_tokens,
+            messages=self._config.include_messages,
+            placeholders=self._config.allow_placeholder_tokens,
+        )

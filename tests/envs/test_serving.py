@@ -1,0 +1,175 @@
+"""`serve` from settings to a trainer's batches: a class environment, a token-exact server, our trajectory server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from talking import Talk, trainer
+
+from palaestra import HermesAgentBaseEnv
+from palaestra.agent.result import AgentResult
+from palaestra.core.errors import ConfigError
+from palaestra.core.exits import read_failure
+from palaestra.core.types import JSON
+from palaestra.envs.config import HermesAgentEnvConfig
+from palaestra.envs.flags import CommandLine, Parsed
+from palaestra.envs.forms import form_of
+from palaestra.envs.running import RunReport, run
+from palaestra.envs.serving import feed_settings, serve_limit
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.loopback_tokens import TokenLoopback
+from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
+from palaestra.inference.tokens import load_tokenizer
+from palaestra.inference.toy import ToyEngine
+from palaestra.rollouts.context import ToolContext
+from palaestra.trainers.atropos.server import serving
+
+
+class Naming(HermesAgentBaseEnv):
+    """Endless items; the reward is the length of the answer."""
+
+    name = "naming"
+
+    async def setup(self) -> None:
+        self.numbers = itertools.count()
+
+    async def get_next_item(self) -> JSON:
+        return {"number": next(self.numbers)}
+
+    def format_prompt(self, item: JSON) -> str:
+        return f"Name {item['number']}."
+
+    async def compute_reward(self, item: JSON, result: AgentResult, ctx: ToolContext) -> float:
+        return float(len(result.messages[-1]["content"]))
+
+    async def evaluate(self, *args: JSON, **kwargs: JSON) -> JSON:
+        return None
+
+
+class Chatting(Naming):
+    """Wants no tokens."""
+
+    def _use_managed_server(self) -> bool:
+        return False
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("model")
+    save_tokenizer(train_tokenizer(), out)
+    return out
+
+
+def command_line(env: type[HermesAgentBaseEnv], argv: Sequence[str]) -> Parsed[HermesAgentEnvConfig, APIServerConfig]:
+    form = form_of(env)
+    line = CommandLine("test", form.config_type(), APIServerConfig, name=form.name).parse(argv, {})
+    assert isinstance(line, Parsed)
+    return line
+
+
+async def serve(env: type[HermesAgentBaseEnv], folder: Path, out: Path, api: str, *argv: str) -> RunReport:
+    """One run of `serve`, whose model answers with words of different lengths."""
+    tokenizer = load_tokenizer(str(folder))
+    engine = ToyEngine(tokenizer, itertools.cycle(["one", "three", "seventeen"]), rate=0.2)
+    async with TokenLoopback(engine, tokenizer) as server:
+        flags = {
+            "--openai.server_type": "vllm",
+            "--openai.base_url": server.url,
+            "--openai.model_name": "toy",
+            "--env.tokenizer_name": str(folder),
+            "--env.rollout_server_url": api,
+            "--env.max_num_workers": "2",
+        }
+        line = command_line(env, ["serve", *itertools.chain(*flags.items()), *argv])
+        with (out / "log").open("w") as stream:
+            return await run(form_of(env), line, root=out / "runs", stream=stream)
+
+
+async def train(api: Talk, steps: int, **changed: JSON) -> list[JSON]:
+    """A trainer of so many steps; the groups it got."""
+    await api.post("/register", trainer(starting_step=0, max_token_len=4096, num_steps=steps, **changed))
+    groups: list[JSON] = []
+    for _ in range(steps):
+        while (batch := (await api.get("/batch"))["batch"]) is None:  # noqa: ASYNC110 - the wire has nothing else
+            await asyncio.sleep(0.01)
+        groups += batch
+    return groups
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_trainer_gets_what_was_sampled_until_it_has_enough(folder: Path, tmp_path: Path, size: int) -> None:
+    async def scenario() -> tuple[RunReport, list[JSON]]:
+        async with serving() as url, Talk(url) as api, asyncio.TaskGroup() as both:
+            training = both.create_task(train(api, 2))
+            report = await serve(Naming, folder, tmp_path, url, "--group", str(size))
+            return report, await training
+
+    report, groups = asyncio.run(scenario())
+    assert report.exit_code == 0
+    assert [len(group["tokens"]) for group in groups] == [size] * (8 // size)
+    tokenizer = load_tokenizer(str(folder))
+    for group in groups:
+        for masks, logprobs, score in zip(group["masks"], group["inference_logprobs"], group["scores"], strict=True):
+            said = tokenizer.decode([mask for mask in masks if mask != -100])
+            assert said == {3.0: "one", 5.0: "three", 9.0: "seventeen"}[score] + "<|im_end|>"
+            assert len(logprobs) == len(masks)
+            assert all(logprob < 0 for logprob, mask in zip(logprobs, masks, strict=True) if mask != -100)
+    journal = {line["group_id"]: line["tokens"] for line in map(json.loads, report.groups.read_text().splitlines())}
+    assert all(group["tokens"] in journal.values() for group in groups)
+    assert "has taken its 2 steps" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slots
+def test_going_on_with_a_run_sends_only_what_the_trainer_lacks(folder: Path, tmp_path: Path) -> None:
+    async def scenario() -> list[JSON]:
+        async with serving() as url, Talk(url) as api:
+            await api.both(max_token_len=4096, batch_size=8)
+            first = await serve(Naming, folder, tmp_path, url, "--group", "2", "--tasks", "3")
+            sent = first.folder / "deliveries.jsonl"
+            sent.write_text("".join(sent.read_text().splitlines(keepends=True)[:2]) + '{"delivery_')
+            await serve(Naming, folder, tmp_path, url, "--group", "2", "--tasks", "4", "--resume", str(first.folder))
+            assert len(sent.read_text().splitlines()) == 5
+            assert await api.get("/status") == {"current_step": 3, "queue_size": 4}
+            return list((await api.get("/batch"))["batch"])
+
+    groups = asyncio.run(scenario())
+    prompts = [json.dumps(group["tokens"]) for group in groups]
+    assert len(set(prompts)) == 4
+
+
+@pytest.mark.slots
+def test_tokens_that_nobody_sampled_are_not_sent(folder: Path, tmp_path: Path) -> None:
+    async def scenario(*argv: str) -> int:
+        async with serving() as url, Talk(url) as api:
+            await api.both()
+            await serve(Chatting, folder, tmp_path, url, "--group", "2", "--tasks", "1", *argv)
+            return int((await api.get("/status"))["queue_size"])
+
+    same = ("--env.ensure_scores_are_not_same", "false")
+    with pytest.raises((ConfigError, ExceptionGroup)) as raised:
+        asyncio.run(scenario(*same))
+    failure = read_failure(raised.value)
+    assert failure is not None
+    assert (failure.exit_code, "allow_placeholder_tokens" in failure.message) == (2, True)
+    assert asyncio.run(scenario(*same, "--env.allow_placeholder_tokens", "true")) == 1
+
+
+def test_what_the_trainer_is_told() -> None:
+    config = HermesAgentEnvConfig(group_size=8, inference_weight=0.5, min_batch_allocation=0.25, max_token_length=100)
+    settings = feed_settings(config, "words")
+    assert (settings.name, settings.group_size, settings.weight) == ("words", 8, 0.5)
+    assert (settings.min_batch_allocation, settings.max_token_length) == (0.25, 100)
+    assert feed_settings(HermesAgentEnvConfig(wandb_name="mine"), "words").name == "mine"
+
+
+def test_only_a_user_limits_how_many_groups_are_served() -> None:
+    assert serve_limit(1000, "default") is None
+    assert serve_limit(20, "config_init") is None
+    assert serve_limit(-1, "command line") is None
+    assert serve_limit(20, "command line") == 20
