@@ -23,7 +23,10 @@ def written(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.slots
-@pytest.mark.parametrize(("name", "output", "count"), [("lines_env.py", "longest_line", 3), ("word_env.py", "word", 2)])
+@pytest.mark.parametrize(
+    ("name", "output", "count"),
+    [("lines_env.py", "longest_line", 3), ("word_env.py", "word", 2), ("sum_env.py", "sum", 2)],
+)
 @pytest.mark.parametrize(("policy", "reward"), [("oracle", 1.0), ("noop", 0.0)])
 def test_a_printed_environment_keeps_its_promise(
     name: str, output: str, count: int, policy: str, reward: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

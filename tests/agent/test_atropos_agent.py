@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,11 @@ from palaestra.agent.replies import RequestedCall
 from palaestra.core.clock import ManualClock
 from palaestra.core.errors import ConfigError, EngineUnavailable, SlotLost
 from palaestra.core.types import JSON, Blame, Message, Outcome
+from palaestra.inference.base import Sampled
+from palaestra.inference.managed import ManagedChat
 from palaestra.inference.parsers import get_parser
+from palaestra.inference.templates import ChatFormat
+from palaestra.inference.toy import ToyEngine, toy_tokenizer
 from palaestra.tools.registry import ToolRegistry
 from palaestra.tools.schema import Tool, ToolReply, ToolRun, ToolSchema
 from palaestra.tools.wire import ToolCall, ToolResult
@@ -164,6 +168,13 @@ def test_the_step_limit_keeps_everything() -> None:
     assert [message["role"] for message in result.messages] == ["system", "user", *["assistant", "user"] * 3]
 
 
+def test_a_full_context_ends_the_rollout_with_its_record() -> None:
+    agent, _ = make(call("add", a=1), max_context_tokens=15)
+    result = run(agent)
+    assert (result.outcome, result.num_steps) == (Outcome.LENGTH, 1)
+    assert result.steps[0].tool_results[0].output == "1"
+
+
 @pytest.mark.parametrize(
     ("failure", "outcome", "blame"),
     [
@@ -293,6 +304,40 @@ def test_an_output_that_is_no_text_reaches_the_model_encodable() -> None:
 
     agent, _ = make(call("add", a=1), "ok", execute=odd)
     run(agent).messages[3]["content"].encode()
+
+
+class Failing(ToyEngine):
+    """Fails once it has said everything."""
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        try:
+            return await super().generate(input_ids, sampling)
+        except RuntimeError as error:
+            raise EngineUnavailable("gone") from error
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_exact_tokens_are_kept_as_sampled_also_when_the_server_fails(ends: bool) -> None:
+    said = [
+        f"<think>\nHm: {call('add', a=9)}\n</think>\n\n  {call('add', a=1)}   ",
+        f" {call('add')}",
+        *["Two."] * ends,
+    ]
+    tokenizer = toy_tokenizer(said)
+    engine = Failing(tokenizer, iter(said), rate=0.3)
+    chat = ManagedChat(engine, ChatFormat(tokenizer), "hermes")
+    result = run(AtroposAgent(chat, TOOLS, execute_tool=adding))
+    assert result.outcome is (Outcome.NATURAL if ends else Outcome.API_ERROR)
+    row = result.to_scored_data(0.5)
+    assert row is not None
+    trained = [mask for mask in row["masks"] if mask != -100]
+    assert tokenizer.decode(trained) == "".join(f"{text}<|im_end|>" for text in said)
+    assert len(row["tokens"]) == len(row["masks"]) == len(row["inference_logprobs"])
+    assert (result.tool_calls_attempted, result.tool_calls_schema_valid) == (2, 1)
+    assert result.managed_state is not None
+    assert len(result.managed_state["nodes"]) == 1
+    assert result.steps[-1].sequence_data is result.trajectory_data
+    assert result.final_response == ("Two." if ends else "")
 
 
 @given(st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))

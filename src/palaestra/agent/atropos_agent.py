@@ -84,6 +84,7 @@ class AtroposAgent:
         task_id: str | None = None,
         extra_body: Mapping[str, JSON] | None = None,
         budget: Budget | None = None,
+        max_context_tokens: int | None = None,
         on_turn: OnTurn | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -97,6 +98,7 @@ class AtroposAgent:
         self._task_id = task_id
         self._extra_body = extra_body
         self._budget = budget
+        self._max_context_tokens = max_context_tokens
         self._on_turn = on_turn
         self._clock = clock or SystemClock()
         self._called = False
@@ -167,6 +169,7 @@ class AtroposAgent:
             max_tokens=self.config.max_tokens,
             extra_body=self._extra_body,
             tool_handler=self._handle,
+            max_context_tokens=self._max_context_tokens,
             parallel_safe=frozenset() if self.config.tool_delay_s > 0 else self.tools.parallel_safe(),
             on_turn=report,
             clock=self._clock,

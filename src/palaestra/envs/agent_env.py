@@ -88,6 +88,8 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
     ) -> tuple[float, dict[str, JSON]]:
         """The reward and what is worth recording; `exec_tool` looks at the sealed workspace.
 
+        All of the latter, `verification_messages` too, is evidence beside the conversation and never a part of it.
+
         An override may leave out `workspace_meta`, what `setup_trajectory_workspace` returned. Also called for rollouts
         that ended at a limit: `agent_result.success` says so.
         """
@@ -202,6 +204,7 @@ class AgentEnvironment(ContractEnvironment):
             task_id=rollout.rollout_id,
             extra_body=rollout.settings.extra_body,
             budget=rollout.settings.budget,
+            max_context_tokens=rollout.settings.max_context_tokens,
             on_turn=rollout.record,
         )
         opening = agent.opening(rollout.task.messages())

@@ -39,6 +39,7 @@ class AgentEnvConfig(HermesAgentEnvConfig):
     )
 
     max_agent_turns: int = later(50, "Use agent_max_steps.")
+    max_token_length: int = later(2048, "Use agent_max_tokens.")
     tool_server_token: str | None = later(None, "The bearer token of the tool server.")
     tool_batch_window_ms: int = later(20, "Milliseconds to wait for a batch; calls are sent one by one, at once.")
     tool_max_batch_size: int = later(200, "Calls in one batch.")
