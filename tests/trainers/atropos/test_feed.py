@@ -1,0 +1,256 @@
+"""The environment's side of the trajectory API against our server: restarts, lost answers, limits, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Self
+
+import pytest
+from aiohttp import web
+from talking import Talk, environment, group, trainer
+
+from palaestra.core.errors import TrainerRefused, TrainerUnavailable
+from palaestra.core.types import JSON
+from palaestra.trainers.atropos.exchange import Exchange
+from palaestra.trainers.atropos.feed import Feed, FeedSettings, feeding
+from palaestra.trainers.atropos.outgoing import Deliveries
+from palaestra.trainers.atropos.server import TrajectoryServer, serving
+
+SETTINGS = FeedSettings(name="words", group_size=2, max_token_length=32, poll_s=0.01, heartbeat_s=0.01)
+IMPATIENT = FeedSettings(name="words", group_size=2, max_token_length=32, poll_s=0.01, patience_s=0.05)
+
+
+class Said:
+    """What a feed noted. `until` waits for a note."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._changed = asyncio.Event()
+
+    def __call__(self, note: str) -> None:
+        self.notes.append(note)
+        self._changed.set()
+
+    async def until(self, part: str) -> None:
+        while not any(part in note for note in self.notes):
+            self._changed.clear()
+            await self._changed.wait()
+
+
+@asynccontextmanager
+async def fed(path: Path, url: str, said: Said, settings: FeedSettings = SETTINGS) -> AsyncIterator[Feed]:
+    deliveries = Deliveries(path / "deliveries.jsonl")
+    try:
+        async with feeding(settings, url, deliveries, note=said) as feed:
+            yield feed
+    finally:
+        deliveries.close()
+
+
+class Restartable:
+    """A server that can go and come back at the same address."""
+
+    def __init__(self, store: Path | None) -> None:
+        self._store = store
+        self._stack = AsyncExitStack()
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        port = int(self.url.rpartition(":")[2]) if self.url else 0
+        self.url = await self._stack.enter_async_context(serving(port=port, store=self._store))
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+
+def marks(batch: Sequence[JSON]) -> list[int]:
+    return [each["tokens"][0][0] for each in batch]
+
+
+def test_it_waits_for_the_trainer_and_is_known_by_its_name(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving() as url, Talk(url) as api, asyncio.TaskGroup() as tasks:
+            said = Said()
+
+            async def feed_one() -> None:
+                async with fed(tmp_path, url, said) as feed:
+                    assert await feed.admit()
+                    feed.offer("run/0", group(first=7))
+
+            tasks.create_task(feed_one())
+            await said.until("waiting for the trainer")
+            await api.post("/register", trainer(batch_size=2))
+            assert await api.get("/batch") == {"batch": None}
+            await said.until("words_0")
+        waiting, registered = said.notes
+        assert waiting == "waiting for the trainer to start"
+        assert registered == f"registered with {url} as words_0, batches of 2 sequences"
+
+    asyncio.run(scenario())
+    assert json.loads((tmp_path / "deliveries.jsonl").read_text().splitlines()[1]) == {"delivery_id": "run/0"}
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_groups_go_on_arriving_when_the_server_comes_back(tmp_path: Path, durable: bool) -> None:
+    async def scenario() -> None:
+        said = Said()
+        async with Restartable(tmp_path / "store" if durable else None) as server, Talk(server.url) as api:
+            await api.both()
+            async with fed(tmp_path, server.url, said) as feed:
+                feed.offer("run/0", group(first=0))
+                await feed.drained()
+                assert (await api.get("/status"))["queue_size"] == 1
+                await server.stop()
+                feed.offer("run/1", group(first=1))
+                feed.offer("run/2", group(first=2))
+                await server.start()
+                if not durable:
+                    await said.until("registering again")
+                    await api.post("/register", trainer())
+                    await api.get("/batch")
+                await feed.drained()
+            batch = (await api.get("/batch"))["batch"]
+            rest = (await api.get("/status"))["queue_size"]
+            if durable:
+                assert marks(batch)[0] == 0
+                assert rest == 1
+                assert "registering again" not in " ".join(said.notes)
+            else:
+                assert sorted(marks(batch)) == [1, 2]
+                assert rest == 0
+
+    asyncio.run(scenario())
+
+
+class Forgetful(TrajectoryServer):
+    """Takes a group and breaks the connection instead of saying so, the first `losses` times."""
+
+    def __init__(self, losses: int, *, original: bool) -> None:
+        super().__init__(Exchange())
+        self.losses = losses
+        self.original = original
+        self.app.middlewares.append(self._lose)
+
+    @web.middleware
+    async def _lose(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        answer = await handler(request)
+        if request.path == "/scored_data" and self.losses:
+            self.losses -= 1
+            if self.original:
+                self.exchange._deliveries.clear()  # the original knows no delivery ids
+            assert request.transport is not None
+            request.transport.abort()
+        return answer
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_a_lost_answer_does_not_double_a_group(tmp_path: Path, original: bool) -> None:
+    async def scenario() -> None:
+        runner = web.AppRunner(Forgetful(2, original=original).app, shutdown_timeout=0.01)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            async with Talk(url) as api:
+                await api.both()
+                async with fed(tmp_path, url, Said()) as feed:
+                    feed.offer("run/0", group(first=0))
+                    await feed.drained()
+                assert (await api.get("/status"))["queue_size"] == 1
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(scenario())
+
+
+def test_no_more_groups_begin_than_the_trainer_may_be_behind(tmp_path: Path) -> None:
+    """Batches of two groups, three batches off policy: six groups, then none until a batch is taken."""
+
+    async def scenario() -> None:
+        async with serving() as url, Talk(url) as api:
+            await api.both()
+            await api.post("/disconnect-env", {"env_id": 0})
+            async with fed(tmp_path, url, Said()) as feed:
+                for number in range(6):
+                    assert await feed.admit()
+                    feed.offer(f"run/{number}", group(first=number))
+                await feed.drained()
+                seventh = asyncio.ensure_future(feed.admit())
+                await asyncio.sleep(0)
+                assert not seventh.done()
+                assert marks((await api.get("/batch"))["batch"])
+                assert await seventh
+                feed.offer("run/6", None)
+
+    asyncio.run(scenario())
+
+
+def test_the_trainer_that_has_enough_ends_the_run(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving() as url, Talk(url) as api:
+            await api.both(starting_step=0, num_steps=1)
+            async with fed(tmp_path, url, Said()) as feed:
+                for number in range(2):
+                    assert await feed.admit()
+                    feed.offer(f"run/{number}", group(first=number))
+                await feed.drained()
+                assert (await api.get("/batch"))["batch"]
+                while await feed.admit():
+                    feed.offer("more", None)
+                assert feed.finished
+
+    asyncio.run(scenario())
+
+
+def test_a_refused_group_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        said = Said()
+        async with serving() as url, Talk(url) as api:
+            await api.both()
+            with pytest.RaisesGroup(
+                pytest.RaisesExc(TrainerRefused, match=r"refused 1 groups: run/0: HTTP 422: masks")
+            ):
+                async with fed(tmp_path, url, said) as feed:
+                    feed.offer("run/0", group(masks=[[1], [1]]))
+                    feed.offer("run/1", group())
+            assert (await api.get("/status"))["queue_size"] == 1
+        assert "refused the group run/0" in said.notes[-1]
+
+    asyncio.run(scenario())
+
+
+def test_a_delivered_group_is_not_sent_again_by_the_next_process(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving() as url, Talk(url) as api:
+            await api.both()
+            for _ in range(2):
+                async with fed(tmp_path, url, Said()) as feed:
+                    feed.offer("run/0", group(env_id=None))
+            assert (await api.get("/status"))["queue_size"] == 1
+            assert (await api.say("POST", "/register-env", environment()))[1]["wandb_name"] == "words_3"
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_is_never_there_ends_the_patience(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Restartable(None) as server:
+            await server.stop()
+            with pytest.RaisesGroup(pytest.RaisesExc(TrainerUnavailable, match="does not answer /register-env")):
+                async with fed(tmp_path, server.url, Said(), IMPATIENT):
+                    pass
+
+    asyncio.run(scenario())
