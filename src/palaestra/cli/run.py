@@ -23,7 +23,8 @@ from palaestra.core.errors import ConfigError
       palaestra run my_env.py --help                           # the settings of that environment
 
     ENV is the path of a file, path.py:name for one of several environments in it, or a name that
-    `palaestra env list` shows. It is followed by `evaluate`, or by `process`, which is the default, and settings:
+    `palaestra env list` shows. It is followed by `evaluate`, `serve` (to a trainer) or `process`, which is the
+    default, and settings:
 
     \b
       --policy NAME      a scripted policy: oracle, noop, patch:FILE, replay:FILE

@@ -206,8 +206,9 @@ class Exchange:
             bound = f"{self.most_groups} groups or {self.most_bytes >> 20} MiB"
             detail = f"{count} groups ({self.bytes_waiting >> 20} MiB) wait for the trainer and the bound is {bound}"
             raise Refusal(429, detail, retry_s=2.0)
-        delivery_id, data.delivery_id = data.delivery_id, None
-        group = msgspec.Raw(msgspec.json.encode(data))
+        fields = msgspec.structs.asdict(data)
+        delivery_id = fields.pop("delivery_id")
+        group = msgspec.Raw(msgspec.json.encode(fields))
         return GroupReceived(sequences=len(data.tokens), env_id=data.env_id, delivery_id=delivery_id, group=group)
 
     def _check_size(self, data: ScoredData, trainer: Registration) -> None:
