@@ -146,6 +146,25 @@ class Copying(AgentEnv[AgentEnvConfig]):
         await self.evaluate_log({"answer": answer, "held": held, **debug})
 
 
+class Collecting(Copying):
+    """Evaluates as scripts of the contract do."""
+
+    async def evaluate(self, *args: JSON, **kwargs: JSON) -> JSON:
+        scored, backlog = await self.collect_trajectory("one")
+        group, _ = await self.collect_trajectories("two")
+        assert scored is not None
+        assert group is not None
+        seen = [message["role"] for message in scored["messages"] or []]
+        await self.evaluate_log({"one": scored["scores"], "two": group["scores"], "seen": seen, "backlog": backlog})
+
+
+class Replacing(Copying):
+    """Would not get what it expects."""
+
+    async def collect_trajectories(self, item: JSON) -> JSON:
+        return await super().collect_trajectories(item)
+
+
 class Checking(Copying):
     """Looks at what the hook is given."""
 
@@ -249,6 +268,31 @@ def test_run_agent_gives_its_slot_back(tmp_path: Path) -> None:
     asyncio.run(scenario())
     found = json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"]
     assert found == {"answer": "42", "held": 0, "success": True, "error": "", "tool_calls": 1}
+
+
+@pytest.mark.slots
+def test_an_evaluation_collects_what_it_names(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with LoopbackServer(Answer(completion("Copied."))) as server:
+            argv = [
+                "evaluate",
+                "--openai.base_url",
+                server.url,
+                "--env.data_dir_to_save_evals",
+                str(tmp_path / "evals"),
+            ]
+            with (tmp_path / "log").open("w") as stream:
+                await run(form_of(Collecting), parsed(Collecting, argv), root=tmp_path / "runs", stream=stream)
+
+    asyncio.run(scenario())
+    found = json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"]
+    assert found == {"one": 1.0, "two": [1.0] * 4, "seen": ["system", "user", "assistant"], "backlog": []}
+
+
+def test_a_replaced_collection_is_refused_since_rollouts_would_not_call_it() -> None:
+    assert Copying(AgentEnvConfig(), []).as_environment().name == "copying"
+    with pytest.raises(ConfigError, match=r"Replacing\.collect_trajectories would not be called"):
+        Replacing(AgentEnvConfig(), []).as_environment()
 
 
 def test_settings_of_the_contract() -> None:

@@ -1,18 +1,17 @@
 """`AgentEnv`: the class form of an environment whose agent writes its tool calls as Hermes XML in its text.
 
 A subclass turns an item into a task and scores the last answer; workspace hooks are optional. It has the run-time of
-the other class form (`hermes_base_env.py`) and holds no loop and no output of its own: `AgentEnvironment` adapts it,
+the other class form (`hermes_base_env.py`) and holds no loop and no output of its own: `agent_contract.py` adapts it,
 `AtroposAgent` runs it. Invariant: failed and over-long rollouts keep their record, and slots are always given back.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import random
 import uuid
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Generic, TypeVar
 
 from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent, CallResult
@@ -20,16 +19,15 @@ from palaestra.agent.result import AgentResult
 from palaestra.core.types import JSON
 from palaestra.envs.agent_env_config import AgentEnvConfig
 from palaestra.envs.config import HermesAgentEnvConfig
-from palaestra.envs.contract import ContractEnvironment
-from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item
+from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item, ScoredDataGroup, ScoredDataItem
 from palaestra.envs.settings import make_pool
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.base import Environment, Kit
 from palaestra.rollouts.context import ToolContext
 from palaestra.rollouts.exec_tool import ExecTool
-from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.trajectory import Trajectory
 from palaestra.sandbox.pool import SlotPool
-from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig, result_of
+from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.registry import ToolRegistry, build_tool_registry
 from palaestra.tools.wire import ToolCall
 
@@ -136,6 +134,25 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         debug = {"success": result.success, "error": result.error, "tool_calls": result.total_tool_calls}
         return result.final_response, debug
 
+    async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
+        """Roll one item out and score it, from `evaluate`: its row, or None where the world failed; and no backlog."""
+        (trajectory,) = await self.evaluate_items([item])
+        return (_scored_item(trajectory) if trajectory.scored else None), []
+
+    async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
+        """The same for a group of the configured size: the rows of those that were scored, None where none was."""
+        done = await self.evaluate_items([item], self.config.group_size)
+        rows = [_scored_item(trajectory) for trajectory in done if trajectory.scored]
+        if not rows:
+            return None, []
+        group = ScoredDataGroup(
+            tokens=[row["tokens"] for row in rows],
+            masks=[row["masks"] for row in rows],
+            scores=[row["scores"] for row in rows],
+            messages=[row["messages"] or [] for row in rows],
+        )
+        return group, []
+
     # How it is run
 
     async def setup(self) -> None:
@@ -152,6 +169,8 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         return Kit(self.tools, tuple(self.config.enabled_toolsets or ()))
 
     def as_environment(self) -> Environment:
+        from palaestra.envs.agent_contract import AgentEnvironment
+
         return AgentEnvironment(self)
 
     async def _start_tool_backend(self) -> ToolExecutor:
@@ -178,58 +197,14 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
                 await pool.stop()
 
 
-class AgentEnvironment(ContractEnvironment):
-    """Runs one instance of an `AgentEnv`."""
-
-    inner: AgentEnv[AgentEnvConfig]
-
-    def __init__(self, inner: AgentEnv[AgentEnvConfigT]) -> None:
-        super().__init__(inner)
-        self._takes_meta = _accepts(inner.verify_and_score_trajectory, "workspace_meta")
-
-    async def aclose(self) -> None:
-        await self.inner.shutdown_tool_backend()
-
-    async def act(self, rollout: Rollout) -> AgentResult:
-        self._choose_server(rollout)
-
-        async def execute(call: ToolCall) -> CallResult:
-            return result_of(await rollout.tools.reply(call.name, call.arguments))
-
-        agent = AtroposAgent(
-            rollout.server,
-            rollout.kit.registry,
-            self.inner.build_agent_config(rollout.task.data),
-            execute_tool=execute,
-            task_id=rollout.rollout_id,
-            extra_body=rollout.settings.extra_body,
-            budget=rollout.settings.budget,
-            max_context_tokens=rollout.settings.max_context_tokens,
-            on_turn=rollout.record,
-        )
-        opening = agent.opening(rollout.task.messages())
-        rollout.record(None, opening)
-        try:
-            return await agent.converse(opening)
-        finally:
-            rollout.result = agent.result
-
-    async def verify(
-        self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool
-    ) -> tuple[object, Mapping[str, JSON]]:
-        meta = {"workspace_meta": rollout.meta.get("workspace_meta")} if self._takes_meta else {}
-        return await self.inner.verify_and_score_trajectory(
-            rollout.task.data,
-            result.final_response,
-            trajectory_id=rollout.rollout_id,
-            exec_tool=exec_tool,
-            agent_result=result,
-            **meta,
-        )
-
-
-def _accepts(hook: object, name: str) -> bool:
-    """Whether a hook has a parameter of this name, or takes any."""
-    assert callable(hook)
-    parameters = inspect.signature(hook).parameters
-    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+def _scored_item(trajectory: Trajectory) -> ScoredDataItem:
+    """The latest row of a scored rollout; one whose history was rewritten has several."""
+    row = trajectory.rows[-1]
+    return ScoredDataItem(
+        tokens=row.tokens,
+        masks=row.masks,
+        inference_logprobs=row.logprobs,
+        scores=trajectory.reward or 0.0,
+        messages=trajectory.messages,
+        token_source=row.source,
+    )

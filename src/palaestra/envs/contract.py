@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from copy import copy
+from typing import ClassVar
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.bridge import bridged
@@ -34,12 +35,15 @@ ROW_KEYS = frozenset({"tokens", "masks", "scores", "messages", "token_source", "
 class ContractEnvironment(Environment):
     """Runs one instance of a class environment. Item and metadata travel in the rollout, never on the instance."""
 
+    form: ClassVar[type] = HermesAgentBaseEnv
+    """The class whose subclasses this adapts."""
+
     def __init__(self, inner: HermesAgentBaseEnv) -> None:
         self.inner = inner
         self._items: Sequence[Item] | None = None
         self._first = 0
         for method in NOT_CALLED:
-            if hasattr(type(inner), method):
+            if getattr(type(inner), method, None) is not getattr(self.form, method, None):
                 raise ConfigError(
                     f"{type(inner).__name__}.{method} would not be called: this version runs groups itself. Move what "
                     f"it does to setup_trajectory_workspace, _run_agent_loop, compute_reward or "

@@ -1,0 +1,76 @@
+"""The adapter between `AgentEnv` subclasses and the Environment protocol: what they do otherwise than other classes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import ClassVar
+
+from palaestra.agent.atropos_agent import AtroposAgent, CallResult
+from palaestra.agent.result import AgentResult
+from palaestra.core.types import JSON
+from palaestra.envs.agent_env import AgentEnv, AgentEnvConfigT
+from palaestra.envs.agent_env_config import AgentEnvConfig
+from palaestra.envs.contract import ContractEnvironment
+from palaestra.rollouts.exec_tool import ExecTool
+from palaestra.rollouts.rollout import Rollout
+from palaestra.tools.executor import result_of
+from palaestra.tools.wire import ToolCall
+
+
+class AgentEnvironment(ContractEnvironment):
+    """Runs one instance of an `AgentEnv`."""
+
+    form: ClassVar[type] = AgentEnv
+    inner: AgentEnv[AgentEnvConfig]
+
+    def __init__(self, inner: AgentEnv[AgentEnvConfigT]) -> None:
+        super().__init__(inner)
+        self._takes_meta = _accepts(inner.verify_and_score_trajectory, "workspace_meta")
+
+    async def aclose(self) -> None:
+        await self.inner.shutdown_tool_backend()
+
+    async def act(self, rollout: Rollout) -> AgentResult:
+        self._choose_server(rollout)
+
+        async def execute(call: ToolCall) -> CallResult:
+            return result_of(await rollout.tools.reply(call.name, call.arguments))
+
+        agent = AtroposAgent(
+            rollout.server,
+            rollout.kit.registry,
+            self.inner.build_agent_config(rollout.task.data),
+            execute_tool=execute,
+            task_id=rollout.rollout_id,
+            extra_body=rollout.settings.extra_body,
+            budget=rollout.settings.budget,
+            max_context_tokens=rollout.settings.max_context_tokens,
+            on_turn=rollout.record,
+        )
+        opening = agent.opening(rollout.task.messages())
+        rollout.record(None, opening)
+        try:
+            return await agent.converse(opening)
+        finally:
+            rollout.result = agent.result
+
+    async def verify(
+        self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool
+    ) -> tuple[object, Mapping[str, JSON]]:
+        meta = {"workspace_meta": rollout.meta.get("workspace_meta")} if self._takes_meta else {}
+        return await self.inner.verify_and_score_trajectory(
+            rollout.task.data,
+            result.final_response,
+            trajectory_id=rollout.rollout_id,
+            exec_tool=exec_tool,
+            agent_result=result,
+            **meta,
+        )
+
+
+def _accepts(hook: object, name: str) -> bool:
+    """Whether a hook has a parameter of this name, or takes any."""
+    assert callable(hook)
+    parameters = inspect.signature(hook).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
