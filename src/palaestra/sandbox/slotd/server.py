@@ -29,6 +29,7 @@ from .workshop import CannotMake, Layer, Place, Workshop
 _log = logging.getLogger("slotd")
 
 _GROUP_RETRY_S = 0.02
+_PRUNE_COMMANDS = 256
 
 
 class RequestError(Exception):
@@ -206,7 +207,8 @@ class Server:
         )  # fmt: skip
         if self._modes.run_warm(slot, frame.request, request, fields.get("command")):
             return
-        self._commands = {number: held for number, held in self._commands.items() if held.runs(number)}
+        if len(self._commands) >= _PRUNE_COMMANDS:
+            self._commands = {number: held for number, held in self._commands.items() if held.runs(number)}
         self._commands[frame.request] = slot
         slot.execute(frame.request, request, self._modes.spill(slot, frame.request, request))
 
