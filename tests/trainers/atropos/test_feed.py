@@ -254,3 +254,26 @@ def test_a_server_that_is_never_there_ends_the_patience(tmp_path: Path) -> None:
                     pass
 
     asyncio.run(scenario())
+
+
+def test_an_interrupted_environment_says_goodbye(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving() as url, Talk(url) as api:
+            await api.both()
+            await api.post("/disconnect-env", {"env_id": 0})
+            said = Said()
+
+            async def endless() -> None:
+                async with fed(tmp_path, url, said):
+                    await asyncio.Event().wait()
+
+            running = asyncio.ensure_future(endless())
+            await said.until("registered")
+            assert (await api.get("/status-env", {"env_id": 0}))["env_weight"] == 1.0
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            gone = (await api.get("/status-env", {"env_id": 1}))["env_weight"]
+            assert gone == 0.01
+
+    asyncio.run(scenario())

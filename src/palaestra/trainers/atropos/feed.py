@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 4
 """Groups under way to the server: enough to fill a link, few enough to hold in memory packed."""
 
+LEAVE_S = 5.0
+"""How long the end of a run, an interrupted one too, may wait to say goodbye."""
+
 BACK_OFF = RetryPolicy(first_s=0.25, longest_s=5.0)
 
 
@@ -263,11 +266,12 @@ class Feed:
             self._changed.notify_all()
 
     async def leave(self) -> None:
-        """Tell the server, if it is there, that no more will come."""
+        """Tell the server, if it is there, that no more will come: its weights count this environment no longer."""
         if self._standing is not None:
             try:
-                await self._client.ask("POST", "/disconnect-env", {"env_id": self._standing.env_id})
-            except TrainerUnavailable as error:
+                async with asyncio.timeout(LEAVE_S):
+                    await self._client.ask("POST", "/disconnect-env", {"env_id": self._standing.env_id})
+            except (TrainerUnavailable, TimeoutError) as error:
                 logger.info("leaving the trainer: %s", error)
 
 
@@ -285,6 +289,7 @@ async def feeding(
     Raises `TrainerUnavailable`, and `TrainerRefused`, alone or in a group with what ended the work meanwhile.
     """
     client = TrajectoryClient(url, clock=clock)
+    feed: Feed | None = None
     try:
         async with asyncio.TaskGroup() as tasks:
             feed = Feed(settings, client, deliveries, tasks, note=note, clock=clock)
@@ -293,6 +298,7 @@ async def feeding(
             yield feed
             await feed.drained()
             beating.cancel()
-            await feed.leave()
     finally:
+        if feed is not None:
+            await feed.leave()
         await client.aclose()
