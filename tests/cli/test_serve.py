@@ -12,8 +12,9 @@ from pathlib import Path
 
 from talking import Talk, group
 
-from palaestra.trainers.atropos.feed import FeedSettings, feeding
+from palaestra.trainers.atropos.feed import feeding
 from palaestra.trainers.atropos.outgoing import Deliveries
+from palaestra.trainers.atropos.standing import FeedSettings
 
 
 @contextmanager

@@ -14,8 +14,9 @@ from palaestra.envs.config import HermesAgentEnvConfig
 from palaestra.envs.output import Output
 from palaestra.rollouts.runner import Totals
 from palaestra.rollouts.trajectory import Group
-from palaestra.trainers.atropos.feed import FeedSettings, feeding
+from palaestra.trainers.atropos.feed import feeding
 from palaestra.trainers.atropos.outgoing import Deliveries, scored_data
+from palaestra.trainers.atropos.standing import FeedSettings
 
 OnGroup = Callable[[Group], None]
 Gate = Callable[[], Awaitable[bool]]

@@ -16,9 +16,10 @@ from talking import Talk, environment, group, trainer
 from palaestra.core.errors import TrainerRefused, TrainerUnavailable
 from palaestra.core.types import JSON
 from palaestra.trainers.atropos.exchange import Exchange
-from palaestra.trainers.atropos.feed import Feed, FeedSettings, feeding
+from palaestra.trainers.atropos.feed import Feed, feeding
 from palaestra.trainers.atropos.outgoing import Deliveries
 from palaestra.trainers.atropos.server import TrajectoryServer, serving
+from palaestra.trainers.atropos.standing import FeedSettings
 
 SETTINGS = FeedSettings(name="words", group_size=2, max_token_length=32, poll_s=0.01, heartbeat_s=0.01)
 IMPATIENT = FeedSettings(name="words", group_size=2, max_token_length=32, poll_s=0.01, patience_s=0.05)

@@ -13,6 +13,16 @@ from collections.abc import Iterator
 
 import msgspec
 
+from palaestra.trainers.atropos.events import (
+    AnyEvent,
+    BatchTaken,
+    DataReset,
+    EnvDisconnected,
+    EnvRegistered,
+    GroupReceived,
+    TrainerRegistered,
+    TrainerStarted,
+)
 from palaestra.trainers.atropos.packing import exact, whole
 from palaestra.trainers.atropos.wire import EnvRegistration, Refusal, Registration, ScoredData
 
@@ -21,48 +31,6 @@ MIN_ENV_WEIGHT = 0.01
 
 SILENT_S = 120.0
 """After so many seconds without a word, an environment no longer counts for weights and allocations."""
-
-
-class Event(msgspec.Struct, tag_field="event", kw_only=True, omit_defaults=True):
-    """Something that happened."""
-
-
-class TrainerRegistered(Event, tag="trainer"):
-    registration: Registration
-
-
-class TrainerStarted(Event, tag="start"):
-    """The trainer asked for its first batch: environments may register from here on."""
-
-
-class EnvRegistered(Event, tag="env"):
-    registration: EnvRegistration
-
-
-class EnvDisconnected(Event, tag="disconnect"):
-    env_id: int
-
-
-class GroupReceived(Event, tag="group", kw_only=True):
-    """`group` is the JSON of a checked `ScoredData` without its `delivery_id`; `sequences` is its number of rows."""
-
-    sequences: int
-    env_id: int | None = None
-    delivery_id: str | None = None
-    group: msgspec.Raw
-
-
-class BatchTaken(Event, tag="batch"):
-    """The groups of these serial numbers went to the trainer, in this order."""
-
-    serials: list[int]
-
-
-class DataReset(Event, tag="reset"):
-    """Everything was forgotten."""
-
-
-AnyEvent = TrainerRegistered | TrainerStarted | EnvRegistered | EnvDisconnected | GroupReceived | BatchTaken | DataReset
 
 
 class Env(msgspec.Struct):

@@ -17,7 +17,6 @@ import math
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import TrainerRefused, TrainerUnavailable
@@ -25,6 +24,7 @@ from palaestra.core.types import JSON
 from palaestra.inference.retry import RetryPolicy
 from palaestra.trainers.atropos.client import Answer, TrajectoryClient
 from palaestra.trainers.atropos.outgoing import Deliveries
+from palaestra.trainers.atropos.standing import FeedSettings, Standing
 
 logger = logging.getLogger(__name__)
 
@@ -35,36 +35,6 @@ LEAVE_S = 5.0
 """How long the end of a run, an interrupted one too, may wait to say goodbye."""
 
 BACK_OFF = RetryPolicy(first_s=0.25, longest_s=5.0)
-
-
-@dataclass(frozen=True, slots=True)
-class FeedSettings:
-    """How an environment presents itself. `patience_s` is how long the server may be silent before the feed gives up;
-    `poll_s` the time between questions while it waits for the trainer, `heartbeat_s` afterwards."""
-
-    name: str
-    group_size: int
-    max_token_length: int
-    weight: float = 1.0
-    min_batch_allocation: float | None = None
-    max_batches_offpolicy: int = 3
-    patience_s: float = 600.0
-    poll_s: float = 1.0
-    heartbeat_s: float = 1.0
-
-
-@dataclass(slots=True)
-class Standing:
-    """What the server last said. Sizes of queues are in groups of ours, `batch_size` in sequences."""
-
-    env_id: int
-    batch_size: int
-    most_tokens: int | None
-    num_steps: int
-    step: int
-    weight: float = 1.0
-    queue: int = 0
-    own_queue: int = 0
 
 
 class Feed:

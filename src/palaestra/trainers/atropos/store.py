@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from palaestra.core.errors import ConfigError
-from palaestra.trainers.atropos.exchange import AnyEvent
+from palaestra.trainers.atropos.events import AnyEvent
 
 STORE_SCHEMA = "palaestra.trajectories/1"
 
