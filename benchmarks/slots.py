@@ -48,7 +48,6 @@ class Slots:
     def __init__(self, pool: SlotPool) -> None:
         self._pool, self._backend = pool, pool.backend
         self._slot: Slot
-        self._warm: Slot
         self._shell: Shell
         self._few: Snapshot
         self._many: Snapshot
@@ -57,8 +56,6 @@ class Slots:
         """A slot to use, and two workspaces to fork."""
         self._slot = await self._backend.create(SlotSpec(), "bench")
         self._shell = await self._slot.shell()
-        self._warm = await self._backend.create(SlotSpec(), "warm")
-        await self._warm.prewarm()
         await self._slot.write_bytes("small", b"x" * 4096)
         self._few, self._many = await self._workspace(FEW), await self._workspace(MANY)
 
@@ -75,7 +72,6 @@ class Slots:
         return {
             "stateless command": lambda: timed(self._slot.execute("true")),
             "stateful command": lambda: timed(self._shell.run("true")),
-            "command in a waiting shell": self._in_waiting_shell,
             "acquire of a warm slot": self._acquire,
             "slot create": self._create,
             "reset": self._reset,
@@ -85,11 +81,6 @@ class Slots:
             "read of 4 KiB": lambda: timed(self._slot.read_bytes("small")),
             "write of 4 KiB": lambda: timed(self._slot.write_bytes("other", b"y" * 4096)),
         }
-
-    async def _in_waiting_shell(self) -> float:
-        """As seen by an agent, whose model has thought for longer than a shell takes to start."""
-        await asyncio.sleep(0.02)
-        return await timed(self._warm.execute("true"))
 
     async def _acquire(self) -> float:
         await self._pool.warmed()
@@ -187,7 +178,6 @@ def bare_throughput(commands: int, threads: int) -> float:
 TARGETS_F = {
     "stateless command": 1.3,
     "stateful command": 0.25,
-    "command in a waiting shell": 0.4,
     "acquire of a warm slot": 0.4,
     "slot create": 5.0,
     "reset": 6.0,

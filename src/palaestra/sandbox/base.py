@@ -324,14 +324,6 @@ class Slot(Protocol):
         """The background processes of this slot, those that have ended included, oldest first."""
         ...
 
-    async def prewarm(self, shells: int = 1, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None) -> None:
-        """Have shells wait for commands of `execute` (0: none), which then need not wait for their shell to start.
-
-        Costs the memory of a waiting bash each, so nobody does it unasked. Commands with a `verdict`, with input or as
-        an argv never use one.
-        """
-        ...
-
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes: ...
 
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:

@@ -138,12 +138,6 @@ class LocalSlot:
         reply = await self.server.call("processes", self.lease())
         return [LocalProcess(self._lease, fields) for fields in reply.fields["processes"]]
 
-    async def prewarm(self, shells: int = 1, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None) -> None:
-        """Have shells wait for commands; see `Slot.prewarm`."""
-        require(shells >= 0, "shells cannot be negative")
-        fields = {**self.lease(), "count": shells, "cwd": cwd, "env": self._lease.environment(env)}
-        await self.server.call("prewarm", fields)
-
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes:
         """The file from `offset` to its end; OSError (EFBIG) where that is more than `max_bytes`."""
         require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")

@@ -25,6 +25,7 @@ from palaestra.inference.parsers import (
     get_parser,
     list_parsers,
     register_parser,
+    registry,
 )
 
 ONE = '<tool_call>\n{"name": "run", "arguments": {"command":"ls"}}\n</tool_call>'
@@ -142,8 +143,11 @@ def test_a_script_brings_its_own_parser() -> None:
         def parse(self, text: str) -> tuple[str | None, None]:
             return text.upper(), None
 
-    assert tuple(get_parser("shouting").parse("hi")) == ("HI", None)
-    assert "shouting" in list_parsers()
+    try:
+        assert tuple(get_parser("shouting").parse("hi")) == ("HI", None)
+        assert "shouting" in list_parsers()
+    finally:
+        del registry._registered["shouting"]  # other tests list what there is
 
 
 def test_a_format_is_loaded_when_it_is_asked_for() -> None:

@@ -295,7 +295,6 @@ def test_a_root_without_bash_has_a_plain_shell(with_slot: WithSlot) -> None:
         assert (await shell.run("sleep 5; echo never", timeout_s=0.3)).metadata["shell_restarted"] is False
         assert await output_of(shell, "echo $X") == "1\n"
         assert (await shell.run("exit 4")).metadata["shell_restarted"] is True
-        await slot.prewarm()
         assert (await slot.execute("echo alive")).output == "alive\n"
 
     with_slot(body)
@@ -311,7 +310,6 @@ def test_the_server_keeps_no_descriptor_of_what_has_ended(with_slot: WithSlot) -
             shell, ended = await other.shell(), await other.shell()
             await shell.run("sleep 1000 & true")
             await ended.run("exit 1")
-            await other.prewarm(2)
             await other.execute("echo; seq 1000", max_output_bytes=10)
             processes = [await other.spawn("cat"), await other.spawn("cat", terminal=TerminalSize())]
             await processes[0].kill()

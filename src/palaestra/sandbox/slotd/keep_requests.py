@@ -26,7 +26,7 @@ from .slots import Slot
 from .stores import Layer
 from .workshop import CannotMake
 
-_HELD_UP = ("exec", "spawn", "run", "shell", "prewarm")
+_HELD_UP = ("exec", "spawn", "run", "shell")
 
 
 @dataclass(frozen=True, slots=True)

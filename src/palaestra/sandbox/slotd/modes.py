@@ -13,7 +13,6 @@
     shell       cwd, env                                            shell
     run         shell, command, …: as exec                          as exec, and shell_restarted
     close_shell shell
-    prewarm     count, cwd, env
 
 All carry the lease. `output`, `wait` and `input` can be cancelled; they are then answered with what there is.
 """
@@ -37,7 +36,6 @@ from .shells import Shell, ShellBusy
 from .slots import Slot, State, start_error
 from .spills import Shelf, Spill
 from .transfers import Conversation
-from .warm import WarmShells
 from .workshop import Place
 
 MAX_PROCESSES = 64
@@ -52,8 +50,8 @@ _FIRST_CHILD = 1 << 31
 class _Modes:
     """What one slot has of all this."""
 
-    def __init__(self, slot: Slot, shelf: Shelf, warm: WarmShells) -> None:
-        self.slot, self.shelf, self.warm = slot, shelf, warm
+    def __init__(self, slot: Slot, shelf: Shelf) -> None:
+        self.slot, self.shelf = slot, shelf
         self.processes: dict[int, Background] = {}
         self.shells: dict[int, Shell] = {}
 
@@ -76,16 +74,8 @@ class ModeRequests:
             "spawn": self._spawn, "output": self._output, "wait": self._wait, "input": self._input,
             "signal": self._signal, "resize": self._resize, "kill": self._kill, "processes": self._list,
             "dismiss": self._dismiss, "shell": self._shell, "run": self._run, "close_shell": self._close_shell,
-            "prewarm": self._prewarm,
         }  # fmt: skip
         self.operations = {name: _checked(operation) for name, operation in operations.items()}
-
-    def run_warm(self, slot: Slot, number: int, request: Request, command: str | None) -> bool:
-        """Run a command of one call in a waiting shell, where there is one that can."""
-        modes = self._modes.get(slot.lease.name)
-        if modes is None or command is None:
-            return False
-        return modes.warm.run(request, number, command, self.spill(slot, number, request))
 
     def spill(self, slot: Slot, number: int, request: Request) -> Spill | None:
         """What takes a command's output beyond its bound."""
@@ -186,12 +176,6 @@ class ModeRequests:
             shell.close()
         self._reply(frame)
 
-    def _prewarm(self, frame: Frame) -> None:
-        fields = frame.fields
-        warm = self._of(self._leased(frame)).warm
-        warm.keep(fields["count"], files.absolute(fields["cwd"]), fields["env"])
-        self._reply(frame)
-
     # Look-ups
 
     def _process(self, frame: Frame) -> Background:
@@ -205,8 +189,7 @@ class ModeRequests:
         if modes is None:
             self._modes = {name: old for name, old in self._modes.items() if old.slot.state is not State.DEAD}
             shelf = Shelf(lambda path: self._locate(slot, path))
-            warm = WarmShells(slot, self._loop, self._link, self._numbers, self._talks)
-            modes = self._modes[slot.lease.name] = _Modes(slot, shelf, warm)
+            modes = self._modes[slot.lease.name] = _Modes(slot, shelf)
         return modes
 
     def _reply(self, frame: Frame, fields: Fields | None = None) -> None:

@@ -205,8 +205,6 @@ class Server:
             timeout_s=fields["timeout_s"], max_output_bytes=fields["max_output_bytes"],
             stream=fields["stream"], verdict=fields["verdict"], spill=fields.get("spill", False),
         )  # fmt: skip
-        if self._modes.run_warm(slot, frame.request, request, fields.get("command")):
-            return
         if len(self._commands) >= _PRUNE_COMMANDS:
             self._commands = {number: held for number, held in self._commands.items() if held.runs(number)}
         self._commands[frame.request] = slot

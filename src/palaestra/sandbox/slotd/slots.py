@@ -84,7 +84,6 @@ class Slot:
         self._executions: dict[int, Execution] = {}
         self._leftovers: list[int] = []
         self._oom_kills = 0
-        self._has_bash = False
         self._children: dict[int, Child] = {}
         self._dying: set[int] = set()
 
@@ -172,9 +171,8 @@ class Slot:
         return number in self._executions
 
     def shell(self) -> str:
-        """`bash`, or `sh` in a root that has no bash. Bash is looked for until it was found once."""
-        self._has_bash = self._has_bash or files.describe(self.root, "/bin/bash") is not None
-        return "bash" if self._has_bash else "sh"
+        """`bash`, or `sh` in a root that has no bash. Looked for each time: what runs in the slot may remove it."""
+        return "bash" if files.describe(self.root, "/bin/bash") is not None else "sh"
 
     def cancel(self, number: int) -> None:
         """Kill a command, if it still runs."""

@@ -77,8 +77,6 @@ def _require_means() -> None:
         has = f"only version {found} of Landlock" if found else "no Landlock (lsm= must name it, Linux 5.19 or later)"
         raise OSError(38, f"this kernel has {has}")
     if os.geteuid() == 0 and not users.starts():
-        raise OSError(
-            1, "root has not the capabilities, or the uids, to give slots users of their own; run as a user"
-        )
+        raise OSError(1, "root has not the capabilities, or the uids, to give slots users of their own; run as a user")
     if os.geteuid() != 0 and found < landlock.SCOPED:
         raise OSError(38, "without root it takes Landlock's signal scope (Linux 6.12): commands could end the run")
