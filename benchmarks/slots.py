@@ -3,7 +3,8 @@
 Every row is a ratio to the floor F, a bare `posix_spawn` of `bash -c true` on the host with the same environment,
 measured in turns with everything else in one run. Slots are isolated (network off, all limits on) and used through the
 async client. Peers that this machine has are measured beside them; PYTHON is an interpreter with swe-rex and
-mini-swe-agent. Medians over the rounds (default 100; 5 with --quick).
+mini-swe-agent. Medians over the rounds (default 100; 5 with --quick), and beside them the lowest tenth, which is what
+a machine would show that other work did not share; the targets are judged by the medians.
 """
 
 from __future__ import annotations
@@ -190,8 +191,8 @@ TARGETS_F = {
 BULK_TARGET_MB_S, THROUGHPUT_TARGET = 500.0, 0.9
 
 
-async def latencies(ours: dict[str, Case], others: dict[str, peers.Peer], rounds: int) -> dict[str, float]:
-    """The median of every case in seconds, all taking turns; slow peers only in every tenth round."""
+async def latencies(ours: dict[str, Case], others: dict[str, peers.Peer], rounds: int) -> dict[str, list[float]]:
+    """Every case in seconds, sorted, all taking turns; slow peers only in every tenth round."""
     found: dict[str, list[float]] = {name: [] for name in ("floor", *ours, *others)}
     for number in range(rounds):
         measure.progress(f"round {number + 1} of {rounds}")
@@ -202,7 +203,7 @@ async def latencies(ours: dict[str, Case], others: dict[str, peers.Peer], rounds
             for name, peer in others.items():
                 found[name].append(peer())
     measure.progress("")
-    return {name: statistics.median(samples) for name, samples in found.items()}
+    return {name: sorted(samples) for name, samples in found.items()}
 
 
 async def throughputs(slots: Slots, rounds: int, commands: int) -> tuple[float, float]:
@@ -239,7 +240,7 @@ async def run(options: argparse.Namespace, others: dict[str, peers.Peer]) -> lis
         found = await latencies(slots.cases(), others, options.rounds)
         bulk = [await slots.bulk() for _ in range(max(3, options.rounds // 20))]
         rate, bare = await throughputs(slots, 1 if options.quick else 5, 200 if options.quick else 1000)
-        rows = [latency_row(name, seconds, found["floor"]) for name, seconds in found.items()]
+        rows = [row for name in found for row in latency_rows(name, found[name], found["floor"])]
         for way in ("write", "read"):
             speed = statistics.median(sample[way] for sample in bulk)
             rows.append(
@@ -252,11 +253,15 @@ async def run(options: argparse.Namespace, others: dict[str, peers.Peer]) -> lis
         return rows
 
 
-def latency_row(name: str, seconds: float, floor_s: float) -> measure.Row:
-    """One row, judged by its ratio to the floor where there is a target."""
-    ratio = seconds / floor_s
-    row = measure.Row("F: posix_spawn of bash -c true" if name == "floor" else name, seconds * 1e3, "ms", ratio)
-    return measure.judged(row, TARGETS_F[name], ratio <= TARGETS_F[name]) if name in TARGETS_F else row
+def latency_rows(name: str, seconds: list[float], floor_s: list[float]) -> list[measure.Row]:
+    """The median, judged by its ratio to the floor's where there is a target; the lowest tenth beside the floor's."""
+    title = "F: posix_spawn of bash -c true" if name == "floor" else name
+    median, low = statistics.median(seconds), seconds[len(seconds) // 10]
+    ratio = median / statistics.median(floor_s)
+    row = measure.Row(title, median * 1e3, "ms", ratio)
+    if name in TARGETS_F:
+        row = measure.judged(row, TARGETS_F[name], ratio <= TARGETS_F[name])
+    return [row, measure.Row("… lowest tenth", low * 1e3, "ms", low / floor_s[len(floor_s) // 10])]
 
 
 def main() -> int:
