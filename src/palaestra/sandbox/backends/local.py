@@ -8,7 +8,7 @@ Covered there: own processes, mounts, IPC, host name and (network off) network; 
 but an allow-list of system directories or the given image, writable only as a copy; no new privileges, a handful of
 capabilities that reach nothing outside, a system call filter; limits on disk, open files and output. When any process
 of ours is killed, the kernel ends all slots and takes their mounts with them. With a list of hosts, a slot's network is
-empty but for a proxy that keeps to the list.
+empty but for a proxy that keeps to the list; that needs root.
 
 `full` needs root. The slot's root is a private uid outside, and owners of the system's files are mapped, so everything
 in the root can be changed in the slot; memory (files in the workspace and /tmp count too), processes and processor are
@@ -350,6 +350,8 @@ def _allowed(spec: SlotSpec) -> JSON:
             allowlist.parse(host)
         except ValueError as error:
             raise ConfigError(f"a slot's list of hosts: {error}") from None
+    if os.geteuid() != 0:  # the proxy's socket is made inside the slot's network namespace, which setns() guards
+        raise IsolationUnavailable("a list of hosts needs root here; use network 'on' or 'off', or run as root")
     return list(spec.network.hosts)
 
 
