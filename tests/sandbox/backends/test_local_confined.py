@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -86,6 +87,9 @@ def test_the_workspace_is_found_at_the_usual_path() -> None:
             ]  # fmt: skip
 
     confined(body)
+    deadline = time.monotonic() + 60  # slots of tests that run beside this one keep the link for as long as they live
+    while os.path.lexists("/workspace") and time.monotonic() < deadline:
+        time.sleep(0.001)
     assert not os.path.lexists("/workspace")
 
 
