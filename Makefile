@@ -1,8 +1,8 @@
 # Everything sets itself up: `make demo` and `make test` need only Python 3.11 or newer, git and make.
-# PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default 3: many wait).
+# PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default 2).
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-torch check interop constraints setup
-WORKERS ?= 3
+WORKERS ?= 2
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
