@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import re
 import socket
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.client import OnLost, SlotServer
 from palaestra.sandbox.slotd import frames
 from palaestra.sandbox.slotd.frames import Decoder, Kind
+from palaestra.sandbox.turns import turn
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")
 _LOOK_PATIENCE_S, _END_PATIENCE_S, _TURN_S = 5.0, 20.0, 0.02
@@ -145,24 +144,9 @@ async def _start(path: Path, rung: str, settings: dict[str, JSON]) -> None:
         raise IsolationUnavailable(f"the service {path.stem} cannot be started: {why}")
 
 
-@contextlib.asynccontextmanager
-async def _turn(path: Path) -> AsyncIterator[None]:
+def _turn(path: Path) -> contextlib.AbstractAsyncContextManager[None]:
     """One process at a time decides whether a service runs."""
-    lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        while not _try_lock(lock):  # noqa: ASYNC110 - the lock is another process's
-            await asyncio.sleep(_TURN_S)
-        yield
-    finally:
-        os.close(lock)
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    return turn(path.with_suffix(".lock"), asyncio.sleep, _TURN_S)
 
 
 def _listens(path: Path) -> bool:

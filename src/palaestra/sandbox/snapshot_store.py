@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from palaestra.core.clock import Clock
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.sandbox.images import store as images
+from palaestra.sandbox.turns import turn
 
 SCHEMA = "palaestra.snapshot/1"
 DEFAULT_MAX_BYTES = 20 << 30
@@ -140,25 +141,9 @@ class SnapshotStore:
             os.close(lock)
         return True
 
-    @contextlib.asynccontextmanager
-    async def turn(self, key: str, clock: Clock) -> AsyncIterator[None]:
+    def turn(self, key: str, clock: Clock) -> contextlib.AbstractAsyncContextManager[None]:
         """One run at a time for one key, whoever runs it; a run that dies loses its turn."""
-        path = self.folder / f"turn-{key[:2]}"
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            while not _try_lock(lock):
-                await clock.sleep(_TURN_S)
-            yield
-        finally:
-            os.close(lock)
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        return turn(self.folder / f"turn-{key[:2]}", clock.sleep, _TURN_S)
 
 
 def _remove(path: Path) -> None:
