@@ -19,13 +19,15 @@ from yarl import URL
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import EngineUnavailable
 from palaestra.core.types import JSON
+from palaestra.inference.config import APIServerConfig
 from palaestra.inference.refusals import overloaded, refused, shown, unreachable
-from palaestra.inference.retry import RETRIED_STATUSES, RetryPolicy, retry_after_s
+from palaestra.inference.retry import AT_START, RETRIED_STATUSES, RetryPolicy, retry_after_s
 from palaestra.inference.wire import encode_json
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
+LOOK_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 4.0
 """Shorter than the 5 s after which uvicorn, under most model servers, closes an idle connection: no races with it."""
 
@@ -71,6 +73,27 @@ class Transport:
         self._rng = rng or random.Random()
         self._session: aiohttp.ClientSession | None = None
 
+    @classmethod
+    def to(
+        cls,
+        config: APIServerConfig,
+        *,
+        clock: Clock | None = None,
+        retry: RetryPolicy | None = None,
+        rng: random.Random | None = None,
+    ) -> Transport:
+        """The pool for a server as it is configured, with the lanes `train` and `eval`."""
+        return cls(
+            model=config.model_name,
+            headers={"Authorization": f"Bearer {config.api_key}"} if config.api_key else None,
+            lanes={"train": config.num_max_requests_at_once, "eval": config.num_requests_for_eval},
+            timeout_s=config.timeout,
+            retry=retry,
+            clock=clock,
+            rng=rng,
+            remembered=config.rolling_buffer_length,
+        )
+
     async def aclose(self) -> None:
         """Close the connections."""
         session, self._session = self._session, None
@@ -88,6 +111,17 @@ class Transport:
             self.failures += 1
             raise refused(url, response.status, response.body, self.model)
         return response.body
+
+    async def look(self, method: str, url: URL, body: bytes | None = None) -> Response:
+        """A request of the start, which says within seconds when there is no server. Raises `EngineUnavailable`."""
+        return await self.request(method, url, body, retry=AT_START, timeout_s=LOOK_TIMEOUT_S)
+
+    async def list_models(self, url: URL) -> Response:
+        """A look at the server's list of models. Raises `EngineRefused` when the key is refused, as `look` besides."""
+        response = await self.look("GET", url)
+        if response.status in (401, 403):
+            raise refused(url, response.status, response.body, self.model)
+        return response
 
     async def request(
         self,

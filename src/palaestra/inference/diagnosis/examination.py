@@ -20,7 +20,7 @@ from palaestra.inference.config import APIServerConfig
 from palaestra.inference.diagnosis.base import Diagnosis, failed, not_applicable, passed
 from palaestra.inference.diagnosis.tokens import SAMPLING, token_checks
 from palaestra.inference.diagnosis.writing import TOOL, WRITING, writing_checks
-from palaestra.inference.engines.openai import LOOK_TIMEOUT_S, OpenAIEngine
+from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.engines.sglang import SGLangEngine
 from palaestra.inference.engines.token_server import PROBE, TokenServer
 from palaestra.inference.engines.transformers import TransformersEngine
@@ -108,7 +108,7 @@ class _Examination:
 
     async def _reach(self, engine: OpenAIEngine) -> list[Listed]:
         url = engine.base_url / "models"
-        response = await engine.transport.request("GET", url, retry=AT_START, timeout_s=LOOK_TIMEOUT_S)
+        response = await engine.transport.look("GET", url)
         if response.status in (401, 403):
             raise refused(url, response.status, response.body, self.found.model)
         models = listed_models(response.body)
@@ -128,7 +128,7 @@ class _Examination:
         return kind
 
     async def _answers_json(self, engine: OpenAIEngine, url: URL) -> bool:
-        response = await engine.transport.request("GET", url, retry=AT_START, timeout_s=LOOK_TIMEOUT_S)
+        response = await engine.transport.look("GET", url)
         try:
             value: JSON = msgspec.json.decode(response.body)
         except msgspec.DecodeError:

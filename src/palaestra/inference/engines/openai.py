@@ -19,14 +19,12 @@ from palaestra.core.types import JSON, Message
 from palaestra.inference.base import ChatCompletion, ChatServer, SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.listing import listed_models, server_kind
-from palaestra.inference.refusals import refused, shown
-from palaestra.inference.retry import AT_START, RetryPolicy
+from palaestra.inference.refusals import shown
+from palaestra.inference.retry import RetryPolicy
 from palaestra.inference.transport import Transport
 from palaestra.inference.wire import decode_completion, plainer_history
 
 logger = logging.getLogger(__name__)
-
-LOOK_TIMEOUT_S = 10.0
 
 
 class OpenAIEngine:
@@ -44,16 +42,7 @@ class OpenAIEngine:
         self.base_url = parse_base_url(config.base_url)
         self._url = self.base_url / "chat" / "completions"
         self._strict_history = ""
-        self.transport = Transport(
-            model=config.model_name,
-            headers={"Authorization": f"Bearer {config.api_key}"} if config.api_key else None,
-            lanes={"train": config.num_max_requests_at_once, "eval": config.num_requests_for_eval},
-            timeout_s=config.timeout,
-            retry=retry,
-            clock=clock,
-            rng=rng,
-            remembered=config.rolling_buffer_length,
-        )
+        self.transport = Transport.to(config, clock=clock, retry=retry, rng=rng)
 
     @property
     def name(self) -> str:
@@ -68,9 +57,7 @@ class OpenAIEngine:
         if not self.config.health_check:
             return
         url = self.base_url / "models"
-        response = await self.transport.request("GET", url, retry=AT_START, timeout_s=LOOK_TIMEOUT_S)
-        if response.status in (401, 403):
-            raise refused(url, response.status, response.body, self.name)
+        response = await self.transport.list_models(url)
         models = listed_models(response.body) if response.status == 200 else []
         names = [model.id for model in models]
         if names and self.name not in names:

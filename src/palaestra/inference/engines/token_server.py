@@ -20,15 +20,14 @@ from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.openai import parse_base_url
 from palaestra.inference.engines.token_chat import TokenChat
 from palaestra.inference.ledger.prompts import ids_json
-from palaestra.inference.refusals import refused, shown
-from palaestra.inference.retry import AT_START, RetryPolicy
+from palaestra.inference.refusals import shown
+from palaestra.inference.retry import RetryPolicy
 from palaestra.inference.tokens import Tokenizer
 from palaestra.inference.transport import Response, Transport
 from palaestra.inference.wire import encode_json
 
 T = TypeVar("T")
 
-LOOK_TIMEOUT_S = 10.0
 PROBE = 'Tokens: ½ naïve 東京 <|x|>\n\t{"a": 1}'
 """Text on which two tokenizers would hardly agree by accident."""
 
@@ -48,16 +47,7 @@ class TokenServer(TokenChat):
         super().__init__(config, tokenizer=tokenizer, clock=clock)
         self.base_url = parse_base_url(config.base_url)
         self.root_url = self.base_url.parent if self.base_url.name == "v1" else self.base_url
-        self.transport = Transport(
-            model=config.model_name,
-            headers={"Authorization": f"Bearer {config.api_key}"} if config.api_key else None,
-            lanes={"train": config.num_max_requests_at_once, "eval": config.num_requests_for_eval},
-            timeout_s=config.timeout,
-            retry=retry,
-            clock=clock,
-            rng=rng,
-            remembered=config.rolling_buffer_length,
-        )
+        self.transport = Transport.to(config, clock=clock, retry=retry, rng=rng)
 
     async def start(self) -> None:
         """Load the tokenizer, look whether the server answers, and whether it writes text in the same tokens.
@@ -68,10 +58,7 @@ class TokenServer(TokenChat):
         await super().start()
         if not self.config.health_check:
             return
-        url = self.base_url / "models"
-        response = await self.transport.request("GET", url, retry=AT_START, timeout_s=LOOK_TIMEOUT_S)
-        if response.status in (401, 403):
-            raise refused(url, response.status, response.body, self.name)
+        await self.transport.list_models(self.base_url / "models")
         await self._compare_tokenizers()
 
     async def aclose(self) -> None:
@@ -93,9 +80,7 @@ class TokenServer(TokenChat):
         """The text in the server's own tokens; None where the server cannot be asked."""
         body = encode_json({"model": self.name, "prompt": text, "add_special_tokens": False})
         try:
-            response = await self.transport.request(
-                "POST", self.root_url / "tokenize", body, retry=AT_START, timeout_s=LOOK_TIMEOUT_S
-            )
+            response = await self.transport.look("POST", self.root_url / "tokenize", body)
             return msgspec.json.decode(response.body, type=_Tokenized).tokens if response.status == 200 else None
         except (EngineUnavailable, msgspec.DecodeError):
             return None
