@@ -40,7 +40,7 @@ from palaestra.rollouts.export.atif_model import (
 )
 from palaestra.rollouts.export.atif_reading import OURS, arguments_text
 from palaestra.rollouts.export.atropos import encode_line
-from palaestra.rollouts.export.base import ExportMeta, ExportReport
+from palaestra.rollouts.export.base import ExportMeta, ExportReport, verdict
 from palaestra.rollouts.export.openai import remarks_on
 from palaestra.rollouts.export.speech import Call, Said, heard, own_turns, part_kind, part_text
 from palaestra.rollouts.trajectory import Group, Trajectory
@@ -108,12 +108,7 @@ def _facts(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
         "group_id": trajectory.group_id,
         "task_id": trajectory.task_id,
         "index": trajectory.index,
-        "outcome": trajectory.outcome.value,
-        "reward": trajectory.reward,
-        "blame": trajectory.blame.value if trajectory.blame else None,
-        "error": trajectory.error,
-        "metrics": trajectory.metrics,
-        "detail": trajectory.detail,
+        **verdict(trajectory),
     }
 
 

@@ -21,6 +21,7 @@ from typing import IO
 import msgspec
 
 from palaestra.core.types import JSON, Message
+from palaestra.rollouts.export.base import verdict
 from palaestra.rollouts.trajectory import Group, TokenRow, Trajectory
 
 GROUP_LINE_SCHEMA = "palaestra.atropos_group/1"
@@ -113,12 +114,7 @@ def _rollout(trajectory: Trajectory) -> dict[str, JSON]:
     return {
         "rollout_id": trajectory.rollout_id,
         "index": trajectory.index,
-        "outcome": trajectory.outcome.value,
-        "reward": trajectory.reward,
-        "blame": trajectory.blame.value if trajectory.blame else None,
-        "error": trajectory.error,
-        "metrics": trajectory.metrics,
-        "detail": trajectory.detail,
+        **verdict(trajectory),
         "prompt_tokens": trajectory.prompt_tokens,
         "completion_tokens": trajectory.completion_tokens,
         "turns": len(trajectory.turns),

@@ -84,3 +84,15 @@ class Exporter(Protocol):
         Raises `ConfigError` where the run lacks what the format is made of.
         """
         ...
+
+
+def verdict(trajectory: Trajectory) -> dict[str, JSON]:
+    """How a rollout ended, as our record names it."""
+    return {
+        "outcome": trajectory.outcome.value,
+        "reward": trajectory.reward,
+        "blame": trajectory.blame.value if trajectory.blame else None,
+        "error": trajectory.error,
+        "metrics": trajectory.metrics,
+        "detail": trajectory.detail,
+    }
