@@ -16,9 +16,10 @@ import functools
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from . import syscalls
+from .layers import Counted
 
 FIRST_STORE = 64
 """Stores have descriptors from here on."""
@@ -110,7 +111,7 @@ def _can_detach() -> bool:
 
 
 @dataclass
-class Layer:
+class Layer(Counted):
     """What one sealed slot changed: `trees` maps the name of each tree to the directory that holds its change."""
 
     name: str
@@ -119,20 +120,9 @@ class Layer:
     below: tuple[Layer, ...]
     """The layers it lies on, topmost first."""
     image: str | None
-    _users: int = field(default=1, init=False)
 
-    def __post_init__(self) -> None:
-        for layer in self.below:
-            layer.keep()
+    def beneath(self) -> tuple[Layer, ...]:
+        return self.below
 
-    def keep(self) -> None:
-        """One user more."""
-        self._users += 1
-
-    def release(self) -> None:
-        """One user less; with the last one the files go."""
-        self._users -= 1
-        if self._users == 0:
-            self.store.release()
-            for layer in self.below:
-                layer.release()
+    def drop_files(self) -> None:
+        self.store.release()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from .. import views, workshop
 from ..frames import Fields
+from ..layers import Counted
 from ..stack import Marks, Root, Stack
 from ..workshop import CannotMake, Made, Place
 from . import base, init, trees, users
@@ -28,30 +29,19 @@ _READ, _PASS = 0o004, 0o001
 
 
 @dataclass
-class Layer:
+class Layer(Counted):
     """Whole trees that nobody writes to any more. `below` is what the sealed slot had started from, topmost first."""
 
     name: str
     path: str
     below: tuple[Layer, ...]
     drop: Callable[[str], None]
-    _users: int = field(default=1, init=False)
 
-    def __post_init__(self) -> None:
-        for layer in self.below:
-            layer.keep()
+    def beneath(self) -> tuple[Layer, ...]:
+        return self.below
 
-    def keep(self) -> None:
-        """One user more."""
-        self._users += 1
-
-    def release(self) -> None:
-        """One user less; with the last one the files go."""
-        self._users -= 1
-        if self._users == 0:
-            self.drop(self.path)
-            for layer in self.below:
-                layer.release()
+    def drop_files(self) -> None:
+        self.drop(self.path)
 
 
 @dataclass
