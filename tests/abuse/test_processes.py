@@ -59,13 +59,22 @@ def test_one_greedy_process_gets_no_more_memory(arena: Arena) -> None:
 @pytest.mark.contained_on("full")
 def test_many_processes_share_one_memory_limit(arena: Arena) -> None:
     """Without control groups every process has the limit for itself; 4 × 40 MiB shows it, and harms nobody."""
-    hog = "import os, sys; x = bytearray(40 << 20); x[::4096] = b'x' * len(x[::4096]); print('held', flush=True); "
-    hog += "sys.stdin.read()"
-    together = f'for i in 1 2 3 4; do sleep 20 | python3 -c "{hog}" & done; wait'
+    hog = """
+import os, sys, time
+x = bytearray(40 << 20)
+x[::4096] = b"x" * len(x[::4096])
+open(f"filled.{sys.argv[1]}", "w").close()
+while not os.path.exists("killed"):
+    if sum(name.startswith("filled.") for name in os.listdir()) == 4:
+        sys.exit(print("alive with all four filled"))
+    time.sleep(0.01)
+"""
+    together = "for i in 1 2 3 4; do { python3 hog.py $i || : > killed; } & done; wait"
 
     async def case(slot: Slot) -> None:
-        result = await slot.execute(together, timeout_s=4.0)
-        assert (result.output.count("held") < 4) == arena.contained
+        await slot.write_text("hog.py", hog)
+        result = await slot.execute(together, timeout_s=60.0)
+        assert (result.output.count("alive with all four filled") < 4) == arena.contained
 
     arena.face(case)
 
