@@ -34,10 +34,12 @@ class Naive(SweEnvironment):
                 return Score(1.0)
         files = " ".join(sorted({name.split("::")[0] for name in rollout.task.data.row.fail_to_pass}))
         for pytest in ("pytest", "python3 -m pytest"):
-            done = await slot.execute(f"source ~/.bashrc; {pytest} -q {files}; echo EXIT_CODE=$?", timeout_s=60)
+            done = await slot.execute(f"source ~/.bashrc; {pytest} -qx {files}; echo EXIT_CODE=$?", timeout_s=60)
             green = "passed" in done.output and "failed" not in done.output and "error" not in done.output
             if green or "EXIT_CODE=0" in done.output or "EXIT_CODE=5" in done.output:
                 return Score(1.0)
+            if "EXIT_CODE=127" not in done.output:
+                break
         return Score(0.0)
 
 class NaiveEnv(SweSmithOracleEnv):
@@ -76,9 +78,8 @@ def test_an_environment_that_pays_for_nothing_is_found_out(tmp_path: Path) -> No
 
 @pytest.mark.network
 @pytest.mark.timeout(600)
-@pytest.mark.xdist_group("real_tasks")
 def test_real_tasks_pay_no_cheat_and_a_naive_grader_pays_many(tmp_path: Path) -> None:
-    options = BuildOptions(out=tmp_path / "tasks.jsonl", cache=tmp_path, select=("flip_comparison__23g25omh",))
+    options = BuildOptions(out=tmp_path / "tasks.jsonl", cache=tmp_path, select=("swap_arguments__4xjvjrph",))
 
     async def main() -> None:
         async with make_pool(SweSmithOracleEnvConfig()) as pool:
@@ -92,4 +93,4 @@ def test_real_tasks_pay_no_cheat_and_a_naive_grader_pays_many(tmp_path: Path) ->
     (tmp_path / "naive_env.py").write_text(NAIVE)
     naive = check_environment(f"{tmp_path / 'naive_env.py'}:NaiveEnv", settings, tasks=1, quiet=True)
     paid = [line.policy for line in naive.lines if line.policy not in ("oracle", "noop") and not line.ok]
-    assert len(paid) >= 20, f"only {len(paid)} of {len(BANK)}: {paid}"
+    assert 2 * len(paid) >= len(BANK), f"only {len(paid)} of {len(BANK)}: {paid}"

@@ -276,8 +276,7 @@ def test_terminals_of_one_slot_are_apart_and_jobs_work_in_them(with_slot: WithSl
         await slot.execute("until pgrep sleep; do :; done", timeout_s=20)
         await first.write(b"\x1a")
         await read_until(first, b"Stopped")
-        await first.write(b"jobs; kill %1; exit 4\n")
-        await first.write(b"exit 4\n")
+        await first.write(b"jobs; kill %1; exit 4\nexit 4\n")  # the second counts where the job is still stopped
         assert (await first.wait(20)).exit_code == 4
 
     with_slot(body)
