@@ -1,7 +1,7 @@
 # Everything sets itself up: `make demo` and `make test` need only Python 3.11 or newer, git and make.
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default 2).
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch check interop constraints setup
+.PHONY: help demo test test-long retest test-torch check interop constraints setup
 WORKERS ?= 2
 
 help: ## show this list
@@ -14,8 +14,14 @@ setup:
 demo: setup ## roll out real bug-fixing tasks with the oracle and with doing nothing, and print the table
 	@.venv/bin/python scripts/demo.py
 
-test: setup ## run the tests
-	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup
+test: setup ## run the tests, but for the long suites
+	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not long"
+
+test-long: setup ## run the long suites: kills at random, containers, without root, real tasks against every cheat
+	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup -m long
+
+retest: setup ## run what failed last once more, alone
+	@.venv/bin/python -m pytest -q --last-failed --last-failed-no-failures none
 
 test-torch: setup ## run the tests that need torch and transformers, in an environment of their own
 	@scripts/torch_env

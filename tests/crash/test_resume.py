@@ -18,6 +18,8 @@ from palaestra.core.errors import ConfigError
 from palaestra.rollouts.journal import RolloutEnded, read_journal
 from palaestra.rollouts.resume import read_finished, repair
 
+pytestmark = pytest.mark.long
+
 RUN = [sys.executable, "-m", "palaestra", "run", "my_env.py", "--policy", "oracle", "--env.n", "10", "--group", "2"]
 TIMEOUT_S = 60
 

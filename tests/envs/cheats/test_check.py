@@ -77,6 +77,7 @@ def test_an_environment_that_pays_for_nothing_is_found_out(tmp_path: Path) -> No
 
 
 @pytest.mark.network
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_real_tasks_pay_no_cheat_and_a_naive_grader_pays_many(tmp_path: Path) -> None:
     options = BuildOptions(out=tmp_path / "tasks.jsonl", cache=tmp_path, select=("swap_arguments__4xjvjrph",))

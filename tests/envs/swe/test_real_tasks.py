@@ -29,7 +29,13 @@ from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.journal import read_groups
 from palaestra.rollouts.trajectory import Group, Trajectory
 
-pytestmark = [pytest.mark.network, pytest.mark.slots, pytest.mark.timeout(400), pytest.mark.xdist_group("real_tasks")]
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.slots,
+    pytest.mark.long,
+    pytest.mark.timeout(400),
+    pytest.mark.xdist_group("real_tasks"),
+]
 
 PAIRS = {
     "cachetools": ("flip_comparison__23g25omh", "swap_arguments__2aimeazf"),
