@@ -1,4 +1,8 @@
-"""Tests marked `network` run where the package index answers, and say so where it does not."""
+"""Tests marked `network` run where the package index answers, and say so where it does not.
+
+Generated examples are the same in every run, so that a change does not fail for an older bug by chance. Look further
+with `--hypothesis-profile explore`.
+"""
 
 import asyncio
 import functools
@@ -7,6 +11,11 @@ import urllib.request
 from urllib.parse import urlsplit
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("steady", derandomize=True)
+settings.register_profile("explore", derandomize=False, max_examples=1000, print_blob=True)
+settings.load_profile("steady")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,7 +2,7 @@ import ast
 import textwrap
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from palaestra.envs.swe.mutate import KINDS, Mutation, apply, find_mutations
@@ -113,6 +113,7 @@ EXPRESSIONS = st.recursive(
 )
 
 
+@example("f(a==a,  a==(a))")
 @given(EXPRESSIONS)
 def test_any_expression_is_changed_into_one_that_parses(expression: str) -> None:
     source = f"def f(a, b):\n    é = 'x'; return {expression}\n"

@@ -2,4 +2,4 @@
 
 from hypothesis import settings
 
-settings.register_profile("thorough", max_examples=100_000, deadline=None)
+settings.register_profile("thorough", max_examples=100_000, deadline=None, derandomize=False)

@@ -84,7 +84,7 @@ def swap_arguments(scope: Scope) -> Iterator[Proposal]:
             continue
         (start, middle), (again, end) = scope.source.span(first), scope.source.span(second)
         one, two = scope.source.cut(start, middle), scope.source.cut(again, end)
-        if one != two and type_name(node) != "isinstance":
+        if ast.dump(first) != ast.dump(second) and type_name(node) != "isinstance":
             yield Proposal("swap_arguments", start, end, two + scope.source.cut(middle, again) + one)
 
 
