@@ -23,6 +23,17 @@ def written(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.slots
+def test_the_printed_class_that_collects_its_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ["run", str(written(tmp_path, "guess_env.py")), "process", "--policy", "noop"]
+    flags = ["--env.ensure_scores_are_not_same", "false"]
+    assert run_guarded(lambda: cli.main([*argv, *flags], standalone_mode=False)) == 0
+    groups = [json.loads(line) for line in (tmp_path / "data/guess.jsonl").read_text().splitlines()]
+    assert [group["scores"] for group in groups] == [[0.0, 0.0]] * 2
+    assert groups[0]["messages"][0][0]["content"] == "Heads or tails?"
+
+
+@pytest.mark.slots
 @pytest.mark.parametrize(
     ("name", "output", "count"),
     [("lines_env.py", "longest_line", 3), ("word_env.py", "word", 2), ("sum_env.py", "sum", 2)],

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from palaestra.core.types import Outcome, Score, Task, ToolStep
     from palaestra.envs.agent_env import AgentEnv
     from palaestra.envs.agent_env_config import AgentEnvConfig
+    from palaestra.envs.base_env import BaseEnv, Item, ScoredDataGroup, ScoredDataItem
     from palaestra.envs.config import BaseEnvConfig, HermesAgentEnvConfig
     from palaestra.envs.function import environment
-    from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item, ScoredDataGroup, ScoredDataItem
+    from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
     from palaestra.inference.config import APIServerConfig, ServerBaseline
     from palaestra.inference.parsers import get_parser, list_parsers, register_parser
     from palaestra.inference.servers import ServerManager
@@ -39,6 +40,7 @@ __all__ = [
     "AgentResult",
     "AgentStep",
     "AtroposAgent",
+    "BaseEnv",
     "BaseEnvConfig",
     "ExecutionResult",
     "HermesAgentBaseEnv",
@@ -80,16 +82,17 @@ _MODULES = {
     "AgentResult": "agent.result",
     "AgentStep": "agent.result",
     "AtroposAgent": "agent.atropos_agent",
+    "BaseEnv": "envs.base_env",
     "BaseEnvConfig": "envs.config",
     "ExecutionResult": "sandbox.base",
     "HermesAgentBaseEnv": "envs.hermes_base_env",
     "HermesAgentEnvConfig": "envs.config",
     "HermesAgentLoop": "agent.loop",
-    "Item": "envs.hermes_base_env",
+    "Item": "envs.base_env",
     "Outcome": "core.types",
     "Score": "core.types",
-    "ScoredDataGroup": "envs.hermes_base_env",
-    "ScoredDataItem": "envs.hermes_base_env",
+    "ScoredDataGroup": "envs.base_env",
+    "ScoredDataItem": "envs.base_env",
     "ServerBaseline": "inference.config",
     "ServerManager": "inference.servers",
     "Slot": "sandbox.base",

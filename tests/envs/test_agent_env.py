@@ -16,7 +16,7 @@ from envs.agent_script import WITH_META, WITHOUT_META
 from palaestra import AgentEnv, AgentEnvConfig, APIServerConfig
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, Task
 from palaestra.envs.flags import CommandLine, Parsed
 from palaestra.envs.forms import form_of
 from palaestra.envs.running import run
@@ -159,7 +159,7 @@ class Collecting(Copying):
 
 
 class Replacing(Copying):
-    """Would not get what it expects."""
+    """Collects its groups itself."""
 
     async def collect_trajectories(self, item: JSON) -> JSON:
         return await super().collect_trajectories(item)
@@ -289,10 +289,11 @@ def test_an_evaluation_collects_what_it_names(tmp_path: Path) -> None:
     assert found == {"one": 1.0, "two": [1.0] * 4, "seen": ["system", "user", "assistant"], "backlog": []}
 
 
-def test_a_replaced_collection_is_refused_since_rollouts_would_not_call_it() -> None:
-    assert Copying(AgentEnvConfig(), []).as_environment().name == "copying"
-    with pytest.raises(ConfigError, match=r"Replacing\.collect_trajectories would not be called"):
-        Replacing(AgentEnvConfig(), []).as_environment()
+def test_a_collection_of_its_own_cannot_have_the_agents_rollouts_which_are_for_evaluation() -> None:
+    environment = Replacing(AgentEnvConfig(), []).as_environment()
+    task = Task(id="one", prompt="", data={})
+    with pytest.raises(ConfigError, match=r"Replacing\.evaluate_items is only there while the environment evaluates"):
+        asyncio.run(environment.collect(task, "000000-one", 4))
 
 
 def test_settings_of_the_contract() -> None:

@@ -23,6 +23,7 @@ from palaestra.envs.settings import server_settings
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.loopback_tokens import TokenLoopback
 from palaestra.inference.parsers import get_parser
+from palaestra.inference.servers import ServerGroup
 from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
 from palaestra.inference.tokens import load_tokenizer
 from palaestra.inference.toy import ToyEngine
@@ -203,3 +204,25 @@ def test_what_the_environment_says_reaches_servers_that_do_not_say_it_themselves
     assert [(server.tokenizer_name, server.tool_parser) for server in told] == [("theirs", "glm45"), ("own", "qwen")]
     untold = server_settings(HermesAgentEnvConfig(), servers)
     assert [(server.tokenizer_name, server.tool_parser) for server in untold] == [("none", "hermes"), ("own", "qwen")]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_text_is_continued_without_a_chat(folder: Path, kind: str) -> None:
+    async def scenario() -> None:
+        tokenizer = load_tokenizer(str(folder))
+        engine = ToyEngine(tokenizer, itertools.cycle(["four", "more words than that"]), rate=0.2)
+        async with TokenLoopback(engine, tokenizer) as server:
+            config = APIServerConfig(
+                server_type=kind, base_url=server.url, model_name="toy", tokenizer_name=str(folder)
+            )
+            group = ServerGroup([config])
+            try:
+                done = await group.completion(prompt="2 + 2 =", n=2, max_tokens=50, temperature=0.5)
+            finally:
+                await group.aclose()
+        assert sorted(choice.text for choice in done.choices) == ["four", "more words than that"]
+        assert {choice["finish_reason"] for choice in done.choices} == {"stop"}
+        asked = [request.get("prompt") or request["input_ids"] for request in server.seen]
+        assert [tokenizer.decode(ids) for ids in asked] == ["2 + 2 ="] * 2
+
+    asyncio.run(scenario())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import ClassVar
 
 from palaestra.agent.atropos_agent import AtroposAgent, CallResult
 from palaestra.agent.result import AgentResult
@@ -21,7 +20,6 @@ from palaestra.tools.wire import ToolCall
 class AgentEnvironment(ContractEnvironment):
     """Runs one instance of an `AgentEnv`."""
 
-    form: ClassVar[type] = AgentEnv
     inner: AgentEnv[AgentEnvConfig]
 
     def __init__(self, inner: AgentEnv[AgentEnvConfigT]) -> None:

@@ -18,8 +18,9 @@ from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent, CallResult
 from palaestra.agent.result import AgentResult
 from palaestra.core.types import JSON
 from palaestra.envs.agent_env_config import AgentEnvConfig
+from palaestra.envs.base_env import Item, ScoredDataGroup, ScoredDataItem
 from palaestra.envs.config import HermesAgentEnvConfig
-from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item, ScoredDataGroup, ScoredDataItem
+from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
 from palaestra.envs.settings import make_pool
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.base import Environment, Kit
@@ -170,8 +171,9 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
 
     def as_environment(self) -> Environment:
         from palaestra.envs.agent_contract import AgentEnvironment
+        from palaestra.envs.collected import CollectedEnvironment, collects
 
-        return AgentEnvironment(self)
+        return CollectedEnvironment(self) if collects(type(self)) else AgentEnvironment(self)
 
     async def _start_tool_backend(self) -> ToolExecutor:
         """The executor of `run_agent`, over a pool of its own. Rollouts have the run's pool and do not need it."""

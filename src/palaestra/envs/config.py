@@ -55,6 +55,15 @@ class BaseEnvConfig(Settings):
     max_failures: int = Field(
         default=0, ge=0, description="Unscored rollouts that a run may end with before its exit code becomes 3."
     )
+    isolation: str = Field(
+        default="best",
+        description="Which rung of the ladder (see `palaestra doctor`): best, full, userns, confined, none.",
+    )
+    require_sandbox: bool = Field(default=False, description="Refuse to run below the `userns` rung.")
+    acquire_timeout_s: float = Field(default=30, gt=0, description="Seconds to wait for a free slot.")
+    infra_retries: int = Field(
+        default=1, ge=0, description="Fresh attempts at a rollout that the world broke, before it stays unscored."
+    )
 
     max_eval_workers: int = later(16, "Evaluation rollouts in flight at once.")
     max_num_workers_per_node: int = later(8, "Groups in flight per model server.")
@@ -97,6 +106,14 @@ class BaseEnvConfig(Settings):
             self.__dict__["ensure_scores_are_not_same"] = False
         return self
 
+    @field_validator("isolation")
+    @classmethod
+    def _isolation_is_a_rung(cls, isolation: str) -> str:
+        rungs = ("best", "full", "userns", "confined", "none")
+        if isolation not in rungs:
+            raise ConfigError(f"not one of {', '.join(rungs)}")
+        return isolation
+
 
 class HermesAgentEnvConfig(BaseEnvConfig):
     """What environments with a tool-using agent have besides: tools, the agent's limits, slots, the data set."""
@@ -122,16 +139,7 @@ class HermesAgentEnvConfig(BaseEnvConfig):
     )
     terminal_backend: str = Field(default="local", description="The backend that `default` stands for.")
     terminal_timeout: int = Field(default=120, ge=1, description="Seconds a command may take, unless the call says.")
-    isolation: str = Field(
-        default="best",
-        description="Which rung of the ladder (see `palaestra doctor`): best, full, userns, confined, none.",
-    )
-    require_sandbox: bool = Field(default=False, description="Refuse to run below the `userns` rung.")
     allow_network: bool = Field(default=True, description="Whether the agent's commands reach the network.")
-    acquire_timeout_s: float = Field(default=30, gt=0, description="Seconds to wait for a free slot.")
-    infra_retries: int = Field(
-        default=1, ge=0, description="Fresh attempts at a rollout that the world broke, before it stays unscored."
-    )
     share_setup: bool = Field(
         default=False, description="Run setup_trajectory_workspace once per group and fork, not once per rollout."
     )
@@ -183,14 +191,6 @@ class HermesAgentEnvConfig(BaseEnvConfig):
         if backend != "local":
             raise ConfigError("not available in this version, which has local")
         return backend
-
-    @field_validator("isolation")
-    @classmethod
-    def _isolation_is_a_rung(cls, isolation: str) -> str:
-        rungs = ("best", "full", "userns", "confined", "none")
-        if isolation not in rungs:
-            raise ConfigError(f"not one of {', '.join(rungs)}")
-        return isolation
 
     @model_validator(mode="after")
     def _one_source_of_toolsets(self) -> Self:

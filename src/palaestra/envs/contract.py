@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
-from copy import copy
-from typing import ClassVar
+from collections.abc import Mapping
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.bridge import bridged
-from palaestra.core.errors import ConfigError, GraderError
+from palaestra.core.errors import GraderError
 from palaestra.core.types import JSON, Score, Task
-from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item
+from palaestra.envs.base_env import Item
+from palaestra.envs.class_environment import ROW_KEYS, ClassEnvironment, numbers
+from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
 from palaestra.envs.settings import agent_settings, network_policy
 from palaestra.inference.ledger import Ledger
-from palaestra.rollouts.base import AgentSettings, Environment, Kit, Projection
+from palaestra.rollouts.base import AgentSettings, Kit, Projection
 from palaestra.rollouts.context import ToolContext
 from palaestra.rollouts.exec_tool import ExecTool
 from palaestra.rollouts.grading import Grading
@@ -26,63 +26,24 @@ from palaestra.tools.binding import SlotTools
 
 logger = logging.getLogger(__name__)
 
-NOT_CALLED = ("collect_trajectory", "collect_trajectories")
-"""What subclasses of the old base class could replace and this runner does not call."""
 
-ROW_KEYS = frozenset({"tokens", "masks", "scores", "messages", "token_source", "inference_logprobs"})
-
-
-class ContractEnvironment(Environment):
+class ContractEnvironment(ClassEnvironment):
     """Runs one instance of a class environment. Item and metadata travel in the rollout, never on the instance."""
 
-    form: ClassVar[type] = HermesAgentBaseEnv
-    """The class whose subclasses this adapts."""
+    inner: HermesAgentBaseEnv
 
     def __init__(self, inner: HermesAgentBaseEnv) -> None:
-        self.inner = inner
-        self._items: Sequence[Item] | None = None
-        self._first = 0
-        for method in NOT_CALLED:
-            if getattr(type(inner), method, None) is not getattr(self.form, method, None):
-                raise ConfigError(
-                    f"{type(inner).__name__}.{method} would not be called: this version runs groups itself. Move what "
-                    f"it does to setup_trajectory_workspace, _run_agent_loop, compute_reward or "
-                    f"verify_and_score_trajectory"
-                )
+        super().__init__(inner)
         self._settings = agent_settings(inner.config)
         self._policy = network_policy(inner.config.allow_network)
         self._verifies = overrides(inner, "verify_and_score_trajectory")
         self._warned = False
 
     @property
-    def name(self) -> str:
-        return self.inner.name or type(self.inner).__name__
-
-    @property
     def agent(self) -> AgentSettings:
         return self._settings
 
-    async def open(self) -> None:
-        await self.inner.setup()
-
-    async def tasks(self) -> AsyncIterator[Task]:
-        if self._items is not None:
-            for number, item in enumerate(self._items, self._first):
-                yield self.task(item, number)
-            return
-        number = 0
-        while (item := await self.inner.get_next_item()) is not None:
-            yield self.task(item, number)
-            number += 1
-
-    def over(self, items: Sequence[Item], first: int) -> ContractEnvironment:
-        """The same environment over these items, numbered from `first`, instead of its data set."""
-        other = copy(self)
-        other._items, other._first = items, first
-        return other
-
     def task(self, item: Item, number: int) -> Task:
-        """The task of an item. Items drawn again are tasks of their own, told apart by their number."""
         return Task(
             id=self.inner.item_id(item, number),
             prompt=self.inner.format_prompt(item),
@@ -154,10 +115,6 @@ class ContractEnvironment(Environment):
             workspace_meta=rollout.meta.get("workspace_meta"),
         )
 
-    async def figures(self) -> Mapping[str, float]:
-        await self.inner.wandb_log({})
-        return numbers(self.inner._logged)
-
     def project(self, rollout: Rollout, score: Score | None) -> Projection:
         if score is None or rollout.result is None:
             return Projection()
@@ -184,11 +141,6 @@ def _own_row(item: Mapping[str, JSON], result: AgentResult) -> TokenRow | None:
 def overrides(inner: HermesAgentBaseEnv, method: str) -> bool:
     """Whether the subclass has its own version of a method."""
     return getattr(type(inner), method) is not getattr(HermesAgentBaseEnv, method)
-
-
-def numbers(detail: Mapping[str, JSON]) -> dict[str, float]:
-    """What of a detail can be averaged."""
-    return {key: float(value) for key, value in detail.items() if isinstance(value, (bool, int, float))}
 
 
 def _number(reward: object) -> float:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.envs.contract import ContractEnvironment
-from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item
+from palaestra.envs.base_env import BaseEnv, Item
+from palaestra.envs.class_environment import ClassEnvironment
 from palaestra.rollouts.group import Services
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.trajectory import Group, Trajectory
@@ -20,7 +20,7 @@ class Evaluation:
 
     def __init__(
         self,
-        environment: ContractEnvironment,
+        environment: ClassEnvironment,
         services: Services,
         concurrency: int,
         on_group: Callable[[Group], None],
@@ -62,7 +62,7 @@ class Evaluation:
         return [trajectory for group in done for trajectory in group.trajectories]
 
 
-def save_evaluation(inner: HermesAgentBaseEnv) -> None:
+def save_evaluation(inner: BaseEnv) -> None:
     """Write what `evaluate_log` was given: `metrics.json` and `samples.jsonl` in `data_dir_to_save_evals`."""
     logged, folder = inner._evaluation, inner.config.data_dir_to_save_evals
     if not logged or folder is None:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from palaestra.core.errors import ConfigError
-from palaestra.envs.config import HermesAgentEnvConfig
+from palaestra.envs.base_env import BaseEnv
+from palaestra.envs.collected import collects
+from palaestra.envs.config import BaseEnvConfig
 from palaestra.envs.function import FunctionEnvConfig, FunctionForm
 from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
 from palaestra.inference.base import ChatServer
@@ -22,15 +24,13 @@ class Form(Protocol):
     about: str
     command: str | None
 
-    def config_type(self) -> type[HermesAgentEnvConfig]: ...
+    def config_type(self) -> type[BaseEnvConfig]: ...
 
-    def defaults(self) -> tuple[HermesAgentEnvConfig | None, Sequence[APIServerConfig]]:
+    def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[APIServerConfig]]:
         """What the environment itself sets; None where it sets nothing."""
         ...
 
-    def build(
-        self, config: HermesAgentEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer
-    ) -> Environment: ...
+    def build(self, config: BaseEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer) -> Environment: ...
 
 
 class FunctionFace:
@@ -44,38 +44,34 @@ class FunctionFace:
         self.about = inspect.getdoc(form.source) or ""
         self._config_type = form.config_type()
 
-    def config_type(self) -> type[HermesAgentEnvConfig]:
+    def config_type(self) -> type[BaseEnvConfig]:
         return self._config_type
 
-    def defaults(self) -> tuple[HermesAgentEnvConfig | None, Sequence[APIServerConfig]]:
+    def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[APIServerConfig]]:
         return None, ()
 
-    def build(
-        self, config: HermesAgentEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer
-    ) -> Environment:
+    def build(self, config: BaseEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer) -> Environment:
         assert isinstance(config, FunctionEnvConfig)
         return self.form.build(config)
 
 
 class ClassFace:
-    """A subclass of `HermesAgentBaseEnv`."""
+    """A subclass of `BaseEnv`, most often of `HermesAgentBaseEnv` or `AgentEnv`."""
 
     command: str | None = None
 
-    def __init__(self, cls: type[HermesAgentBaseEnv]) -> None:
+    def __init__(self, cls: type[BaseEnv]) -> None:
         self.cls = cls
         self.name = cls.name or cls.__name__
         self.about = inspect.getdoc(cls) or ""
 
-    def config_type(self) -> type[HermesAgentEnvConfig]:
+    def config_type(self) -> type[BaseEnvConfig]:
         return self.cls.env_config_cls
 
-    def defaults(self) -> tuple[HermesAgentEnvConfig | None, Sequence[APIServerConfig]]:
+    def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[APIServerConfig]]:
         return self.cls.config_init()
 
-    def build(
-        self, config: HermesAgentEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer
-    ) -> Environment:
+    def build(self, config: BaseEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer) -> Environment:
         inner = self.cls(config, list(servers))
         inner._server = server
         return inner.as_environment()
@@ -85,12 +81,14 @@ def form_of(environment: object) -> Form:
     """The form of what a file offers. Raises `ConfigError` for anything that is no environment."""
     if isinstance(environment, FunctionForm):
         return FunctionFace(environment)
-    if inspect.isclass(environment) and issubclass(environment, HermesAgentBaseEnv):
+    if inspect.isclass(environment) and issubclass(environment, BaseEnv):
         missing = sorted(getattr(environment, "__abstractmethods__", ()))
+        if not issubclass(environment, HermesAgentBaseEnv) and not collects(environment):
+            missing.append("collect_trajectory or collect_trajectories")
         if missing:
             raise ConfigError(f"{environment.__name__} lacks {', '.join(missing)}")
         return ClassFace(environment)
     raise ConfigError(
         f"{environment!r} is not an environment: it must be a function with @environment or a subclass of "
-        f"HermesAgentBaseEnv"
+        f"HermesAgentBaseEnv, AgentEnv or BaseEnv"
     )

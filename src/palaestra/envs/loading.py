@@ -10,9 +10,9 @@ from types import ModuleType
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
+from palaestra.envs.base_env import BaseEnv
 from palaestra.envs.catalog import known_environments
 from palaestra.envs.function import FunctionForm
-from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
 
 
 def load_environment(reference: str, start: Path) -> object:
@@ -61,7 +61,7 @@ def _pick(module: ModuleType, name: str, path: str) -> object:
 
 def _is_class(value: object) -> bool:
     """Whether it is a class environment that can be run, defined here or imported by a thin script."""
-    return inspect.isclass(value) and issubclass(value, HermesAgentBaseEnv) and not inspect.isabstract(value)
+    return inspect.isclass(value) and issubclass(value, BaseEnv) and not inspect.isabstract(value)
 
 
 def _list(found: dict[str, object]) -> str:

@@ -22,8 +22,8 @@ from palaestra.core.config import DEFAULT
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import run_guarded
 from palaestra.core.types import JSON
-from palaestra.envs.config import HermesAgentEnvConfig
-from palaestra.envs.contract import ContractEnvironment
+from palaestra.envs.class_environment import ClassEnvironment
+from palaestra.envs.config import BaseEnvConfig
 from palaestra.envs.evaluation import Evaluation
 from palaestra.envs.flags import Answer, CommandLine, Parsed, set_fields
 from palaestra.envs.forms import Form, form_of
@@ -48,7 +48,7 @@ from palaestra.sandbox.pool import SlotPool
 UNFINISHED = 3
 """Exit code of a run that finished with more unscored rollouts than `max_failures` allows."""
 
-RunLine = Parsed[HermesAgentEnvConfig, APIServerConfig]
+RunLine = Parsed[BaseEnvConfig, APIServerConfig]
 
 
 def main(environment: object, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:
@@ -219,7 +219,7 @@ class Batch:
         services = self._services(observer)
         workers = concurrency(config)
         try:
-            if command == "evaluate" and isinstance(environment, ContractEnvironment):
+            if command == "evaluate" and isinstance(environment, ClassEnvironment):
                 totals = await Evaluation(environment, services, workers, self._keep).run()
             else:
                 finished = self.output.finished
@@ -269,14 +269,14 @@ class Batch:
             self.output.groups.add(group)
 
 
-def concurrency(config: HermesAgentEnvConfig) -> int:
+def concurrency(config: BaseEnvConfig) -> int:
     """Groups in flight: as asked, or enough to keep this machine's cores busy."""
     if config.max_num_workers > 0:
         return config.max_num_workers
     return max(2, 2 * (os.cpu_count() or 1))
 
 
-def _unfinished(totals: Totals, config: HermesAgentEnvConfig) -> bool:
+def _unfinished(totals: Totals, config: BaseEnvConfig) -> bool:
     return totals.failed + totals.failed_groups * config.group_size > config.max_failures
 
 

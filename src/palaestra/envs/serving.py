@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from palaestra.core.config import DEFAULT
 from palaestra.core.types import JSON
-from palaestra.envs.config import HermesAgentEnvConfig
+from palaestra.envs.config import BaseEnvConfig
 from palaestra.envs.output import Output
 from palaestra.rollouts.runner import Totals
 from palaestra.rollouts.trajectory import Group
@@ -22,7 +22,7 @@ OnGroup = Callable[[Group], None]
 Gate = Callable[[], Awaitable[bool]]
 
 
-def feed_settings(config: HermesAgentEnvConfig, name: str) -> FeedSettings:
+def feed_settings(config: BaseEnvConfig, name: str) -> FeedSettings:
     """How the environment presents itself to the trainer."""
     return FeedSettings(
         name=config.wandb_name or name,
@@ -42,7 +42,7 @@ def serve_limit(total_steps: int, source: str) -> int | None:
 class Serving:
     """One run that feeds a trainer."""
 
-    def __init__(self, config: HermesAgentEnvConfig, output: Output, note: Callable[[str], None]) -> None:
+    def __init__(self, config: BaseEnvConfig, output: Output, note: Callable[[str], None]) -> None:
         self._config = config
         self._output = output
         self._note = note

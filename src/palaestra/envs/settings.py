@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from palaestra.agent.budget import Budget
 from palaestra.core.types import Network, NetworkPolicy
-from palaestra.envs.config import HermesAgentEnvConfig
+from palaestra.envs.config import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.base import AgentSettings, Kit
 from palaestra.sandbox.backends.local import LocalBackend
@@ -35,12 +35,12 @@ def kit(config: HermesAgentEnvConfig, toolsets: Sequence[str] | None, rng: rando
     return Kit(registry, tuple(enabled or ()))
 
 
-def server_settings(config: HermesAgentEnvConfig, servers: Sequence[APIServerConfig]) -> list[APIServerConfig]:
+def server_settings(config: BaseEnvConfig, servers: Sequence[APIServerConfig]) -> list[APIServerConfig]:
     """The servers with what the environment says about the model's tokens, where they do not say it themselves."""
     told: dict[str, str] = {}
     if config.tokenizer_name != "none":
         told["tokenizer_name"] = config.tokenizer_name
-    if "tool_call_parser" in config.model_fields_set:
+    if isinstance(config, HermesAgentEnvConfig) and "tool_call_parser" in config.model_fields_set:
         told["tool_parser"] = config.tool_call_parser
     return [
         server.model_copy(update={name: value for name, value in told.items() if name not in server.model_fields_set})
@@ -54,7 +54,7 @@ def network_policy(allowed: bool) -> NetworkPolicy:
     return NetworkPolicy(prepare=network, agent=network, grade=Network.OFF)
 
 
-def make_pool(config: HermesAgentEnvConfig) -> SlotPool:
+def make_pool(config: BaseEnvConfig) -> SlotPool:
     """The slots of a run, on this machine. Raises `ConfigError` for a rung that is none."""
     backend = LocalBackend.from_isolation(config.isolation, require_sandbox=config.require_sandbox)
     return SlotPool(SlotPoolConfig(acquire_timeout=config.acquire_timeout_s), backend)

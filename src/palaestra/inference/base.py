@@ -94,6 +94,24 @@ class ChatCompletion(Record, kw_only=True):
     usage: CompletionUsage | None = None
 
 
+class TextChoice(Record):
+    """One continuation of a text prompt."""
+
+    index: int = 0
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: JSON = None
+
+
+class TextCompletion(Record, kw_only=True):
+    """Continuations of one text prompt. Wire source: the OpenAI completions API."""
+
+    id: str = ""
+    model: str = ""
+    choices: list[TextChoice]
+    usage: CompletionUsage | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class SessionContext:
     """The rollout that a session is for. Real engines ignore it; scripted ones play its task."""

@@ -7,17 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from palaestra.core.errors import ConfigError, EngineUnavailable
 from palaestra.core.types import JSON, Message
-from palaestra.inference.base import ChatCompletion, ChatServer, Engine, Sampled, SessionContext, TokenEngine
+from palaestra.inference.base import (
+    ChatCompletion,
+    ChatServer,
+    Engine,
+    Sampled,
+    SessionContext,
+    TextCompletion,
+    TokenEngine,
+)
 from palaestra.inference.config import APIServerConfig, ServerBaseline
 
 if TYPE_CHECKING:
     from palaestra.inference.managed import ManagedChat
+
+T = TypeVar("T")
 
 ENGINES: Mapping[str, str] = {
     "openai": "palaestra.inference.engines.openai:OpenAIEngine",
@@ -94,10 +105,21 @@ class ServerGroup:
 
     async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
         """One reply from the least busy server."""
+        async with self._least_busy() as session:
+            return await session.chat_completion(messages=messages, **request)
+
+    async def completion(self, *, prompt: str, **request: JSON) -> TextCompletion:
+        """Continuations of a text from the least busy server. Raises `ConfigError` for servers that only chat."""
+        async with self._least_busy() as session:
+            return await session.completion(prompt=prompt, **request)
+
+    @asynccontextmanager
+    async def _least_busy(self) -> AsyncIterator[_Session]:
+        """All servers, the one with the fewest calls under way first."""
         order = sorted(range(len(self.servers)), key=self._under_way.__getitem__)
         self._under_way[order[0]] += 1
         try:
-            return await _Session([self.servers[i] for i in order]).chat_completion(messages=messages, **request)
+            yield _Session([self.servers[i] for i in order])
         finally:
             self._under_way[order[0]] -= 1
 
@@ -143,12 +165,26 @@ class _Session:
     servers: list[ChatServer]
 
     async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
+        return await self._first(lambda server: server.chat_completion(messages=messages, **request))
+
+    async def completion(self, *, prompt: str, **request: JSON) -> TextCompletion:
+        return await self._first(lambda server: _completing(server)(prompt=prompt, **request))
+
+    async def _first(self, ask: Callable[[ChatServer], Awaitable[T]]) -> T:
         for _ in self.servers[1:]:
             try:
-                return await self.servers[0].chat_completion(messages=messages, **request)
+                return await ask(self.servers[0])
             except EngineUnavailable:
                 self.servers.append(self.servers.pop(0))
-        return await self.servers[0].chat_completion(messages=messages, **request)
+        return await ask(self.servers[0])
+
+
+def _completing(server: ChatServer) -> Callable[..., Awaitable[TextCompletion]]:
+    """How a server continues a text. Raises `ConfigError` for one that only chats."""
+    method: Callable[..., Awaitable[TextCompletion]] | None = getattr(server, "completion", None)
+    if method is None:
+        raise ConfigError(f"{type(server).__name__} only chats: it does not continue a text")
+    return method
 
 
 @dataclass(slots=True)

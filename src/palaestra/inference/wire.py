@@ -17,9 +17,10 @@ import msgspec
 
 from palaestra.core.errors import EngineReplyError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.base import ChatCompletion
+from palaestra.inference.base import ChatCompletion, TextCompletion
 
 _DECODER = msgspec.json.Decoder(ChatCompletion)
+_TEXT_DECODER = msgspec.json.Decoder(TextCompletion)
 _SHOWN_BYTES = 200
 
 
@@ -50,6 +51,17 @@ def decode_completion(raw: bytes, turn: int, source: str) -> ChatCompletion:
     return completion
 
 
+def decode_text(raw: bytes, source: str) -> TextCompletion:
+    """The reply to a text prompt as records. Raises `EngineReplyError`."""
+    try:
+        completion = _TEXT_DECODER.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _not_a_reply(source, str(error), raw, "completion") from None
+    if not completion.choices:
+        raise _not_a_reply(source, "it has no choices", raw, "completion")
+    return completion
+
+
 def _mended(raw: bytes, source: str) -> ChatCompletion:
     """A reply that is JSON but not of the promised shape, piece by piece."""
     try:
@@ -70,9 +82,9 @@ def _mended(raw: bytes, source: str) -> ChatCompletion:
         raise _not_a_reply(source, str(error), raw) from None
 
 
-def _not_a_reply(source: str, why: str, raw: bytes) -> EngineReplyError:
+def _not_a_reply(source: str, why: str, raw: bytes, promised: str = "chat completion") -> EngineReplyError:
     start = raw[:_SHOWN_BYTES].decode(errors="replace")
-    return EngineReplyError(f"{source} sent what is not a chat completion: {why}. It begins: {start!r}")
+    return EngineReplyError(f"{source} sent what is not a {promised}: {why}. It begins: {start!r}")
 
 
 def _choice(choice: Mapping[str, JSON], index: int) -> dict[str, JSON]:

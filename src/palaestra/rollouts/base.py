@@ -113,6 +113,13 @@ class Environment(ABC):
     async def prepare(self, task: Task, sandbox: Slot) -> None:
         """Prepare the workspace, once per group. Every rollout starts from a fork of it."""
 
+    async def collect(self, task: Task, group_id: str, wanted: int) -> int:
+        """How many rollouts the group has. One that is collected in one go is collected here; `act` takes its rows."""
+        return wanted
+
+    def collected(self, group_id: str) -> None:
+        """The group has ended: what `collect` kept of it can go."""
+
     async def begin(self, rollout: Rollout) -> None:
         """Set up one rollout, in its own fork, before the agent starts."""
 

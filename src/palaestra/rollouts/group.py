@@ -141,9 +141,13 @@ class GroupRun:
 
     async def _roll_out(self, snapshot: Snapshot | None) -> None:
         done = {trajectory.index for trajectory in self.group.trajectories}
-        async with asyncio.TaskGroup() as rollouts:
-            for index in sorted(set(range(self.services.group_size)) - done):
-                rollouts.create_task(self._one(index, snapshot), name=f"{self.group.group_id}/{index}")
+        count = await self.env.collect(self.task, self.group.group_id, self.services.group_size)
+        try:
+            async with asyncio.TaskGroup() as rollouts:
+                for index in sorted(set(range(count)) - done):
+                    rollouts.create_task(self._one(index, snapshot), name=f"{self.group.group_id}/{index}")
+        finally:
+            self.env.collected(self.group.group_id)
         self.group.trajectories.sort(key=lambda trajectory: trajectory.index)
 
     async def _one(self, index: int, snapshot: Snapshot | None) -> None:

@@ -21,9 +21,11 @@ from pydantic import Field
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import ConfigError, PrepareError, TaskError
 from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
+from palaestra.envs.base_env import Item
+from palaestra.envs.class_environment import numbers
 from palaestra.envs.config import HermesAgentEnvConfig
-from palaestra.envs.contract import ContractEnvironment, numbers
-from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item
+from palaestra.envs.contract import ContractEnvironment
+from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
 from palaestra.envs.swe import diff
 from palaestra.envs.swe.builtin import built_tasks, selection
 from palaestra.envs.swe.controls import tampering

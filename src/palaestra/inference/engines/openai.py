@@ -16,13 +16,13 @@ from yarl import URL
 from palaestra.core.clock import Clock
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused
 from palaestra.core.types import JSON, Message
-from palaestra.inference.base import ChatCompletion, ChatServer, SessionContext
+from palaestra.inference.base import ChatCompletion, ChatServer, SessionContext, TextCompletion
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.listing import listed_models, server_kind
 from palaestra.inference.refusals import shown
 from palaestra.inference.retry import RetryPolicy
 from palaestra.inference.transport import Transport
-from palaestra.inference.wire import decode_completion, plainer_history
+from palaestra.inference.wire import decode_completion, decode_text, plainer_history
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +108,21 @@ class OpenAIEngine:
         if n > 1 and self.config.n_kwarg_is_ignored:
             return await self._asked_again(body, split, n)
         return await self._complete(body, split)
+
+    async def completion(
+        self,
+        *,
+        prompt: str,
+        n: int = 1,
+        split: str = "train",
+        extra_body: Mapping[str, JSON] | None = None,
+        **sampling: JSON,
+    ) -> TextCompletion:
+        """`n` continuations of a text. Raises as `chat_completion` does."""
+        body = {"model": self.name, "prompt": prompt, **({"n": n} if n > 1 else {}), **sampling, **(extra_body or {})}
+        url = self.base_url / "completions"
+        raw = await self.transport.post_json(url, body, lane=split)
+        return decode_text(raw, f"The model server at {shown(url)} (model '{self.name}')")
 
     async def _complete(self, body: dict[str, JSON], lane: str) -> ChatCompletion:
         messages: Sequence[Message] = body["messages"]

@@ -13,9 +13,19 @@ from pathlib import Path
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.base import ChatCompletion, Sampled, SessionContext, TokenEngine
+from palaestra.inference.base import (
+    ChatCompletion,
+    CompletionUsage,
+    Sampled,
+    SessionContext,
+    TextChoice,
+    TextCompletion,
+    TokenEngine,
+)
 from palaestra.inference.config import APIServerConfig
+from palaestra.inference.ledger import Ledger
 from palaestra.inference.managed import HistoryMode, ManagedChat
+from palaestra.inference.resuming import sample
 from palaestra.inference.said import Parser
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.tokens import Tokenizer, load_tokenizer
@@ -80,6 +90,28 @@ class TokenChat:
     async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
         """One reply outside any rollout; its tokens are not kept."""
         return await self.managed_server().chat_completion(messages=messages, **request)
+
+    async def completion(
+        self, *, prompt: str, n: int = 1, extra_body: Mapping[str, JSON] | None = None, **sampling: JSON
+    ) -> TextCompletion:
+        """`n` continuations of a text; their tokens are not kept. Raises `EngineError`."""
+        ids = self.tokenizer.encode(prompt)
+        settings = {**sampling, **(extra_body or {})}
+        settings.pop("split", None)
+
+        async def one(index: int) -> tuple[TextChoice, int]:
+            pieces = await sample(self, Ledger().prompt(None, ids), settings, None, self._clock)
+            said = [number for piece in pieces for number in piece.sampled.ids]
+            text = self.tokenizer.decode(said, skip_special_tokens=True)
+            return TextChoice(index=index, text=text, finish_reason=pieces[-1].sampled.finish_reason), len(said)
+
+        done = await asyncio.gather(*map(one, range(n)))
+        sampled = sum(count for _, count in done)
+        return TextCompletion(
+            model=self.name,
+            choices=[choice for choice, _ in done],
+            usage=CompletionUsage(prompt_tokens=len(ids), completion_tokens=sampled, total_tokens=len(ids) + sampled),
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:

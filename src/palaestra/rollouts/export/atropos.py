@@ -28,6 +28,7 @@ GROUP_LINE_SCHEMA = "palaestra.atropos_group/1"
 
 _NO_TOKENS = TokenRow(tokens=[], masks=[])
 _ROW_KEYS = ("advantages", "ref_logprobs", "overrides", "images")
+_DISTILLED = ("distill_token_ids", "distill_logprobs")
 """Keys of an Atropos item that an environment of its own may leave in `Trajectory.extra`, one value per rollout."""
 
 
@@ -51,10 +52,10 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
         "scores": [_checked_score(trajectory) for trajectory in owners],
         "messages": [_messages(trajectory) for trajectory in owners] if messages else [],
         **{key: _from_extra(owners, key) for key in _ROW_KEYS},
-        "group_overrides": {} if len(rows) == len(trajectories) else {"group_size": len(rows)},
+        "group_overrides": (scored[0].extra.get("group_overrides") or {})
+        | ({} if len(rows) == len(trajectories) else {"group_size": len(rows)}),
         "generation_params": scored[0].extra.get("generation_params"),
-        "distill_token_ids": None,
-        "distill_logprobs": None,
+        **{key: _from_extra(owners, key) or None for key in _DISTILLED},
     }
     if all(row.logprobs is not None for row in rows):
         line["inference_logprobs"] = [row.logprobs for row in rows]

@@ -1,0 +1,183 @@
+"""`BaseEnv`: the class form with the least in it. A subclass collects its rollouts itself and hands over the rows.
+
+What every class form shares lies here: settings, the model server, the hooks of evaluation and metrics. Not for tools
+and slots: `HermesAgentBaseEnv` and `AgentEnv` have them. The class holds no loop and no output; `collected.py` adapts
+it to the Environment protocol and the one runner does the rest.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import ClassVar, TypeAlias, TypedDict
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON, Message
+from palaestra.envs.config import BaseEnvConfig
+from palaestra.inference.base import ChatServer
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.tokens import Tokenizer, load_tokenizer
+from palaestra.rollouts.base import Environment
+from palaestra.rollouts.trajectory import Trajectory
+
+Item: TypeAlias = JSON
+"""One row of whatever the environment draws from; the runner only carries it."""
+
+
+class ScoredDataItem(TypedDict, total=False):
+    """The training row of one rollout: `tokens[T]`, `masks[T]` (-100 where nothing is trained), its score, messages."""
+
+    tokens: list[int]
+    masks: list[int]
+    scores: float
+    messages: list[Message] | None
+    advantages: list[float] | None
+    ref_logprobs: list[float] | None
+    inference_logprobs: list[float] | None
+    overrides: dict[str, JSON] | None
+    images: JSON
+    token_source: str
+
+
+class ScoredDataGroup(TypedDict, total=False):
+    """The rows of a group, each list in the order of its rollouts."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    messages: list[list[Message]] | None
+    advantages: list[list[float]] | None
+    ref_logprobs: list[list[float]] | None
+    inference_logprobs: list[list[float]] | None
+    generation_params: dict[str, JSON] | None
+    group_overrides: dict[str, JSON] | None
+    overrides: list[dict[str, JSON]] | None
+    images: JSON
+
+
+ItemRunner: TypeAlias = Callable[[Sequence[Item], int], Awaitable[list[Trajectory]]]
+
+
+class BaseEnv(ABC):
+    """Subclass this, implement `setup`, `get_next_item`, `evaluate` and one of the `collect_` methods, call `cli()`.
+
+    `self.server` answers `chat_completion(messages=…)` and `completion(prompt=…)`, and token-exactly through
+    `managed_server()`; `self.config` holds the settings. Rollouts of one group run at the same time, and groups do too,
+    so `collect_` methods must not keep a rollout's state on `self`.
+    """
+
+    name: ClassVar[str | None] = None
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
+
+    def __init__(
+        self,
+        config: BaseEnvConfig,
+        server_configs: Sequence[APIServerConfig],
+        slurm: bool = False,
+        testing: bool = False,
+    ) -> None:
+        self.config = config
+        self.server_configs = list(server_configs)
+        self.slurm = slurm
+        self.testing = testing
+        self._server: ChatServer | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._run_items: ItemRunner | None = None
+        self._logged: dict[str, JSON] = {}
+        self._evaluation: dict[str, JSON] = {}
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
+        """The environment's own defaults. Files, variables and flags go on top."""
+        return cls.env_config_cls(), [APIServerConfig()]
+
+    @classmethod
+    def cli(cls) -> None:
+        """The command line of the environment's script. Ends the process with the run's exit code."""
+        from palaestra.envs.running import main
+
+        raise SystemExit(main(cls))
+
+    # What a subclass must say
+
+    @abstractmethod
+    async def setup(self) -> None:
+        """Load the data set. Called once."""
+
+    @abstractmethod
+    async def get_next_item(self) -> Item:
+        """The next item, or None when there are no more."""
+
+    @abstractmethod
+    async def evaluate(self, *args: JSON, **kwargs: JSON) -> JSON:
+        """Evaluate the model; `evaluate_log` saves the figures."""
+
+    async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
+        """One rollout of an item: its row, or None where there is none to train on, and items to be drawn next."""
+        raise NotImplementedError(f"{type(self).__name__} has neither collect_trajectory nor collect_trajectories")
+
+    async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
+        """All rollouts of an item in one go. Where a subclass does not say how, `collect_trajectory` runs for each."""
+        raise NotImplementedError(f"{type(self).__name__}.collect_trajectories: the runner asks for one row at a time")
+
+    # What a subclass may say
+
+    def item_id(self, item: Item, number: int) -> str:
+        """A readable id for the `number`th item drawn: its own where it has one."""
+        if isinstance(item, Mapping):
+            for key in ("instance_id", "task_id", "task_name", "id"):
+                if item.get(key):
+                    return str(item[key])
+        return f"item-{number}"
+
+    def as_environment(self) -> Environment:
+        """This instance as the runner sees it."""
+        from palaestra.envs.collected import CollectedEnvironment
+
+        return CollectedEnvironment(self)
+
+    # What a subclass can use
+
+    @property
+    def server(self) -> ChatServer:
+        """The model server. Only there while a run is on."""
+        if self._server is None:
+            raise ConfigError(f"{type(self).__name__}.server is only there while the environment runs")
+        return self._server
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the token-exact servers, else the one that `tokenizer_name` names, loaded when first asked
+        for; None where none is named. Raises `ConfigError` for one that cannot be loaded.
+        """
+        servers = getattr(self._server, "servers", ())
+        own: Tokenizer | None = getattr(servers[0], "tokenizer", None) if servers else None
+        if own is not None:
+            return own
+        if self._tokenizer is None and self.config.tokenizer_name not in ("", "none"):
+            self._tokenizer = load_tokenizer(self.config.tokenizer_name)
+        return self._tokenizer
+
+    async def evaluate_items(self, items: Sequence[Item], samples: int = 1) -> list[Trajectory]:
+        """Roll every item out `samples` times and score it, under the run's limits. Failed ones have no reward."""
+        if self._run_items is None:
+            raise ConfigError(
+                f"{type(self).__name__}.evaluate_items is only there while the environment evaluates; "
+                f"a collect_ method of its own that wants the agent runs it itself (self.run_agent, HermesAgentLoop)"
+            )
+        return await self._run_items(items, samples)
+
+    async def wandb_log(self, wandb_metrics: dict[str, JSON] | None = None) -> None:
+        """Add numbers to the run's metrics. Called once at the end of a run; a subclass may add its own and pass on."""
+        self._logged.update(wandb_metrics or {})
+
+    async def evaluate_log(
+        self, metrics: Mapping[str, JSON], samples: Sequence[JSON] = (), task_name: str | None = None, **extra: JSON
+    ) -> None:
+        """Save an evaluation's figures and samples; the run prints where."""
+        self._evaluation = {
+            "task": task_name or self.name,
+            "metrics": dict(metrics),
+            "samples": list(samples),
+            **extra,
+        }

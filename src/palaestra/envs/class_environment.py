@@ -1,0 +1,64 @@
+"""What the adapters of all class forms have in common: items become tasks, the class's own figures become the run's."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from copy import copy
+from typing import Self
+
+from palaestra.core.types import JSON, Task
+from palaestra.envs.base_env import BaseEnv, Item
+from palaestra.rollouts.base import Environment
+
+ROW_KEYS = frozenset({"tokens", "masks", "scores", "messages", "token_source", "inference_logprobs"})
+"""The keys of a training row that a trajectory has fields for."""
+
+
+class ClassEnvironment(Environment):
+    """Runs one instance of a class environment."""
+
+    def __init__(self, inner: BaseEnv) -> None:
+        self.inner = inner
+        self._items: Sequence[Item] | None = None
+        self._first = 0
+
+    @property
+    def name(self) -> str:
+        return self.inner.name or type(self.inner).__name__
+
+    async def open(self) -> None:
+        await self.inner.setup()
+
+    async def tasks(self) -> AsyncIterator[Task]:
+        if self._items is not None:
+            for number, item in enumerate(self._items, self._first):
+                yield self.task(item, number)
+            return
+        number = 0
+        while (item := await self.next_item()) is not None:
+            yield self.task(item, number)
+            number += 1
+
+    async def next_item(self) -> Item:
+        """The next item, or None when there are no more."""
+        return await self.inner.get_next_item()
+
+    def over(self, items: Sequence[Item], first: int) -> Self:
+        """The same environment over these items, numbered from `first`, instead of its data set."""
+        other = copy(self)
+        other._items, other._first = items, first
+        return other
+
+    @abstractmethod
+    def task(self, item: Item, number: int) -> Task:
+        """The task of an item. Items drawn again are tasks of their own, told apart by their number."""
+
+    async def figures(self) -> Mapping[str, float]:
+        await self.inner.wandb_log({})
+        return numbers(self.inner._logged)
+
+
+def numbers(detail: Mapping[str, JSON]) -> dict[str, float]:
+    """What of a detail can be averaged."""
+    return {key: float(value) for key, value in detail.items() if isinstance(value, (bool, int, float))}
