@@ -11,6 +11,7 @@ import pytest
 from palaestra import BaseEnv, BaseEnvConfig
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON
+from palaestra.envs.base_env import format_trajectory
 from palaestra.envs.collected import checked
 from palaestra.envs.flags import CommandLine, Parsed
 from palaestra.envs.forms import form_of
@@ -141,3 +142,43 @@ def test_the_tokenizer_is_the_one_that_is_named(tmp_path: Path) -> None:
     assert named is not None
     assert named.decode(named.encode("4 + 4")) == "4 + 4"
     assert Sums(BaseEnvConfig(), []).tokenizer is None
+
+
+class Remembering(Sums):
+    """Looks at what is kept of its rollouts when the run ends."""
+
+    name = "remembering"
+
+    async def wandb_log(self, wandb_metrics: JSON = None) -> None:
+        self.save_checkpoint(self.curr_step, {"left": [9], "shown": self.rollouts_for_wandb})
+        await super().wandb_log({"kept": len(self.rollouts_for_wandb), "step": self.curr_step})
+
+
+def test_what_is_shown_and_kept_between_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ["--env.group_size", "2", "--env.num_rollouts_to_keep", "1", "--env.max_num_workers", "1"]
+    report = rolled_out(Remembering, tmp_path, *flags, "--env.ensure_scores_are_not_same", "false")
+    metrics = json.loads((report.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (metrics["kept"], metrics["step"]) == (1, 5)
+    again = Remembering(BaseEnvConfig(), [])
+    again.curr_step = 5
+    again.load_checkpoint()
+    assert again.left == [9]
+    assert vars(again)["shown"] == [[["[USER]\n10?\n\n[ASSISTANT]\n4", 10.0]]]
+    again.curr_step = 6
+    with pytest.raises(ConfigError, match="no checkpoint of step 6"):
+        again.load_checkpoint()
+
+
+def test_a_shown_rollout_has_thinking_calls_and_the_beginning_of_results() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "terminal", "arguments": '{"command": "ls"}'}}
+    shown = format_trajectory(
+        [
+            {"role": "user", "content": "List."},
+            {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "x" * 501},
+        ]
+    )
+    user, thought, asked, result = shown.split("\n\n")
+    assert (user, thought, asked) == ("[USER]\nList.", "[REASONING] Hm.", '[TOOL CALL] terminal({"command": "ls"})')
+    assert result == f"[TOOL RESULT] {'x' * 500}..."

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar, TypeAlias, TypedDict
+
+import msgspec
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
@@ -18,6 +21,7 @@ from palaestra.inference.base import ChatServer
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.tokens import Tokenizer, load_tokenizer
 from palaestra.rollouts.base import Environment
+from palaestra.rollouts.export.speech import heard
 from palaestra.rollouts.trajectory import Trajectory
 
 Item: TypeAlias = JSON
@@ -84,6 +88,9 @@ class BaseEnv(ABC):
         self._tokenizer: Tokenizer | None = None
         self._run_items: ItemRunner | None = None
         self._logged: dict[str, JSON] = {}
+        self.curr_step = 0
+        self.checkpoint_dir = ""
+        self.rollouts_for_wandb: list[list[tuple[str, float]]] = []
         self._evaluation: dict[str, JSON] = {}
 
     @classmethod
@@ -167,6 +174,45 @@ class BaseEnv(ABC):
             )
         return await self._run_items(items, samples)
 
+    async def add_rollouts_for_wandb(self, scored_data: Mapping[str, JSON], item: Item = None) -> None:
+        """Keep a group's first rollouts to show: `rollouts_for_wandb` holds lists of (text, score), the latest groups.
+
+        Called once for each group that has a score. A subclass may keep something else of it.
+        """
+        config, scores = self.config, scored_data["scores"]
+        count = config.num_rollouts_per_group_for_logging
+        shown = [(self._shown(scored_data, index), score) for index, score in enumerate(scores)]
+        self.rollouts_for_wandb.append(shown if count < 0 else shown[:count])
+        del self.rollouts_for_wandb[: -config.num_rollouts_to_keep]
+
+    def _shown(self, scored_data: Mapping[str, JSON], index: int) -> str:
+        """One rollout as text: its messages where there are any, else its tokens."""
+        messages = scored_data.get("messages") or []
+        if index < len(messages):
+            return format_trajectory(messages[index])
+        tokens = scored_data["tokens"][index]
+        return self.tokenizer.decode(tokens) if self.tokenizer is not None else f"({len(tokens)} tokens)"
+
+    def save_checkpoint(self, step: int, data: Mapping[str, JSON] | None = None) -> None:
+        """Write what the environment itself must remember; no data, no file. In `checkpoint_dir`, per environment."""
+        if data is not None:
+            path = self._checkpoints() / f"step-{step}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(msgspec.json.encode(data))
+
+    def load_checkpoint(self) -> None:
+        """Set the attributes that were saved at `curr_step`. Raises `ConfigError` when nothing was, or it is broken."""
+        path = self._checkpoints() / f"step-{self.curr_step}.json"
+        try:
+            data = msgspec.json.decode(path.read_bytes(), type=dict[str, JSON])
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"no checkpoint of step {self.curr_step} can be read: {error}") from None
+        for key, value in data.items():
+            setattr(self, key, value)
+
+    def _checkpoints(self) -> Path:
+        return Path(self.checkpoint_dir, "env_checkpoints", self.config.wandb_name or self.name or type(self).__name__)
+
     async def wandb_log(self, wandb_metrics: dict[str, JSON] | None = None) -> None:
         """Add numbers to the run's metrics. Called once at the end of a run; a subclass may add its own and pass on."""
         self._logged.update(wandb_metrics or {})
@@ -181,3 +227,20 @@ class BaseEnv(ABC):
             "samples": list(samples),
             **extra,
         }
+
+
+MOST_RESULT = 500
+"""Characters of a tool's result that a shown rollout has."""
+
+
+def format_trajectory(messages: Sequence[Message]) -> str:
+    """A conversation as a person reads it: who said what, the calls and the beginnings of their results."""
+    parts = []
+    for said in heard(messages):
+        if said.role == "tool":
+            parts.append(f"[TOOL RESULT] {said.text[:MOST_RESULT]}{'...' if len(said.text) > MOST_RESULT else ''}")
+            continue
+        parts += [f"[REASONING] {said.reasoning}"] if said.reasoning else []
+        parts += [f"[{said.role.upper()}]\n{said.text}"] if said.text else []
+        parts += [f"[TOOL CALL] {call.name}({call.arguments})" for call in said.calls]
+    return "\n\n".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from copy import copy
@@ -10,6 +11,10 @@ from typing import Self
 from palaestra.core.types import JSON, Task
 from palaestra.envs.base_env import BaseEnv, Item
 from palaestra.rollouts.base import Environment
+from palaestra.rollouts.export.atropos import group_line
+from palaestra.rollouts.trajectory import Group
+
+logger = logging.getLogger(__name__)
 
 ROW_KEYS = frozenset({"tokens", "masks", "scores", "messages", "token_source", "inference_logprobs"})
 """The keys of a training row that a trajectory has fields for."""
@@ -53,6 +58,16 @@ class ClassEnvironment(Environment):
     @abstractmethod
     def task(self, item: Item, number: int) -> Task:
         """The task of an item. Items drawn again are tasks of their own, told apart by their number."""
+
+    async def ended(self, task: Task, group: Group) -> None:
+        self.inner.curr_step += 1
+        line = group_line(group, env=self.name, model="")
+        if line is None:
+            return
+        try:
+            await self.inner.add_rollouts_for_wandb(line, task.data)
+        except Exception:
+            logger.warning("%s.add_rollouts_for_wandb failed on group %s", self.name, group.group_id, exc_info=True)
 
     async def figures(self) -> Mapping[str, float]:
         await self.inner.wandb_log({})

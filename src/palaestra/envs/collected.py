@@ -20,7 +20,7 @@ from palaestra.envs.class_environment import ROW_KEYS, ClassEnvironment
 from palaestra.rollouts.base import Kit, Projection
 from palaestra.rollouts.grading import Grading
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.trajectory import TokenRow
+from palaestra.rollouts.trajectory import Group, TokenRow
 from palaestra.tools.registry import ToolRegistry
 
 Row = Mapping[str, JSON]
@@ -82,8 +82,9 @@ class CollectedEnvironment(ClassEnvironment):
         )
         return Projection(tokens, {key: value for key, value in row.items() if key not in ROW_KEYS and value})
 
-    def collected(self, group_id: str) -> None:
-        self._groups.pop(group_id, None)
+    async def ended(self, task: Task, group: Group) -> None:
+        self._groups.pop(group.group_id, None)
+        await super().ended(task, group)
 
     async def _asked(self, call: Awaitable[tuple[T | None, list[Item]]], task: Task) -> T:
         """What the class collected. What it does wrong is the task's fault; errors that say whose they are pass."""

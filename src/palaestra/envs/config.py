@@ -90,8 +90,10 @@ class BaseEnvConfig(Settings):
     allow_placeholder_tokens: bool = Field(
         default=False, description="Let `serve` send groups without sampled tokens, which train nothing."
     )
-    num_rollouts_to_keep: int = later(32, "Rollouts kept for logging.")
-    num_rollouts_per_group_for_logging: int = later(1, "Rollouts logged per group; -1 means all.")
+    num_rollouts_to_keep: int = Field(default=32, ge=1, description="Groups whose rollouts are kept to be shown.")
+    num_rollouts_per_group_for_logging: int = Field(
+        default=1, ge=-1, description="Rollouts kept of each group; -1 means all."
+    )
     min_items_sent_before_logging: int = later(2, "Groups between log entries.")
     thinking_mode: bool = later(False, "Ask the model to think in its own tags.")
     reasoning_effort: str | None = later(None, "How hard a reasoning model should think.")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from palaestra.agent.budget import Budget
 from palaestra.agent.result import AgentResult
 from palaestra.core.types import JSON, AllowList, Network, Score, Task
-from palaestra.rollouts.trajectory import TokenRow
+from palaestra.rollouts.trajectory import Group, TokenRow
 from palaestra.sandbox.base import Slot, SlotSpec
 from palaestra.tools.registry import ToolRegistry
 
@@ -117,8 +117,8 @@ class Environment(ABC):
         """How many rollouts the group has. One that is collected in one go is collected here; `act` takes its rows."""
         return wanted
 
-    def collected(self, group_id: str) -> None:
-        """The group has ended: what `collect` kept of it can go."""
+    async def ended(self, task: Task, group: Group) -> None:
+        """The group has ended and is in the journal. Called for every group, however it went."""
 
     async def begin(self, rollout: Rollout) -> None:
         """Set up one rollout, in its own fork, before the agent starts."""

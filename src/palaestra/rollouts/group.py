@@ -81,6 +81,7 @@ class GroupRun:
             GroupEnded(at=time.time(), group_id=group.group_id, number=group.number, error=group.error)
         )
         await services.journal.commit()
+        await self.env.ended(self.task, group)
         return group
 
     def _rng(self, *parts: object) -> random.Random:
@@ -142,12 +143,9 @@ class GroupRun:
     async def _roll_out(self, snapshot: Snapshot | None) -> None:
         done = {trajectory.index for trajectory in self.group.trajectories}
         count = await self.env.collect(self.task, self.group.group_id, self.services.group_size)
-        try:
-            async with asyncio.TaskGroup() as rollouts:
-                for index in sorted(set(range(count)) - done):
-                    rollouts.create_task(self._one(index, snapshot), name=f"{self.group.group_id}/{index}")
-        finally:
-            self.env.collected(self.group.group_id)
+        async with asyncio.TaskGroup() as rollouts:
+            for index in sorted(set(range(count)) - done):
+                rollouts.create_task(self._one(index, snapshot), name=f"{self.group.group_id}/{index}")
         self.group.trajectories.sort(key=lambda trajectory: trajectory.index)
 
     async def _one(self, index: int, snapshot: Snapshot | None) -> None:
