@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +19,12 @@ _CONTEXT = {"help_option_names": ["-h", "--help"]}
 @click.group(
     "env",
     context_settings=_CONTEXT,
-    help="""List environments, and prove that their scores mean what they say.
+    help="""Write, list and port environments, and prove that their scores mean what they say.
 
     \b
+      palaestra env new my_words
       palaestra env list
+      palaestra env show NAME
       palaestra env check NAME
       palaestra run NAME --policy oracle
     """,
@@ -53,6 +56,84 @@ def list_environments(as_json: bool) -> None:
         click.echo(f"{each.name:<22} {each.summary}")
     if not found:
         click.echo("no `environments` folder here or above; run a file by its path: palaestra run my_env.py", err=True)
+
+
+@command.command(
+    "new",
+    context_settings=_CONTEXT,
+    help="""Write a new environment: NAME_env.py, one file that runs as it is. It lies in the folder `environments`
+    where there is one here, else here.
+
+    \b
+      palaestra env new my_words
+      palaestra env new my_words --class
+    """,
+)
+@click.option("--class", "as_class", is_flag=True, help="The class form, rather than a function.")
+@click.argument("name")
+def new(as_class: bool, name: str) -> None:
+    from palaestra.envs.catalog import FOLDER
+    from palaestra.envs.scaffold import write_environment
+
+    path = write_environment(name, Path(FOLDER) if Path(FOLDER).is_dir() else Path(), as_class=as_class)
+    click.echo(path)
+    click.echo(f"next: palaestra run {path} --policy oracle; palaestra env check {path}", err=True)
+
+
+@command.command(
+    "show",
+    context_settings=_CONTEXT,
+    help="""Show what an environment is and the settings that are its own.
+
+    \b
+      palaestra env show swe_smith_oracle
+      palaestra env show my_env.py --json
+    """,
+)
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.argument("environment", metavar="ENV")
+def show(as_json: bool, environment: str) -> None:
+    from palaestra.envs.showing import show_environment
+
+    shown = show_environment(environment, Path.cwd())
+    click.echo(json.dumps(shown.to_json(), indent=2) if as_json else shown.to_text())
+
+
+@command.command(
+    "port",
+    context_settings=_CONTEXT,
+    help="""Rewrite the imports of an environment script that was written for another runtime.
+
+    \b
+      palaestra env port their_env.py > my_env.py
+      palaestra env port their_env.py --write
+
+    Without --write the new text goes to standard output. What could not be rewritten is listed, and the exit code is 1.
+    """,
+)
+@click.option("--write", is_flag=True, help="Change the file itself.")
+@click.option("--json", "as_json", is_flag=True, help="What was done, machine-readable, rather than the text.")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.pass_context
+def port(context: click.Context, write: bool, as_json: bool, file: Path) -> None:
+    from palaestra.core.errors import ConfigError
+    from palaestra.envs.porting import port as ported_from
+
+    try:
+        source = file.read_text(encoding="utf-8")
+        ported = ported_from(source, str(file))
+        if write:
+            file.write_text(ported.text, encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be ported: {error}") from None
+    if as_json:
+        click.echo(json.dumps({"names": ported.names, "left": [asdict(left) for left in ported.left]}, indent=2))
+    elif not write:
+        click.echo(ported.text, nl=False)
+    click.echo(f"{file}: {len(ported.names)} names now come from palaestra: {', '.join(ported.names)}", err=True)
+    for left in ported.left:
+        click.echo(f"{file}:{left.line}: {left.what}: {left.advice}", err=True)
+    context.exit(1 if ported.left else 0)
 
 
 @command.command(

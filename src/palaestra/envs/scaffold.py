@@ -1,0 +1,109 @@
+"""A new environment to start from: one file that runs as it is, with an oracle that passes and a no-op that fails."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from palaestra.core.errors import ConfigError
+
+FUNCTION = '''"""{title}: the agent writes the sum of some numbers to a file.
+
+palaestra run {path} --policy oracle
+palaestra env check {path}
+"""
+
+from collections.abc import Iterator
+
+from palaestra import Task, environment
+from palaestra.sandbox.base import Slot
+
+
+@environment(toolsets=["terminal"])
+def {name}(n: int = 10) -> Iterator[Task]:  # parameters become flags: --env.n 20
+    for i in range(1, n + 1):
+        numbers = range(i, 3 * i)
+        yield Task(
+            id=f"{name}-{{i}}",
+            prompt="numbers.txt has one number on each line. Write their sum to answer.txt.",
+            files={{"numbers.txt": "".join(f"{{number}}\\n" for number in numbers)}},
+            solution="python3 -c 'print(sum(map(int, open(\\"numbers.txt\\"))))' > answer.txt",
+            answer=str(sum(numbers)),
+        )
+
+
+@{name}.score
+async def right(task: Task, sandbox: Slot) -> bool:
+    """1.0 where the file holds the answer. `sandbox` is a fresh slot over what the agent left."""
+    return (await sandbox.read_text("answer.txt", missing="")).strip() == task.answer
+'''
+
+CLASS = '''"""{title}: the agent writes the sum of some numbers to a file.
+
+python {path} process --policy oracle
+palaestra env check {path}
+"""
+
+from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
+
+
+class {camel}Env(HermesAgentBaseEnv):
+    name = "{name}"
+
+    @classmethod
+    def config_init(cls):
+        config = HermesAgentEnvConfig(enabled_toolsets=["terminal"], group_size=2, total_steps=10)
+        return config, [APIServerConfig(base_url="http://localhost:8000/v1", model_name="NAME")]
+
+    async def setup(self):
+        self.items = [{{"id": f"{name}-{{i}}", "numbers": list(range(i, 3 * i))}} for i in range(1, 11)]
+        self.drawn = 0
+
+    async def get_next_item(self):
+        self.drawn += 1
+        return self.items[(self.drawn - 1) % len(self.items)]
+
+    def format_prompt(self, item):
+        return "numbers.txt has one number on each line. Write their sum to answer.txt."
+
+    async def prepare_group(self, item, exec_tool):
+        text = "".join(f"{{number}}\\n" for number in item["numbers"])
+        await exec_tool("write_file", {{"path": "numbers.txt", "content": text}})
+
+    def reference_solution(self, item):
+        return "python3 -c 'print(sum(map(int, open(\\"numbers.txt\\"))))' > answer.txt"
+
+    async def compute_reward(self, item, result, ctx):
+        seen = ctx.terminal("cat answer.txt")
+        return float(seen["output"].strip() == str(sum(item["numbers"])))
+
+    async def evaluate(self, *args, **kwargs):
+        done = await self.evaluate_items(self.items, samples=1)
+        await self.evaluate_log({{"mean": sum(each.reward or 0 for each in done) / len(done)}})
+
+
+if __name__ == "__main__":
+    {camel}Env.cli()
+'''
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def write_environment(name: str, folder: Path, *, as_class: bool) -> Path:
+    """Write `<name>_env.py` and say where. Raises `ConfigError` for a name that is none, or that is taken."""
+    name = name.removesuffix(".py").removesuffix("_env")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} cannot name an environment: small letters, digits and _, a letter first")
+    path = folder / f"{name}_env.py"
+    camel = "".join(word.capitalize() for word in name.split("_"))
+    text = (CLASS if as_class else FUNCTION).format(
+        name=name, camel=camel, title=name.replace("_", " ").capitalize(), path=path
+    )
+    try:
+        with path.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} is there already: choose another name, or move it away") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from None
+    return path

@@ -1,0 +1,60 @@
+"""`palaestra env new` writes what runs as it is; `palaestra env show` says what there is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import cli
+
+
+def said(*argv: str) -> int:
+    return run_guarded(lambda: cli.main(list(argv), standalone_mode=False))
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("form", [[], ["--class"]], ids=["function", "class"])
+def test_a_new_environment_proves_itself(
+    form: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said("env", "new", "my_words", *form) == 0
+    assert capsys.readouterr().out == "my_words_env.py\n"
+    assert said("env", "check", "--only", "stale-reward", "--json", "my_words_env.py") == 0
+    proof = json.loads(capsys.readouterr().out)
+    assert proof["proven"]
+    assert {line["policy"]: line["rewards"][0] for line in proof["lines"]} == {
+        "oracle": 1.0, "noop": 0.0, "stale-reward": 0.0,
+    }  # fmt: skip
+
+
+def test_it_lies_among_the_others_and_takes_nobodys_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("environments").mkdir()
+    assert said("env", "new", "words") == 0
+    assert said("env", "list", "--json") == 0
+    (listed,) = json.loads(capsys.readouterr().out.partition("\n")[2])
+    assert (listed["name"], listed["summary"][:6]) == ("words", "Words:")
+    assert said("env", "new", "words_env.py") == 2
+    assert "environments/words_env.py is there already" in capsys.readouterr().err
+    assert said("env", "new", "My-Words") == 2
+
+
+def test_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said("env", "new", "words", "--class") == 0
+    capsys.readouterr()
+    assert said("env", "show", "words_env.py", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["name"], shown["form"]) == ("words", "WordsEnv")
+    assert {setting["name"]: setting["value"] for setting in shown["settings"]} == {
+        "group_size": 2,
+        "total_steps": 10,
+        "enabled_toolsets": ["terminal"],
+    }
+    assert said("env", "show", "nothing.py") == 2
