@@ -1,9 +1,9 @@
 """The view in which a score is computed.
 
 Sealed, by default (invariant R2): every process of the agent is dead, its change is an immutable layer, and the check
-runs in a fresh slot over that layer. An environment may leave parts of the change out of the view, so that pristine
-tests show through. A task that says `grading="live"` is checked in the agent's own slot, for work that is a running
-service.
+runs in a fresh slot over that layer. What would change how the check's own programs start is left out of the view
+(`plants`); an environment may leave out more, so that pristine tests show through. A task that says `grading="live"` is
+checked in the agent's own slot, for work that is a running service.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from palaestra.core.errors import GraderError, TaskError
+from palaestra.rollouts.plants import planted
 from palaestra.rollouts.rollout import Rollout
-from palaestra.sandbox.base import Change, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.base import WORKSPACE, Change, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.binding import SlotTools
 
 SEALED, LIVE = "sealed", "live"
@@ -50,7 +51,8 @@ class Grading:
         return [] if sealed is None else await self.slots.changes(sealed)
 
     async def slot(self, view: View | None = None) -> Slot:
-        """The grading slot. `view` narrows what of the agent's change it shows; only the first call's counts."""
+        """The grading slot. `view` says what of the agent's change it shows, by default all but plants; only the first
+        call's counts."""
         if self.live:
             return await self.rollout.sandbox()
         if self._slot is None:
@@ -63,6 +65,8 @@ class Grading:
         if sealed is None:
             return self.rollout.snapshot
         if view is None:
+            view = View(without=planted(await self.changes(), WORKSPACE))
+        if view == View():
             return sealed
         narrowed = await self.slots.view(sealed, view)
         self._made.append(narrowed)

@@ -57,8 +57,9 @@ def test_the_bank_is_large_and_its_cheats_are_told_apart() -> None:
 
 
 @pytest.mark.timeout(200)
-def test_the_smallest_environment_holds() -> None:
-    proof = check_environment(str(ROOT / "environments/count_lines_env.py"), ["--env.n", "2"], tasks=2, quiet=True)
+@pytest.mark.parametrize(("name", "settings"), [("count_lines", ["--env.n", "2"]), ("terminal_test", [])])
+def test_a_small_environment_holds(name: str, settings: list[str]) -> None:
+    proof = check_environment(str(ROOT / f"environments/{name}_env.py"), settings, tasks=2, quiet=True)
     assert proof.proven
     assert proof.holds, [line for line in proof.lines if not line.ok]
     assert len(proof.lines) == len(BANK) + 2
