@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from toy import NoSlots
 
-from palaestra.core.errors import PrepareError
+from palaestra.core.errors import PrepareError, SandboxError
 from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.foundations import Foundations
-from palaestra.sandbox.base import Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.base import Change, Slot, SlotSpec, Snapshot, View
 
 
 def snapshot(name: str) -> Snapshot:
@@ -44,6 +44,33 @@ def test_many_ask_and_one_lays() -> None:
         return laid, source.forgotten
 
     assert asyncio.run(main()) == (1, ["base"])
+
+
+def test_one_that_its_backend_lost_is_laid_anew() -> None:
+    class Losing(Forgetful):
+        lost: tuple[str, ...] = ()
+
+        async def changes(self, snapshot: Snapshot) -> list[Change]:
+            if snapshot.snapshot_id in self.lost:
+                raise SandboxError("the layer is no longer there")
+            return []
+
+    async def main() -> list[str]:
+        source = Losing()
+        foundations, names = Foundations(AdmittedSlots(source, 1)), iter("abc")
+
+        async def lay() -> Snapshot:
+            return snapshot(next(names))
+
+        seen = [(await foundations.get("key", lay)).snapshot_id]
+        await foundations.drop_lost("key")
+        seen.append((await foundations.get("key", lay)).snapshot_id)
+        source.lost = ("a",)
+        await foundations.drop_lost("key")
+        await foundations.drop_lost("another")
+        return [*seen, (await foundations.get("key", lay)).snapshot_id]
+
+    assert asyncio.run(main()) == ["a", "a", "b"]
 
 
 def test_a_failure_is_everybodys_and_is_not_tried_again() -> None:

@@ -54,6 +54,14 @@ class AdmittedSlots:
     async def changes(self, snapshot: Snapshot) -> list[Change]:
         return await self._pool.changes(snapshot)
 
+    async def holds(self, snapshot: Snapshot) -> bool:
+        """Whether the snapshot is still there: a backend that died has lost it."""
+        try:
+            await self._pool.changes(snapshot)
+        except SandboxError:
+            return False
+        return True
+
     async def forget(self, snapshot: Snapshot) -> None:
         """Drop a snapshot that nobody needs any more. A backend that died has dropped it already."""
         try:

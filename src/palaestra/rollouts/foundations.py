@@ -2,7 +2,7 @@
 
 An environment names a foundation by a key. The first group that needs it lays it in a slot of its own; the others
 wait for that, and all prepare their workspace on top of the same snapshot. One that could not be laid fails every
-task that stands on it, with the same error, and is not tried again.
+task that stands on it, with the same error, and is not tried again; one that was lost later is laid anew.
 """
 
 from __future__ import annotations
@@ -50,9 +50,23 @@ class Foundations:
         future.set_result(snapshot)
         return snapshot
 
+    async def drop_lost(self, key: str) -> None:
+        """Let go of a foundation that its backend has lost: whoever asks for the key next lays it anew."""
+        future = self._laid.get(key)
+        snapshot = _result(future)
+        if snapshot is not None and not await self._slots.holds(snapshot) and self._laid.get(key) is future:
+            del self._laid[key]
+
     async def aclose(self) -> None:
         """Forget every foundation. The groups that stood on them have ended."""
         for future in self._laid.values():
-            if future.done() and not future.cancelled() and future.exception() is None:
-                await self._slots.forget(future.result())
+            if (snapshot := _result(future)) is not None:
+                await self._slots.forget(snapshot)
         self._laid.clear()
+
+
+def _result(future: asyncio.Future[Snapshot] | None) -> Snapshot | None:
+    """What was laid; None where it is not there, or not yet."""
+    if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+        return None
+    return future.result()

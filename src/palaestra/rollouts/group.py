@@ -1,11 +1,13 @@
 """One group: prepare the task's workspace once, then let `group_size` rollouts start from forks of it.
 
 A preparation that fails ends the group with an error and no trajectory: nothing was rolled out, so nothing is scored.
+A prepared workspace that is lost with its backend is prepared again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from palaestra.agent.result import Turn
-from palaestra.core.errors import InfraError, PrepareError, TaskError
+from palaestra.core.errors import InfraError, PrepareError, SandboxError, TaskError
 from palaestra.core.types import Blame, Message, Task
 from palaestra.inference.base import Engine, SessionContext
 from palaestra.rollouts.admission import AdmittedSlots
@@ -26,6 +28,8 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.trajectory import Group, Trajectory
 from palaestra.sandbox.base import Slot, Snapshot
 from palaestra.tools.registry import schema_hash
+
+logger = logging.getLogger(__name__)
 
 RETRIED = frozenset({Blame.SANDBOX, Blame.GRADER})
 """Whose failures are worth a fresh attempt. The engine's client has already retried its own."""
@@ -58,25 +62,26 @@ class GroupRun:
         self.task = task
         self.group = Group(group_id=f"{number:06d}-{task.id}", number=number, task_id=task.id)
         self._kit: Kit | None = None
+        self._snapshot: Snapshot | None = None
+        self._preparing = asyncio.Lock()
 
     async def run(self) -> Group:
         """The finished group, already in the journal. Raises only on cancellation and on our own bugs."""
         services, group = self.services, self.group
         services.observer.group_started(group.number, group.task_id)
-        snapshot: Snapshot | None = None
         try:
             self.task = await blaming(PrepareError, self.env.resolve(self.task), f"resolving task {self.task.id}")
             self._kit = self._resolve_tools()
-            snapshot = await self._prepare()
+            self._snapshot = await self._prepare()
             services.journal.append(GroupStarted(at=time.time(), group=group))
             self._take_over()
-            await self._roll_out(snapshot)
+            await self._roll_out()
         except (InfraError, TaskError) as error:
             group.error = f"{type(error).__name__}: {error}"
             services.journal.append(GroupStarted(at=time.time(), group=group))
         finally:
-            if snapshot is not None:
-                await asyncio.shield(services.slots.forget(snapshot))
+            if self._snapshot is not None:
+                await asyncio.shield(services.slots.forget(self._snapshot))
         services.journal.append(
             GroupEnded(at=time.time(), group_id=group.group_id, number=group.number, error=group.error)
         )
@@ -96,7 +101,18 @@ class GroupRun:
         return kit
 
     async def _prepare(self) -> Snapshot | None:
-        """The group's own snapshot, over the foundation it shares; None when the bare image will do."""
+        """The group's own snapshot; None when the bare image will do. Where the backend dies under it, it is tried
+        again, as often as a rollout is."""
+        for _ in range(self.services.infra_retries):
+            try:
+                return await self._prepare_once()
+            except SandboxError as error:
+                logger.warning("preparing task %s is tried again: %s", self.task.id, error)
+                if (key := self.env.foundation(self.task)) is not None:
+                    await self.services.foundations.drop_lost(key)
+        return await self._prepare_once()
+
+    async def _prepare_once(self) -> Snapshot | None:
         key = self.env.foundation(self.task)
         foundation = None
         if key is not None:
@@ -105,6 +121,19 @@ class GroupRun:
         if foundation is None and not self.env.prepares(self.task):
             return None
         return await self._in_slot(self._fill, foundation, f"preparing task {self.task.id}")
+
+    async def _restore(self) -> None:
+        """Before another attempt: prepare the workspace again, where the snapshot of it is lost. Once for all rollouts.
+
+        What cannot be prepared any more is left to the attempt to find out and record.
+        """
+        async with self._preparing:
+            if self._snapshot is None or await self.services.slots.holds(self._snapshot):
+                return
+            try:
+                self._snapshot = await self._prepare()
+            except (InfraError, TaskError) as error:
+                logger.warning("the lost workspace of task %s cannot be prepared again: %s", self.task.id, error)
 
     async def _in_slot(
         self, work: Callable[[Task, Slot], Awaitable[None]], base: Snapshot | None, doing: str
@@ -140,18 +169,18 @@ class GroupRun:
             self.services.journal.append(RolloutEnded(at=time.time(), trajectory=trajectory))
             self.services.observer.rollout_finished(trajectory)
 
-    async def _roll_out(self, snapshot: Snapshot | None) -> None:
+    async def _roll_out(self) -> None:
         done = {trajectory.index for trajectory in self.group.trajectories}
         count = await self.env.collect(self.task, self.group.group_id, self.services.group_size)
         async with asyncio.TaskGroup() as rollouts:
             for index in sorted(set(range(count)) - done):
-                rollouts.create_task(self._one(index, snapshot), name=f"{self.group.group_id}/{index}")
+                rollouts.create_task(self._one(index), name=f"{self.group.group_id}/{index}")
         self.group.trajectories.sort(key=lambda trajectory: trajectory.index)
 
-    async def _one(self, index: int, snapshot: Snapshot | None) -> None:
+    async def _one(self, index: int) -> None:
         journal = self.services.journal
         for remaining in range(self.services.infra_retries, -1, -1):
-            attempt = Attempt(self.env, self._rollout(index, snapshot))
+            attempt = Attempt(self.env, self._rollout(index, self._snapshot))
             try:
                 await attempt.run()
             finally:
@@ -161,6 +190,7 @@ class GroupRun:
                 journal.append(event(at=time.time(), trajectory=trajectory))
             if kept:
                 break
+            await self._restore()
         self.group.trajectories.append(trajectory)
         await journal.commit()
         self.services.observer.rollout_finished(trajectory)
