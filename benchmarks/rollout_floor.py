@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import _measure as measure
 import aiohttp
+from _instant_server import chat_reply, serve
 
 if TYPE_CHECKING:  # the bare case must not pay for importing any of it
     from palaestra.inference.base import ChatCompletion, ChatServer
@@ -50,52 +51,13 @@ OneRollout = Callable[[], Awaitable[int]]
 def completion(turn: int) -> bytes:
     """What the server answers in a turn from 0: a tool call, and a plain answer in the last."""
     if turn < TURNS - 1:
-        function = {"name": "add", "arguments": '{"a": 1, "b": 2}'}
-        calls = [{"id": f"call_{turn}", "type": "function", "function": function}]
-        choice = {"message": {"role": "assistant", "content": None, "tool_calls": calls}, "finish_reason": "tool_calls"}
-    else:
-        choice = {"message": {"role": "assistant", "content": "The answer is 3."}, "finish_reason": "stop"}
-    usage = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}
-    return json.dumps({"id": "c", "model": "m", "choices": [{"index": 0, **choice}], "usage": usage}).encode()
+        return chat_reply(None, [("add", {"a": 1, "b": 2})], turn)
+    return chat_reply("The answer is 3.")
 
 
 def tool_reply(a: int, b: int) -> str:
     """What the tool gives: its sum and some padding, 200 bytes in all."""
     return json.dumps({"result": a + b, "pad": "y" * 176})
-
-
-class InstantServer(asyncio.Protocol):
-    """Enough HTTP to answer POST requests with a Content-Length at once. The turn is read from the conversation."""
-
-    _REPLIES = tuple(completion(turn) for turn in range(TURNS))
-
-    def __init__(self) -> None:
-        self._buffer = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        while (head_end := self._buffer.find(b"\r\n\r\n")) >= 0:
-            length_at = self._buffer[:head_end].lower().find(b"content-length:") + len(b"content-length:")
-            end = head_end + 4 + int(self._buffer[length_at:head_end].split(b"\r\n", 1)[0])
-            if len(self._buffer) < end:
-                return
-            body, self._buffer = self._buffer[head_end + 4 : end], self._buffer[end:]
-            reply = self._REPLIES[min(body.count(b'"assistant"'), TURNS - 1)]
-            head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(reply)
-            self._transport.write(head + reply)
-
-
-async def serve() -> None:
-    """Say where it listens, and answer until standard input ends."""
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(InstantServer, "127.0.0.1", 0, backlog=2048)
-    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
-    await loop.run_in_executor(None, sys.stdin.read)
-    server.close()
 
 
 async def bare(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
@@ -238,7 +200,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        asyncio.run(serve())
+        asyncio.run(serve([completion(turn) for turn in range(TURNS)]))
     elif sys.argv[1:2] == ["--sample"]:
         name, url, concurrency, rollouts = sys.argv[2:]
         print(json.dumps(asyncio.run(sample(name, url, int(concurrency), int(rollouts)))))

@@ -1,0 +1,83 @@
+"""A model server that answers at once, for benchmarks: what is left is the cost of whoever asks.
+
+`serve(conversation)` speaks chat completions and SGLang's `/generate`; which reply comes is read from the request, by
+how many replies it holds already. It imports nothing of Palaestra, so that peers can be asked the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+Conversation = Sequence[bytes]
+"""The replies in order, each a whole body. The last one goes on for ever."""
+
+
+def chat_reply(content: str | None, calls: Sequence[tuple[str, dict[str, object]]] = (), turn: int = 0) -> bytes:
+    """A chat completion that says something, or asks for tools by name and arguments."""
+    message: dict[str, object] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{turn}_{number}",
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps(arguments)},
+            }
+            for number, (name, arguments) in enumerate(calls)
+        ]
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else "stop"}
+    usage = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}
+    return json.dumps(
+        {"id": "c", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}
+    ).encode()
+
+
+def token_reply(ids: Sequence[int]) -> bytes:
+    """What SGLang's `/generate` answers: these ids, each with a log-probability."""
+    info = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.1, number, None] for number in ids]}
+    return json.dumps({"text": "", "meta_info": info}).encode()
+
+
+class InstantServer(asyncio.Protocol):
+    """Enough HTTP to answer requests with a Content-Length at once."""
+
+    def __init__(self, chat: Conversation, tokens: Conversation, turns: Callable[[bytes], int]) -> None:
+        self._chat, self._tokens, self._turns = chat, tokens, turns
+        self._buffer = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while (head_end := self._buffer.find(b"\r\n\r\n")) >= 0:
+            head = self._buffer[:head_end].lower()
+            length_at = head.find(b"content-length:")
+            length = int(head[length_at + 15 :].split(b"\r\n", 1)[0]) if length_at >= 0 else 0
+            end = head_end + 4 + length
+            if len(self._buffer) < end:
+                return
+            body, path = self._buffer[head_end + 4 : end], head.split(b" ", 2)[1]
+            self._buffer = self._buffer[end:]
+            reply = self._reply(path, body)
+            start = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(reply)
+            self._transport.write(start + reply)
+
+    def _reply(self, path: bytes, body: bytes) -> bytes:
+        if path.endswith(b"/generate"):
+            return self._tokens[min(self._turns(body), len(self._tokens) - 1)]
+        if path.endswith(b"/chat/completions"):
+            return self._chat[min(body.count(b'"assistant"'), len(self._chat) - 1)]
+        return b'{"object": "list", "data": [{"id": "m", "object": "model"}]}'
+
+
+async def serve(chat: Conversation, tokens: Conversation = (), turns: Callable[[bytes], int] = lambda body: 0) -> None:
+    """Say where it listens, and answer until standard input ends. `turns` counts the replies in a body of ids."""
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: InstantServer(chat, tokens, turns), "127.0.0.1", 0, backlog=2048)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await loop.run_in_executor(None, sys.stdin.read)
+    server.close()

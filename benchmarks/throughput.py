@@ -1,0 +1,196 @@
+"""Whole rollouts per second beside peers that isolate nothing: python benchmarks/throughput.py [--quick] [--json FILE]
+
+A rollout has five turns with a shell command each, a last turn that only answers, and a sixth command that scores it;
+the model server answers at once, in a process of its own. At 1, 16 and 64 rollouts at a time:
+
+- `commands`: the six commands as plain subprocesses in a directory of their own, and nothing else: the floor.
+- `palaestra`: a run as users have it: the workspace forked from a prepared one, an isolated slot with all limits, every
+  call validated, the work sealed, scored in a fresh slot, all of it in the journal on disk.
+- `palaestra, exact`: the same against a server that continues token ids, with the ledger of exact tokens.
+- `--atropos PYTHON`, `--verifiers PYTHON`: interpreters that have atroposlib 0.4.0 and verifiers 0.1.14, whose newest
+  in-process tool environment that is; they run the same commands as plain subprocesses (`_throughput_peers`).
+
+Target: at 16 and at 64, both of ours are at least as fast as either peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import _measure as measure
+from _instant_server import chat_reply, serve, token_reply
+from _throughput_peers import CHECK, PROMPT, shell
+
+COMMANDS = ("seq 200 > a.txt", "wc -l < a.txt", "sort -rn a.txt | head -3", "grep -c 7 a.txt", "echo done > answer.txt")
+SIZES = {1: 32, 16: 128, 64: 256}
+QUICK = {1: 8, 16: 32, 64: 64}
+COMPARED_AT = (16, 64)
+OURS = ("palaestra", "palaestra, exact")
+PEERS = {"atropos": "atroposlib 0.4.0", "verifiers": "verifiers 0.1.14"}
+
+
+async def commands(url: str, concurrency: int, rollouts: int) -> float:
+    """The six commands of each rollout, in a directory of its own."""
+    left = iter(range(rollouts))
+
+    async def worker() -> None:
+        for _ in left:
+            with tempfile.TemporaryDirectory() as folder:
+                for command in COMMANDS:
+                    await shell(command, folder)
+                assert (await shell(CHECK, folder)).strip() == "done"
+
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(worker())
+    return rollouts / (time.perf_counter() - started)
+
+
+async def palaestra(url: str, concurrency: int, rollouts: int, *, exact: bool = False) -> float:
+    """A run of groups of one, from its first task to its last line on disk."""
+    from palaestra import Task, environment
+    from palaestra.inference.config import APIServerConfig
+    from palaestra.inference.servers import ServerGroup
+    from palaestra.rollouts.admission import AdmittedSlots
+    from palaestra.rollouts.foundations import Foundations
+    from palaestra.rollouts.group import Services
+    from palaestra.rollouts.journal import Journal
+    from palaestra.rollouts.progress import NullObserver
+    from palaestra.rollouts.runner import Runner
+    from palaestra.sandbox.backends.local import LocalBackend
+    from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+
+    @environment(toolsets=["terminal"])
+    async def steps():  # annotations would be looked up in the module
+        for number in range(rollouts):
+            yield Task(id=f"t{number}", prompt=PROMPT, files={"task.txt": "five steps\n"})
+
+    @steps.score
+    async def right(sandbox):
+        return (await sandbox.execute(CHECK)).output.strip() == "done"
+
+    with tempfile.TemporaryDirectory() as folder:
+        kind = {"server_type": "sglang", "tokenizer_name": _tokenizer(folder)} if exact else {}
+        engine = ServerGroup(APIServerConfig(base_url=url, model_name="m", health_check=False, **kind))
+        await engine.start()
+        async with SlotPool(SlotPoolConfig(), LocalBackend()) as pool:
+            slots = AdmittedSlots(pool, pool.total_slots)
+            foundations, journal = Foundations(slots), Journal(Path(folder, "journal.jsonl"))
+            services = Services(
+                engine=engine, slots=slots, journal=journal, observer=NullObserver(), foundations=foundations
+            )
+            started = time.perf_counter()
+            totals = await Runner(steps.build(steps.config_type()()), services, concurrency=concurrency).run()
+            took = time.perf_counter() - started
+            await foundations.aclose()
+            journal.close()
+        await engine.aclose()
+    assert (totals.scored, totals.mean_reward) == (rollouts, 1.0), totals.errors
+    return rollouts / took
+
+
+def _tokenizer(folder: str) -> str:
+    from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
+
+    path = Path(folder, "tokenizer")
+    path.mkdir()
+    save_tokenizer(train_tokenizer(), path)
+    return str(path)
+
+
+async def model_server() -> None:
+    """The six replies, as chat completions and as tokens of the tiny model's tokenizer."""
+    from palaestra.inference.tokens import load_tokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = load_tokenizer(_tokenizer(folder))
+    calls = [{"name": "terminal", "arguments": {"command": command}} for command in COMMANDS]
+    texts = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls] + ["All done."]
+    (turn_end,) = tokenizer.stop_ids[:1]
+    tokens = [token_reply([*tokenizer.encode(text), turn_end]) for text in texts]
+    chat = [chat_reply(None, [("terminal", call["arguments"])], turn) for turn, call in enumerate(calls)]
+    opening = re.compile(rb"\b%d\b" % tokenizer.encode("<|im_start|>")[0])
+    at_first: list[int] = []
+
+    def turns(body: bytes) -> int:
+        """Each turn adds the beginnings of two messages to the prompt: a result, and the next reply."""
+        count = len(opening.findall(body))
+        at_first[:] = [min(count, *at_first)] if at_first else [count]
+        return (count - at_first[0]) // 2
+
+    await serve([*chat, chat_reply("All done.")], tokens, turns)
+
+
+def peer(interpreter: str, name: str, url: str, concurrency: int, rollouts: int) -> measure.Sample:
+    """One sample of a peer, in its own virtual environment."""
+    script = str(Path(__file__).with_name("_throughput_peers.py"))
+    command = [interpreter, script, name, url, str(concurrency), str(rollouts)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{PEERS[name]} failed:\n{done.stderr[-3000:]}")
+    sample: measure.Sample = json.loads(done.stdout.splitlines()[-1])
+    return sample
+
+
+def rows(found: Mapping[str, Mapping[str, float]], peers: Mapping[str, str]) -> list[measure.Row]:
+    """The table; a rate of ours is judged beside the fastest peer."""
+    table = []
+    for key, numbers in found.items():
+        case, _, concurrency = key.rpartition(" at ")
+        rate, floor = numbers["per_s"], found[f"commands at {concurrency}"]["per_s"]
+        row = measure.Row(key, rate, "rollouts/s", rate / floor)
+        if case in OURS and int(concurrency) in COMPARED_AT and peers:
+            fastest = max(found[f"{PEERS[name]} at {concurrency}"]["per_s"] for name in peers)
+            row = measure.judged(row, fastest, rate >= fastest)
+        table.append(row)
+    return table
+
+
+def main() -> int:
+    """Measure all cases in turns and print the table."""
+    parser = measure.options_parser(__doc__)
+    for name, what in PEERS.items():
+        parser.add_argument(f"--{name}", metavar="PYTHON", help=f"an interpreter that has {what}")
+    options = parser.parse_args()
+    rounds = options.rounds or (1 if options.quick else 5)
+    peers = {name: getattr(options, name) for name in PEERS if getattr(options, name)}
+    with measure.serving(__file__, "--serve") as url:
+        cases = {}
+        for concurrency, rollouts in (QUICK if options.quick else SIZES).items():
+            sizes = (str(concurrency), str(rollouts))
+            for case in ("commands", *OURS):
+                cases[f"{case} at {concurrency}"] = lambda case=case, sizes=sizes: measure.fresh_process(
+                    __file__, "--sample", case, url, *sizes
+                )
+            for name, interpreter in peers.items():
+                cases[f"{PEERS[name]} at {concurrency}"] = lambda name=name, interpreter=interpreter, sizes=sizes: peer(
+                    interpreter, name, url, int(sizes[0]), int(sizes[1])
+                )
+        found = measure.interleaved(cases, rounds)
+    for name in PEERS.keys() - peers.keys():
+        print(f"absent: {PEERS[name]}: give --{name} PYTHON", file=sys.stderr)
+    title = f"Whole rollouts, instant server, median of {rounds}; ratios are to the bare commands"
+    return measure.report(title, rows(found, peers), options.json)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        asyncio.run(model_server())
+    elif sys.argv[1:2] == ["--sample"]:
+        chosen, address, at_once, total = sys.argv[2:]
+        run = commands(address, int(at_once), int(total))
+        if chosen in OURS:
+            run.close()
+            run = palaestra(address, int(at_once), int(total), exact=chosen != OURS[0])
+        print(json.dumps({"per_s": asyncio.run(run)}))
+    else:
+        sys.exit(main())
