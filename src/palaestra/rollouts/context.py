@@ -8,13 +8,16 @@ view of the rollout, so nothing a reward function does can be answered by a proc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from palaestra.core.bridge import wait_for_sync
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
+from palaestra.sandbox.transfer import Transferred, download_dir, upload_dir
 from palaestra.tools.binding import SlotTools
 
 T = TypeVar("T")
@@ -72,6 +75,63 @@ class ToolContext:
             return {"error": str(error), "path": path}
         return {"bytes_written": len(data), "path": path}
 
+    def upload_file(self, local_path: str | Path, remote_path: str) -> dict[str, JSON]:
+        """Copy a file of this machine into the workspace, any size and content: `{"success", "bytes"}`, or
+        `{"success", "error"}`."""
+        return self._wait(self.upload_file_async(local_path, remote_path), "upload_file_async")
+
+    async def upload_file_async(self, local_path: str | Path, remote_path: str) -> dict[str, JSON]:
+        """`upload_file`, to be awaited."""
+        return await _told((await self._slot()).upload(Path(local_path), remote_path))
+
+    def upload_dir(self, local_dir: str | Path, remote_dir: str) -> dict[str, JSON]:
+        """Copy a directory of this machine: `{"success", "bytes", "files", "left_out"}`, or `{"success", "error"}`."""
+        return self._wait(self.upload_dir_async(local_dir, remote_dir), "upload_dir_async")
+
+    async def upload_dir_async(self, local_dir: str | Path, remote_dir: str) -> dict[str, JSON]:
+        """`upload_dir`, to be awaited."""
+        return await _told(upload_dir(await self._slot(), Path(local_dir), remote_dir))
+
+    def download_file(self, remote_path: str, local_path: str | Path) -> dict[str, JSON]:
+        """Copy a file of the workspace to this machine, any size and content; replies as `upload_file` does."""
+        return self._wait(self.download_file_async(remote_path, local_path), "download_file_async")
+
+    async def download_file_async(self, remote_path: str, local_path: str | Path) -> dict[str, JSON]:
+        """`download_file`, to be awaited."""
+        return await _told((await self._slot()).download(remote_path, Path(local_path)))
+
+    def download_dir(self, remote_dir: str, local_dir: str | Path) -> dict[str, JSON]:
+        """Copy a directory of the workspace to this machine; replies as `upload_dir` does."""
+        return self._wait(self.download_dir_async(remote_dir, local_dir), "download_dir_async")
+
+    async def download_dir_async(self, remote_dir: str, local_dir: str | Path) -> dict[str, JSON]:
+        """`download_dir`, to be awaited."""
+        return await _told(download_dir(await self._slot(), remote_dir, Path(local_dir)))
+
+    def search(self, query: str, path: str = ".") -> dict[str, JSON]:
+        """Search file contents with the tool `search_files`: its reply, or `{"error"}` where the group lacks it."""
+        return self._wait(self.search_async(query, path), "search_async")
+
+    async def search_async(self, query: str, path: str = ".") -> dict[str, JSON]:
+        """`search`, to be awaited."""
+        return _object(await self.call_tool_async("search_files", {"pattern": query, "path": path}))
+
+    def web_search(self, query: str) -> dict[str, JSON]:
+        """Ask the tool `web_search`: its reply, or `{"error"}` where the group lacks it."""
+        return _object(self.call_tool("web_search", {"query": query}))
+
+    def web_extract(self, urls: Sequence[str]) -> dict[str, JSON]:
+        """Ask the tool `web_extract`: its reply, or `{"error"}` where the group lacks it."""
+        return _object(self.call_tool("web_extract", {"urls": list(urls)}))
+
+    def browser_navigate(self, url: str) -> dict[str, JSON]:
+        """Ask the tool `browser_navigate`: its reply, or `{"error"}` where the group lacks it."""
+        return _object(self.call_tool("browser_navigate", {"url": url}))
+
+    def browser_snapshot(self) -> dict[str, JSON]:
+        """Ask the tool `browser_snapshot`: its reply, or `{"error"}` where the group lacks it."""
+        return _object(self.call_tool("browser_snapshot", {}))
+
     def call_tool(self, tool_name: str, arguments: Mapping[str, JSON]) -> str:
         """Call any tool of the group by name; the reply is the JSON text that a model would get."""
         return self._wait(self.call_tool_async(tool_name, arguments), "call_tool_async")
@@ -85,3 +145,25 @@ class ToolContext:
 
     def _wait(self, call: Coroutine[object, object, T], twin: str) -> T:
         return wait_for_sync(call, loop=self._loop, twin=f"ToolContext.{twin}")
+
+
+async def _told(transfer: Awaitable[int | Transferred]) -> dict[str, JSON]:
+    """What came of a transfer, as the contract tells it."""
+    try:
+        done = await transfer
+    except InfraError:
+        raise
+    except (OSError, ValueError) as error:
+        return {"success": False, "error": str(error)}
+    if isinstance(done, int):
+        return {"success": True, "bytes": done}
+    return {"success": True, "bytes": done.size, "files": done.files, "left_out": done.left_out}
+
+
+def _object(reply: str) -> dict[str, JSON]:
+    """A tool's reply, which is a JSON object; another text stands under `output`."""
+    try:
+        value = json.loads(reply)
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"output": reply}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from pathlib import Path
 from typing import Protocol, overload
 
 from palaestra.core.types import JSON, AllowList, Limits, Network
@@ -80,13 +81,17 @@ class ExecutionResult:
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """One directory entry. `kind` is file, dir, symlink or other; `size` in bytes; `mode` the permission bits."""
+    """One directory entry. `kind` is file, dir, symlink or other; `size` in bytes; `mode` the permission bits.
+
+    `target` is where a symlink leads, as it is written in it.
+    """
 
     path: str
     kind: str
     size: int
     mode: int
     mtime: float
+    target: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +349,25 @@ class Slot(Protocol):
 
     async def stat(self, path: str) -> FileInfo | None:
         """None when nothing is there. Symlinks are not followed."""
+        ...
+
+    async def make_dir(self, path: str) -> None:
+        """A directory with its parents. One that is there already is fine."""
+        ...
+
+    async def make_link(self, path: str, target: str) -> None:
+        """A symlink, in place of a file or symlink that is there. Its target need not be."""
+        ...
+
+    async def upload(self, local: Path, path: str) -> int:
+        """Write a file of this machine, of any size, with its permission bits: the bytes of it. Atomic, as writing is.
+
+        For whole directories: `transfer.upload_dir`.
+        """
+        ...
+
+    async def download(self, path: str, local: Path) -> int:
+        """Write a file of the slot, of any size, to one of this machine, which appears whole: the bytes of it."""
         ...
 
     async def remove(self, path: str) -> None:

@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -27,8 +27,9 @@ from palaestra.sandbox.slotd.frames import CHUNK, RECEIVE_BYTES, WINDOW, Decoder
 
 _SLOTD = Path(__file__).parent / "slotd"
 _CLOSE_PATIENCE_S = 15.0
+_READ_AHEAD_BYTES = 4 << 20
 
-OnData = Callable[[bytes], None]
+OnData = Callable[[bytes], object]
 OnLost = Callable[[str, int], None]
 
 
@@ -207,15 +208,23 @@ class SlotServer(asyncio.BufferedProtocol):
         """Write a file. What is more than one piece follows the request, at the pace at which the server takes it."""
         if len(data) <= CHUNK:
             await self.call("write", {**fields, "whole": True}, data)
-            return
+        else:
+            await self._upload(fields, _pieces_of(data))
+
+    async def upload_file(self, fields: dict[str, JSON], file: IO[bytes]) -> int:
+        """The same with what a file of this machine holds, of which little is in memory at a time: its bytes."""
+        await self._upload(fields, _pieces_from(file))
+        return file.tell()
+
+    async def _upload(self, fields: dict[str, JSON], pieces: AsyncIterator[bytes]) -> None:
         number, call = self._open(None)
         try:
             self._send(Kind.REQUEST, number, {"op": "write", **fields, "whole": False})
-            for start in range(0, len(data), CHUNK):
+            async for piece in pieces:
                 await self._writable.wait()
                 if call.answered:
                     break
-                self._send(Kind.DATA, number, None, data[start : start + CHUNK])
+                self._send(Kind.DATA, number, None, piece)
             self._send(Kind.END, number)
             await self._answer(number, call)
         except asyncio.CancelledError:
@@ -309,6 +318,18 @@ class SlotServer(asyncio.BufferedProtocol):
         size = os.fstat(self._log.fileno()).st_size
         text = os.pread(self._log.fileno(), 4000, max(0, size - 4000)).decode(errors="replace").strip()
         return f": {text}" if text else ""
+
+
+async def _pieces_of(data: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), CHUNK):
+        yield data[start : start + CHUNK]
+
+
+async def _pieces_from(file: IO[bytes]) -> AsyncIterator[bytes]:
+    """Read in a thread, many pieces at a time: the disk may be slow, and a thread per piece would be."""
+    while data := await asyncio.to_thread(file.read, _READ_AHEAD_BYTES):
+        for start in range(0, len(data), CHUNK):
+            yield data[start : start + CHUNK]
 
 
 async def _settle(future: asyncio.Future[JSON], patience_s: float | None = None) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import secrets
+import stat
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import overload
 
 from palaestra.core.types import JSON, AllowList
@@ -181,6 +187,30 @@ class LocalSlot:
         reply = await self.server.call("stat", {**self.lease(), "path": path})
         entry = reply.fields["entry"]
         return None if entry is None else FileInfo(**entry)
+
+    async def make_dir(self, path: str) -> None:
+        await self.server.call("mkdir", {**self.lease(), "path": path})
+
+    async def make_link(self, path: str, target: str) -> None:
+        await self.server.call("link", {**self.lease(), "path": path, "target": target})
+
+    async def upload(self, local: Path, path: str) -> int:
+        with await asyncio.to_thread(local.open, "rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            return await self.server.upload_file({**self.lease(), "path": path, "mode": mode}, file)
+
+    async def download(self, path: str, local: Path) -> int:
+        part = local.with_name(f".{local.name[:200]}.{secrets.token_hex(4)}")
+        fields = {**self.lease(), "path": path, "offset": 0, "max_bytes": sys.maxsize}
+        try:
+            with await asyncio.to_thread(part.open, "xb") as file:
+                last = await self.server.call("read", fields, on_data=file.write)
+                file.write(last.data)
+                size = file.tell()
+            part.rename(local)
+        finally:
+            part.unlink(missing_ok=True)
+        return size
 
     async def remove(self, path: str) -> None:
         """Remove a file or a whole directory. Nothing there is not an error."""

@@ -10,6 +10,7 @@ over it, with the owner and mode of the old one.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import posixpath
@@ -137,6 +138,26 @@ def create(root: int, path: str, owner: int) -> int:
     return fd
 
 
+def make_directory(root: int, path: str, owner: int) -> None:
+    """A directory, made with its parents. One that is there already is fine."""
+    os.close(_make_folders(root, absolute(path), owner))
+
+
+def make_link(root: int, path: str, target: str, owner: int) -> None:
+    """A symbolic link, made with its parents, in place of a file or link that is there. It may lead anywhere."""
+    folder, name = posixpath.split(_plain(absolute(path)))
+    parent = _make_folders(root, folder, owner)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=parent)
+        os.symlink(target, name, dir_fd=parent)
+        os.chown(name, owner, owner, dir_fd=parent, follow_symlinks=False)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
+    finally:
+        os.close(parent)
+
+
 def describe(root: int, path: str) -> dict[str, Any] | None:
     """The entry at a path, links not followed; None when there is nothing."""
     path = absolute(path)
@@ -145,7 +166,7 @@ def describe(root: int, path: str) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        return _entry(_plain(path), os.fstat(fd))
+        return _entry(_plain(path), os.fstat(fd), fd, "")
     finally:
         os.close(fd)
 
@@ -161,7 +182,7 @@ def list_directory(root: int, path: str) -> list[dict[str, Any]]:
             for entry in entries:
                 if len(found) == MAX_ENTRIES:
                     raise OSError(errno.EFBIG, f"more than {MAX_ENTRIES} entries", path)
-                found.append(_entry(_plain(f"{path}/{entry.name}"), entry.stat(follow_symlinks=False)))
+                found.append(_entry(_plain(f"{path}/{entry.name}"), entry.stat(follow_symlinks=False), fd, entry.name))
     finally:
         os.close(fd)
     return sorted(found, key=lambda entry: str(entry["path"]))
@@ -283,6 +304,14 @@ def _plain(path: str) -> str:
     return posixpath.normpath(f"/{path.lstrip('/')}")
 
 
-def _entry(path: str, status: os.stat_result) -> dict[str, Any]:
+def _entry(path: str, status: os.stat_result, folder: int, name: str) -> dict[str, Any]:
     kind, mode = kind_of(status.st_mode), stat.S_IMODE(status.st_mode)
-    return {"path": path, "kind": kind, "size": status.st_size, "mode": mode, "mtime": status.st_mtime}
+    target = os.readlink(name, dir_fd=folder) if kind == "symlink" else ""
+    return {
+        "path": path,
+        "kind": kind,
+        "size": status.st_size,
+        "mode": mode,
+        "mtime": status.st_mtime,
+        "target": target,
+    }

@@ -60,7 +60,8 @@ class Server:
         self._epochs = itertools.count(1)
         self._operations: dict[str, Callable[[Frame], Job | None]] = {
             "create": self._create, "exec": self._exec, "read": self._read, "write": self._write, "stat": self._stat,
-            "list": self._list_directory, "remove": self._remove, "changes": self._changes, "seal": self._seal,
+            "list": self._list_directory, "mkdir": self._mkdir, "link": self._make_link,
+            "remove": self._remove, "changes": self._changes, "seal": self._seal,
             "view": self._view, "layer_changes": self._layer_changes, "destroy": self._destroy,
             "forget": self._forget, "stats": self._stats, **self._modes.operations,
             **self._keep.operations, "renew": self._renew,
@@ -234,6 +235,16 @@ class Server:
         with self._at(self._leased(frame), frame.fields["path"]) as place:
             entries = files.list_directory(place.root, place.path)
         self._reply(frame, {"entries": [place.seen(entry) for entry in entries]})
+
+    def _mkdir(self, frame: Frame) -> None:
+        with self._at(self._leased(frame), frame.fields["path"], writing=True) as place:
+            files.make_directory(place.root, place.path, place.owner)
+        self._reply(frame)
+
+    def _make_link(self, frame: Frame) -> None:
+        with self._at(self._leased(frame), frame.fields["path"], writing=True) as place:
+            files.make_link(place.root, place.path, frame.fields["target"], place.owner)
+        self._reply(frame)
 
     def _remove(self, frame: Frame) -> Job:
         with self._at(self._leased(frame), frame.fields["path"], writing=True) as place:
