@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import random
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ import pytest
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
 from palaestra.core.types import JSON
-from palaestra.inference.base import Sampled
+from palaestra.inference.base import Sampled, SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.diagnosis import State, Target, diagnose
 from palaestra.inference.engines.sampling import Sampling
@@ -311,5 +312,39 @@ def test_what_is_no_model_is_a_mistake_of_settings(folder: Path, tmp_path: Path)
         with pytest.raises(ConfigError, match="No model could be loaded from"):
             await engine.start()
         await engine.aclose()
+
+    run(scenario)
+
+
+def test_one_served_model_for_every_client(folder: Path) -> None:
+    """`palaestra serve model` samples the same for chat, vLLM's wire and SGLang's."""
+
+    async def scenario() -> None:
+        command = [sys.executable, "-m", "palaestra", "serve", "model", str(folder / "a"), "--port", "0"]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        try:
+            assert process.stdout is not None
+            url = (await process.stdout.readline()).decode().strip()
+            said = []
+            for kind in ("openai", "vllm", "sglang"):
+                told = {} if kind == "openai" else {"tokenizer_name": str(folder / "a")}
+                servers = ServerGroup(
+                    APIServerConfig(server_type=kind, base_url=url, model_name=str(folder / "a"), **told)
+                )
+                await servers.start()
+                messages = [{"role": "user", "content": "Say something."}]
+                reply = await servers.session(SessionContext()).chat_completion(
+                    messages=messages, tools=[TOOL], temperature=1.0, max_tokens=12, seed=7
+                )
+                message, used = reply.choices[0].message, reply.usage
+                assert used is not None
+                assert used.completion_tokens > 1
+                said.append((message.content, message.reasoning_content, used.prompt_tokens, used.completion_tokens))
+                await servers.aclose()
+            assert said == [said[0]] * 3
+            assert any(said[0][:2])
+        finally:
+            process.terminate()
+            assert await process.wait() == 0
 
     run(scenario)

@@ -1,4 +1,4 @@
-"""`palaestra serve api`: the server between environments and a trainer."""
+"""`palaestra serve`: the server between environments and a trainer, and a model server for development."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _CONTEXT = {"help_option_names": ["-h", "--help"]}
 @click.group(
     "serve",
     context_settings=_CONTEXT,
-    help="""Run servers. There is one kind in this version: api.
+    help="""Run servers.
 
     \b
-      palaestra serve api --store groups.jsonl
+      palaestra serve api --store groups.jsonl      # between environments and a trainer
+      palaestra serve model /tmp/tiny               # a small model, for development
     """,
 )
 def command() -> None:
@@ -49,10 +50,58 @@ def api(host: str, port: int, store: Path | None, max_groups: int, max_mib: int)
 async def _serve(host: str, port: int, store: Path | None, most_groups: int, most_mib: int) -> None:
     from palaestra.trainers.atropos.server import serving
 
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    stop = _told_to_stop()
     async with serving(host, port, store=store, most_groups=most_groups, most_bytes=most_mib << 20) as url:
         click.echo(url)
         click.echo(f"kept in {store}" if store else "kept in memory only; --store FILE survives a restart", err=True)
         await stop.wait()
+
+
+@command.command(
+    "model",
+    context_settings=_CONTEXT,
+    help="""Serve a model of `transformers` in this process, for development and tests: one machine, no load.
+
+    \b
+      palaestra model tiny /tmp/tiny
+      palaestra serve model /tmp/tiny --port 8000
+      palaestra run my_env.py --base-url http://127.0.0.1:8000/v1 --model /tmp/tiny
+      palaestra run my_env.py --base-url http://127.0.0.1:8000 --openai.server_type vllm --model /tmp/tiny
+
+    It speaks chat completions with tools, and the token wires of vLLM and SGLang; `palaestra doctor URL` checks it.
+    MODEL is a folder, or a name, which is fetched. There is no authentication. Needs the extra 'train'.
+    """,
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
+@click.option("--tool-parser", default="hermes", show_default=True, help="How the model writes tool calls.")
+@click.option("--device", help="cpu, cuda, …; the best there is when left out.")
+@click.option("--seed", type=int, help="Of requests that bring none; equal seeds sample equally.")
+@click.argument("model")
+def model(host: str, port: int, tool_parser: str, device: str | None, seed: int | None, model: str) -> None:
+    asyncio.run(_serve_model(host, port, tool_parser, device, seed, model))
+
+
+async def _serve_model(
+    host: str, port: int, tool_parser: str, device: str | None, seed: int | None, model: str
+) -> None:
+    from palaestra.inference.config import APIServerConfig
+    from palaestra.inference.engines.transformers import TransformersEngine
+    from palaestra.inference.model_server import serve_model
+
+    stop = _told_to_stop()
+    config = APIServerConfig(server_type="transformers", model_name=model, tool_parser=tool_parser)
+    engine = TransformersEngine(config, device=device, seed=seed)
+    await engine.start()
+    try:
+        await serve_model(engine, host, port, click.echo, stop)
+    finally:
+        await engine.aclose()
+
+
+def _told_to_stop() -> asyncio.Event:
+    """Set when the process is asked to end."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    return stop

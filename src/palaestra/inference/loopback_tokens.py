@@ -1,7 +1,7 @@
 """A token server on the loopback that speaks SGLang's wire, stock vLLM's and Atropos' vLLM's over any token engine.
 
-The fake beside the real servers: it listens on 127.0.0.1 only and samples nothing itself. `spoil` may change a reply
-before it is sent, to try out what clients do with a wrong one.
+The fake beside the real servers: it listens on 127.0.0.1 unless told otherwise and samples nothing itself. `spoil` may
+change a reply before it is sent, to try out what clients do with a wrong one. `model_server.py` adds chat.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ class TokenLoopback:
         token_ids: bool = True,
         kind: str = "",
         spoil: Callable[[Reply], Reply] = lambda reply: reply,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        keep_seen: bool = True,
     ) -> None:
         self.seen: list[JSON] = []
         self._engine = engine
@@ -50,27 +53,37 @@ class TokenLoopback:
         self._token_ids = token_ids
         self._kind = kind
         self._spoil = spoil
+        self._host, self._port, self._keep_seen = host, port, keep_seen
         self._counter = itertools.count(1)
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=1 << 28)
+        self.routes(app)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.01)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._host, self._port).start()
+        except BaseException:
+            await self._runner.cleanup()
+            raise
+        self.url = f"http://{self._host}:{self._runner.addresses[0][1]}"
+        return self
+
+    def routes(self, app: web.Application) -> None:
+        """Say what is answered."""
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/generate", self._generate)
         if self._stock:
             app.router.add_post("/v1/completions", self._completions)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.01)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
     async def _body(self, request: web.Request) -> JSON:
         body = await request.json()
-        self.seen.append(body)
+        if self._keep_seen:
+            self.seen.append(body)
         return body
 
     async def _models(self, request: web.Request) -> web.Response:

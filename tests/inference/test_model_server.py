@@ -1,0 +1,140 @@
+"""The model server's chat: the same model as its token wires, with tools, streamed or whole, and clear refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from palaestra.core.errors import EngineRefused
+from palaestra.core.types import JSON
+from palaestra.inference.base import Sampled
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engines.openai import OpenAIEngine
+from palaestra.inference.engines.token_chat import TokenChat
+from palaestra.inference.model_server import ModelServer, serve_model
+from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
+from palaestra.inference.tokens import load_tokenizer
+from palaestra.inference.toy import ToyEngine
+
+TOOL: dict[str, JSON] = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
+    },
+}
+CALL = 'I look.\n<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call>'
+
+
+class Toy(TokenChat):
+    """Says given texts in tokens."""
+
+    def __init__(self, folder: Path, texts: Iterable[str]) -> None:
+        tokenizer = load_tokenizer(str(folder))
+        super().__init__(APIServerConfig(server_type="transformers", model_name="toy"), tokenizer=tokenizer)
+        self.toy = ToyEngine(tokenizer, texts, rate=0.2)
+        self.asked: list[Mapping[str, JSON]] = []
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        self.asked.append(dict(sampling))
+        return await self.toy.generate(input_ids, sampling)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(train_tokenizer(), out)
+    return out
+
+
+def with_server(engine: Toy, scenario: Callable[[str], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with ModelServer(engine) as server:
+            await scenario(server.url)
+
+    asyncio.run(main())
+
+
+def test_a_chat_with_tools_through_our_own_client(folder: Path) -> None:
+    engine = Toy(folder, itertools.cycle([CALL, "It is there."]))
+
+    async def scenario(url: str) -> None:
+        client = OpenAIEngine(APIServerConfig(base_url=url, model_name="toy"))
+        await client.start()
+        messages: list[JSON] = [{"role": "user", "content": "Where?"}]
+        asked = await client.chat_completion(messages=messages, tools=[TOOL], temperature=0.5, max_tokens=99)
+        (choice,) = asked.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "I look."
+        (call,) = choice.message.tool_calls or []
+        assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"at": "it"})
+        messages += [choice.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "here"}]
+        told = await client.chat_completion(messages=messages, tools=[TOOL])
+        assert (told.choices[0].message.content, told.choices[0].finish_reason) == ("It is there.", "stop")
+        assert told.usage is not None
+        assert told.usage.completion_tokens > 0
+        await client.aclose()
+
+    with_server(engine, scenario)
+    assert (engine.asked[0]["temperature"], engine.asked[0]["max_tokens"]) == (0.5, 99)
+
+
+def test_a_streamed_reply_adds_up_to_the_whole_one(folder: Path) -> None:
+    async def scenario(url: str) -> None:
+        body = {"model": "toy", "messages": [{"role": "user", "content": "?"}], "tools": [TOOL], "stream": True}
+        async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/chat/completions", json=body) as reply:
+            lines = (await reply.text()).strip().split("\n\n")
+        assert lines[-1] == "data: [DONE]"
+        first, end, usage = (json.loads(line.removeprefix("data: ")) for line in lines[:-1])
+        assert first["choices"][0]["delta"]["content"] == "I look."
+        assert first["choices"][0]["delta"]["tool_calls"][0]["index"] == 0
+        assert (end["choices"][0]["finish_reason"], usage["choices"]) == ("tool_calls", [])
+
+    with_server(Toy(folder, itertools.repeat(CALL)), scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"model": "toy"}, "messages"),
+        ([], "cannot be read"),
+        ({"messages": [{"role": "user", "content": "?"}], "tools": 5}, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(folder: Path, body: JSON, said: str) -> None:
+    async def scenario(url: str) -> None:
+        async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/chat/completions", json=body) as reply:
+            assert reply.status == 400
+            assert said in (await reply.json())["error"]["message"]
+
+    with_server(Toy(folder, ["x"]), scenario)
+
+
+def test_what_the_engine_refuses_reaches_the_client(folder: Path) -> None:
+    class Refusing(Toy):
+        async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+            raise EngineRefused("too warm")
+
+    async def scenario(url: str) -> None:
+        client = OpenAIEngine(APIServerConfig(base_url=url, model_name="toy", health_check=False))
+        with pytest.raises(EngineRefused, match="too warm"):
+            await client.chat_completion(messages=[{"role": "user", "content": "?"}])
+        await client.aclose()
+
+    with_server(Refusing(folder, ["x"]), scenario)
+
+
+def test_an_address_that_is_taken_is_one_clear_error(folder: Path) -> None:
+    async def scenario(url: str) -> None:
+        port = int(url.rpartition(":")[2])
+        with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
+            await serve_model(Toy(folder, ["x"]), "127.0.0.1", port, print, asyncio.Event())
+
+    with_server(Toy(folder, ["x"]), scenario)
