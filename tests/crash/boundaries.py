@@ -88,7 +88,7 @@ def striking(place: int, kind: str) -> Callable[[], None]:
             nonlocal lines
             lines += 1
             if lines == place and kind == "torn":
-                os.write(self._fd, b'{"event":"rollout_ended","at":17')
+                os.write(self.file.fd, b'{"event":"rollout_ended","at":17')
                 os.kill(os.getpid(), signal.SIGKILL)
             append(self, event)
             if lines == place and kind == "run":

@@ -1,17 +1,13 @@
 """The journal: the append-only record of everything that happened in a run, and the only truth on disk (invariant D1).
 
-One JSON object per line. A line is handed to the kernel when it is appended, so it survives the death of this
-process; `commit` returns once everything appended before it is on the disk, and concurrent commits share one fsync.
-JSONL files, reports and metrics are projections of it. A torn last line, which a power cut can leave, is ignored by
-`read_journal`.
+One JSON object per line; `appending` says how a line gets to the disk. JSONL files, reports and metrics are projections
+of it. A torn last line, which a power cut can leave, is ignored by `read_journal`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -19,6 +15,7 @@ import msgspec
 from palaestra.core.config import is_secret
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
+from palaestra.rollouts.appending import AppendedFile
 from palaestra.rollouts.trajectory import Group, Trajectory
 
 JOURNAL_SCHEMA = "palaestra.journal/1"
@@ -100,37 +97,20 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._appended = 0
-        self._committed = 0
-        self._committing = asyncio.Lock()
-        self._disk = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self.file = AppendedFile(fd, "journal")
 
     def append(self, event: AnyEvent) -> None:
         """Hand one event to the kernel. Raises `OSError` when the disk is full: a run without a journal must stop."""
-        line = _encoder.encode(event) + b"\n"
-        written = os.write(self._fd, line)
-        while written < len(line):
-            written += os.write(self._fd, line[written:])
-        self._appended += 1
+        self.file.append(_encoder.encode(event) + b"\n")
 
     async def commit(self) -> None:
         """Return once everything appended so far is on the disk."""
-        wanted = self._appended
-        async with self._committing:
-            if self._committed >= wanted:
-                return
-            covered = self._appended
-            await asyncio.get_running_loop().run_in_executor(self._disk, os.fsync, self._fd)
-            self._committed = covered
+        await self.file.commit()
 
     def close(self) -> None:
         """Flush and close. Idempotent."""
-        if self._fd >= 0:
-            self._disk.shutdown()
-            os.fsync(self._fd)
-            os.close(self._fd)
-            self._fd = -1
+        self.file.close()
 
 
 def read_journal(path: Path) -> Iterator[AnyEvent]:

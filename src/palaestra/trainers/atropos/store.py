@@ -7,17 +7,16 @@ leaves, is cut off.
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from palaestra.core.errors import ConfigError
+from palaestra.rollouts.appending import AppendedFile
 from palaestra.trainers.atropos.events import AnyEvent
 
 STORE_SCHEMA = "palaestra.trajectories/1"
@@ -56,21 +55,19 @@ class FileStore:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._begin()
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._begin(fd)
         except BlockingIOError:
-            os.close(self._fd)
+            os.close(fd)
             raise ConfigError(f"{path} belongs to a server that is running: stop it, or name another file") from None
         except BaseException:
-            os.close(self._fd)
+            os.close(fd)
             raise
-        self._disk = ThreadPoolExecutor(1, thread_name_prefix="trajectories")
-        self._appended = self._committed = 0
-        self._committing = asyncio.Lock()
+        self._file = AppendedFile(fd, "trajectories")
 
-    def _begin(self) -> None:
+    def _begin(self, fd: int) -> None:
         """Write the first line, or look whether it is ours; cut off a torn last one."""
         with self.path.open("rb") as file:
             first, whole = file.readline(), 0
@@ -79,8 +76,8 @@ class FileStore:
                 for line in file:
                     whole += len(line) if line.endswith(b"\n") else 0
         if not whole:
-            os.ftruncate(self._fd, 0)
-            os.write(self._fd, _encoder.encode({"schema": STORE_SCHEMA}) + b"\n")
+            os.ftruncate(fd, 0)
+            os.write(fd, _encoder.encode({"schema": STORE_SCHEMA}) + b"\n")
             return
         try:
             schema = msgspec.json.decode(first)["schema"]
@@ -88,7 +85,7 @@ class FileStore:
             schema = None
         if schema != STORE_SCHEMA:
             raise ConfigError(f"{self.path} is no store of trajectories that this version reads: {schema!r}")
-        os.ftruncate(self._fd, whole)
+        os.ftruncate(fd, whole)
 
     def events(self) -> Iterator[AnyEvent]:
         """What was recorded, in order. Raises `ConfigError` for a damaged line."""
@@ -102,30 +99,12 @@ class FileStore:
 
     def append(self, event: AnyEvent) -> None:
         """Hand one event to the kernel. Raises `OSError`, and then nothing of it stays."""
-        line = memoryview(_encoder.encode(event) + b"\n")
-        size = os.fstat(self._fd).st_size
-        try:
-            written = 0
-            while written < len(line):
-                written += os.write(self._fd, line[written:])
-        except OSError:
-            os.ftruncate(self._fd, size)
-            raise
-        self._appended += 1
+        self._file.append(_encoder.encode(event) + b"\n")
 
     async def commit(self) -> None:
-        """Return once what was appended is on the disk. Concurrent commits share one fsync."""
-        wanted = self._appended
-        async with self._committing:
-            if self._committed < wanted:
-                covered = self._appended
-                await asyncio.get_running_loop().run_in_executor(self._disk, os.fsync, self._fd)
-                self._committed = covered
+        """Return once what was appended is on the disk."""
+        await self._file.commit()
 
     def close(self) -> None:
         """Flush and close. Idempotent."""
-        if self._fd >= 0:
-            self._disk.shutdown()
-            os.fsync(self._fd)
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
