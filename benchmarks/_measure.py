@@ -8,6 +8,7 @@ so that one case's heap does not hide another's.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import json
 import os
@@ -17,10 +18,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+TICK_S = 0.01
 
 Sample = Mapping[str, float]
 """What one run of one case measured, by name."""
@@ -81,6 +84,30 @@ def interleaved(cases: Mapping[str, Callable[[], Sample]], rounds: int) -> dict[
         name: {key: statistics.median(sample[key] for sample in found) for key in found[0]}
         for name, found in samples.items()
     }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which this share of the values lies."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+@asynccontextmanager
+async def lag() -> AsyncIterator[list[float]]:
+    """How many seconds late a timer of this event loop fires, every 10 ms, for as long as the block runs."""
+    late: list[float] = []
+
+    async def tick() -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + TICK_S
+            await asyncio.sleep(TICK_S)
+            late.append(loop.time() - due)
+
+    ticking = asyncio.create_task(tick())
+    try:
+        yield late
+    finally:
+        ticking.cancel()
 
 
 def progress(text: str) -> None:

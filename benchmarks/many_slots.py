@@ -29,7 +29,6 @@ from palaestra.sandbox.base import Slot, SlotSpec
 
 SLOTS, ROLLOUTS, TURNS = 1000, 1000, 4
 THINKS_S = (2.0, 20.0)
-TICK_S = 0.01
 IDLE_TARGET_KIB, P50_TARGET_MS, P99_TARGET_MS, LAG_TARGET_MS = 600.0, 5.0, 50.0, 50.0
 
 
@@ -57,11 +56,6 @@ def proportional_kib(name: str) -> float:
         except (FileNotFoundError, ProcessLookupError):
             continue
     return total
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of the values lies."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 async def call(slot: Slot, kind: int) -> float:
@@ -110,7 +104,6 @@ async def rollouts(slots: Sequence[Slot], count: int) -> list[measure.Row]:
     """Added latency per tool call and lag of the event loop, with so many rollouts at a time."""
     idle = await idle_costs(slots)
     added: list[float] = []
-    lags: list[float] = []
 
     async def rollout(number: int) -> None:
         rng = random.Random(number)
@@ -120,26 +113,19 @@ async def rollouts(slots: Sequence[Slot], count: int) -> list[measure.Row]:
             kind = min(rng.randrange(4), 1)
             added.append(max(0.0, await call(slot, kind) - idle[kind]))
 
-    async def tick() -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + TICK_S
-            await asyncio.sleep(TICK_S)
-            lags.append(loop.time() - due)
-
-    ticking = asyncio.create_task(tick())
     started = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
+    async with measure.lag() as lags, asyncio.TaskGroup() as group:
         for number in range(count):
             group.create_task(rollout(number))
     elapsed = time.perf_counter() - started
-    ticking.cancel()
-    p50, p99 = quantile(added, 0.5) * 1e3, quantile(added, 0.99) * 1e3
+    p50, p99 = measure.quantile(added, 0.5) * 1e3, measure.quantile(added, 0.99) * 1e3
     return [
         measure.Row(f"tool calls of {count} rollouts", len(added) / elapsed, "calls/s"),
         measure.with_ceiling(measure.Row("added latency per call, p50", p50, "ms"), P50_TARGET_MS),
         measure.with_ceiling(measure.Row("added latency per call, p99", p99, "ms"), P99_TARGET_MS),
-        measure.with_ceiling(measure.Row("event loop lag, p99", quantile(lags, 0.99) * 1e3, "ms"), LAG_TARGET_MS),
+        measure.with_ceiling(
+            measure.Row("event loop lag, p99", measure.quantile(lags, 0.99) * 1e3, "ms"), LAG_TARGET_MS
+        ),
     ]
 
 
