@@ -34,8 +34,9 @@ check: setup ## lint, format, types, layers, and what must not be committed
 	@.venv/bin/lint-imports --no-logo
 	@.venv/bin/python scripts/guard.py
 
-interop: ## run under the original runtime (not built yet)
-	@echo "make interop is not built yet: nothing runs against another runtime in this version" >&2; exit 1
+interop: setup ## run the tests against the original runtime, in an environment of its own
+	@scripts/interop_env
+	@.venv/bin/python -m pytest -q tests/interop
 
 constraints: setup ## pin the newest allowed versions again (needs uv)
 	@uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
@@ -43,3 +44,5 @@ constraints: setup ## pin the newest allowed versions again (needs uv)
 	@printf 'tokenizers>=0.22\ntransformers>=5\n' | uv pip compile - --universal --python-version 3.11 --generate-hashes \
 	    --upgrade --quiet -c constraints.txt --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
 	    -o constraints-torch.txt
+	@echo 'atroposlib==0.4.0' | uv pip compile - --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
+	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o constraints-interop.txt
