@@ -15,7 +15,7 @@ demo: setup ## roll out real bug-fixing tasks with the oracle and with doing not
 	@.venv/bin/python scripts/demo.py
 
 test: setup ## run the tests, but for the long suites
-	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not long"
+	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not long and not interop"
 
 test-long: setup ## run the long suites: kills at random, containers, without root, real tasks against every cheat
 	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup -m long

@@ -5,8 +5,9 @@ are begun than the trainer's off-policy limit allows. A server that has forgotte
 again.
 
 A server of this project takes a delivery once, so that trying again is safe. The original knows no delivery ids: when
-an answer is lost, its last group is compared with ours before sending again. What its memory held when it was restarted
-is lost with it.
+an answer is lost, its last group is compared with ours before sending again. It keeps nothing either: `volatile` says
+what is sent again when it was restarted. It also never recovers from a group that comes before its trainer, so it is
+asked whether it still knows us before each group.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from palaestra.core.errors import TrainerRefused, TrainerUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.retry import RetryPolicy
 from palaestra.trainers.atropos.client import Answer, TrajectoryClient
+from palaestra.trainers.atropos.joining import joined
 from palaestra.trainers.atropos.outgoing import Deliveries
 from palaestra.trainers.atropos.standing import FeedSettings, Standing
+from palaestra.trainers.atropos.volatile import Memory
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,9 @@ AT_ONCE = 4
 
 LEAVE_S = 5.0
 """How long the end of a run, an interrupted one too, may wait to say goodbye."""
+
+WATCH_S = 0.1
+"""How often a server that keeps nothing is asked what waits, while something does; its own environments do the same."""
 
 BACK_OFF = RetryPolicy(first_s=0.25, longest_s=5.0)
 
@@ -64,6 +70,10 @@ class Feed:
         self._joining = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._sending = asyncio.Semaphore(AT_ONCE)
+        self._one_by_one = asyncio.Lock()
+        self._memory = Memory(settings.group_size)
+        self._before: Standing | None = None
+        self._flushing = False
         self._out = 0
         self._unsent = 0
 
@@ -71,7 +81,11 @@ class Feed:
         """Where the environment stands with the trainer, registered if it was not. Waits for a trainer to start."""
         async with self._joining:
             if self._standing is None:
-                self._standing = await self._join()
+                self._standing = await joined(
+                    self._client, self.settings, self._note, patience=self._lose_patience, clock=self._clock
+                )
+                if self._before is not None:
+                    self._send_again(self._before, self._standing)
             return self._standing
 
     async def admit(self) -> bool:
@@ -104,6 +118,8 @@ class Feed:
     async def drained(self) -> None:
         """Wait until everything offered has been sent. Raises `TrainerRefused` when groups were refused."""
         async with self._changed:
+            self._flushing = True
+            self._changed.notify_all()
             await self._changed.wait_for(lambda: not self._unsent)
         if self.refusals:
             raise TrainerRefused(f"the trainer's server refused {len(self.refusals)} groups: {self.refusals[-1]}")
@@ -117,10 +133,11 @@ class Feed:
             self._changed.notify_all()
 
     async def _deliver(self, delivery_id: str, line: dict[str, JSON]) -> None:
-        async with self._sending:
+        keeps = (await self.standing()).keeps
+        async with self._sending if keeps else self._one_by_one:
             sent = await self._send(delivery_id, line)
         self._unsent -= 1
-        if sent:
+        if sent and delivery_id not in self._deliveries:
             self._deliveries.add(delivery_id)
         await self._done(sent=sent)
 
@@ -130,17 +147,18 @@ class Feed:
         while True:
             standing = await self.standing()
             answer: Answer | None = None
+            taken = False
             try:
-                payload = {**line, "env_id": standing.env_id, "delivery_id": delivery_id}
-                answer = await self._client.ask("POST", "/scored_data", payload)
+                if standing.keeps or await self._may_give(standing):
+                    answer, taken = await self._give(standing, delivery_id, line)
             except TrainerUnavailable as error:
-                if await self._arrived(line):
-                    return True
                 self._lose_patience(error)
-            if answer is not None and answer.status == 200:
+            if taken:
                 return True
+            if self._standing is not standing:
+                continue
             if answer is not None and answer.status == 404:
-                self._forget(standing)
+                await self._forget(standing)
             elif answer is not None and answer.status < 500 and answer.status != 429:
                 self.refusals.append(f"{delivery_id}: {answer.detail}")
                 self._note(f"the trainer's server refused the group {self.refusals[-1]}")
@@ -148,6 +166,32 @@ class Feed:
             failures += 1
             asked_s = answer.retry_s if answer is not None else None
             await self._clock.sleep(BACK_OFF.wait_s(failures, asked_s, self._rng))
+
+    async def _give(self, standing: Standing, delivery_id: str, line: dict[str, JSON]) -> tuple[Answer | None, bool]:
+        """One attempt: the answer, if one came, and whether the server has the group."""
+        answer, taken = None, False
+        if not standing.keeps:
+            self._memory.begin()
+        try:
+            payload = {**line, "env_id": standing.env_id, "delivery_id": delivery_id}
+            answer = await self._client.ask("POST", "/scored_data", payload)
+            taken = answer.status == 200
+        except TrainerUnavailable as error:
+            taken = await self._arrived(line)
+            if not taken:
+                self._lose_patience(error)
+        finally:
+            if not standing.keeps:
+                self._memory.end(delivery_id, line, taken=taken)
+        return answer, taken
+
+    async def _may_give(self, standing: Standing) -> bool:
+        """Wait for room in a server that keeps nothing; False when it has forgotten us meanwhile."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self._flushing or self._standing is not standing or self._memory.room(standing.batch_size)
+            )
+        return self._standing is standing and await self._ask(standing)
 
     async def _arrived(self, line: dict[str, JSON]) -> bool:
         """Whether the server's last group is this one: what a lost answer would have said."""
@@ -157,72 +201,56 @@ class Feed:
             return False
         return isinstance(answer.body, dict) and answer.body.get("tokens") == line["tokens"]
 
-    def _forget(self, standing: Standing) -> None:
+    async def _forget(self, standing: Standing) -> None:
         if self._standing is standing:
-            self._standing = None
+            self._standing, self._before = None, standing
             self._note("the trainer's server does not know this environment any more: registering again")
+            async with self._changed:
+                self._changed.notify_all()
 
     def _lose_patience(self, error: TrainerUnavailable) -> None:
         """Raises the error once the server has been silent for too long."""
         if self._clock.monotonic() - self._client.answered_s > self.settings.patience_s:
             raise error
 
-    async def _join(self) -> Standing:
-        """Register, and ask for the size of batches."""
-        settings, failures, said = self.settings, 0, ""
-        registration = {
-            "max_token_length": settings.max_token_length,
-            "desired_name": settings.name,
-            "weight": settings.weight,
-            "group_size": settings.group_size,
-            "min_batch_allocation": settings.min_batch_allocation,
-        }
-        while True:
-            try:
-                answer = await self._client.ask("POST", "/register-env", registration)
-                if answer.status == 200 and answer.body.get("status") == "success":
-                    info = await self._client.ask("GET", "/info")
-                    if info.status == 200:
-                        return self._joined(answer.body, info.body)
-                if answer.status == 422:
-                    raise TrainerRefused(f"{self._client.url} does not take this environment: {answer.detail}")
-                reason = "waiting for the trainer to start"
-            except TrainerUnavailable as error:
-                self._lose_patience(error)
-                reason = f"waiting: {error}"
-            if reason != said:
-                self._note(reason)
-                said = reason
-            failures += 1
-            await self._clock.sleep(max(settings.poll_s, 0.0))
-
-    def _joined(self, answer: JSON, info: JSON) -> Standing:
-        standing = Standing(
-            env_id=answer["env_id"],
-            batch_size=max(1, info["batch_size"]),
-            most_tokens=info["max_token_len"] if info["max_token_len"] > 0 else None,
-            num_steps=answer.get("num_steps") or -1,
-            step=answer.get("starting_step") or 0,
-        )
-        name, size = answer.get("wandb_name"), self.settings.group_size
-        self._note(f"registered with {self._client.url} as {name}, batches of {standing.batch_size} sequences")
-        if standing.batch_size % size:
-            self._note(f"groups of {size} do not fill a batch of {standing.batch_size} sequences exactly")
-        return standing
+    def _send_again(self, before: Standing, now: Standing) -> None:
+        """Send what the server lost when it was restarted, but for what its trainer may have."""
+        again, perhaps = self._memory.lost(before.batch_size, alone=before.alone)
+        if now.step > before.step:  # the trainer says that it took a batch which the server did not live to tell of
+            again, perhaps = [], [*again, *perhaps]
+        if again:
+            self._note(f"sending {len(again)} groups again, which the trainer's server had and lost")
+        if perhaps:
+            ids = ", ".join(each.delivery_id for each in perhaps)
+            self._note(f"not sending again what the trainer may have from the server's last life: {ids}")
+        for each in again:
+            self._out += 1
+            self._unsent += 1
+            self._tasks.create_task(self._deliver(each.delivery_id, each.line), name=f"again-{each.delivery_id}")
 
     async def beat(self) -> None:
         """Ask for the status again and again: the server hears that we live, we hear of queues and steps."""
         while not self.finished:
             standing = await self.standing()
             try:
-                answer = await self._client.ask("GET", "/status-env", {"env_id": standing.env_id})
-                if answer.status == 200:
-                    await self._hear(standing, answer.body)
-                elif answer.status in (404, 500):  # the original fails with 500 for an id that it does not know
-                    self._forget(standing)
+                await self._ask(standing)
             except TrainerUnavailable as error:
                 self._lose_patience(error)
-            await self._clock.sleep(self.settings.heartbeat_s)
+            watching = not standing.keeps and self._memory.given
+            await self._clock.sleep(min(WATCH_S, self.settings.heartbeat_s) if watching else self.settings.heartbeat_s)
+
+    async def _ask(self, standing: Standing) -> bool:
+        """Ask for the status once; whether the server still knows us."""
+        asked = self._memory.asking()
+        answer = await self._client.ask("GET", "/status-env", {"env_id": standing.env_id})
+        anew = answer.status == 200 and answer.body["current_step"] < standing.step  # our id is somebody else's now
+        if anew or answer.status in (404, 500):  # the original fails with 500 for an id that it does not know
+            await self._forget(standing)
+        elif answer.status == 200 and self._standing is standing:
+            if not standing.keeps:
+                self._memory.heard(answer.body["self_queue_size"], asked)
+            await self._hear(standing, answer.body)
+        return self._standing is standing
 
     async def _hear(self, standing: Standing, said: JSON) -> None:
         async with self._changed:
@@ -230,6 +258,7 @@ class Feed:
             standing.weight = said["env_weight"]
             standing.queue = said["queue_size"]
             standing.own_queue = said.get("self_queue_size", said["queue_size"])
+            standing.alone = standing.weight >= 1 and standing.queue == standing.own_queue
             if 0 < standing.num_steps <= standing.step:
                 self.finished = True
                 self._note(f"the trainer has taken its {standing.num_steps} steps")

@@ -23,9 +23,13 @@ class FeedSettings:
 
 @dataclass(slots=True)
 class Standing:
-    """What the server last said. Sizes of queues are in groups of ours, `batch_size` in sequences."""
+    """What the server last said. Sizes of queues are in groups of ours, `batch_size` in sequences.
+
+    `keeps` says that the server knows deliveries and keeps them; `alone`, that nobody else's groups are there.
+    """
 
     env_id: int
+    name: str
     batch_size: int
     most_tokens: int | None
     num_steps: int
@@ -33,3 +37,5 @@ class Standing:
     weight: float = 1.0
     queue: int = 0
     own_queue: int = 0
+    keeps: bool = True
+    alone: bool = False
