@@ -105,15 +105,16 @@ def lines(path: Path) -> list[JSON]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-class RunApi:
-    """Their trajectory server, at one address through all its lives."""
+class Server:
+    """A trajectory server that runs `command`, at one address through all its lives. Its log is `log`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *command: str | Path) -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             self._port = taken.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
+        self.log = folder / "server.log"
+        self._command = [*map(str, command), "--host", "127.0.0.1", "--port", str(self._port)]
         self._process: Process | None = None
 
     async def __aenter__(self) -> Self:
@@ -125,11 +126,9 @@ class RunApi:
 
     async def start(self) -> None:
         """Start it and wait until it answers."""
-        with (self._folder / "run-api").open("ab") as log:
+        with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(THEIRS.with_name("run-api"), "--host", "127.0.0.1", "--port", str(self._port)),
-                stdout=log,
-                stderr=asyncio.subprocess.STDOUT,
+                *self._command, stdout=log, stderr=asyncio.subprocess.STDOUT
             )
         async with aiohttp.ClientSession() as session:
 
@@ -140,14 +139,28 @@ class RunApi:
                 except aiohttp.ClientError:
                     return False
 
-            await until(answers, "run-api answers")
-
-    def requests(self, path: str) -> int:
-        """How many requests for this path it has answered with 200, in all its lives."""
-        return (self._folder / "run-api").read_text().count(f' {path} HTTP/1.1" 200')
+            await until(answers, "the trajectory server answers")
 
     async def kill(self) -> None:
         """SIGKILL: whatever it held in memory is gone."""
         if self._process is not None:
             await kill(self._process)
             self._process = None
+
+
+class RunApi(Server):
+    """Theirs."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, THEIRS.with_name("run-api"))
+
+    def requests(self, path: str) -> int:
+        """How many requests for this path it has answered with 200, in all its lives."""
+        return self.log.read_text().count(f' {path} HTTP/1.1" 200')
+
+
+class PalaestraApi(Server):
+    """Ours."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, OURS, "-m", "palaestra", "serve", "api", "--store", folder / "store")

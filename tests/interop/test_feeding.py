@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from talking import Talk, trainer
+from talking import Talk
 
 from interop.answering import answering
+from interop.batches import Row, begin, delivered, take
 from interop.peer import DEADLINE_S, OURS, SCRIPTS, SUMS, THEIRS, RunApi, ended, flags, running, until
 from palaestra.core.types import JSON
 from palaestra.inference.tokens import Tokenizer
 from palaestra.rollouts.resume import read_finished
-
-Row = tuple[list[int], list[int], list[float], float]
-"""Tokens, masks, log-probabilities and score of one rollout."""
-
-
-def delivered(groups: Iterable[JSON]) -> list[list[Row]]:
-    """What a trainer got."""
-    names = ("tokens", "masks", "inference_logprobs", "scores")
-    return [list(zip(*(group[name] for name in names), strict=True)) for group in groups]
 
 
 def journalled(folder: Path) -> list[list[Row]]:
@@ -34,24 +25,6 @@ def journalled(folder: Path) -> list[list[Row]]:
         [(row.tokens, row.masks, row.logprobs or [], each.reward or 0.0) for each in group.scored for row in each.rows]
         for _, group in sorted(groups.items())
     ]
-
-
-async def take(api: Talk) -> list[JSON]:
-    """The trainer's next batch."""
-    batch: list[JSON] = []
-
-    async def came() -> bool:
-        batch.extend((await api.get("/batch"))["batch"] or [])
-        return bool(batch)
-
-    await until(came, "a batch")
-    return batch
-
-
-async def begin(api: Talk, batch_size: int) -> None:
-    """A trainer registers and starts, as it does again after its server was restarted."""
-    await api.post("/register", trainer(batch_size=batch_size, max_token_len=4096, starting_step=0, num_steps=-1))
-    assert (await api.get("/batch"))["batch"] is None
 
 
 @pytest.mark.slots
