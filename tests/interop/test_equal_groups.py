@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from interop.answering import answering
-from interop.peer import OURS, SUMS, THEIRS, ended, flags, lines
+from interop.sides import processed
 from palaestra.core.types import JSON
 from palaestra.inference.tokens import Tokenizer
 
@@ -18,18 +17,6 @@ TOKENS = ("tokens", "masks", "scores", "messages")
 def rows(group: JSON, names: tuple[str, ...]) -> list[list[JSON]]:
     """The rows of a group, in an order that does not depend on which of them was answered first."""
     return sorted(([group[name][number] for name in names] for number in range(len(group["scores"]))), key=str)
-
-
-async def both(folder: Path, tokenizer: Tokenizer, out: Path, style: str, **how: JSON) -> list[list[JSON]]:
-    """The groups of ours and of theirs, in this order, from the same command line."""
-    files = []
-    for python in (OURS, THEIRS):
-        async with answering(tokenizer, **how) as (_, url):
-            argv = flags(url, folder, style=style, group_size=4, total_steps=3, max_items=5)
-            done = await ended([python, SUMS, "process", *argv], out / python.parents[1].name)
-        assert done.code == 0, done.said
-        files.append(out / python.parents[1].name / "data/sums.jsonl")
-    return [lines(file) for file in files]
 
 
 @pytest.mark.slots
@@ -46,7 +33,7 @@ async def both(folder: Path, tokenizer: Tokenizer, out: Path, style: str, **how:
 def test_equal_groups(
     style: str, how: dict[str, JSON], names: tuple[str, ...], folder: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    ours, theirs = asyncio.run(both(folder, tokenizer, tmp_path, style, **how))
+    ours, theirs = asyncio.run(processed(folder, tokenizer, tmp_path, style, **how))
     assert len(ours) == len(theirs) == 3
     for mine, other in zip(ours, theirs, strict=True):
         assert rows(mine, names) == rows(other, names)

@@ -1,7 +1,7 @@
 """One environment for both runtimes: items, tool and reward are shared, and each base class has what it asks for.
 
-`--env.style`: `once` is one turn of tokens, `twice` two, `tools` plain chat with a tool. `--env.fails` names the item
-whose rollouts raise, `--env.unscored` the one that nobody scores.
+`--env.style`: `once` is one turn of tokens, `twice` two, `tools` plain chat with a tool. `--env.unscored` names an item
+that nobody can score.
 """
 
 import json
@@ -55,7 +55,6 @@ def reward(item, answer):
 class SumsConfig(Config):
     style: str = Field(default="once", description="once, twice or tools")
     max_items: int = Field(default=-1, description="Items at most; -1: no end.")
-    fails: int = Field(default=-1, description="The item whose rollouts raise an exception.")
     unscored: int = Field(default=-1, description="The item that nobody can score.")
 
 
@@ -81,10 +80,6 @@ class Items:
     async def evaluate(self, *args, **kwargs):
         return None
 
-    def check(self, item):
-        if item["number"] == self.config.fails:
-            raise RuntimeError("this item breaks")
-
 
 if OURS:
 
@@ -100,7 +95,6 @@ if OURS:
             return Kit(ToolRegistry([Tool(schema, add_tool, toolset="sums")] if self.config.style == "tools" else []))
 
         async def _run_agent_loop(self, rollout, messages):
-            self.check(rollout.task.data)
             result = await rollout.run_agent(messages)
             if self.config.style == "twice":
                 result = await rollout.run_agent([*result.messages, {"role": "user", "content": AGAIN}])
@@ -113,7 +107,6 @@ else:
 
     class SumsEnv(Items, BaseEnv):
         async def collect_trajectory(self, item):
-            self.check(item)
             if item["number"] == self.config.unscored:
                 return None, []
             messages = [{"role": "user", "content": ask(item)}]

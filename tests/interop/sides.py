@@ -1,0 +1,35 @@
+"""The same script and command line under both runtimes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from interop.answering import answering
+from interop.peer import OURS, SUMS, THEIRS, Ended, ended, flags, lines
+from palaestra.core.types import JSON
+from palaestra.inference.tokens import Tokenizer
+
+SIDES = {"ours": OURS, "theirs": THEIRS}
+
+
+async def process(side: str, folder: Path, tokenizer: Tokenizer, out: Path, *argv: str, **how: JSON) -> Ended:
+    """One run of `process` to its end, in `out`/`side`. `how` is how the model answers, `argv` comes last."""
+    async with answering(tokenizer, **how) as (_, url):
+        style = {"style": "tools"} if how.get("chat") else {}
+        return await ended([SIDES[side], SUMS, "process", *flags(url, folder, **style), *argv], out / side)
+
+
+async def processed(
+    folder: Path, tokenizer: Tokenizer, out: Path, style: str, **how: JSON
+) -> tuple[list[JSON], list[JSON]]:
+    """The groups of ours and of theirs, three of four rollouts each."""
+    said = ("--env.style", style, "--env.group_size", "4", "--env.total_steps", "3", "--env.max_items", "5")
+    for side in SIDES:
+        done = await process(side, folder, tokenizer, out, *said, **how)
+        assert done.code == 0, done.said
+    return lines(groups_file(out, "ours")), lines(groups_file(out, "theirs"))
+
+
+def groups_file(out: Path, side: str) -> Path:
+    """Where `process` writes its groups."""
+    return out / side / "data/sums.jsonl"
