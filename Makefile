@@ -36,7 +36,7 @@ check: setup ## lint, format, types, layers, and what must not be committed
 
 interop: setup ## run the tests against the original runtime, in an environment of its own
 	@scripts/interop_env
-	@.venv/bin/python -m pytest -q tests/interop
+	@.venv/bin/python -m pytest -q -n $(WORKERS) -m interop tests/interop
 
 constraints: setup ## pin the newest allowed versions again (needs uv)
 	@uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --upgrade --quiet \

@@ -67,6 +67,17 @@ class Groups(Sums):
         }, []
 
 
+class Adding(Sums):
+    """Has its rows collected as usual, and adds to the group."""
+
+    async def collect_trajectories(self, item: JSON) -> JSON:
+        group, backlog = await super().collect_trajectories(item)
+        if group is not None:
+            assert group["advantages"] == []
+            group["group_overrides"] = {"temperature": 0.5}
+        return group, backlog
+
+
 def rolled_out(env: type[BaseEnv], folder: Path, *flags: str, answer: JSON = None) -> RunReport:
     async def scenario() -> RunReport:
         async with LoopbackServer(Answer(answer or completion("4"))) as server:
@@ -107,6 +118,19 @@ def test_a_group_in_one_go_is_as_large_as_it_came(tmp_path: Path) -> None:
     assert (line["scores"], line["tokens"]) == ([0.0, 1.0, 2.0], [[5, 0], [5, 1], [5, 2]])
     assert line["group_overrides"]["temperature"] == 0.5
     assert line["token_source"] == "environment"
+
+
+def test_a_class_may_add_to_the_group_that_comes_as_usual(tmp_path: Path) -> None:
+    flags = ["--env.group_size", "2", "--env.ensure_scores_are_not_same", "false", "--env.max_num_workers", "1"]
+    report = rolled_out(Adding, tmp_path, *flags)
+    assert [line["scores"] for line in lines(report)] == [[1.0] * 2, [10.0] * 2, [10.0] * 2]
+    for line in lines(report):
+        assert line["inference_logprobs"] == [[1.0, -0.5]] * 2
+        assert line["group_overrides"] == {"temperature": 0.5}
+    assert report.exit_code == 3
+    journal = report.journal.read_text()
+    assert "collect_trajectories gave nothing for item-3" in journal
+    assert "failed on item-4 with RuntimeError: a bug of the environment" in journal
 
 
 @pytest.mark.parametrize(

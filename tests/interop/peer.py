@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 THEIRS = ROOT / ".venv-interop/bin/python"
 OURS = Path(sys.executable)
 SCRIPTS = Path(__file__).parent / "scripts"
+STOCK = SCRIPTS / "stock_env.py"
 SUMS = SCRIPTS / "sums_env.py"
 
 DEADLINE_S = 90.0

@@ -10,7 +10,7 @@ import pytest
 
 from interop.answering import Gauge, answering
 from interop.peer import DEADLINE_S, SUMS, Ended, ended, flags, kill, lines, running, until
-from interop.sides import SIDES, groups_file, process, processed
+from interop.sides import SIDES, groups_file, process, process_stock, processed
 from palaestra.core.types import JSON
 from palaestra.inference.tokens import Tokenizer
 
@@ -118,13 +118,16 @@ def test_theirs_rolls_out_one_group_at_a_time(folder: Path, tokenizer: Tokenizer
     assert asyncio.run(most_at_once("ours", DEADLINE_S)) == 8
 
 
-def test_theirs_ends_when_one_rollout_gives_nothing(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    argv = ("--env.group_size", "2", "--env.total_steps", "3", "--env.max_items", "3", "--env.unscored", "1")
-    ours, theirs = each_side(folder, tokenizer, tmp_path, *argv)
-    assert theirs.code == 1
-    assert len(lines(groups_file(tmp_path, "theirs"))) == 1
-    assert ours.code == 3
-    assert [group["task_id"] for group in lines(groups_file(tmp_path, "ours"))] == ["sum-0", "sum-2"]
+@pytest.mark.parametrize("what", ["nothing", "raises"])
+def test_theirs_ends_when_one_rollout_fails(what: str, folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async def scenario() -> list[Ended]:
+        argv = ("--env.group_size", "2", "--env.total_steps", "3", f"--env.{what}", "2")
+        return [await process_stock(side, folder, tokenizer, tmp_path, *argv) for side in SIDES]
+
+    ours, theirs = asyncio.run(scenario())
+    assert (ours.code, theirs.code) == (3, 1)
+    assert "Traceback" in theirs.said
+    assert [len(lines(groups_file(tmp_path, side, "stock"))) for side in SIDES] == [2, 1]
 
 
 def test_theirs_puts_what_a_model_writes_into_html_as_it_is(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:

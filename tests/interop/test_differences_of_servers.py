@@ -13,6 +13,7 @@ from interop.batches import begin
 from interop.peer import (
     DEADLINE_S,
     SCRIPTS,
+    STOCK,
     THEIRS,
     PalaestraApi,
     RunApi,
@@ -24,8 +25,6 @@ from interop.peer import (
 )
 from palaestra.core.types import JSON
 from palaestra.inference.tokens import Tokenizer
-
-STOCK = SCRIPTS / "stock_env.py"
 
 Conversation = Callable[[Talk, Server], Awaitable[JSON]]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from interop.sides import processed
+from interop.peer import lines
+from interop.sides import SIDES, groups_file, process_stock, processed
 from palaestra.core.types import JSON
 from palaestra.inference.tokens import Tokenizer
 
@@ -39,3 +40,20 @@ def test_equal_groups(
         assert rows(mine, names) == rows(other, names)
         assert set(mine["scores"]) == {1.0, 0.25}
         assert [mine[key] for key in other if key not in TOKENS] == [other[key] for key in other if key not in TOKENS]
+
+
+@pytest.mark.slots
+def test_a_ported_script_gives_equal_groups(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Log-probabilities too: this script puts its groups together itself."""
+
+    async def scenario() -> None:
+        argv = ("--env.group_size", "4", "--env.total_steps", "3", "--env.logprobs", "true")
+        for side in SIDES:
+            done = await process_stock(side, folder, tokenizer, tmp_path, *argv)
+            assert done.code == 0, done.said
+
+    asyncio.run(scenario())
+    ours, theirs = (lines(groups_file(tmp_path, side, "stock")) for side in SIDES)
+    names = ("tokens", "masks", "inference_logprobs", "scores")
+    assert [rows(group, names) for group in ours] == [rows(group, names) for group in theirs]
+    assert len(ours) == 3

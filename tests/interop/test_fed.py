@@ -10,7 +10,7 @@ from talking import Talk
 
 from interop.answering import answering
 from interop.batches import begin, delivered, take
-from interop.peer import SCRIPTS, THEIRS, PalaestraApi, flags, running, until
+from interop.peer import STOCK, THEIRS, PalaestraApi, flags, running, until
 from palaestra.core.types import JSON
 from palaestra.inference.tokens import Tokenizer
 
@@ -23,7 +23,7 @@ def test_a_stock_environment_is_taken_as_it_is(size: int, folder: Path, tokenize
         async with PalaestraApi(tmp_path) as server, Talk(server.url) as api, answering(tokenizer) as (_, url):
             await begin(api, 2 * size)
             argv = flags(url, folder, group_size=size, logprobs="true", rollout_server_url=server.url)
-            async with running([THEIRS, SCRIPTS / "stock_env.py", "serve", *argv], tmp_path):
+            async with running([THEIRS, STOCK, "serve", *argv], tmp_path):
                 groups = await take(api)
 
                 async def plenty() -> bool:

@@ -7,6 +7,7 @@ it to the Environment protocol and the one runner does the rest.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,14 @@ class ScoredDataGroup(TypedDict, total=False):
     group_overrides: dict[str, JSON] | None
     overrides: list[dict[str, JSON]] | None
     images: JSON
+
+
+def grouped(rows: Sequence[ScoredDataItem]) -> ScoredDataGroup | None:
+    """One group of these rows, None of none. What not every row has is an empty list, log-probabilities included."""
+    names = [name for name in ScoredDataItem.__annotations__ if name in ScoredDataGroup.__annotations__]
+    lists = {name: [row.get(name) for row in rows] for name in names}
+    group: JSON = {name: [] if any(value is None for value in values) else values for name, values in lists.items()}
+    return group if rows else None
 
 
 ItemRunner: TypeAlias = Callable[[Sequence[Item], int], Awaitable[list[Trajectory]]]
@@ -124,8 +133,17 @@ class BaseEnv(ABC):
         raise NotImplementedError(f"{type(self).__name__} has neither collect_trajectory nor collect_trajectories")
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """All rollouts of an item in one go. Where a subclass does not say how, `collect_trajectory` runs for each."""
-        raise NotImplementedError(f"{type(self).__name__}.collect_trajectories: the runner asks for one row at a time")
+        """All rollouts of an item in one go. Where a subclass does not say how, `collect_trajectory` runs for each.
+
+        They run at the same time. One of which nothing came is left out; what one raised is raised when all have ended.
+        """
+        asked = [self.collect_trajectory(item) for _ in range(self.config.group_size)]
+        ended = await asyncio.gather(*asked, return_exceptions=True)
+        for failure in ended:
+            if isinstance(failure, BaseException):
+                raise failure
+        came = [each for each in ended if not isinstance(each, BaseException)]
+        return grouped([row for row, _ in came if row is not None]), [later for _, items in came for later in items]
 
     # What a subclass may say
 

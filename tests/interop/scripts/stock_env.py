@@ -1,4 +1,4 @@
-"""A stock environment of the original runtime, to `serve` into a trainer's server."""
+"""A stock environment of the original runtime. Ours runs what `palaestra env port` makes of it."""
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from pydantic import Field
@@ -6,6 +6,8 @@ from pydantic import Field
 
 class StockConfig(BaseEnvConfig):
     logprobs: bool = Field(default=False, description="Put the group together ourselves, log-probabilities included.")
+    raises: int = Field(default=-1, description="The item whose rollouts raise an exception.")
+    nothing: int = Field(default=-1, description="The item whose rollouts give nothing.")
 
 
 class StockEnv(BaseEnv):
@@ -28,6 +30,10 @@ class StockEnv(BaseEnv):
 
     async def collect_trajectory(self, item):
         number = item["number"]
+        if number == self.config.raises:
+            raise RuntimeError("this item breaks")
+        if number == self.config.nothing:
+            return None, []
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             prompt = f"What is {number} + {number}? This is item {number}."
             answer = await managed.chat_completion(messages=[{"role": "user", "content": prompt}], max_tokens=256)

@@ -1,7 +1,6 @@
 """One environment for both runtimes: items, tool and reward are shared, and each base class has what it asks for.
 
-`--env.style`: `once` is one turn of tokens, `twice` two, `tools` plain chat with a tool. `--env.unscored` names an item
-that nobody can score.
+`--env.style`: `once` is one turn of tokens, `twice` two, `tools` plain chat with a tool.
 """
 
 import json
@@ -55,7 +54,6 @@ def reward(item, answer):
 class SumsConfig(Config):
     style: str = Field(default="once", description="once, twice or tools")
     max_items: int = Field(default=-1, description="Items at most; -1: no end.")
-    unscored: int = Field(default=-1, description="The item that nobody can score.")
 
 
 class Items:
@@ -101,14 +99,12 @@ if OURS:
             return result
 
         async def compute_reward(self, item, result, ctx):
-            return None if item["number"] == self.config.unscored else reward(item, result.messages[-1]["content"])
+            return reward(item, result.messages[-1]["content"])
 
 else:
 
     class SumsEnv(Items, BaseEnv):
         async def collect_trajectory(self, item):
-            if item["number"] == self.config.unscored:
-                return None, []
             messages = [{"role": "user", "content": ask(item)}]
             if self.config.style == "tools":
                 return await self.with_tools(item, messages), []
