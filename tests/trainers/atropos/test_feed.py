@@ -4,52 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Self
 
 import pytest
 from aiohttp import web
+from feeds import Said, fed, marks
 from talking import Talk, environment, group, trainer
 
 from palaestra.core.errors import TrainerRefused, TrainerUnavailable
-from palaestra.core.types import JSON
 from palaestra.trainers.atropos.exchange import Exchange
-from palaestra.trainers.atropos.feed import Feed, feeding
-from palaestra.trainers.atropos.outgoing import Deliveries
 from palaestra.trainers.atropos.server import TrajectoryServer, serving
 from palaestra.trainers.atropos.standing import FeedSettings
 
-SETTINGS = FeedSettings(name="words", group_size=2, max_token_length=32, poll_s=0.01, heartbeat_s=0.01)
 IMPATIENT = FeedSettings(name="words", group_size=2, max_token_length=32, poll_s=0.01, patience_s=0.05)
-
-
-class Said:
-    """What a feed noted. `until` waits for a note."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self._changed = asyncio.Event()
-
-    def __call__(self, note: str) -> None:
-        self.notes.append(note)
-        self._changed.set()
-
-    async def until(self, part: str) -> None:
-        while not any(part in note for note in self.notes):
-            self._changed.clear()
-            await self._changed.wait()
-
-
-@asynccontextmanager
-async def fed(path: Path, url: str, said: Said, settings: FeedSettings = SETTINGS) -> AsyncIterator[Feed]:
-    deliveries = Deliveries(path / "deliveries.jsonl")
-    try:
-        async with feeding(settings, url, deliveries, note=said) as feed:
-            yield feed
-    finally:
-        deliveries.close()
 
 
 class Restartable:
@@ -73,10 +43,6 @@ class Restartable:
 
     async def stop(self) -> None:
         await self._stack.aclose()
-
-
-def marks(batch: Sequence[JSON]) -> list[int]:
-    return [each["tokens"][0][0] for each in batch]
 
 
 def test_it_waits_for_the_trainer_and_is_known_by_its_name(tmp_path: Path) -> None:

@@ -1,0 +1,59 @@
+"""docs/atropos.md: what it prints runs, and what it says is tested where it says so."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import cli
+from palaestra.inference.loopback_tokens import TokenLoopback
+from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
+from palaestra.inference.tokens import load_tokenizer
+from palaestra.inference.toy import ToyEngine
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "atropos.md").read_text("utf-8")
+
+
+async def rolled_out(script: Path, model: Path) -> tuple[int, str]:
+    """Run the script's `process` against a model that says heads."""
+    tokenizer = load_tokenizer(str(model))
+    async with TokenLoopback(ToyEngine(tokenizer, itertools.repeat("heads")), tokenizer) as server:
+        flags = {"--env.tokenizer_name": str(model), "--openai.server_type": "vllm", "--openai.base_url": server.url}
+        command = [sys.executable, str(script), "process", *itertools.chain(*flags.items())]
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=script.parent, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        said, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, said.decode()
+
+
+@pytest.mark.slots
+def test_the_printed_environment_runs_when_it_is_ported(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n# their_env\.py\n(.*?)```", PAGE, re.DOTALL)
+    script, model = tmp_path / "their_env.py", tmp_path / "model"
+    script.write_text(block)
+    assert run_guarded(lambda: cli.main(["env", "port", str(script), "--write"], standalone_mode=False)) in (0, None)
+    model.mkdir()
+    save_tokenizer(train_tokenizer(), model)
+    code, said = asyncio.run(rolled_out(script, model))
+    assert code == 0, said
+    groups = [json.loads(line) for line in (tmp_path / "data/coin.jsonl").read_text().splitlines()]
+    assert [group["scores"] for group in groups] == [[0.0] * 2, [1.0] * 2]
+    assert all(len(row) for group in groups for row in group["inference_logprobs"])
+
+
+def test_each_test_that_is_named_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", PAGE))
+    source = "\n".join(path.read_text("utf-8") for path in (ROOT / "tests/interop").glob("test_*.py"))
+    defined = set(re.findall(r"^def (test_\w+)\(", source, re.MULTILINE))
+    assert named <= defined
+    assert {name for name in defined if name.startswith("test_theirs_")} <= named
