@@ -17,7 +17,7 @@ import logging
 import math
 import random
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import TrainerRefused, TrainerUnavailable
@@ -37,8 +37,8 @@ AT_ONCE = 4
 LEAVE_S = 5.0
 """How long the end of a run, an interrupted one too, may wait to say goodbye."""
 
-WATCH_S = 0.1
-"""How often a server that keeps nothing is asked what waits, while something does; its own environments do the same."""
+WATCH_FIRST_S, WATCH_S = 0.005, 0.1
+"""How often a server that keeps nothing is asked what waits: at first, and later, as its own environments do."""
 
 BACK_OFF = RetryPolicy(first_s=0.25, longest_s=5.0)
 
@@ -136,6 +136,9 @@ class Feed:
         keeps = (await self.standing()).keeps
         async with self._sending if keeps else self._one_by_one:
             sent = await self._send(delivery_id, line)
+            if not keeps and self._standing is not None:
+                with suppress(TrainerUnavailable):
+                    await self._ask(self._standing)
         self._unsent -= 1
         if sent and delivery_id not in self._deliveries:
             self._deliveries.add(delivery_id)
@@ -236,8 +239,25 @@ class Feed:
                 await self._ask(standing)
             except TrainerUnavailable as error:
                 self._lose_patience(error)
-            watching = not standing.keeps and self._memory.given
-            await self._clock.sleep(min(WATCH_S, self.settings.heartbeat_s) if watching else self.settings.heartbeat_s)
+            await self._clock.sleep(self.settings.heartbeat_s)
+
+    async def watch(self) -> None:
+        """Ask a server that keeps nothing what waits, while something does.
+
+        The newer it is, the oftener: a trainer that stood idle takes it at once.
+        """
+        seen, wait_s = 0, WATCH_S
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._standing is not None and bool(self._memory.given))
+            standing, count = await self.standing(), self._memory.asking().given
+            wait_s = WATCH_FIRST_S if count != seen else min(WATCH_S, 1.05 * wait_s)
+            seen = count
+            try:
+                await self._ask(standing)
+            except TrainerUnavailable as error:
+                self._lose_patience(error)
+            await self._clock.sleep(wait_s)
 
     async def _ask(self, standing: Standing) -> bool:
         """Ask for the status once; whether the server still knows us."""
@@ -293,10 +313,11 @@ async def feeding(
         async with asyncio.TaskGroup() as tasks:
             feed = Feed(settings, client, deliveries, tasks, note=note, clock=clock)
             await feed.standing()
-            beating = tasks.create_task(feed.beat(), name="heartbeat")
+            asking = [tasks.create_task(feed.beat(), name="heartbeat"), tasks.create_task(feed.watch(), name="watch")]
             yield feed
             await feed.drained()
-            beating.cancel()
+            for each in asking:
+                each.cancel()
     finally:
         if feed is not None:
             await feed.leave()
