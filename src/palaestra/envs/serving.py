@@ -53,7 +53,7 @@ class Serving:
         settings = feed_settings(config, self._output.env)
         try:
             async with feeding(settings, config.rollout_server_url, deliveries, note=self._note) as feed:
-                most_tokens = (await feed.standing()).most_tokens
+                most_tokens = (await feed.link.standing()).most_tokens
 
                 def hand_on(group: Group) -> None:
                     keep(group)

@@ -177,7 +177,7 @@ def test_the_trainer_that_has_enough_ends_the_run(tmp_path: Path) -> None:
                 assert (await api.get("/batch"))["batch"]
                 while await feed.admit():
                     feed.offer("more", None)
-                assert feed.finished
+                assert feed.link.finished
 
     asyncio.run(scenario())
 

@@ -1,8 +1,7 @@
-"""An environment's side of the trajectory API: register, keep in step with the trainer, send each group once.
+"""An environment's side of the trajectory API: keep in step with the trainer, send each group once.
 
-Invariants: a group is sent until the server has it, under one delivery id, whatever restarts in between; no more groups
-are begun than the trainer's off-policy limit allows. A server that has forgotten the environment is registered with
-again.
+Not for being registered (`link`). Invariants: a group is sent until the server has it, under one delivery id, whatever
+restarts in between; no more groups are begun than the trainer's off-policy limit allows.
 
 A server of this project takes a delivery once, so that trying again is safe. The original knows no delivery ids: when
 an answer is lost, its last group is compared with ours before sending again. It keeps nothing either: `volatile` says
@@ -24,7 +23,7 @@ from palaestra.core.errors import TrainerRefused, TrainerUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.retry import RetryPolicy
 from palaestra.trainers.atropos.client import Answer, TrajectoryClient
-from palaestra.trainers.atropos.joining import joined
+from palaestra.trainers.atropos.link import Link
 from palaestra.trainers.atropos.outgoing import Deliveries
 from palaestra.trainers.atropos.standing import FeedSettings, Standing
 from palaestra.trainers.atropos.volatile import Memory
@@ -33,12 +32,6 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE = 4
 """Groups under way to the server: enough to fill a link, few enough to hold in memory packed."""
-
-LEAVE_S = 5.0
-"""How long the end of a run, an interrupted one too, may wait to say goodbye."""
-
-WATCH_FIRST_S, WATCH_S = 0.005, 0.1
-"""How often a server that keeps nothing is asked what waits: at first, and later, as its own environments do."""
 
 BACK_OFF = RetryPolicy(first_s=0.25, longest_s=5.0)
 
@@ -58,7 +51,6 @@ class Feed:
         rng: random.Random | None = None,
     ) -> None:
         self.settings = settings
-        self.finished = False
         self.refusals: list[str] = []
         self._client = client
         self._deliveries = deliveries
@@ -66,40 +58,26 @@ class Feed:
         self._note = note
         self._clock = clock or SystemClock()
         self._rng = rng or random.Random()
-        self._standing: Standing | None = None
-        self._joining = asyncio.Lock()
-        self._changed = asyncio.Condition()
         self._sending = asyncio.Semaphore(AT_ONCE)
         self._one_by_one = asyncio.Lock()
         self._memory = Memory(settings.group_size)
-        self._before: Standing | None = None
+        self.link = Link(settings, client, self._memory, note=note, clock=self._clock, returned=self._send_again)
         self._flushing = False
         self._out = 0
         self._unsent = 0
 
-    async def standing(self) -> Standing:
-        """Where the environment stands with the trainer, registered if it was not. Waits for a trainer to start."""
-        async with self._joining:
-            if self._standing is None:
-                self._standing = await joined(
-                    self._client, self.settings, self._note, patience=self._lose_patience, clock=self._clock
-                )
-                if self._before is not None:
-                    self._send_again(self._before, self._standing)
-            return self._standing
-
     async def admit(self) -> bool:
         """Wait until one more group may begin; False when the trainer needs no more."""
-        await self.standing()
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.finished or self._has_room())
-            if not self.finished:
+        await self.link.standing()
+        async with self.link.changed:
+            await self.link.changed.wait_for(lambda: self.link.finished or self._has_room())
+            if not self.link.finished:
                 self._out += 1
-            return not self.finished
+            return not self.link.finished
 
     def _has_room(self) -> bool:
         """Whether the share of the off-policy limit has room, or the next batch lacks groups whoever makes them."""
-        standing, settings = self._standing, self.settings
+        standing, settings = self.link.current, self.settings
         if standing is None:
             return False
         size = max(1, settings.group_size)
@@ -117,28 +95,29 @@ class Feed:
 
     async def drained(self) -> None:
         """Wait until everything offered has been sent. Raises `TrainerRefused` when groups were refused."""
-        async with self._changed:
+        async with self.link.changed:
             self._flushing = True
-            self._changed.notify_all()
-            await self._changed.wait_for(lambda: not self._unsent)
+            self.link.changed.notify_all()
+            await self.link.changed.wait_for(lambda: not self._unsent)
         if self.refusals:
             raise TrainerRefused(f"the trainer's server refused {len(self.refusals)} groups: {self.refusals[-1]}")
 
     async def _done(self, *, sent: bool) -> None:
-        async with self._changed:
+        async with self.link.changed:
             self._out = max(0, self._out - 1)
-            if sent and self._standing is not None:
-                self._standing.queue += 1
-                self._standing.own_queue += 1
-            self._changed.notify_all()
+            standing = self.link.current
+            if sent and standing is not None:
+                standing.queue += 1
+                standing.own_queue += 1
+            self.link.changed.notify_all()
 
     async def _deliver(self, delivery_id: str, line: dict[str, JSON]) -> None:
-        keeps = (await self.standing()).keeps
+        keeps = (await self.link.standing()).keeps
         async with self._sending if keeps else self._one_by_one:
             sent = await self._send(delivery_id, line)
-            if not keeps and self._standing is not None:
+            if not keeps and self.link.current is not None:
                 with suppress(TrainerUnavailable):
-                    await self._ask(self._standing)
+                    await self.link.ask(self.link.current)
         self._unsent -= 1
         if sent and delivery_id not in self._deliveries:
             self._deliveries.add(delivery_id)
@@ -148,20 +127,20 @@ class Feed:
         """Try until the server has it (True) or refuses it for good (False)."""
         failures = 0
         while True:
-            standing = await self.standing()
+            standing = await self.link.standing()
             answer: Answer | None = None
             taken = False
             try:
                 if standing.keeps or await self._may_give(standing):
                     answer, taken = await self._give(standing, delivery_id, line)
             except TrainerUnavailable as error:
-                self._lose_patience(error)
+                self.link.lose_patience(error)
             if taken:
                 return True
-            if self._standing is not standing:
+            if self.link.current is not standing:
                 continue
             if answer is not None and answer.status == 404:
-                await self._forget(standing)
+                await self.link.forget(standing)
             elif answer is not None and answer.status < 500 and answer.status != 429:
                 self.refusals.append(f"{delivery_id}: {answer.detail}")
                 self._note(f"the trainer's server refused the group {self.refusals[-1]}")
@@ -182,7 +161,7 @@ class Feed:
         except TrainerUnavailable as error:
             taken = await self._arrived(line)
             if not taken:
-                self._lose_patience(error)
+                self.link.lose_patience(error)
         finally:
             if not standing.keeps:
                 self._memory.end(delivery_id, line, taken=taken)
@@ -190,11 +169,11 @@ class Feed:
 
     async def _may_give(self, standing: Standing) -> bool:
         """Wait for room in a server that keeps nothing; False when it has forgotten us meanwhile."""
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: self._flushing or self._standing is not standing or self._memory.room(standing.batch_size)
+        async with self.link.changed:
+            await self.link.changed.wait_for(
+                lambda: self._flushing or self.link.current is not standing or self._memory.room(standing.batch_size)
             )
-        return self._standing is standing and await self._ask(standing)
+        return self.link.current is standing and await self.link.ask(standing)
 
     async def _arrived(self, line: dict[str, JSON]) -> bool:
         """Whether the server's last group is this one: what a lost answer would have said."""
@@ -203,18 +182,6 @@ class Feed:
         except TrainerUnavailable:
             return False
         return isinstance(answer.body, dict) and answer.body.get("tokens") == line["tokens"]
-
-    async def _forget(self, standing: Standing) -> None:
-        if self._standing is standing:
-            self._standing, self._before = None, standing
-            self._note("the trainer's server does not know this environment any more: registering again")
-            async with self._changed:
-                self._changed.notify_all()
-
-    def _lose_patience(self, error: TrainerUnavailable) -> None:
-        """Raises the error once the server has been silent for too long."""
-        if self._clock.monotonic() - self._client.answered_s > self.settings.patience_s:
-            raise error
 
     def _send_again(self, before: Standing, now: Standing) -> None:
         """Send what the server lost when it was restarted, but for what its trainer may have."""
@@ -230,68 +197,6 @@ class Feed:
             self._out += 1
             self._unsent += 1
             self._tasks.create_task(self._deliver(each.delivery_id, each.line), name=f"again-{each.delivery_id}")
-
-    async def beat(self) -> None:
-        """Ask for the status again and again: the server hears that we live, we hear of queues and steps."""
-        while not self.finished:
-            standing = await self.standing()
-            try:
-                await self._ask(standing)
-            except TrainerUnavailable as error:
-                self._lose_patience(error)
-            await self._clock.sleep(self.settings.heartbeat_s)
-
-    async def watch(self) -> None:
-        """Ask a server that keeps nothing what waits, while something does.
-
-        The newer it is, the oftener: a trainer that stood idle takes it at once.
-        """
-        seen, wait_s = 0, WATCH_S
-        while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._standing is not None and bool(self._memory.given))
-            standing, count = await self.standing(), self._memory.asking().given
-            wait_s = WATCH_FIRST_S if count != seen else min(WATCH_S, 1.05 * wait_s)
-            seen = count
-            try:
-                await self._ask(standing)
-            except TrainerUnavailable as error:
-                self._lose_patience(error)
-            await self._clock.sleep(wait_s)
-
-    async def _ask(self, standing: Standing) -> bool:
-        """Ask for the status once; whether the server still knows us."""
-        asked = self._memory.asking()
-        answer = await self._client.ask("GET", "/status-env", {"env_id": standing.env_id})
-        anew = answer.status == 200 and answer.body["current_step"] < standing.step  # our id is somebody else's now
-        if anew or answer.status in (404, 500):  # the original fails with 500 for an id that it does not know
-            await self._forget(standing)
-        elif answer.status == 200 and self._standing is standing:
-            if not standing.keeps:
-                self._memory.heard(answer.body["self_queue_size"], asked)
-            await self._hear(standing, answer.body)
-        return self._standing is standing
-
-    async def _hear(self, standing: Standing, said: JSON) -> None:
-        async with self._changed:
-            standing.step = said["current_step"]
-            standing.weight = said["env_weight"]
-            standing.queue = said["queue_size"]
-            standing.own_queue = said.get("self_queue_size", said["queue_size"])
-            standing.alone = standing.weight >= 1 and standing.queue == standing.own_queue
-            if 0 < standing.num_steps <= standing.step:
-                self.finished = True
-                self._note(f"the trainer has taken its {standing.num_steps} steps")
-            self._changed.notify_all()
-
-    async def leave(self) -> None:
-        """Tell the server, if it is there, that no more will come: its weights count this environment no longer."""
-        if self._standing is not None:
-            try:
-                async with asyncio.timeout(LEAVE_S):
-                    await self._client.ask("POST", "/disconnect-env", {"env_id": self._standing.env_id})
-            except (TrainerUnavailable, TimeoutError) as error:
-                logger.info("leaving the trainer: %s", error)
 
 
 @asynccontextmanager
@@ -312,13 +217,13 @@ async def feeding(
     try:
         async with asyncio.TaskGroup() as tasks:
             feed = Feed(settings, client, deliveries, tasks, note=note, clock=clock)
-            await feed.standing()
-            asking = [tasks.create_task(feed.beat(), name="heartbeat"), tasks.create_task(feed.watch(), name="watch")]
+            await feed.link.standing()
+            asking = [tasks.create_task(feed.link.beat(), name="heartbeat"), tasks.create_task(feed.link.watch())]
             yield feed
             await feed.drained()
             for each in asking:
                 each.cancel()
     finally:
         if feed is not None:
-            await feed.leave()
+            await feed.link.leave()
         await client.aclose()
