@@ -23,6 +23,7 @@ COMMANDS = {
     "tools": "List the tools and toolsets an agent can have.",
     "export": "Write a run's rollouts in the form that another program reads.",
     "verify": "Prove from what is stored that a run trains exactly what was sampled.",
+    "replay": "Play a recorded run again, without a model, and compare every observation.",
     "serve": "Stand between environments and a trainer.",
     "slots": "Show slots, services and prepared workspaces of this machine, and clean up.",
     "doctor": "Show what this machine can isolate, or what a model server can do, and why not more.",

@@ -14,6 +14,8 @@ from palaestra.envs.base_env import BaseEnv
 from palaestra.envs.catalog import known_environments
 from palaestra.envs.function import FunctionForm
 
+_MODULE = "palaestra_environment_"
+
 
 def load_environment(reference: str, start: Path) -> object:
     """The environment that `reference` means. Raises `ConfigError` that says what there is instead."""
@@ -27,10 +29,24 @@ def load_environment(reference: str, start: Path) -> object:
     return _pick(_load(known[path].path), name, path)
 
 
+def reference_of(environment: object) -> str:
+    """What names this environment again, for `load_environment`: the file that offers it, and its name there.
+
+    The empty string where it was made by hand, in no file that was run or loaded.
+    """
+    for module_name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if path and (module_name == "__main__" or module_name.startswith(_MODULE)):
+            for name, value in vars(module).items():
+                if value is environment:
+                    return f"{Path(path).resolve()}:{name}"
+    return ""
+
+
 def _load(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
-    module_name = f"palaestra_environment_{path.stem}"
+    module_name = f"{_MODULE}{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
     assert spec.loader is not None

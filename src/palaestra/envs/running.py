@@ -27,7 +27,7 @@ from palaestra.envs.config import BaseEnvConfig
 from palaestra.envs.evaluation import Evaluation
 from palaestra.envs.flags import Answer, CommandLine, Parsed, set_fields
 from palaestra.envs.forms import Form, form_of
-from palaestra.envs.loading import load_environment
+from palaestra.envs.loading import load_environment, reference_of
 from palaestra.envs.output import Output, claim_folder, resumed_folder
 from palaestra.envs.serving import Gate, OnGroup, Serving, serve_limit
 from palaestra.envs.settings import make_pool, server_settings
@@ -83,7 +83,7 @@ def _main(environment: object, argv: Sequence[str], prog: str | None) -> int:
         return 0
     for notice in parsed.notices:
         sys.stderr.write(f"note: {notice}\n")
-    return asyncio.run(run(form, parsed)).exit_code
+    return asyncio.run(run(form, parsed, reference=reference_of(environment))).exit_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,13 @@ class RunReport:
     report: Path
 
 
-async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream: TextIO | None = None) -> RunReport:
+async def run(
+    form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream: TextIO | None = None, reference: str = ""
+) -> RunReport:
     """Run to the end and say where things lie. What was finished is kept, whatever ends the run.
 
-    Nothing is written before model server, slots and environment have been found to work.
+    Nothing is written before model server, slots and environment have been found to work. `reference` names the
+    environment for whoever plays the run again; see `loading.reference_of`.
     """
     stream = stream or sys.stderr
     config = parsed.env_config
@@ -109,7 +112,7 @@ async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream:
     async with started(ServerGroup(servers)) as engine, make_pool(config) as pool:
         environment = form.build(config, servers, engine)
         async with opened(environment):
-            output = _open_output(form, parsed, engine, root)
+            output = _open_output(form, parsed, engine, root, reference)
             stream.write(f"run {output.folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")
             if weak := warning(pool.rung):
                 stream.write(f"WARNING: isolation {pool.rung.label}: {weak}\n")
@@ -144,7 +147,7 @@ async def opened(environment: Environment) -> AsyncIterator[None]:
         await environment.aclose()
 
 
-def _open_output(form: Form, parsed: RunLine, engine: ServerGroup, root: Path) -> Output:
+def _open_output(form: Form, parsed: RunLine, engine: ServerGroup, root: Path, reference: str) -> Output:
     config = parsed.env_config
     if parsed.resume is not None:
         return _reopen_output(form, parsed, engine, parsed.resume)
@@ -154,7 +157,7 @@ def _open_output(form: Form, parsed: RunLine, engine: ServerGroup, root: Path) -
         env=form.name,
         model=engine.name,
         groups_path=groups_path,
-        settings=_settings(parsed),
+        settings={"environment": reference, "folder": str(Path.cwd()), **_settings(parsed)},
         messages=config.include_messages,
     )
     output.start(config.seed)

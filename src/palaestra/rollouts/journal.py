@@ -27,8 +27,9 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event")
     at: float = 0.0
 
 
-class RunStarted(Event, tag="run", kw_only=True):
-    """The first line: what is being run, and with which configuration."""
+class RunStarted(Event, tag="run", kw_only=True, omit_defaults=False):
+    """The first line: what is being run, and with which configuration. It is written whole, so that it always names
+    its schema."""
 
     schema: str = JOURNAL_SCHEMA
     run_id: str

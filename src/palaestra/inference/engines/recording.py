@@ -7,9 +7,10 @@ hold them under `trajectory`. Lines of other kinds are passed over, and so is a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -25,6 +26,19 @@ class Recorded:
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+
+
+class RecordedTurn(Protocol):
+    """How a turn ended and what it cost, as any record of it says."""
+
+    @property
+    def finish_reason(self) -> str | None: ...
+
+    @property
+    def prompt_tokens(self) -> int | None: ...
+
+    @property
+    def completion_tokens(self) -> int | None: ...
 
 
 class _Turn(msgspec.Struct):
@@ -95,9 +109,14 @@ def _assistant_side(trajectory: _Trajectory, path: Path) -> list[Recorded]:
         said = [_MESSAGE.decode(raw) for raw in trajectory.messages if _ROLE.decode(raw).role == "assistant"]
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}, task '{trajectory.task_id}': a message cannot be played: {error}.") from None
-    examples = len(said) - len(trajectory.turns)  # those of the prompt come first and had no turn
-    turns = [_Turn()] * examples + trajectory.turns if examples >= 0 else [_Turn()] * len(said)
+    return recorded_turns(said, trajectory.turns)
+
+
+def recorded_turns(said: Sequence[AssistantMessage], turns: Sequence[RecordedTurn]) -> list[Recorded]:
+    """The assistant's messages with their turns; those of the prompt come first and had none."""
+    examples = len(said) - len(turns)
+    known: list[RecordedTurn] = [_Turn()] * examples + list(turns) if examples >= 0 else [_Turn()] * len(said)
     return [
         Recorded(message, turn.finish_reason, turn.prompt_tokens, turn.completion_tokens)
-        for message, turn in zip(said, turns, strict=True)
+        for message, turn in zip(said, known, strict=True)
     ]

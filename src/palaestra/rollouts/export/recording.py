@@ -65,6 +65,7 @@ class Recording:
         self.path = path
         self.meta = ExportMeta()
         self._places: dict[str, _Place] = {}
+        self._numbers: dict[int, str] = {}
         self._index()
 
     @property
@@ -83,6 +84,23 @@ class Recording:
         with self.path.open("rb") as file:
             for place in sorted(finished, key=lambda each: each.number):
                 yield self._group(file, place)
+
+    def group(self, group_id: str) -> Group | None:
+        """One finished group; None where there is none of this id."""
+        place = self._places.get(group_id)
+        if place is None or place.ended is None:
+            return None
+        with self.path.open("rb") as file:
+            return self._group(file, place)
+
+    def numbered(self, number: int) -> Group | None:
+        """The finished group of the task with this number; None where there is none."""
+        return self.group(self._numbers.get(number, ""))
+
+    @property
+    def last(self) -> int:
+        """The highest number of a finished group; -1 where there is none."""
+        return max(self._numbers, default=-1)
 
     def _index(self) -> None:
         """Note where every line is. A torn last line is left out; damage anywhere else raises `ConfigError`."""
@@ -109,6 +127,7 @@ class Recording:
         elif head.event == "group_end":
             ended = self._places[head.group_id]
             ended.ended, ended.number = place, head.number
+            self._numbers[head.number] = head.group_id
 
     def _group(self, file: IO[bytes], place: _Place) -> Group:
         started, ended = self._event(file, place.started), self._event(file, place.ended or 0)

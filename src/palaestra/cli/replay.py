@@ -1,0 +1,90 @@
+"""`palaestra replay RUN`: play a recorded run again, without a model and without a network, and compare."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from palaestra.core.exits import FAILED
+
+if TYPE_CHECKING:
+    from palaestra.rollouts.export.recording import Recording
+    from palaestra.rollouts.replay import Comparison
+
+_SHOWN = 20
+
+
+@click.command(
+    "replay",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Play a recorded run again, without a model and without a network.
+
+    \b
+      palaestra replay runs/my_env--NAME/20260101T000000Z-0a1b
+      palaestra replay RUN --tasks 10 --json
+      palaestra replay RUN --environment moved/my_env.py:my_env
+
+    RUN is a run's folder or its journal. What the agent said is played through the same loop, tools and checks, in
+    fresh slots of the same environment, and every observation is compared with the recorded one. The first difference
+    of each rollout is shown and said to come from time, pids, order, randomness, or something other. Exit code 1 when
+    one comes from something other, or when a rollout has another reward or ending, or cannot be played; 2 when the
+    run cannot be.
+    """,
+)
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--environment", metavar="FILE.py:NAME", help="Where the environment is, if not where it was.")
+@click.option("--tasks", type=click.IntRange(min=1), help="Only the first so many tasks.")
+@click.option("--concurrency", type=click.IntRange(min=1), help="Groups at once.")
+@click.option("--network", is_flag=True, help="Let slots have the network that the tasks ask for.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.pass_context
+def command(
+    context: click.Context,
+    run: Path,
+    environment: str | None,
+    tasks: int | None,
+    concurrency: int | None,
+    network: bool,
+    as_json: bool,
+) -> None:
+    from palaestra.envs.replaying import ReplaySettings, replay
+    from palaestra.rollouts.export.recording import open_recording
+    from palaestra.rollouts.progress import make_progress
+
+    recording = open_recording(run.resolve())
+    settings = ReplaySettings(environment, tasks, concurrency, network)
+    with make_progress(sys.stderr) as progress:
+        comparison = asyncio.run(replay(recording, settings, progress))
+    if as_json:
+        click.echo(json.dumps({**comparison.to_dict(), "unfinished_groups": recording.unfinished}))
+    else:
+        click.echo("\n".join(_lines(comparison, recording)))
+    if not comparison.ok:
+        context.exit(FAILED)
+
+
+def _lines(comparison: Comparison, recording: Recording) -> list[str]:
+    from palaestra.rollouts.export.printable import printable
+
+    rate = "none to compare" if comparison.rate is None else f"{100 * comparison.rate:.2f} % equal"
+    kinds = ", ".join(f"{kind} {count}" for kind, count in comparison.kinds.most_common())
+    lines = [
+        f"rollouts      {comparison.rollouts} played; {comparison.not_recorded} had not come to their end",
+        f"observations  {comparison.observations}, {rate}{f'; different: {kinds}' if kinds else ''}",
+        f"rewards       {comparison.rewards_equal} of {comparison.rewards} equal",
+    ]
+    if recording.unfinished:
+        lines.append(f"left out      {recording.unfinished} groups that had not ended")
+    for each in comparison.differences[:_SHOWN]:
+        lines.append(f"{each.rollout_id}, turn {each.turn}: {each.kind}")
+        lines += [f"  call      {printable(each.call.strip())[:200]}"] if each.turn else []
+        lines += [f"  recorded  {printable(each.recorded)}", f"  replayed  {printable(each.replayed)}"]
+    for end in comparison.other_ends[:_SHOWN]:
+        lines.append(f"{end.rollout_id}: {end.what} was {end.recorded}, is {printable(end.replayed)[:300]}")
+    hidden = max(0, len(comparison.differences) - _SHOWN) + max(0, len(comparison.other_ends) - _SHOWN)
+    return [*lines, f"… and {hidden} more; --json has all"] if hidden else lines

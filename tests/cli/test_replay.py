@@ -1,0 +1,161 @@
+"""`palaestra replay` as a user meets it: a recorded run played in fresh slots, and every way it can come out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from recorded import sky, write_run
+
+from envs import agent_script, scripts
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import cli
+from palaestra.core.types import Blame, Outcome
+from palaestra.envs.loading import load_environment
+from palaestra.envs.running import main
+from palaestra.rollouts.journal import AnyEvent, RolloutEnded, read_journal
+
+NOISY = """
+from palaestra import Task, environment
+
+SOLUTIONS = ["cat a.txt", "date +%s.%N", "echo $RANDOM$RANDOM$RANDOM", "cat /etc/hostname_of_nobody; false"]
+
+@environment(toolsets=["terminal"])
+def noisy():
+    for i, command in enumerate(SOLUTIONS):
+        yield Task(id=f"task-{i}", prompt="?", files={"a.txt": "x"}, solution=[command, "cp a.txt done"])
+
+@noisy.score
+async def there(sandbox):
+    return await sandbox.stat("done") is not None
+"""
+
+
+def palaestra(*argv: object) -> int:
+    return run_guarded(lambda: cli.main(list(map(str, argv)), standalone_mode=False))
+
+
+LOCAL = ["--env.tool_pool_mode", "local"]
+
+
+def record(folder: Path, text: str, *command: str) -> Path:
+    """A run of the environment with the oracle; gives its folder."""
+    path = folder / "recorded_env.py"
+    path.write_text(text)
+    assert main(load_environment(str(path), folder), [*(command or ["process"]), "--policy", "oracle"], prog="x") == 0
+    (run,) = folder.glob("runs/*/*")
+    return run
+
+
+def change(run: Path, edit: Callable[[AnyEvent], None]) -> None:
+    """Rewrite the journal, each event edited."""
+    events = list(read_journal(run / "journal.jsonl"))
+    for event in events:
+        edit(event)
+    (run / "journal.jsonl").write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slots
+def test_differences_are_found_and_explained(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = record(folder, NOISY, "process", "--group", "2")
+    before = sorted(folder.rglob("*"))
+    capsys.readouterr()
+    assert palaestra("replay", run, "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["rollouts"], said["observations"], said["equal"], said["rewards_equal"]) == (8, 16, 12, 8)
+    assert said["kinds"] == {"time": 2, "randomness": 2}
+    assert {(each["turn"], each["kind"]) for each in said["differences"]} == {(1, "time"), (1, "randomness")}
+    assert sorted(folder.rglob("*")) == before, "a replay writes nothing beside the run"
+
+    def meddle(event: AnyEvent) -> None:
+        if isinstance(event, RolloutEnded) and event.trajectory.rollout_id == "000000-task-0/1":
+            event.trajectory.messages[2]["content"] = event.trajectory.messages[2]["content"].replace("x", "y")
+            event.trajectory.reward = 0.5
+
+    change(run, meddle)
+    assert palaestra("replay", run / "journal.jsonl", "--tasks", "1") == 1
+    said = capsys.readouterr().out
+    assert '000000-task-0/1, turn 1: other\n  call      {"command":"cat a.txt"}\n  recorded  y\n  replayed  x' in said
+    assert "000000-task-0/1: reward was 0.5, is 1" in said
+    assert "rollouts      2 played" in said
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize(
+    ("text", "command"), [(scripts.CLASS_ENV, ["evaluate"]), (agent_script.WITH_META, ["process", *LOCAL])]
+)
+def test_class_environments_play_too(text: str, command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = record(folder, text, *command)
+    capsys.readouterr()
+    assert palaestra("replay", run, "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["rollouts"] == said["rewards_equal"] > 0
+    assert said["observations"] == said["equal"] > 0
+
+
+@pytest.mark.slots
+def test_a_rollout_that_was_cut_off_is_played_as_far_as_it_goes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = record(folder, NOISY)
+
+    def cut(event: AnyEvent) -> None:
+        if isinstance(event, RolloutEnded):
+            one = event.trajectory
+            one.messages, one.reward, one.outcome, one.blame = one.messages[:3], None, Outcome.API_ERROR, Blame.ENGINE
+            one.turns = one.turns[:1]
+
+    change(run, cut)
+    capsys.readouterr()
+    assert palaestra("replay", run, "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["rollouts"], said["not_recorded"], said["observations"], said["rewards"]) == (4, 4, 4, 0)
+
+
+@pytest.mark.slots
+def test_what_cannot_be_played_says_why(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = record(folder, NOISY)
+    capsys.readouterr()
+    (folder / "recorded_env.py").rename(folder / "moved_env.py")
+    assert palaestra("replay", run) == 2
+    assert "is gone: say where it is now with --environment" in capsys.readouterr().err
+    assert palaestra("replay", run, "--environment", "moved_env.py", "--tasks", "1") == 0
+    (folder / "other_env.py").write_text(scripts.COUNT_LINES)
+    assert palaestra("replay", run, "--environment", "other_env.py") == 2
+    assert "the run was one of 'noisy', and other_env.py is 'count_lines'" in capsys.readouterr().err
+    (folder / "moved_env.py").write_text(NOISY.replace("task-{i}", "other-{i}"))
+    assert palaestra("replay", run, "--environment", "moved_env.py") == 2
+    assert "the environment gives other tasks than it did" in capsys.readouterr().err
+
+
+@pytest.mark.slots
+def test_a_workspace_that_cannot_be_prepared_any_more_is_no_equal_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = record(folder, NOISY)
+    (folder / "broken_env.py").write_text(NOISY.replace("files=", 'setup="exit 7", files='))
+    capsys.readouterr()
+    assert palaestra("replay", run, "--environment", "broken_env.py", "--tasks", "1") == 1
+    assert "000000-task-0: played was a prepared workspace, is PrepareError" in capsys.readouterr().out
+
+
+def test_runs_without_the_records_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert palaestra("replay", write_run(folder / "a", sky())) == 2
+    assert "does not say which file its environment 'weather' is in" in capsys.readouterr().err
+    assert palaestra("replay", write_run(folder / "b", sky(), ended=False, order=(0,))) == 2
+    later = write_run(folder / "c", sky()) / "journal.jsonl"
+    later.write_bytes(later.read_bytes().replace(b"palaestra.journal/1", b"palaestra.journal/9"))
+    capsys.readouterr()
+    assert palaestra("replay", later) == 2
+    assert "this version reads 'palaestra.journal/1'" in capsys.readouterr().err
+    assert palaestra("replay", write_run(folder / "d")) == 2
+    assert "no finished group" in capsys.readouterr().err
