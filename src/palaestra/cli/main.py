@@ -23,6 +23,7 @@ COMMANDS = {
     "tools": "List the tools and toolsets an agent can have.",
     "export": "Write a run's rollouts in the form that another program reads.",
     "verify": "Prove from what is stored that a run trains exactly what was sampled.",
+    "status": "Show how a run stands: what is in flight, blame, tokens, cost, disk.",
     "replay": "Play a recorded run again, without a model, and compare every observation.",
     "serve": "Stand between environments and a trainer.",
     "slots": "Show slots, services and prepared workspaces of this machine, and clean up.",

@@ -18,6 +18,7 @@
         ├── TrainerError                    who learns from the groups
         │   ├── TrainerUnavailable (ConnectionError)  its server did not answer for too long
         │   └── TrainerRefused (ValueError)           its server will not have this environment or these groups
+        ├── ToolStuck (TimeoutError)        a tool call that did not come back, nor kept its own time limit
         ├── PrepareError                    a task's set-up failed: the task is to blame, not the agent
         └── GraderError                     the check did not run or did not report: no score, never 0.0
 
@@ -118,6 +119,12 @@ class TrainerUnavailable(TrainerError, ConnectionError):
 
 class TrainerRefused(TrainerError, ValueError):
     """The server understood and said no: trying again cannot help."""
+
+
+class ToolStuck(InfraError, TimeoutError):
+    """A tool call did not come back within the run's limit, which is far above the tool's own."""
+
+    blame = Blame.TOOL
 
 
 class PrepareError(InfraError):

@@ -33,7 +33,8 @@ class AgentEnvironment(ContractEnvironment):
         self._choose_server(rollout)
 
         async def execute(call: ToolCall) -> CallResult:
-            return result_of(await rollout.tools.reply(call.name, call.arguments))
+            with rollout.stage("tool"):
+                return result_of(await rollout.tools.reply(call.name, call.arguments))
 
         agent = AtroposAgent(
             rollout.server,

@@ -37,8 +37,9 @@ from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.base import Environment
 from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.group import Services
+from palaestra.rollouts.inflight import InFlight
 from palaestra.rollouts.journal import RunResumed, without_secrets
-from palaestra.rollouts.progress import Observer, make_progress
+from palaestra.rollouts.progress import Observer, Several, make_progress
 from palaestra.rollouts.resume import read_finished, repair
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.trajectory import Group
@@ -191,8 +192,10 @@ async def _recorded(batch: Batch, stream: TextIO) -> Totals:
     """Run the batch with its progress on `stream`, and finish the output however it ends."""
     reason = "failed"
     try:
+        inflight = InFlight()
         with make_progress(stream) as progress:
-            totals = await batch.run(progress)
+            async with inflight.written(batch.output.folder.path):
+                totals = await batch.run(Several(progress, inflight))
         reason = "done"
         return totals
     except asyncio.CancelledError:

@@ -49,7 +49,8 @@ class Attempt:
         grading: Grading | None = None
         try:
             grading = Grading(self.rollout, self.env.slot_spec(self.rollout.task, Phase.GRADE))
-            await self._play(grading)
+            async with self.rollout.at.watched():
+                await self._play(grading)
         except InfraError as error:
             self._failed(error, error.blame)
         except TaskError as error:
@@ -62,7 +63,7 @@ class Attempt:
         rollout = self.rollout
         with rollout.stage("setup"):
             await blaming(PrepareError, self.env.begin(rollout), f"setting up {rollout.rollout_id}")
-        with rollout.stage("agent"):
+        with rollout.stage("agent", shown="model"):
             result = await self.env.act(rollout)
         rollout.result = result
         if result.outcome.scored:

@@ -25,6 +25,7 @@ from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.journal import AttemptDiscarded, GroupEnded, GroupStarted, Journal, Messages, RolloutEnded
 from palaestra.rollouts.progress import Observer
 from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.stages import IDLE_LIMITS, Stages
 from palaestra.rollouts.trajectory import Group, Trajectory
 from palaestra.sandbox.base import Slot, Snapshot
 from palaestra.tools.registry import schema_hash
@@ -51,6 +52,7 @@ class Services:
     infra_retries: int = 0
     foundations: Foundations = field(kw_only=True)
     finished: Mapping[str, Mapping[int, Trajectory]] = field(default_factory=dict)
+    idle_limits: Mapping[str, float] = field(default_factory=lambda: IDLE_LIMITS)
 
 
 class GroupRun:
@@ -139,17 +141,23 @@ class GroupRun:
         self, work: Callable[[Task, Slot], Awaitable[None]], base: Snapshot | None, doing: str
     ) -> Snapshot:
         """Do preparation work in a slot and seal it. What goes wrong in it is the task's fault."""
-        slots = self.services.slots
-        await slots.admit()
-        started = time.perf_counter()
-        spec = self.env.slot_spec(self.task, Phase.PREPARE)
-        slot = await slots.lease(f"{self.group.group_id}:prepare", spec=spec, snapshot=base)
-        try:
-            await blaming(PrepareError, work(self.task, slot), doing)
-        except BaseException:
-            await asyncio.shield(slots.release(slot))
-            raise
-        snapshot = await slots.seal(slot)
+        slots, services = self.services.slots, self.services
+        at = Stages(self.group.group_id, services.observer.stage, services.idle_limits)
+        async with at.watched():
+            with at.stage("admit"):
+                await slots.admit()
+            started = time.perf_counter()
+            spec = self.env.slot_spec(self.task, Phase.PREPARE)
+            with at.stage("acquire"):
+                slot = await slots.lease(f"{self.group.group_id}:prepare", spec=spec, snapshot=base)
+            try:
+                with at.stage("prepare"):
+                    await blaming(PrepareError, work(self.task, slot), doing)
+            except BaseException:
+                await asyncio.shield(slots.release(slot))
+                raise
+            with at.stage("seal"):
+                snapshot = await slots.seal(slot)
         self.group.prepare_s += round(time.perf_counter() - started, 6)
         return snapshot
 
@@ -190,6 +198,7 @@ class GroupRun:
                 journal.append(event(at=time.time(), trajectory=trajectory))
             if kept:
                 break
+            self.services.observer.attempt_discarded(trajectory)
             await self._restore()
         self.group.trajectories.append(trajectory)
         await journal.commit()
@@ -214,6 +223,7 @@ class GroupRun:
             settings=self.env.agent,
             on_turn=self._journal_turn,
             on_stage=self.services.observer.stage,
+            idle_limits=self.services.idle_limits,
         )
 
     def _journal_turn(self, rollout: Rollout, turn: Turn, messages: list[Message]) -> None:

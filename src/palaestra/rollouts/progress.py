@@ -36,7 +36,12 @@ class Observer(Protocol):
     def group_started(self, number: int, task_id: str) -> None: ...
 
     def stage(self, rollout_id: str, stage: str) -> None:
-        """A rollout, or a group by its own id, has come to this stage."""
+        """A rollout, or a group by its own id, has come to this stage, has shown that it lives there, or is at none
+        (the empty string)."""
+        ...
+
+    def attempt_discarded(self, trajectory: Trajectory) -> None:
+        """The world broke a rollout, and it is tried again."""
         ...
 
     def rollout_finished(self, trajectory: Trajectory) -> None: ...
@@ -54,6 +59,45 @@ class Progress(Observer, AbstractContextManager["Progress"], Protocol):
     """An observer with a display that is put away on exit, whatever ended the run."""
 
 
+class Several:
+    """Tells several observers, in order."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def run_started(self, total_groups: int | None, group_size: int) -> None:
+        for each in self._observers:
+            each.run_started(total_groups, group_size)
+
+    def group_started(self, number: int, task_id: str) -> None:
+        for each in self._observers:
+            each.group_started(number, task_id)
+
+    def stage(self, rollout_id: str, stage: str) -> None:
+        for each in self._observers:
+            each.stage(rollout_id, stage)
+
+    def attempt_discarded(self, trajectory: Trajectory) -> None:
+        for each in self._observers:
+            each.attempt_discarded(trajectory)
+
+    def rollout_finished(self, trajectory: Trajectory) -> None:
+        for each in self._observers:
+            each.rollout_finished(trajectory)
+
+    def group_finished(self, group: Group) -> None:
+        for each in self._observers:
+            each.group_finished(group)
+
+    def note(self, text: str) -> None:
+        for each in self._observers:
+            each.note(text)
+
+    def run_finished(self) -> None:
+        for each in self._observers:
+            each.run_finished()
+
+
 class NullObserver(AbstractContextManager["NullObserver"]):
     """Shows nothing."""
 
@@ -62,6 +106,8 @@ class NullObserver(AbstractContextManager["NullObserver"]):
     def group_started(self, number: int, task_id: str) -> None: ...
 
     def stage(self, rollout_id: str, stage: str) -> None: ...
+
+    def attempt_discarded(self, trajectory: Trajectory) -> None: ...
 
     def rollout_finished(self, trajectory: Trajectory) -> None: ...
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
 
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult, Turn
@@ -19,10 +18,14 @@ from palaestra.inference.base import ChatServer
 from palaestra.inference.ledger import Ledger, LedgerRecord
 from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.base import AgentSettings, Kit
+from palaestra.rollouts.stages import Stages, Tell
 from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.binding import SlotTools
 
 TurnRecorder = Callable[["Rollout", Turn, list[Message]], None]
+
+RolloutTool = Callable[[str, Mapping[str, JSON], str | None], Awaitable[str]]
+"""Runs one call, given the tool's name, its arguments and the rollout's id; gives the text that the model reads."""
 
 
 class Rollout:
@@ -43,7 +46,8 @@ class Rollout:
         snapshot: Snapshot | None,
         settings: AgentSettings,
         on_turn: TurnRecorder | None = None,
-        on_stage: Callable[[str, str], None] | None = None,
+        on_stage: Tell | None = None,
+        idle_limits: Mapping[str, float] | None = None,
     ) -> None:
         self.rollout_id = rollout_id
         self.group_id = group_id
@@ -58,10 +62,9 @@ class Rollout:
         self.settings = settings
         self.meta: dict[str, JSON] = {}
         self.result: AgentResult | None = None
-        self.stages: dict[str, float] = {}
+        self.at = Stages(rollout_id, on_stage, idle_limits)
         self.rung: Rung | None = None
         self._on_turn = on_turn
-        self._on_stage = on_stage
         self._slot: Slot | None = None
         self._leasing = asyncio.Lock()
         self._tools: SlotTools | None = None
@@ -76,16 +79,14 @@ class Rollout:
         """The agent's last words."""
         return self.result.final_response if self.result is not None else ""
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    @property
+    def stages(self) -> Mapping[str, float]:
+        """Seconds spent at each stage so far."""
+        return self.at.seconds
+
+    def stage(self, name: str, shown: str = "") -> AbstractContextManager[None]:
         """Time a part of the rollout and tell the display about it."""
-        if self._on_stage is not None:
-            self._on_stage(self.rollout_id, name)
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - started
+        return self.at.stage(name, shown)
 
     async def sandbox(self) -> Slot:
         """The rollout's slot, leased at the first call: a fork of the group's prepared workspace."""
@@ -99,7 +100,7 @@ class Rollout:
         """A slot for this rollout, its own or the one that grades it. Waiting and forking are timed apart."""
         with self.stage("admit"):
             await self.slots.admit()
-        with self.stage("fork"):
+        with self.stage("acquire"):
             return await self.slots.lease(name, spec=spec, snapshot=snapshot)
 
     @property
@@ -127,7 +128,7 @@ class Rollout:
         messages: list[Message] | None = None,
         *,
         server: ChatServer | None = None,
-        tool_handler: Callable[[str, Mapping[str, JSON], str | None], Awaitable[str]] | None = None,
+        tool_handler: RolloutTool | None = None,
     ) -> AgentResult:
         """Run the one agent loop over this rollout's conversation. `result` is kept even when the call is cancelled."""
         loop = self.loop(server=server, tool_handler=tool_handler)
@@ -142,7 +143,7 @@ class Rollout:
         self,
         *,
         server: ChatServer | None = None,
-        tool_handler: Callable[[str, Mapping[str, JSON], str | None], Awaitable[str]] | None = None,
+        tool_handler: RolloutTool | None = None,
     ) -> HermesAgentLoop:
         """The agent loop, set up for this rollout."""
         settings, registry = self.settings, self.kit.registry
@@ -155,15 +156,25 @@ class Rollout:
             temperature=settings.temperature,
             max_tokens=settings.max_tokens,
             extra_body=settings.extra_body,
-            tool_handler=tool_handler or self.tools.handle,
+            tool_handler=self._told(tool_handler or self.tools.handle),
             max_context_tokens=settings.max_context_tokens,
             parallel_safe=self.tools.parallel_safe,
             on_turn=self.record,
             budget=settings.budget,
         )
 
+    def _told(self, handler: RolloutTool) -> RolloutTool:
+        """The handler of tool calls, with the stage told while a call is under way."""
+
+        async def call(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
+            with self.stage("tool"):
+                return await handler(name, arguments, task_id)
+
+        return call
+
     def record(self, turn: Turn | None, messages: list[Message]) -> None:
         """Note the messages that were added, in the journal."""
+        self.at.moved()
         if self._on_turn is not None:
             self._on_turn(self, turn or Turn(0, None, 0, 0, 0.0, 0.0), messages)
 

@@ -33,7 +33,13 @@ class Tally:
         self._started_at = self._clock.monotonic()
 
     def stage(self, rollout_id: str, stage: str) -> None:
-        self.stages[rollout_id] = printable(stage)
+        if stage:
+            self.stages[rollout_id] = printable(stage)
+        else:
+            self.stages.pop(rollout_id, None)
+
+    def attempt_discarded(self, trajectory: Trajectory) -> None:
+        self.stages.pop(trajectory.rollout_id, None)
 
     def rollout_finished(self, trajectory: Trajectory) -> None:
         self.stages.pop(trajectory.rollout_id, None)

@@ -37,7 +37,8 @@ class ToolErrorRecord(msgspec.Struct, kw_only=True):
 
 class Beside(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What differs from run to run. Seconds are wall time; `stages` has setup, agent,
-    admit (waiting for a place), fork (making a slot), seal and grade; a later one may contain an earlier one."""
+    tool, admit (waiting for a place), acquire (making a slot), seal and grade; one may contain others, and calls that
+    run together add up."""
 
     started_at: float = 0.0
     duration_s: float = 0.0
@@ -69,7 +70,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `blame` and `error` are set on every rollout that did not finish cleanly. `metrics` are numbers worth averaging,
     `detail` is evidence (test results, the agent's patch). `ledger` holds the exact tokens where the engine gave them,
-    `row` only what is not in it.
+    `row` only what is not in it. `cost` is that of the tokens, in the currency of the prices that the run was given.
     """
 
     schema: str = TRAJECTORY_SCHEMA
@@ -86,6 +87,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     detail: dict[str, JSON] = {}
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cost: float | None = None
     turns: list[TurnRecord] = []
     tool_calls_attempted: int = 0
     tool_calls_schema_valid: int = 0

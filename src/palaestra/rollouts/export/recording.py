@@ -167,9 +167,14 @@ def _meta(line: bytes, path: Path) -> ExportMeta:
 
 def open_recording(folder: Path) -> Recording:
     """The recording of a run folder, or of a journal. Raises `ConfigError` that says what is missing."""
+    return Recording(journal_of(folder))
+
+
+def journal_of(folder: Path) -> Path:
+    """The journal of a run folder, or the journal that is named itself. Raises `ConfigError`."""
     path = folder / JOURNAL_NAME if folder.is_dir() else folder
     if path.is_file():
-        return Recording(path)
+        return path
     if not folder.exists():
         raise ConfigError(f"there is no run folder {folder}; a run prints its folder first and last{_latest(Path())}")
     raise ConfigError(f"{folder} is not a run folder: it has no {JOURNAL_NAME}{_latest(folder)}")

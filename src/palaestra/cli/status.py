@@ -1,0 +1,94 @@
+"""`palaestra status RUN`: how a run stands, read from its folder, while it goes on or afterwards."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from palaestra.rollouts.status import RunStatus
+
+_SHOWN = 5
+
+
+@click.command(
+    "status",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Show how a run stands.
+
+    \b
+      palaestra status runs/my_env--NAME/20260101T000000Z-0a1b
+      palaestra status RUN --watch
+      palaestra status RUN --json | jq .in_flight
+
+    RUN is a run's folder or its journal. It is only read, and the run does not notice. Shown: what is in flight by
+    stage, who was longest without a sign of life, rewards with and without the rollouts that the world broke, whose
+    fault those were (with 95 % intervals), tokens, cost and disk. --watch shows it again until the run has ended.
+    """,
+)
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--watch", is_flag=True, help="Again and again, until the run has ended.")
+@click.option("--every", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between looks.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable; with --watch, one line per look.")
+def command(run: Path, watch: bool, every: float, as_json: bool) -> None:
+    from palaestra.rollouts.export.recording import journal_of
+    from palaestra.rollouts.status import RUNNING, RunReader
+
+    reader = RunReader(journal_of(run))
+    while True:
+        status = reader.read()
+        if as_json:
+            click.echo(json.dumps(status.to_dict()))
+        else:
+            if watch and sys.stdout.isatty():
+                click.clear()
+            click.echo("\n".join(_lines(status, time.time())))
+        if not watch or status.state != RUNNING:
+            return
+        time.sleep(every)
+
+
+def _lines(status: RunStatus, now: float) -> list[str]:
+    from palaestra.rollouts.tally import duration
+
+    until = now if status.state == "running" else status.last_at
+    failed = f", {status.groups_failed} not run" if status.groups_failed else ""
+    flying = ", ".join(f"{stage} {count}" for stage, count in sorted(status.in_flight.items())) or "nothing"
+    lines = [
+        f"run        {status.run_id}: {status.env} with {status.model}",
+        f"state      {status.state} after {duration(max(0.0, until - status.started_at))}",
+        f"groups     {status.groups_ended} ended of {status.groups_begun} begun{failed}",
+        f"rollouts   {status.rollouts} ended: {_counts(status.outcomes)}; {status.discarded} attempts discarded",
+        f"reward     {_reward(status)}",
+        f"in flight  {flying}",
+    ]
+    for idle in status.oldest[:_SHOWN]:
+        lines.append(f"  {duration(max(0.0, now - idle.since)):>7}  {idle.stage:<8} {idle.name}")
+    for name, rate in status.blame.items():
+        share = f"{100 * rate.share:.1f} % ({100 * rate.low:.1f} to {100 * rate.high:.1f} %)"
+        lines.append(f"blame      {name} {rate.count}: {share}")
+    cost = "" if status.cost is None else f"; cost {status.cost:.4f}"
+    lines.append(f"tokens     {status.prompt_tokens:,} read, {status.completion_tokens:,} written{cost}")
+    lines.append(f"disk       {_megabytes(status.disk_bytes)} taken, {_megabytes(status.disk_free_bytes)} free")
+    return lines
+
+
+def _reward(status: RunStatus) -> str:
+    if status.mean_reward is None:
+        return "none yet"
+    lost = status.rollouts - status.scored
+    without = f"; {status.mean_with_unscored:.3f} with the {lost} unscored as 0" if lost else ""
+    return f"{status.mean_reward:.3f} over {status.scored} scored{without}"
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items()) or "none"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,218 @@
+"""How a run stands, read from its folder by any process, while it goes on or afterwards: `RunReader`.
+
+The journal says what has happened, `status.json` at which stages the rest is (see `inflight`). Not for the texts of a
+run: an export gives those. Invariants: nothing is locked or written; reading again reads what has been added since.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.rollouts.inflight import Idle, is_alive, read_stages
+from palaestra.rollouts.intervals import rate_interval
+
+RUNNING, KILLED, ELSEWHERE = "running", "killed", "elsewhere"
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How many of all, the share, and its 95 % interval."""
+
+    count: int
+    share: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, count: int, trials: int) -> Rate:
+        return cls(count, count / trials, *rate_interval(count, trials))
+
+
+@dataclass(slots=True)
+class RunStatus:
+    """A run at a moment. `state` is running, killed, the reason with which it ended, or elsewhere (another host has
+    it, and this one cannot tell). `in_flight` is by stage; of a run that was killed, what was.
+
+    `blame` is over the rollouts that ended. `mean_reward` is over the scored ones, `mean_with_unscored` counts those
+    without a reward as 0. Tokens and `cost` count discarded attempts too; `cost` is None where no prices were given.
+    """
+
+    run_id: str = ""
+    env: str = ""
+    model: str = ""
+    state: str = RUNNING
+    started_at: float = 0.0
+    last_at: float = 0.0
+    groups_begun: int = 0
+    groups_ended: int = 0
+    groups_failed: int = 0
+    rollouts: int = 0
+    scored: int = 0
+    discarded: int = 0
+    mean_reward: float | None = None
+    mean_with_unscored: float | None = None
+    outcomes: dict[str, int] = field(default_factory=dict)
+    blame: dict[str, Rate] = field(default_factory=dict)
+    in_flight: dict[str, int] = field(default_factory=dict)
+    oldest: list[Idle] = field(default_factory=list)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float | None = None
+    disk_bytes: int = 0
+    disk_free_bytes: int = 0
+
+    def to_dict(self) -> dict[str, JSON]:
+        """For machines."""
+        plain: dict[str, JSON] = asdict(self) | {"oldest": msgspec.to_builtins(self.oldest)}
+        return plain
+
+
+class _Beside(msgspec.Struct):
+    started_at: float = 0.0
+
+
+class _Rollout(msgspec.Struct):
+    """What is counted of a rollout. The rest of its line is passed over."""
+
+    rollout_id: str
+    group_id: str
+    outcome: str
+    reward: float | None
+    blame: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float | None = None
+    beside: _Beside = msgspec.field(default_factory=_Beside)
+
+
+class _Group(msgspec.Struct):
+    group_id: str
+
+
+class _Line(msgspec.Struct):
+    event: str
+    at: float = 0.0
+    run_id: str = ""
+    env: str = ""
+    model: str = ""
+    group: _Group | None = None
+    trajectory: _Rollout | None = None
+    group_id: str = ""
+    error: str = ""
+    reason: str = ""
+    rollout_id: str = ""
+    turn: int = 0
+
+
+_LINES = msgspec.json.Decoder(_Line)
+
+
+class RunReader:
+    """Reads the run of one journal, as often as one likes."""
+
+    def __init__(self, journal: Path) -> None:
+        self.folder = journal.parent
+        self.journal = journal
+        self._offset = 0
+        self._status = RunStatus()
+        self._ended = ""
+        self._groups: dict[str, dict[str, _Rollout]] = {}
+        self._group_ends: dict[str, bool] = {}
+        self._signs: dict[str, float] = {}
+        self._paid: set[tuple[str, float]] = set()
+
+    def read(self) -> RunStatus:
+        """How the run stands now. Raises `ConfigError` for a damaged journal."""
+        with self.journal.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # being written, or torn by a kill
+                try:
+                    self._take(_LINES.decode(line))
+                except msgspec.MsgspecError as error:
+                    raise ConfigError(f"{self.journal}: the line at byte {self._offset} is damaged: {error}") from None
+                self._offset += len(line)
+        return self._standing()
+
+    def _take(self, line: _Line) -> None:
+        status = self._status
+        status.last_at = max(status.last_at, line.at)
+        match line.event:
+            case "run" if not status.run_id:
+                status.run_id, status.env, status.model, status.started_at = line.run_id, line.env, line.model, line.at
+            case "resume":
+                self._ended = ""
+                self._signs.clear()
+            case "group" if line.group is not None:
+                self._groups[line.group.group_id] = {}
+                self._group_ends.pop(line.group.group_id, None)
+            case "messages":
+                self._signs.pop(line.rollout_id, None)
+                self._signs[line.rollout_id] = line.at
+            case "rollout" | "discarded" if line.trajectory is not None:
+                self._rollout(line.trajectory, kept=line.event == "rollout")
+            case "group_end":
+                self._group_ends[line.group_id] = bool(line.error)
+            case "end":
+                self._ended = line.reason
+
+    def _rollout(self, rollout: _Rollout, *, kept: bool) -> None:
+        status = self._status
+        self._signs.pop(rollout.rollout_id, None)
+        key = rollout.rollout_id, rollout.beside.started_at
+        if key not in self._paid:  # a resumed run writes down again what it keeps
+            self._paid.add(key)
+            status.prompt_tokens += rollout.prompt_tokens
+            status.completion_tokens += rollout.completion_tokens
+            status.discarded += not kept
+            if rollout.cost is not None:
+                status.cost = (status.cost or 0.0) + rollout.cost
+        if kept:
+            self._groups.setdefault(rollout.group_id, {})[rollout.rollout_id] = rollout
+
+    def _standing(self) -> RunStatus:
+        status = self._status
+        rollouts = [each for group in self._groups.values() for each in group.values()]
+        rewards = [each.reward for each in rollouts if each.reward is not None]
+        status.groups_begun, status.groups_ended = len(self._groups), len(self._group_ends)
+        status.groups_failed = sum(self._group_ends.values())
+        status.rollouts, status.scored = len(rollouts), len(rewards)
+        status.mean_reward = sum(rewards) / len(rewards) if rewards else None
+        status.mean_with_unscored = sum(rewards) / len(rollouts) if rollouts else None
+        status.outcomes = dict(Counter(each.outcome for each in rollouts).most_common())
+        blamed = Counter(each.blame for each in rollouts if each.blame)
+        status.blame = {name: Rate.of(count, len(rollouts)) for name, count in blamed.most_common()}
+        status.disk_bytes = sum(_size(path) for path in self.folder.rglob("*"))
+        disk = os.statvfs(self.folder)
+        status.disk_free_bytes = disk.f_bavail * disk.f_frsize
+        self._flying(status)
+        return status
+
+    def _flying(self, status: RunStatus) -> None:
+        """What is in flight, from who wrote last; from the journal alone where nobody says."""
+        found = read_stages(self.folder)
+        if self._ended:
+            status.state, status.in_flight, status.oldest = self._ended, {}, []
+        elif found is None:
+            status.state = KILLED
+            status.in_flight = {"unknown": len(self._signs)} if self._signs else {}
+            status.oldest = [Idle(name, "unknown", at) for name, at in self._signs.items()]
+        else:
+            status.state = {True: RUNNING, False: KILLED, None: ELSEWHERE}[is_alive(found)]
+            status.in_flight, status.oldest = found.stages, found.idle
+
+
+def _size(path: Path) -> int:
+    """What a file takes on the disk; nothing for one that is gone by now."""
+    try:
+        return path.stat().st_blocks * 512 if path.is_file() else 0
+    except OSError:
+        return 0

@@ -1,0 +1,40 @@
+"""`palaestra status` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from recorded import broken, sky, write_run
+
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import cli
+
+
+def status(*argv: object) -> int:
+    return run_guarded(lambda: cli.main(["status", *map(str, argv)], standalone_mode=False))
+
+
+def test_a_run_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", sky(), broken())
+    assert status(folder, "--watch") == 0, "watching ends with the run"
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "run        run-1: weather with m"
+    assert said[1].startswith("state      done after ")
+    assert "groups     2 ended of 2 begun, 1 not run" in said
+    assert "reward     0.417 over 3 scored; 0.312 with the 1 unscored as 0" in said
+    assert "blame      sandbox 1: 25.0 % (4.6 to 69.9 %)" in said
+    assert "tokens     18 read, 0 written" in said
+
+
+def test_a_run_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", sky(), ended=False)
+    assert status(folder / "journal.jsonl", "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["state"], said["rollouts"], said["blame"]["sandbox"]["count"]) == ("killed", 4, 1)
+
+
+def test_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(tmp_path) == 2
+    assert "is not a run folder" in capsys.readouterr().err
