@@ -1,4 +1,4 @@
-"""The words of the project as types: Task, Outcome, Blame, Usage, Score. Pure data."""
+"""The words of the project as types: Task, Outcome, Blame, Usage, Prices, Score. Pure data."""
 
 from __future__ import annotations
 
@@ -143,6 +143,18 @@ class Usage:
         self.prompt_tokens += prompt_tokens
         self.completion_tokens += completion_tokens
         self.calls += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a model's tokens cost, per million, in whatever currency the user thinks in."""
+
+    prompt: float
+    completion: float
+
+    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
+        """Of one model call, or of any number of them."""
+        return (prompt_tokens * self.prompt + completion_tokens * self.completion) / 1e6
 
 
 @dataclass(frozen=True, slots=True)

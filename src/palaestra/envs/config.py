@@ -17,6 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from palaestra.core.config import Settings, later
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
+from palaestra.rollouts.stages import IDLE_LIMITS
 
 AVAILABLE_POOL_MODES = ("default", "local")
 """Where slots can come from in this version."""
@@ -65,6 +66,30 @@ class BaseEnvConfig(Settings):
         default=1, ge=0, description="Fresh attempts at a rollout that the world broke, before it stays unscored."
     )
 
+    max_infra_rate: float = Field(
+        default=0.2,
+        ge=0,
+        le=1,
+        description="Share of the last 100 rollouts that the world may break before the run pauses (exit code 3).",
+    )
+    max_cost: float | None = Field(
+        default=None, gt=0, description="The cost at which the run pauses (exit code 3); needs the two prices."
+    )
+    prompt_price: float | None = Field(default=None, ge=0, description="Price of a million prompt tokens.")
+    completion_price: float | None = Field(default=None, ge=0, description="Price of a million completion tokens.")
+    idle_limits: dict[str, float] = Field(
+        default_factory=lambda: dict(IDLE_LIMITS),
+        description=f"Seconds without a sign of life before a rollout is ended, by stage ({', '.join(IDLE_LIMITS)}); "
+        "0: no limit.",
+    )
+    drain_s: float = Field(
+        default=60, ge=0, description="Seconds that rollouts in flight have to finish after SIGTERM."
+    )
+    metrics_port: int | None = Field(
+        default=None, ge=0, le=65535, description="Serve the run's numbers as Prometheus text on this port; 0: any."
+    )
+    metrics_host: str = Field(default="127.0.0.1", description="The address on which metrics_port listens.")
+
     max_eval_workers: int = later(16, "Evaluation rollouts in flight at once.")
     max_num_workers_per_node: int = later(8, "Groups in flight per model server.")
     steps_per_eval: int = later(100, "Training steps between evaluations.")
@@ -99,6 +124,25 @@ class BaseEnvConfig(Settings):
     reasoning_effort: str | None = later(None, "How hard a reasoning model should think.")
     max_reasoning_tokens: int | None = later(None, "Most tokens of reasoning per model call.")
     custom_thinking_prompt: str | None = later(None, "The text that asks for thinking.")
+
+    @field_validator("idle_limits")
+    @classmethod
+    def _limits_of_stages(cls, limits: dict[str, float]) -> dict[str, float]:
+        """What is said about one stage leaves the others as they are."""
+        for stage, seconds in limits.items():
+            if stage not in IDLE_LIMITS:
+                raise ConfigError(f"there is no stage {stage!r}; there are {', '.join(IDLE_LIMITS)}")
+            if not 0 <= seconds < float("inf"):
+                raise ConfigError(f"the limit of {stage} must be seconds, or 0 for none")
+        return {**IDLE_LIMITS, **limits}
+
+    @model_validator(mode="after")
+    def _cost_needs_prices(self) -> Self:
+        if (self.prompt_price is None) != (self.completion_price is None):
+            raise ConfigError("set both prompt_price and completion_price, per million tokens, or neither")
+        if self.max_cost is not None and self.prompt_price is None:
+            raise ConfigError("max_cost needs prompt_price and completion_price, per million tokens")
+        return self
 
     @model_validator(mode="after")
     def _a_group_of_one_is_kept(self) -> Self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from palaestra.envs.base_env import BaseEnv, Item
 from palaestra.envs.class_environment import ClassEnvironment
 from palaestra.rollouts.group import Services
 from palaestra.rollouts.runner import Runner, Totals
+from palaestra.rollouts.stops import RunStopped
 from palaestra.rollouts.trajectory import Group, Trajectory
 
 
@@ -24,11 +25,13 @@ class Evaluation:
         services: Services,
         concurrency: int,
         on_group: Callable[[Group], None],
+        gate: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         self.environment = environment
         self.services = services
         self.concurrency = concurrency
         self.on_group = on_group
+        self.gate = gate
         self.totals = Totals()
         self._rolled_out = 0
 
@@ -55,9 +58,12 @@ class Evaluation:
             concurrency=self.concurrency,
             first=self._rolled_out,
             on_group=keep,
+            gate=self.gate,
         )
         self._rolled_out += len(items)
         await runner.run()
+        if len(done) < len(items):
+            raise RunStopped("the evaluation was stopped: its figures would be those of a part")
         done.sort(key=lambda group: group.number)
         return [trajectory for group in done for trajectory in group.trajectories]
 

@@ -35,6 +35,9 @@ SHORT_FORMS = {
     "--group": "env.group_size",
     "--concurrency": "env.max_num_workers",
     "--backend": "env.tool_pool_mode",
+    "--max-cost": "env.max_cost",
+    "--max-infra-rate": "env.max_infra_rate",
+    "--metrics-port": "env.metrics_port",
 }
 """What the short flags abbreviate. `--policy NAME` is short for a scripted server of that model name."""
 

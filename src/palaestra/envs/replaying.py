@@ -15,11 +15,12 @@ from tempfile import TemporaryDirectory
 from palaestra.core.config import DEFAULT
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Network
-from palaestra.envs.contract import ContractEnvironment
+from palaestra.envs.batch import concurrency
+from palaestra.envs.class_environment import ClassEnvironment
 from palaestra.envs.evaluation import Evaluation
 from palaestra.envs.forms import Form, form_of
 from palaestra.envs.loading import load_environment
-from palaestra.envs.running import concurrency, opened
+from palaestra.envs.running import opened
 from palaestra.envs.settings import make_pool
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.scripted import ScriptedEngine
@@ -92,7 +93,7 @@ class _Replay:
                 try:
                     async with opened(environment):
                         observer.run_started(limit, config.group_size)
-                        if recorded.get("command") == "evaluate" and isinstance(environment, ContractEnvironment):
+                        if recorded.get("command") == "evaluate" and isinstance(environment, ClassEnvironment):
                             await Evaluation(environment, services, workers, self._compare).run()
                         else:
                             runner = Runner(

@@ -1,7 +1,7 @@
-"""Running an environment from a command line: one assembly of engine, pool, journal and display for every form.
+"""Running an environment from a command line: one assembly of engine, pool and journal for every form.
 
 `main` is what `palaestra run` and every environment script call. It returns the exit code: 0 done, 3 finished with more
-unscored rollouts than allowed; errors raise and are turned into their code by `guarded`.
+unscored rollouts than allowed, or paused, 130 drained; errors raise and are turned into their code by `guarded`.
 """
 
 from __future__ import annotations
@@ -18,38 +18,23 @@ from typing import TextIO
 
 import msgspec
 
-from palaestra.core.config import DEFAULT
 from palaestra.core.errors import ConfigError
-from palaestra.core.exits import run_guarded
+from palaestra.core.exits import DONE, TOO_MANY_FAILURES, run_guarded
 from palaestra.core.types import JSON
-from palaestra.envs.class_environment import ClassEnvironment
+from palaestra.envs.batch import Batch, RunLine, make_stops, recorded
 from palaestra.envs.config import BaseEnvConfig
-from palaestra.envs.evaluation import Evaluation
-from palaestra.envs.flags import Answer, CommandLine, Parsed, set_fields
+from palaestra.envs.flags import Answer, CommandLine, set_fields
 from palaestra.envs.forms import Form, form_of
 from palaestra.envs.loading import load_environment, reference_of
 from palaestra.envs.output import Output, claim_folder, resumed_folder
-from palaestra.envs.serving import Gate, OnGroup, Serving, serve_limit
 from palaestra.envs.settings import make_pool, server_settings
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.servers import ServerGroup
-from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.base import Environment
-from palaestra.rollouts.foundations import Foundations
-from palaestra.rollouts.group import Services
-from palaestra.rollouts.inflight import InFlight
 from palaestra.rollouts.journal import RunResumed, without_secrets
-from palaestra.rollouts.progress import Observer, Several, make_progress
 from palaestra.rollouts.resume import read_finished, repair
-from palaestra.rollouts.runner import Runner, Totals
-from palaestra.rollouts.trajectory import Group
+from palaestra.rollouts.runner import Totals
 from palaestra.sandbox.ladder import warning
-from palaestra.sandbox.pool import SlotPool
-
-UNFINISHED = 3
-"""Exit code of a run that finished with more unscored rollouts than `max_failures` allows."""
-
-RunLine = Parsed[BaseEnvConfig, APIServerConfig]
 
 
 def main(environment: object, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:
@@ -117,9 +102,10 @@ async def run(
             stream.write(f"run {output.folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")
             if weak := warning(pool.rung):
                 stream.write(f"WARNING: isolation {pool.rung.label}: {weak}\n")
-            totals = await _recorded(Batch(environment, parsed, engine, pool, output), stream)
+            stops = make_stops(config, output, parsed.resume is not None)
+            totals = await recorded(Batch(environment, parsed, engine, pool, output, stops), stream)
     return RunReport(
-        exit_code=UNFINISHED if _unfinished(totals, config) else 0,
+        exit_code=stops.exit_code if stops.reason else TOO_MANY_FAILURES if _unfinished(totals, config) else DONE,
         totals=totals,
         folder=output.folder.path,
         journal=output.folder.journal,
@@ -188,100 +174,6 @@ def _reopen_output(form: Form, parsed: RunLine, engine: ServerGroup, path: Path)
     return output
 
 
-async def _recorded(batch: Batch, stream: TextIO) -> Totals:
-    """Run the batch with its progress on `stream`, and finish the output however it ends."""
-    reason = "failed"
-    try:
-        inflight = InFlight()
-        with make_progress(stream) as progress:
-            async with inflight.written(batch.output.folder.path):
-                totals = await batch.run(Several(progress, inflight))
-        reason = "done"
-        return totals
-    except asyncio.CancelledError:
-        reason = "interrupted"
-        raise
-    finally:
-        _say_where(batch.output, batch.output.close(reason), reason, stream)
-
-
-@dataclass(slots=True)
-class Batch:
-    """One command of one environment: process, evaluate or serve."""
-
-    environment: Environment
-    parsed: RunLine
-    engine: ServerGroup
-    pool: SlotPool
-    output: Output
-
-    async def run(self, observer: Observer) -> Totals:
-        """Run the command's groups."""
-        config, environment, command = self.parsed.env_config, self.environment, self.parsed.command
-        limit = config.total_steps if config.total_steps >= 0 else None
-        if command == "serve":
-            limit = serve_limit(config.total_steps, self.parsed.sources.get("env.total_steps", DEFAULT))
-        observer.run_started(limit, config.group_size)
-        services = self._services(observer)
-        workers = concurrency(config)
-        try:
-            if command == "evaluate" and isinstance(environment, ClassEnvironment):
-                totals = await Evaluation(environment, services, workers, self._keep).run()
-            else:
-                finished = self.output.finished
-                ended = finished.ended if finished is not None else {}
-
-                async def roll_out(on_group: OnGroup, gate: Gate | None = None) -> Totals:
-                    return await Runner(
-                        environment,
-                        services,
-                        concurrency=workers,
-                        limit=limit,
-                        on_group=on_group,
-                        ended=ended,
-                        gate=gate,
-                    ).run()
-
-                if command == "serve":
-                    totals = await Serving(config, self.output, observer.note).run(roll_out, self._keep)
-                else:
-                    totals = await roll_out(self._keep)
-            self.output.own.update(await environment.figures())
-            return totals
-        finally:
-            observer.run_finished()
-            await services.foundations.aclose()
-
-    def _services(self, observer: Observer) -> Services:
-        config = self.parsed.env_config
-        slots = AdmittedSlots(self.pool, self.pool.total_slots)
-        return Services(
-            engine=self.engine,
-            slots=slots,
-            foundations=Foundations(slots),
-            journal=self.output.journal,
-            observer=observer,
-            seed=config.seed,
-            group_size=config.group_size,
-            infra_retries=config.infra_retries,
-            finished=self.output.finished.rollouts if self.output.finished is not None else {},
-        )
-
-    def _keep(self, group: Group) -> None:
-        rewards = {trajectory.reward for trajectory in group.scored}
-        if self.parsed.env_config.ensure_scores_are_not_same and len(rewards) == 1:
-            self.output.groups.skip(group.number)
-        else:
-            self.output.groups.add(group)
-
-
-def concurrency(config: BaseEnvConfig) -> int:
-    """Groups in flight: as asked, or enough to keep this machine's cores busy."""
-    if config.max_num_workers > 0:
-        return config.max_num_workers
-    return max(2, 2 * (os.cpu_count() or 1))
-
-
 def _unfinished(totals: Totals, config: BaseEnvConfig) -> bool:
     return totals.failed + totals.failed_groups * config.group_size > config.max_failures
 
@@ -296,14 +188,3 @@ def _settings(parsed: RunLine) -> dict[str, JSON]:
     }
     cleaned: dict[str, JSON] = msgspec.to_builtins(without_secrets(values))
     return cleaned
-
-
-def _say_where(output: Output, figures: dict[str, float], reason: str, stream: TextIO) -> None:
-    names = ("groups", "groups_failed", "rollouts", "scored")
-    groups, failed, rollouts, scored = (int(figures.get(name, 0)) for name in names)
-    mean = figures.get("reward/mean")
-    reward = "no reward" if mean is None else f"mean reward {mean:.3f}"
-    stream.write(
-        f"{reason}: {groups} groups ({failed} not run), {rollouts} rollouts ({rollouts - scored} unscored), {reward}\n"
-        f"  groups  {output.groups.path}\n  report  {output.report}\n  run     {output.folder.path}\n"
-    )

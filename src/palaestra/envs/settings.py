@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from palaestra.agent.budget import Budget
-from palaestra.core.types import Network, NetworkPolicy
+from palaestra.core.types import Network, NetworkPolicy, Prices
 from palaestra.envs.config import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.base import AgentSettings, Kit
@@ -25,7 +25,15 @@ def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
         extra_body=config.extra_body,
         tool_timeout_s=float(config.terminal_timeout),
         budget=Budget(wall_s=config.worker_timeout if config.worker_timeout > 0 else None),
+        prices=prices(config),
     )
+
+
+def prices(config: BaseEnvConfig) -> Prices | None:
+    """What the model's tokens cost; None where nobody said."""
+    if config.prompt_price is None or config.completion_price is None:
+        return None
+    return Prices(config.prompt_price, config.completion_price)
 
 
 def kit(config: HermesAgentEnvConfig, toolsets: Sequence[str] | None, rng: random.Random) -> Kit:

@@ -110,6 +110,7 @@ class Attempt:
         """The record."""
         rollout = self.rollout
         result = rollout.result or AgentResult(messages=rollout.opening())
+        usage, prices = result.usage, rollout.settings.prices
         return Trajectory(
             rollout_id=rollout.rollout_id,
             group_id=rollout.group_id,
@@ -122,8 +123,9 @@ class Attempt:
             error=self.error,
             metrics=dict(self.score.metrics) if self.score else {},
             detail=dict(self.score.detail) if self.score else {},
-            prompt_tokens=result.usage.prompt_tokens,
-            completion_tokens=result.usage.completion_tokens,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cost=prices.cost(usage.prompt_tokens, usage.completion_tokens) if prices else None,
             turns=_turns(result),
             tool_calls_attempted=result.tool_calls_attempted,
             tool_calls_schema_valid=result.tool_calls_schema_valid,

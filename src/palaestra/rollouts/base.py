@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from palaestra.agent.budget import Budget
 from palaestra.agent.result import AgentResult
-from palaestra.core.types import JSON, AllowList, Network, Score, Task
+from palaestra.core.types import JSON, AllowList, Network, Prices, Score, Task
 from palaestra.rollouts.trajectory import Group, TokenRow
 from palaestra.sandbox.base import Slot, SlotSpec
 from palaestra.tools.registry import ToolRegistry
@@ -46,6 +46,7 @@ class AgentSettings:
     tool_timeout_s: float = 120.0
     max_context_tokens: int | None = None
     budget: Budget = field(default_factory=Budget)
+    prices: Prices | None = None
 
 
 @dataclass(frozen=True, slots=True)

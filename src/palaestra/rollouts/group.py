@@ -80,6 +80,7 @@ class GroupRun:
             await self._roll_out()
         except (InfraError, TaskError) as error:
             group.error = f"{type(error).__name__}: {error}"
+            group.blame = error.blame if isinstance(error, InfraError) else Blame.TASK
             services.journal.append(GroupStarted(at=time.time(), group=group))
         finally:
             if self._snapshot is not None:
@@ -230,6 +231,7 @@ class GroupRun:
         self.services.journal.append(
             Messages(at=time.time(), rollout_id=rollout.rollout_id, turn=turn.number, messages=messages)
         )
+        self.services.observer.turn(rollout.rollout_id, turn.prompt_tokens, turn.completion_tokens)
 
 
 def failed_for_the_engine(group: Group) -> bool:

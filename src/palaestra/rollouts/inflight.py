@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from palaestra.core.clock import Clock, SystemClock
+from palaestra.rollouts.progress import NullObserver
 from palaestra.rollouts.trajectory import Group, Trajectory
 
 STATUS_NAME = "status.json"
@@ -49,7 +50,7 @@ class StagesNow(msgspec.Struct, kw_only=True):
     idle: list[Idle]
 
 
-class InFlight:
+class InFlight(NullObserver):
     """An observer that knows the stage of everything in flight."""
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -57,10 +58,6 @@ class InFlight:
         self._at: dict[str, tuple[str, float]] = {}
         self._changed = True
         self._me = socket.gethostname(), os.getpid(), started_ticks(os.getpid()) or 0
-
-    def run_started(self, total_groups: int | None, group_size: int) -> None: ...
-
-    def group_started(self, number: int, task_id: str) -> None: ...
 
     def stage(self, rollout_id: str, stage: str) -> None:
         self._changed = True
@@ -70,8 +67,6 @@ class InFlight:
         else:
             self._at.pop(rollout_id, None)
 
-    def attempt_discarded(self, trajectory: Trajectory) -> None: ...
-
     def rollout_finished(self, trajectory: Trajectory) -> None:
         self._at.pop(trajectory.rollout_id, None)
         self._changed = True
@@ -79,10 +74,6 @@ class InFlight:
     def group_finished(self, group: Group) -> None:
         self._at.pop(group.group_id, None)
         self._changed = True
-
-    def note(self, text: str) -> None: ...
-
-    def run_finished(self) -> None: ...
 
     def now(self) -> StagesNow:
         """What is in flight."""

@@ -40,6 +40,10 @@ class Observer(Protocol):
         (the empty string)."""
         ...
 
+    def turn(self, rollout_id: str, prompt_tokens: int, completion_tokens: int) -> None:
+        """A rollout has taken a turn, which cost so many tokens."""
+        ...
+
     def attempt_discarded(self, trajectory: Trajectory) -> None:
         """The world broke a rollout, and it is tried again."""
         ...
@@ -77,6 +81,10 @@ class Several:
         for each in self._observers:
             each.stage(rollout_id, stage)
 
+    def turn(self, rollout_id: str, prompt_tokens: int, completion_tokens: int) -> None:
+        for each in self._observers:
+            each.turn(rollout_id, prompt_tokens, completion_tokens)
+
     def attempt_discarded(self, trajectory: Trajectory) -> None:
         for each in self._observers:
             each.attempt_discarded(trajectory)
@@ -106,6 +114,8 @@ class NullObserver(AbstractContextManager["NullObserver"]):
     def group_started(self, number: int, task_id: str) -> None: ...
 
     def stage(self, rollout_id: str, stage: str) -> None: ...
+
+    def turn(self, rollout_id: str, prompt_tokens: int, completion_tokens: int) -> None: ...
 
     def attempt_discarded(self, trajectory: Trajectory) -> None: ...
 

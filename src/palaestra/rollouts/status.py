@@ -126,7 +126,8 @@ class RunReader:
         self._groups: dict[str, dict[str, _Rollout]] = {}
         self._group_ends: dict[str, bool] = {}
         self._signs: dict[str, float] = {}
-        self._paid: set[tuple[str, float]] = set()
+        self.paid: set[tuple[str, float]] = set()
+        """Every attempt that ended, by its rollout's id and its start."""
 
     def read(self) -> RunStatus:
         """How the run stands now. Raises `ConfigError` for a damaged journal."""
@@ -168,8 +169,8 @@ class RunReader:
         status = self._status
         self._signs.pop(rollout.rollout_id, None)
         key = rollout.rollout_id, rollout.beside.started_at
-        if key not in self._paid:  # a resumed run writes down again what it keeps
-            self._paid.add(key)
+        if key not in self.paid:  # a resumed run writes down again what it keeps
+            self.paid.add(key)
             status.prompt_tokens += rollout.prompt_tokens
             status.completion_tokens += rollout.completion_tokens
             status.discarded += not kept

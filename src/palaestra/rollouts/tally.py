@@ -38,6 +38,8 @@ class Tally:
         else:
             self.stages.pop(rollout_id, None)
 
+    def turn(self, rollout_id: str, prompt_tokens: int, completion_tokens: int) -> None: ...
+
     def attempt_discarded(self, trajectory: Trajectory) -> None:
         self.stages.pop(trajectory.rollout_id, None)
 

@@ -113,7 +113,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     """All rollouts of one task, in index order. `number` is the task's place in the run, from 0.
 
-    `error` tells why there are no trajectories, when preparing the task failed.
+    `error` tells why there are no trajectories, when preparing the task failed, and `blame` whose fault that was.
     """
 
     schema: str = GROUP_SCHEMA
@@ -125,6 +125,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     tools_hash: str = ""
     trajectories: list[Trajectory] = []
     error: str = ""
+    blame: Blame | None = None
     prepare_s: float = 0.0
 
     @property

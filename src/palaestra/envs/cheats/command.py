@@ -9,13 +9,14 @@ from pathlib import Path
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
+from palaestra.envs.batch import RunLine
 from palaestra.envs.cheats.bank import BANK
 from palaestra.envs.cheats.base import Cheat
 from palaestra.envs.cheats.check import Check, Line, Proof
 from palaestra.envs.flags import CommandLine, Parsed, set_fields
 from palaestra.envs.forms import Form, form_of
 from palaestra.envs.loading import load_environment
-from palaestra.envs.running import RunLine, opened, started
+from palaestra.envs.running import opened, started
 from palaestra.envs.settings import make_pool
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.servers import ServerGroup

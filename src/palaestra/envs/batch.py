@@ -1,0 +1,214 @@
+"""One command of one environment (process, evaluate or serve) from its first group to its last line.
+
+Not for assembling what it needs (`running`). Invariant: however it ends, what was finished is kept and the output is
+made from it; SIGTERM and the stops of `rollouts/stops.py` end it between groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TextIO
+
+from palaestra.core.config import DEFAULT
+from palaestra.envs.class_environment import ClassEnvironment
+from palaestra.envs.config import BaseEnvConfig
+from palaestra.envs.evaluation import Evaluation
+from palaestra.envs.flags import Parsed
+from palaestra.envs.metrics_port import serving_metrics
+from palaestra.envs.output import Output
+from palaestra.envs.serving import Gate, OnGroup, Serving, serve_limit
+from palaestra.envs.settings import prices
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.servers import ServerGroup
+from palaestra.rollouts.admission import AdmittedSlots
+from palaestra.rollouts.base import Environment
+from palaestra.rollouts.foundations import Foundations
+from palaestra.rollouts.group import Services
+from palaestra.rollouts.inflight import InFlight
+from palaestra.rollouts.progress import Observer, Several, make_progress
+from palaestra.rollouts.runner import Runner, Totals
+from palaestra.rollouts.status import RunReader
+from palaestra.rollouts.stops import INTERRUPTED_BY, RunStopped, Stops
+from palaestra.rollouts.trajectory import Group
+from palaestra.sandbox.pool import SlotPool
+
+RunLine = Parsed[BaseEnvConfig, APIServerConfig]
+
+
+def make_stops(config: BaseEnvConfig, output: Output, resumed: bool) -> Stops:
+    """The stops of a run. What an earlier part of it cost counts; how its rollouts ended does not."""
+    spent, paid = 0.0, set()
+    if resumed:
+        reader = RunReader(output.folder.journal)
+        spent, paid = reader.read().cost or 0.0, reader.paid
+    return Stops(
+        max_infra_rate=config.max_infra_rate,
+        max_cost=config.max_cost,
+        prices=prices(config),
+        group_size=config.group_size,
+        spent=spent,
+        paid=paid,
+    )
+
+
+async def recorded(batch: Batch, stream: TextIO) -> Totals:
+    """Run the batch with its progress on `stream`, and finish the output however it ends."""
+    reason, stops = "failed", batch.stops
+    try:
+        with make_progress(stream) as progress:
+            totals = await batch.run(progress)
+        reason = stops.reason or "done"
+        return totals
+    except asyncio.CancelledError:
+        reason = INTERRUPTED_BY
+        raise
+    finally:
+        _say_where(batch.output, batch.output.close(reason), reason, stream)
+        if stops.reason:
+            stream.write(f"{stops.reason}: {stops.message}; go on with --resume {batch.output.folder.path}\n")
+
+
+@dataclass(slots=True)
+class Batch:
+    """One command of one environment."""
+
+    environment: Environment
+    parsed: RunLine
+    engine: ServerGroup
+    pool: SlotPool
+    output: Output
+    stops: Stops
+
+    async def run(self, progress: Observer) -> Totals:
+        """Run the command's groups, for as long as the stops let it. Cancelling it cancels what is in flight."""
+        inflight = InFlight()
+        self.stops.tell(progress.note)
+        async with self._watched(inflight, progress):
+            running = asyncio.create_task(self._run(Several(progress, inflight, self.stops)), name="run")
+            with self._draining(running):
+                try:
+                    return await running
+                except (asyncio.CancelledError, RunStopped):
+                    current = asyncio.current_task()
+                    if not self.stops.reason or (current is not None and current.cancelling()):
+                        raise
+                    return Totals()
+
+    @asynccontextmanager
+    async def _watched(self, inflight: InFlight, progress: Observer) -> AsyncIterator[None]:
+        """Let other processes see how the run stands."""
+        config = self.parsed.env_config
+        async with inflight.written(self.output.folder.path):
+            if config.metrics_port is None:
+                yield
+                return
+            reader = RunReader(self.output.folder.journal)
+            async with serving_metrics(reader, inflight, config.metrics_host, config.metrics_port) as url:
+                progress.note(f"metrics at {url}")
+                yield
+
+    @contextmanager
+    def _draining(self, running: asyncio.Task[Totals]) -> Iterator[None]:
+        """SIGTERM lets what is in flight finish, for a while; a second one does not."""
+        loop, patience = asyncio.get_running_loop(), self.parsed.env_config.drain_s
+
+        def drain() -> None:
+            if self.stops.reason == INTERRUPTED_BY:
+                running.cancel()
+            else:
+                self.stops.drain()
+                loop.call_later(patience, running.cancel)
+
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # only a main thread has signals
+            loop.add_signal_handler(signal.SIGTERM, drain)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+                loop.remove_signal_handler(signal.SIGTERM)
+
+    async def _run(self, observer: Observer) -> Totals:
+        config, environment, command = self.parsed.env_config, self.environment, self.parsed.command
+        limit = config.total_steps if config.total_steps >= 0 else None
+        if command == "serve":
+            limit = serve_limit(config.total_steps, self.parsed.sources.get("env.total_steps", DEFAULT))
+        observer.run_started(limit, config.group_size)
+        services = self._services(observer)
+        workers = concurrency(config)
+        try:
+            if command == "evaluate" and isinstance(environment, ClassEnvironment):
+                totals = await Evaluation(environment, services, workers, self._keep, self.stops.gate).run()
+            else:
+                finished = self.output.finished
+                ended = finished.ended if finished is not None else {}
+
+                async def roll_out(on_group: OnGroup, gate: Gate | None = None) -> Totals:
+                    async def both() -> bool:
+                        return await self.stops.gate() and (gate is None or await gate())
+
+                    return await Runner(
+                        environment,
+                        services,
+                        concurrency=workers,
+                        limit=limit,
+                        on_group=on_group,
+                        ended=ended,
+                        gate=both,
+                    ).run()
+
+                if command == "serve":
+                    totals = await Serving(config, self.output, observer.note).run(roll_out, self._keep)
+                else:
+                    totals = await roll_out(self._keep)
+            self.output.own.update(await environment.figures())
+            return totals
+        finally:
+            observer.run_finished()
+            await services.foundations.aclose()
+
+    def _services(self, observer: Observer) -> Services:
+        config = self.parsed.env_config
+        slots = AdmittedSlots(self.pool, self.pool.total_slots)
+        return Services(
+            engine=self.engine,
+            slots=slots,
+            foundations=Foundations(slots),
+            journal=self.output.journal,
+            observer=observer,
+            seed=config.seed,
+            group_size=config.group_size,
+            infra_retries=config.infra_retries,
+            idle_limits=config.idle_limits,
+            finished=self.output.finished.rollouts if self.output.finished is not None else {},
+        )
+
+    def _keep(self, group: Group) -> None:
+        rewards = {trajectory.reward for trajectory in group.scored}
+        if self.parsed.env_config.ensure_scores_are_not_same and len(rewards) == 1:
+            self.output.groups.skip(group.number)
+        else:
+            self.output.groups.add(group)
+
+
+def concurrency(config: BaseEnvConfig) -> int:
+    """Groups in flight: as asked, or enough to keep this machine's cores busy."""
+    if config.max_num_workers > 0:
+        return config.max_num_workers
+    return max(2, 2 * (os.cpu_count() or 1))
+
+
+def _say_where(output: Output, figures: dict[str, float], reason: str, stream: TextIO) -> None:
+    names = ("groups", "groups_failed", "rollouts", "scored")
+    groups, failed, rollouts, scored = (int(figures.get(name, 0)) for name in names)
+    mean = figures.get("reward/mean")
+    reward = "no reward" if mean is None else f"mean reward {mean:.3f}"
+    stream.write(
+        f"{reason}: {groups} groups ({failed} not run), {rollouts} rollouts ({rollouts - scored} unscored), {reward}\n"
+        f"  groups  {output.groups.path}\n  report  {output.report}\n  run     {output.folder.path}\n"
+    )

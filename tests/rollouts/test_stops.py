@@ -1,0 +1,94 @@
+"""When a run stops taking groups: what counts towards it, and how it then ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from recorded import rollout
+
+from palaestra.core.types import Blame, Outcome, Prices
+from palaestra.rollouts.stops import Stops
+from palaestra.rollouts.trajectory import Beside, Group, Trajectory
+
+
+def ended(blame: Blame | None = None, outcome: Outcome = Outcome.INFRA_ERROR, index: int = 0) -> Trajectory:
+    if blame is None:
+        return rollout(index, [], 1.0)
+    return rollout(index, [], None, outcome=outcome, blame=blame)
+
+
+def open_gate(stops: Stops) -> bool:
+    return asyncio.run(stops.gate())
+
+
+def test_more_failures_than_allowed_close_the_gate() -> None:
+    told: list[str] = []
+    stops = Stops(max_infra_rate=0.2)
+    stops.tell(told.append)
+    for _ in range(20):
+        stops.rollout_finished(ended(Blame.SANDBOX))
+    assert open_gate(stops)
+    stops.rollout_finished(ended(Blame.GRADER))
+    assert not open_gate(stops)
+    assert (stops.reason, stops.exit_code) == ("paused", 3)
+    assert "broke 21 of the last 21 rollouts (sandbox 20, grader 1)" in stops.message
+    assert len(told) == 1
+    stops.rollout_finished(ended(Blame.GRADER))
+    assert len(told) == 1, "said once"
+
+
+def test_old_failures_are_forgotten() -> None:
+    stops = Stops(max_infra_rate=0.2)
+    for number in range(400):
+        stops.rollout_finished(ended(Blame.SANDBOX if number % 5 == 0 else None))
+    assert open_gate(stops), "exactly the rate that is allowed"
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        ended(Blame.TASK),
+        ended(Blame.RUN, Outcome.CANCELLED),
+        rollout(0, [], 0.0, outcome=Outcome.MAX_TURNS, blame=Blame.MODEL),
+        rollout(0, [], None, outcome=Outcome.API_ERROR, blame=Blame.ENGINE, beside=Beside(started_at=7.0)),
+    ],
+)
+def test_what_is_not_the_worlds_doing_or_was_counted_before(harmless: Trajectory) -> None:
+    stops = Stops(max_infra_rate=0.0, paid={(harmless.rollout_id, 7.0)})
+    stops.rollout_finished(harmless)
+    assert open_gate(stops)
+    stops.rollout_finished(ended(Blame.TOOL))
+    assert not open_gate(stops)
+
+
+def test_a_group_that_could_not_be_prepared_counts_with_all_its_rollouts() -> None:
+    stops = Stops(max_infra_rate=0.2, group_size=8)
+    for blame in (Blame.TASK, Blame.TASK, Blame.TASK, Blame.SANDBOX, Blame.SANDBOX):
+        stops.group_finished(Group(group_id="g", number=0, task_id="t", error="x", blame=blame))
+        assert open_gate(stops)
+    stops.group_finished(Group(group_id="g", number=0, task_id="t", error="x", blame=Blame.SANDBOX))
+    assert "sandbox 24" in stops.message
+
+
+def test_a_model_server_that_is_gone_has_its_own_exit_code() -> None:
+    stops = Stops(max_infra_rate=0.0)
+    stops.rollout_finished(ended(Blame.ENGINE, Outcome.API_ERROR))
+    assert (open_gate(stops), stops.exit_code) == (False, 4)
+
+
+def test_the_cost_counts_turn_by_turn_from_where_it_was() -> None:
+    stops = Stops(max_cost=1.0, prices=Prices(prompt=2.0, completion=10.0), spent=0.5)
+    stops.turn("r", 100_000, 0)
+    assert open_gate(stops)
+    stops.turn("r", 0, 30_000)
+    assert not open_gate(stops)
+    assert (stops.reason, stops.exit_code, stops.spent) == ("paused", 3, pytest.approx(1.0))
+    assert not open_gate(Stops(max_cost=1.0, spent=1.0)), "what an earlier part has used up stays used up"
+
+
+def test_somebody_who_wants_it_to_end_overrides() -> None:
+    stops = Stops(max_infra_rate=0.0)
+    stops.rollout_finished(ended(Blame.SANDBOX))
+    stops.drain()
+    assert (stops.reason, stops.exit_code) == ("interrupted", 130)
