@@ -58,9 +58,15 @@ def test_what_a_run_amounts_to():
         "outcomes/max_turns": 1,
         "outcomes/infra_error": 1,
         "blame/sandbox": 1,
+        "blame_rate/sandbox": pytest.approx(1 / 3),
+        "blame_rate/sandbox/low": pytest.approx(0.0615, abs=1e-4),
+        "blame_rate/sandbox/high": pytest.approx(0.7923, abs=1e-4),
         "reward/mean": 0.5,
         "reward/std": 0.5,
+        "reward/mean_with_unscored": pytest.approx(1 / 3),
         "percent_correct": 0.5,
+        "percent_correct/low": pytest.approx(0.0945, abs=1e-4),
+        "percent_correct/high": pytest.approx(0.9055, abs=1e-4),
         "turns/mean": pytest.approx(2 / 3),
         "tokens/prompt": 100,
         "tokens/completion": 10,
@@ -73,6 +79,16 @@ def test_what_a_run_amounts_to():
         "stage/rollout/p95": 4.0,
         "metric/f2p": 0.75,
     }
+
+
+def test_intervals_costs_and_stages_where_there_is_enough_to_know():
+    one = trajectory(0, 1.0, cost=0.25, beside=Beside(turn_s=[(1.0, 5.0), (2.0, 0.0)], stages={"tool": 5.0}))
+    other = Group(group_id="h", number=1, task_id="t", trajectories=[trajectory(1, 0.0, cost=0.5)], prepare_s=3.0)
+    numbers = summarise([group(one), other])
+    assert numbers["cost"] == 0.75
+    assert (numbers["stage/model/p50"], numbers["stage/tool/p50"], numbers["stage/prepare/p50"]) == (3.0, 5.0, 3.0)
+    assert numbers["reward/mean/low"] < numbers["reward/mean"] < numbers["reward/mean/high"]
+    assert numbers["reward/mean"] == numbers["reward/mean_with_unscored"] == 0.5
 
 
 def test_nothing_measured_is_left_out_rather_than_zero():

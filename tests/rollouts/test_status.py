@@ -28,8 +28,10 @@ def test_the_intervals_are_those_of_the_books() -> None:
     assert rate_interval(8, 10) == (pytest.approx(0.4901, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
     assert rate_interval(0, 20) == (0.0, pytest.approx(0.1611, abs=1e-4))
     assert rate_interval(20, 20)[1] == 1.0
-    assert mean_interval([1.0]) is None
-    assert mean_interval([0.0, 1.0] * 50) == (pytest.approx(0.4015, abs=1e-4), pytest.approx(0.5985, abs=1e-4))
+    assert mean_interval([[1.0, 0.0], []]) is None
+    apart = mean_interval([[0.0], [1.0]] * 50)
+    assert apart == (pytest.approx(0.4015, abs=1e-4), pytest.approx(0.5985, abs=1e-4))
+    assert mean_interval([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]] * 50) == pytest.approx(apart), "copies add no certainty"
 
 
 def test_an_ended_run(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """How sure a rate or a mean is: 95 % confidence intervals.
 
 Not for comparing two runs. Sources: E. B. Wilson (1927) for rates, which holds for few trials and at 0 and 1; the
-normal approximation for means.
+normal approximation with clustered errors for means.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ def rate_interval(count: int, trials: int) -> tuple[float, float]:
     return (0.0 if count == 0 else middle - reach, 1.0 if count == trials else middle + reach)
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The interval of the mean of values that are drawn independently; None for fewer than two."""
-    if len(values) < 2:
+def mean_interval(clusters: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """The interval of the mean of all values, which are alike within a cluster (the rollouts of one task); None for
+    fewer than two clusters. Source: the cluster-robust standard error of a mean, with its small-sample factor.
+    """
+    clusters = [cluster for cluster in clusters if cluster]
+    if len(clusters) < 2:
         return None
-    mean = math.fsum(values) / len(values)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    reach = Z * math.sqrt(variance / len(values))
+    count = sum(map(len, clusters))
+    mean = math.fsum(value for cluster in clusters for value in cluster) / count
+    squares = math.fsum(math.fsum(value - mean for value in cluster) ** 2 for cluster in clusters)
+    reach = Z * math.sqrt(squares * len(clusters) / (len(clusters) - 1)) / count
     return mean - reach, mean + reach

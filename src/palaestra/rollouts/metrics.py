@@ -15,6 +15,7 @@ import msgspec
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.types import JSON
+from palaestra.rollouts.intervals import mean_interval, rate_interval
 from palaestra.rollouts.trajectory import Group, Trajectory
 
 METRICS_SCHEMA = "palaestra.metrics/1"
@@ -23,18 +24,26 @@ METRICS_SCHEMA = "palaestra.metrics/1"
 def summarise(groups: Iterable[Group]) -> dict[str, float]:
     """Counts, rates and means over the groups.
 
-    `reward/*` and `percent_correct` (the share, 0 to 1, of rewards of at least 1) are over scored rollouts;
-    `reward/std` is the population's. `outcomes/<name>` and `blame/<name>` are counts, `tokens/*` totals,
-    `stage/<name>/p50` and `p95` seconds, and `metric/<name>` the mean over the rollouts that report it.
+    `reward/*` and `percent_correct` (the share, 0 to 1, of rewards of at least 1) are over scored rollouts, but
+    `reward/mean_with_unscored`, which counts the others as 0; `reward/std` is the population's. `outcomes/<name>` and
+    `blame/<name>` are counts, `blame_rate/<name>` shares of all rollouts, `tokens/*` and `cost` totals,
+    `stage/<name>/p50` and `p95` seconds, and `metric/<name>` the mean over the rollouts that report it. `…/low` and
+    `…/high` are a 95 % interval; that of a mean takes the rollouts of one group as alike.
     """
     numbers: dict[str, float] = {"groups": 0, "groups_failed": 0}
     trajectories: list[Trajectory] = []
+    rewards: list[list[float]] = []
+    prepared: list[float] = []
     for group in groups:
         numbers["groups"] += 1
         numbers["groups_failed"] += not group.trajectories
         trajectories += group.trajectories
-    for part in (_counts, _rewards, _seconds, _metric_means):
-        numbers |= part(trajectories)
+        rewards.append([trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None])
+        prepared += [group.prepare_s] if group.prepare_s else []
+    numbers |= _counts(trajectories)
+    numbers |= _rewards(rewards, len(trajectories))
+    numbers |= _seconds(trajectories, prepared)
+    numbers |= _metric_means(trajectories)
     return numbers
 
 
@@ -52,26 +61,45 @@ def _counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
     numbers |= {f"outcomes/{name}": count for name, count in sorted(outcomes.items())}
     numbers |= {f"blame/{name}": count for name, count in sorted(blames.items())}
+    for name, count in sorted(blames.items()):
+        low, high = rate_interval(count, len(trajectories))
+        rate = f"blame_rate/{name}"
+        numbers |= {rate: count / len(trajectories), f"{rate}/low": low, f"{rate}/high": high}
+    costs = [trajectory.cost for trajectory in trajectories if trajectory.cost is not None]
+    if costs:
+        numbers["cost"] = math.fsum(costs)
     if trajectories:
         numbers["turns/mean"] = _mean([len(trajectory.turns) for trajectory in trajectories])
     return numbers
 
 
-def _rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+def _rewards(by_group: Sequence[Sequence[float]], rollouts: int) -> dict[str, float]:
+    rewards = [reward for group in by_group for reward in group]
     if not rewards:
         return {}
     mean = _mean(rewards)
-    return {
+    correct = sum(reward >= 1 for reward in rewards)
+    low, high = rate_interval(correct, len(rewards))
+    numbers = {
         "reward/mean": mean,
         "reward/std": math.sqrt(_mean([(reward - mean) ** 2 for reward in rewards])),
-        "percent_correct": _mean([reward >= 1 for reward in rewards]),
+        "reward/mean_with_unscored": math.fsum(rewards) / rollouts,
+        "percent_correct": correct / len(rewards),
+        "percent_correct/low": low,
+        "percent_correct/high": high,
     }
+    if interval := mean_interval(by_group):
+        numbers |= {"reward/mean/low": interval[0], "reward/mean/high": interval[1]}
+    return numbers
 
 
-def _seconds(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _seconds(trajectories: Sequence[Trajectory], prepared: Sequence[float]) -> dict[str, float]:
     stages: defaultdict[str, list[float]] = defaultdict(list)
+    if prepared:
+        stages["prepare"] += prepared
     for trajectory in trajectories:
+        if trajectory.beside.turn_s:
+            stages["model"].append(sum(model_s for model_s, _ in trajectory.beside.turn_s))
         for stage, seconds in trajectory.beside.stages.items():
             stages[stage].append(seconds)
         if trajectory.beside.duration_s:
