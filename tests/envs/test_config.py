@@ -5,6 +5,7 @@ import pytest
 from palaestra.core.config import Layer, has_effect, merge
 from palaestra.core.errors import ConfigError
 from palaestra.envs.config import BaseEnvConfig, EvalHandlingEnum, HermesAgentEnvConfig
+from palaestra.rollouts.stages import IDLE_LIMITS
 
 CONTRACT = {
     "group_size": 4,
@@ -125,3 +126,18 @@ def test_toolsets_come_from_one_place() -> None:
 def test_remote_pools_settings_are_accepted_without_effect() -> None:
     assert not has_effect(HermesAgentEnvConfig, "modal_image")
     assert has_effect(HermesAgentEnvConfig, "tool_pool_mode")
+
+
+def test_a_limit_of_one_stage_leaves_the_others() -> None:
+    limits = HermesAgentEnvConfig(idle_limits={"tool": 5.0, "model": 0}).idle_limits
+    assert (limits["tool"], limits["model"], limits["grade"]) == (5.0, 0.0, IDLE_LIMITS["grade"])
+    for wrong, says in (({"tol": 5.0}, "no stage 'tol'"), ({"tool": -1.0}, "the limit of tool must be seconds")):
+        with pytest.raises(ConfigError, match=says):
+            HermesAgentEnvConfig(idle_limits=wrong)
+
+
+def test_a_cost_needs_prices() -> None:
+    with pytest.raises(ConfigError, match="max_cost needs prompt_price"):
+        HermesAgentEnvConfig(max_cost=1.0)
+    with pytest.raises(ConfigError, match="both prompt_price and completion_price"):
+        HermesAgentEnvConfig(prompt_price=1.0)

@@ -38,8 +38,8 @@ _EXAMPLES = """\b
 """
 
 _EXIT_CODES = """\b
-Exit codes: 0 done, 1 failed, 2 usage or settings, 3 more unscored rollouts than allowed,
-4 model server unreachable or refused, 5 isolation unavailable, 130 interrupted."""
+Exit codes: 0 done, 1 failed, 2 usage or settings, 3 more unscored rollouts than allowed, or paused,
+4 model server unreachable or refused, 5 isolation unavailable, 130 interrupted or drained."""
 
 
 class LazyGroup(click.Group):

@@ -3,9 +3,9 @@
 The only place where errors become exit codes; `palaestra.cli` and environment scripts both end through it. Invariant:
 an expected failure is one message and no traceback, a bug is a traceback and never looks expected.
 
-    0 done                       3 finished with more unscored rollouts than allowed
+    0 done                       3 finished with more unscored rollouts than allowed, or paused
     1 failed, or a bug           4 the model server is unreachable or refused
-    2 wrong usage or settings    5 the isolation asked for cannot be had        130 interrupted
+    2 wrong usage or settings    5 the isolation asked for cannot be had        130 interrupted or drained
 """
 
 from __future__ import annotations
