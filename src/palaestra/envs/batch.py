@@ -185,6 +185,7 @@ class Batch:
             group_size=config.group_size,
             infra_retries=config.infra_retries,
             idle_limits=config.idle_limits,
+            whole_groups=config.short_groups == "whole",
             finished=self.output.finished.rollouts if self.output.finished is not None else {},
         )
 

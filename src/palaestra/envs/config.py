@@ -10,7 +10,7 @@ Sizes are tokens where a name says tokens, else megabytes where the contract say
 from __future__ import annotations
 
 from enum import Enum
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -66,6 +66,11 @@ class BaseEnvConfig(Settings):
         default=1, ge=0, description="Fresh attempts at a rollout that the world broke, before it stays unscored."
     )
 
+    short_groups: Literal["smaller", "whole"] = Field(
+        default="smaller",
+        description="Groups that the world broke a rollout of: stay smaller, or are made whole by replacement (at most "
+        "as many attempts more as a group has rollouts).",
+    )
     max_infra_rate: float = Field(
         default=0.2,
         ge=0,

@@ -7,6 +7,7 @@ A prepared workspace that is lost with its backend is prepared again.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 import time
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 RETRIED = frozenset({Blame.SANDBOX, Blame.GRADER})
 """Whose failures are worth a fresh attempt. The engine's client has already retried its own."""
 
+REPLACED = RETRIED | {Blame.ENGINE, Blame.TOOL}
+"""Whose failures are made good where groups are to stay whole. What a task does to itself it does again."""
+
 SETUP_TIMEOUT_S = 600.0
 """How long a task's own `setup` script may take."""
 
@@ -53,6 +57,7 @@ class Services:
     foundations: Foundations = field(kw_only=True)
     finished: Mapping[str, Mapping[int, Trajectory]] = field(default_factory=dict)
     idle_limits: Mapping[str, float] = field(default_factory=lambda: IDLE_LIMITS)
+    whole_groups: bool = False
 
 
 class GroupRun:
@@ -66,6 +71,7 @@ class GroupRun:
         self._kit: Kit | None = None
         self._snapshot: Snapshot | None = None
         self._preparing = asyncio.Lock()
+        self._replacements = services.group_size if services.whole_groups else 0
 
     async def run(self) -> Group:
         """The finished group, already in the journal. Raises only on cancellation and on our own bugs."""
@@ -188,13 +194,13 @@ class GroupRun:
 
     async def _one(self, index: int) -> None:
         journal = self.services.journal
-        for remaining in range(self.services.infra_retries, -1, -1):
+        for tried in itertools.count():
             attempt = Attempt(self.env, self._rollout(index, self._snapshot))
             try:
                 await attempt.run()
             finally:
                 trajectory = attempt.trajectory()
-                kept = remaining == 0 or trajectory.blame not in RETRIED
+                kept = not self._again(trajectory, tried)
                 event = RolloutEnded if kept else AttemptDiscarded
                 journal.append(event(at=time.time(), trajectory=trajectory))
             if kept:
@@ -204,6 +210,18 @@ class GroupRun:
         self.group.trajectories.append(trajectory)
         await journal.commit()
         self.services.observer.rollout_finished(trajectory)
+
+    def _again(self, trajectory: Trajectory, tried: int) -> bool:
+        """Whether a rollout that ended so is tried again: as its own retry, or as one of the group's replacements, of
+        which there are as many as rollouts."""
+        if trajectory.scored:
+            return False
+        if tried < self.services.infra_retries and trajectory.blame in RETRIED:
+            return True
+        if self._replacements and trajectory.blame in REPLACED:
+            self._replacements -= 1
+            return True
+        return False
 
     def _rollout(self, index: int, snapshot: Snapshot | None) -> Rollout:
         assert self._kit is not None

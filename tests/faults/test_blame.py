@@ -1,0 +1,93 @@
+"""Faults of the world at a known rate: each is blamed rightly, none becomes a reward, and groups stay whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from faults.injected import FAULTS, IDLE_LIMITS, BrokenWorld
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.servers import ServerGroup
+from palaestra.rollouts.admission import AdmittedSlots
+from palaestra.rollouts.foundations import Foundations
+from palaestra.rollouts.group import Services
+from palaestra.rollouts.journal import AttemptDiscarded, Journal, RolloutEnded, read_groups, read_journal
+from palaestra.rollouts.progress import NullObserver
+from palaestra.rollouts.runner import Runner
+from palaestra.rollouts.trajectory import Group, Trajectory
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+
+pytestmark = pytest.mark.slots
+
+
+def roll_out(folder: Path, env: BrokenWorld, group_size: int, *, whole: bool) -> tuple[list[Group], Path]:
+    async def main() -> Path:
+        async with SlotPool(SlotPoolConfig(), LocalBackend.from_isolation("best")) as pool:
+            slots = AdmittedSlots(pool, 8)
+            shared = Services(
+                engine=ServerGroup([APIServerConfig(server_type="scripted", model_name="oracle")]),
+                slots=slots,
+                journal=Journal(folder / "journal.jsonl"),
+                observer=NullObserver(),
+                group_size=group_size,
+                foundations=Foundations(slots),
+                idle_limits=IDLE_LIMITS,
+                whole_groups=whole,
+            )
+            await env.open()
+            try:
+                await Runner(env, shared, concurrency=4).run()
+            finally:
+                await env.aclose()
+                shared.journal.close()
+            return shared.journal.path
+
+    path = asyncio.run(main())
+    return read_groups(path), path
+
+
+def attempts(path: Path) -> dict[str, list[Trajectory]]:
+    found: defaultdict[str, list[Trajectory]] = defaultdict(list)
+    for event in read_journal(path):
+        if isinstance(event, RolloutEnded | AttemptDiscarded):
+            found[event.trajectory.rollout_id].append(event.trajectory)
+    return found
+
+
+def wrongly_blamed(env: BrokenWorld, path: Path) -> list[str]:
+    """Attempts whose record does not say what happened to them."""
+    wrong = []
+    recorded = attempts(path)
+    assert {name: len(each) for name, each in recorded.items()} == {n: len(each) for n, each in env.injected.items()}
+    for name, faults in env.injected.items():
+        for fault, trajectory in zip(faults, recorded[name], strict=True):
+            right = (FAULTS[fault], None) if fault else (None, 1.0)
+            if (trajectory.blame, trajectory.reward) != right:
+                said = f"{trajectory.blame}, {trajectory.reward}: {trajectory.error}"
+                wrong.append(f"{name}, {fault or 'no fault'}: {said}")
+    return wrong
+
+
+def test_every_fault_is_blamed_and_groups_stay_whole_at_a_tenth(tmp_path: Path) -> None:
+    faults = list(FAULTS)
+    rollouts = [f"{number:06d}-t{number}/{index}" for number in range(38) for index in range(4)]
+    plan = {each: [faults[place % len(faults)]] for place, each in enumerate(rollouts[::10])}
+    assert {fault for each in plan.values() for fault in each} == set(FAULTS)
+    env = BrokenWorld(38, plan)
+    groups, path = roll_out(tmp_path, env, 4, whole=True)
+    assert wrongly_blamed(env, path) == []
+    assert sum(len(each) for each in attempts(path).values()) == len(rollouts) + len(plan)
+    assert [len(group.scored) for group in groups] == [4] * 38, "a group is short"
+
+
+def test_a_group_has_so_many_replacements_and_no_more(tmp_path: Path) -> None:
+    plan = {f"000000-t0/{index}": ["the grader raises"] * 5 for index in range(2)}
+    env = BrokenWorld(1, plan)
+    (group,), path = roll_out(tmp_path, env, 2, whole=True)
+    assert sum(len(each) for each in attempts(path).values()) == 4
+    assert (len(group.trajectories), group.scored) == (2, [])
+    assert wrongly_blamed(env, path) == []
