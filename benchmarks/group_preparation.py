@@ -1,0 +1,139 @@
+"""What preparing a group costs beside preparing one rollout: python benchmarks/group_preparation.py [--quick]
+
+The preparation really works: it unpacks a source tree (the standard library), compiles every file of it and installs
+the result into a new virtual environment, about ten seconds on one core, without a network. `one` is a group of one
+rollout, `group` one of 16; every rollout leases its own slot and finds the installed tree in it. Wall time is from
+the group's start until the last rollout has its slot; CPU time is that of this process and of all that ran in slots,
+making and dropping them included. Each sample is a process of its own and the cases take turns; both targets are
+ratios to `one` in the same run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import _measure as measure
+
+GROUP = 16
+TARGET = 1.15
+SETUP = """
+set -e
+library=$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
+mkdir src
+tar --exclude=__pycache__ --exclude=site-packages --exclude=dist-packages -cf src.tar -C "$library" PARTS
+tar -xf src.tar -C src
+python3 -m compileall -q -f -o 0 -o 1 src > compiled.log 2>&1 || true
+python3 -m venv --without-pip env
+cp -a src/. env/lib/python3*/site-packages/
+env/bin/python -c 'import json, sys; assert json.loads("1") == 1' && touch installed
+"""
+"""Unpack, compile, install. A few files of the library's own tests are meant not to compile."""
+
+WHOLE, PART = ".", "email json asyncio"
+
+
+def sample(rollouts: int, parts: str) -> measure.Sample:
+    """Prepare a group of so many rollouts in this process, and say what it took."""
+    with tempfile.TemporaryDirectory() as folder:
+        wall_s = asyncio.run(prepared(Path(folder), rollouts, parts))
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return {"wall_s": wall_s, "cpu_s": sum(each.ru_utime + each.ru_stime for each in used)}
+
+
+async def prepared(folder: Path, rollouts: int, parts: str) -> float:
+    """Seconds until every rollout of the group has its slot, with the installed tree in it."""
+    from palaestra.core.types import Limits, Score, Task
+    from palaestra.inference.config import APIServerConfig
+    from palaestra.inference.servers import ServerGroup
+    from palaestra.rollouts.admission import AdmittedSlots
+    from palaestra.rollouts.base import Environment, Kit
+    from palaestra.rollouts.foundations import Foundations
+    from palaestra.rollouts.grading import Grading
+    from palaestra.rollouts.group import Services
+    from palaestra.rollouts.journal import Journal
+    from palaestra.rollouts.progress import NullObserver
+    from palaestra.rollouts.rollout import Rollout
+    from palaestra.rollouts.runner import Runner
+    from palaestra.sandbox.backends.local import LocalBackend
+    from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+    from palaestra.tools.registry import ToolRegistry
+
+    ready: list[float] = []
+
+    class Prepared(Environment):
+        """One task with the preparation; its rollouts only look whether it was made."""
+
+        @property
+        def name(self) -> str:
+            return "prepared"
+
+        async def tasks(self) -> AsyncIterator[Task]:
+            yield Task(id="t", prompt="?", setup=SETUP.replace("PARTS", parts), limits=Limits(disk_bytes=4 << 30))
+
+        def kit(self, task: Task, rng: random.Random) -> Kit:
+            return Kit(ToolRegistry([]))
+
+        async def begin(self, rollout: Rollout) -> None:
+            slot = await rollout.sandbox()
+            assert await slot.stat("installed") is not None, "the workspace was not prepared"
+            ready.append(time.perf_counter())
+
+        async def score(self, rollout: Rollout, grading: Grading) -> Score:
+            return Score(1.0)
+
+    async with SlotPool(SlotPoolConfig(), LocalBackend.from_isolation("best")) as pool:
+        slots = AdmittedSlots(pool, pool.total_slots)
+        services = Services(
+            engine=ServerGroup([APIServerConfig(server_type="scripted", model_name="noop")]),
+            slots=slots,
+            journal=Journal(folder / "journal.jsonl"),
+            observer=NullObserver(),
+            group_size=rollouts,
+            foundations=Foundations(slots),
+        )
+        started = time.perf_counter()
+        totals = await Runner(Prepared(), services).run()
+        services.journal.close()
+    assert totals.scored == rollouts == len(ready), totals.errors
+    return max(ready) - started
+
+
+def rows(found: dict[str, dict[str, float]]) -> list[measure.Row]:
+    """The table: what one takes, and the group beside it."""
+    one, group = found["one"], found["group"]
+    table: list[measure.Row] = []
+    for key, what in (("wall_s", "until the last has its slot"), ("cpu_s", "CPU")):
+        ratio = group[key] / one[key]
+        table.append(measure.Row(f"one rollout: {what}", one[key], "s", 1.0))
+        row = measure.Row(f"group of {GROUP}: {what}", group[key], "s", ratio)
+        table.append(measure.judged(row, TARGET, ratio <= TARGET))
+    return table
+
+
+def main() -> int:
+    """Measure both cases in turns and print the table."""
+    parser = measure.options_parser(__doc__)
+    options = parser.parse_args()
+    rounds = options.rounds or (1 if options.quick else 5)
+    parts = PART if options.quick else WHOLE
+    cases = {
+        name: lambda size=size: measure.fresh_process(__file__, "--sample", str(size), parts)
+        for name, size in (("one", 1), ("group", GROUP))
+    }
+    found = measure.interleaved(cases, rounds)
+    return measure.report(f"Preparing a group of {GROUP}, median of {rounds}", rows(found), options.json)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--sample"]:
+        print(json.dumps(sample(int(sys.argv[2]), sys.argv[3])))
+    else:
+        sys.exit(main())
