@@ -34,7 +34,6 @@ from palaestra.rollouts.replay import Comparison, Playback
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.trajectory import Group
 from palaestra.sandbox.base import Slot, SlotSpec, Snapshot
-from palaestra.sandbox.pool import SlotPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +115,6 @@ class _Replay:
 
 class _Offline(AdmittedSlots):
     """Slots without a network, in every phase."""
-
-    def __init__(self, pool: SlotPool, capacity: int) -> None:
-        super().__init__(pool, capacity)
 
     async def lease(self, trajectory_id: str, *, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
         return await super().lease(trajectory_id, spec=replace(spec, network=Network.OFF), snapshot=snapshot)
