@@ -72,6 +72,7 @@ def wrongly_blamed(env: BrokenWorld, path: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 def test_every_fault_is_blamed_and_groups_stay_whole_at_a_tenth(tmp_path: Path) -> None:
     faults = list(FAULTS)
     rollouts = [f"{number:06d}-t{number}/{index}" for number in range(38) for index in range(4)]
@@ -82,6 +83,15 @@ def test_every_fault_is_blamed_and_groups_stay_whole_at_a_tenth(tmp_path: Path) 
     assert wrongly_blamed(env, path) == []
     assert sum(len(each) for each in attempts(path).values()) == len(rollouts) + len(plan)
     assert [len(group.scored) for group in groups] == [4] * 38, "a group is short"
+
+
+def test_whose_fault_it_was_is_seen_without_replacement(tmp_path: Path) -> None:
+    """The quick ones of the faults, one of each blame, beside a rollout that nothing happens to."""
+    plan = {"000000-t0/0": ["503"], "000000-t0/1": ["the grader ran no test"], "000000-t0/2": ["the agent's slot dies"]}
+    env = BrokenWorld(1, plan)
+    (group,), path = roll_out(tmp_path, env, 4, whole=False)
+    assert wrongly_blamed(env, path) == []
+    assert [trajectory.reward for trajectory in group.trajectories] == [None, None, None, 1.0]
 
 
 def test_a_group_has_so_many_replacements_and_no_more(tmp_path: Path) -> None:
