@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,8 +97,6 @@ def test_a_score_that_hangs_is_the_graders_fault_and_tried_again(tmp_path: Path)
             await asyncio.Event().wait()
         return 1.0
 
-    from dataclasses import replace
-
     shared = replace(services(tmp_path, group_size=1, infra_retries=1), idle_limits={"grade": SOON})
 
     async def main() -> tuple[int, int]:
@@ -112,8 +111,6 @@ def test_a_preparation_that_hangs_ends_its_group(tmp_path: Path) -> None:
     class Hanging(Sums):
         async def begin(self, rollout: Rollout) -> None:
             await asyncio.Event().wait()
-
-    from dataclasses import replace
 
     shared = replace(services(tmp_path, group_size=1), idle_limits={"setup": SOON})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -95,7 +96,6 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -
 def test_what_is_in_flight_is_seen_from_the_folder(tmp_path: Path) -> None:
     inflight = InFlight()
     shared = services(tmp_path, group_size=2)
-    from dataclasses import replace
 
     async def main() -> None:
         entered = asyncio.Event()
@@ -137,6 +137,15 @@ def test_who_died_is_not_taken_for_running(tmp_path: Path) -> None:
         assert reader.read().in_flight == {"tool": 1}, "what was in flight when it died"
     (tmp_path / "status.json").write_bytes(b"{")
     assert reader.read().state == "killed"
+
+
+def test_a_disk_that_does_not_take_the_file_does_not_end_the_run(tmp_path: Path) -> None:
+    inflight = InFlight()
+    (tmp_path / "status.json").mkdir()
+    inflight.write(tmp_path / "status.json")
+    (tmp_path / "status.json").rmdir()
+    inflight.write(tmp_path / "status.json")
+    assert read_stages(tmp_path) is not None, "it is written as soon as that works"
 
 
 def test_the_file_is_bounded_and_names_the_longest_idle_first(tmp_path: Path) -> None:

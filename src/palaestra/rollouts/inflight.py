@@ -8,6 +8,7 @@ learns from it which process wrote it, and so whether that still lives.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections import Counter
@@ -20,6 +21,8 @@ import msgspec
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.rollouts.progress import NullObserver
 from palaestra.rollouts.trajectory import Group, Trajectory
+
+logger = logging.getLogger(__name__)
 
 STATUS_NAME = "status.json"
 STATUS_SCHEMA = "palaestra.status/1"
@@ -91,12 +94,18 @@ class InFlight(NullObserver):
         )
 
     def write(self, path: Path) -> None:
-        """Put the file in place, if something has changed since."""
-        if self._changed:
-            self._changed = False
-            unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        """Put the file in place, if something has changed since. Where the disk does not take it, the run goes on: that
+        is the journal's to notice."""
+        if not self._changed:
+            return
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
             unfinished.write_bytes(msgspec.json.encode(self.now()) + b"\n")
             unfinished.replace(path)
+        except OSError as error:
+            logger.debug("cannot write %s: %s", path, error)
+        else:
+            self._changed = False
 
     @asynccontextmanager
     async def written(self, folder: Path) -> AsyncIterator[None]:
