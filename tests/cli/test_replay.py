@@ -34,6 +34,26 @@ async def there(sandbox):
 """
 
 
+COLLECTING = """
+from palaestra import BaseEnv
+
+class Collecting(BaseEnv):
+    name = "collecting"
+
+    async def setup(self):
+        self.left = [1]
+
+    async def get_next_item(self):
+        return self.left.pop() if self.left else None
+
+    async def collect_trajectory(self, item):
+        return {"tokens": [1], "masks": [1], "scores": 1.0, "messages": []}, []
+
+    async def evaluate(self, *args, **kwargs):
+        return {}
+"""
+
+
 def palaestra(*argv: object) -> int:
     return run_guarded(lambda: cli.main(list(map(str, argv)), standalone_mode=False))
 
@@ -145,7 +165,14 @@ def test_a_workspace_that_cannot_be_prepared_any_more_is_no_equal_run(
     (folder / "broken_env.py").write_text(NOISY.replace("files=", 'setup="exit 7", files='))
     capsys.readouterr()
     assert palaestra("replay", run, "--environment", "broken_env.py", "--tasks", "1") == 1
-    assert "000000-task-0: played was a prepared workspace, is PrepareError" in capsys.readouterr().out
+    assert "000000-task-0: played was whole, is PrepareError" in capsys.readouterr().out
+
+
+@pytest.mark.slots
+def test_an_environment_that_asks_the_model_itself_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = record(folder, COLLECTING)
+    assert palaestra("replay", run) == 2
+    assert "collecting collects its rollouts itself" in capsys.readouterr().err
 
 
 def test_runs_without_the_records_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Network
 from palaestra.envs.batch import concurrency
 from palaestra.envs.class_environment import ClassEnvironment
+from palaestra.envs.collected import CollectedEnvironment
 from palaestra.envs.evaluation import Evaluation
 from palaestra.envs.forms import Form, form_of
 from palaestra.envs.loading import load_environment
@@ -25,6 +26,7 @@ from palaestra.envs.settings import make_pool
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.scripted import ScriptedEngine
 from palaestra.rollouts.admission import AdmittedSlots
+from palaestra.rollouts.base import Environment
 from palaestra.rollouts.export.recording import Recording
 from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.group import Services
@@ -77,7 +79,7 @@ class _Replay:
         with TemporaryDirectory(prefix="palaestra-replay-") as folder:
             journal = Journal(Path(folder) / "journal.jsonl")
             async with make_pool(config) as pool:
-                environment = self.form.build(config, [server], engine)
+                environment = _playable(self.form.build(config, [server], engine))
                 slots = (AdmittedSlots if self.settings.network else _Offline)(pool, pool.total_slots)
                 services = Services(
                     engine=engine,
@@ -139,6 +141,15 @@ def _environment(recording: Recording, given: str | None) -> object:
     name = form_of(environment).name
     if name != recording.meta.env:
         raise ConfigError(f"the run was one of '{recording.meta.env}', and {reference} is '{name}'")
+    return environment
+
+
+def _playable(environment: Environment) -> Environment:
+    if isinstance(environment, CollectedEnvironment):
+        raise ConfigError(
+            f"{environment.name} collects its rollouts itself, in a collect_ method: what it did with the model's "
+            "answers is not in the record, so it cannot be played"
+        )
     return environment
 
 

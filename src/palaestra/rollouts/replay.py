@@ -14,7 +14,7 @@ import msgspec
 
 from palaestra.agent.calls import NOT_FINISHED
 from palaestra.core.errors import ConfigError, InfraError
-from palaestra.core.types import JSON, Message
+from palaestra.core.types import JSON, Message, Outcome
 from palaestra.inference.base import AssistantMessage, SessionContext
 from palaestra.inference.engines.recording import Recorded, recorded_turns
 from palaestra.rollouts.differences import Kind, classify, first_difference
@@ -123,7 +123,7 @@ class Comparison:
                 "other tasks than it did. Replay with the environment and the data as they were"
             )
         if recorded.trajectories and not replayed.trajectories:
-            self.other_ends.append(OtherEnd(recorded.group_id, "played", "a prepared workspace", replayed.error))
+            self.other_ends.append(OtherEnd(recorded.group_id, "played", "whole", replayed.error))
         played = {each.index: each for each in replayed.trajectories}
         for trajectory in recorded.trajectories:
             if trajectory.index in played:
@@ -171,7 +171,7 @@ class Comparison:
                 self._other(recorded, "reward", f"{recorded.reward:g}", f"{replayed.reward:g}")
             if recorded.outcome is not replayed.outcome:
                 self._other(recorded, "ending", recorded.outcome.value, replayed.outcome.value)
-        elif ENDS not in replayed.error:
+        elif ENDS not in replayed.error or recorded.outcome is not Outcome.BUDGET:  # the clock runs otherwise
             self._other(recorded, "played", recorded.outcome.value, replayed.error)
 
     def _other(self, recorded: Trajectory, what: str, was: str, now: str) -> None:
