@@ -22,6 +22,7 @@ COMMANDS = {
     "model": "Make a tiny real model.",
     "tools": "List the tools and toolsets an agent can have.",
     "export": "Write a run's rollouts in the form that another program reads.",
+    "compare": "Say which of two runs of the same tasks did better, and how sure that is.",
     "verify": "Prove from what is stored that a run trains exactly what was sampled.",
     "status": "Show how a run stands: what is in flight, blame, tokens, cost, disk.",
     "replay": "Play a recorded run again, without a model, and compare every observation.",

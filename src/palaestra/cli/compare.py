@@ -1,0 +1,52 @@
+"""`palaestra compare RUN OTHER`: two runs of the same tasks beside each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+_SHOWN = 20
+
+
+@click.command(
+    "compare",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Say which of two runs of the same tasks did better, and how sure that is.
+
+    \b
+      palaestra compare runs/my_env--NEW/… runs/my_env--OLD/…
+      palaestra compare RUN OTHER --json | jq .difference
+
+    Tasks are paired by their id, each with the mean reward of its rollouts; the difference is RUN minus OTHER, with the
+    95 % interval of its mean over the tasks. An interval that holds 0 says that these tasks cannot tell the two apart.
+    """,
+)
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("other", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable, with every task.")
+def command(run: Path, other: Path, as_json: bool) -> None:
+    from palaestra.core.errors import ConfigError
+    from palaestra.rollouts.comparing import compare
+    from palaestra.rollouts.export.recording import open_recording
+
+    first, second = open_recording(run), open_recording(other)
+    try:
+        found = compare(first.groups(), second.groups())
+    except ValueError as error:
+        raise ConfigError(f"{run} and {other} cannot be compared: {error}") from None
+    if as_json:
+        click.echo(json.dumps(found.to_json(), indent=2))
+        return
+    changed = sorted((pair for pair in found.pairs if pair.difference), key=lambda pair: pair.difference)
+    for pair in changed if len(changed) <= _SHOWN else [*changed[: _SHOWN // 2], *changed[-_SHOWN // 2 :]]:
+        click.echo(f"{pair.difference:+8.3f}  {pair.first:.3f} against {pair.other:.3f}  {pair.task}")
+    if len(changed) > _SHOWN:
+        click.echo(f"          the {_SHOWN} tasks that differ most are shown, of {len(changed)}")
+    interval = "" if found.low is None or found.high is None else f" ({found.low:+.3f} to {found.high:+.3f})"
+    counts = f"{len(found.pairs)} tasks: better on {found.better}, worse on {found.worse}"
+    click.echo(f"{found.difference:+.3f}{interval} over {counts}")
+    for where, tasks in ((run, found.only_first), (other, found.only_other)):
+        if tasks:
+            click.echo(f"{len(tasks)} tasks have a reward only in {where}", err=True)
