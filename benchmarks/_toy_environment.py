@@ -22,7 +22,7 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.schema import Tool, ToolRun, ToolSchema
+from palaestra.tools.schema import FunctionTool, ToolRun, ToolSchema
 
 
 class Adding(Environment):
@@ -47,7 +47,7 @@ class Adding(Environment):
             function["parameters"]["properties"],
             tuple(function["parameters"]["required"]),
         )
-        self._registry = ToolRegistry([Tool(schema, add, toolset="arithmetic")])
+        self._registry = ToolRegistry([FunctionTool(schema, add, toolset="arithmetic")])
 
     async def roll_out(self) -> int:
         """One group of one; says how many turns it had."""

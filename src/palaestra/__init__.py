@@ -25,9 +25,17 @@ if TYPE_CHECKING:
     from palaestra.rollouts.context import ToolContext
     from palaestra.sandbox.base import ExecutionResult, Slot
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+    from palaestra.tools.distributions import (
+        get_distribution,
+        list_distributions,
+        print_distribution_info,
+        sample_toolsets_from_distribution,
+        validate_distribution,
+    )
     from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
+    from palaestra.tools.functions import tool
     from palaestra.tools.registry import ToolRegistry, build_tool_registry, get_tool_definitions
-    from palaestra.tools.schema import ToolSchema
+    from palaestra.tools.schema import Tool, ToolMistake, ToolRun, ToolSchema
     from palaestra.tools.wire import ToolCall, ToolResult
 
 __version__ = "0.1.0"
@@ -57,21 +65,30 @@ __all__ = [
     "SlotPool",
     "SlotPoolConfig",
     "Task",
+    "Tool",
     "ToolCall",
     "ToolContext",
     "ToolError",
     "ToolExecutor",
     "ToolExecutorConfig",
+    "ToolMistake",
     "ToolRegistry",
     "ToolResult",
+    "ToolRun",
     "ToolSchema",
     "ToolStep",
     "build_tool_registry",
     "environment",
+    "get_distribution",
     "get_parser",
     "get_tool_definitions",
+    "list_distributions",
     "list_parsers",
+    "print_distribution_info",
     "register_parser",
+    "sample_toolsets_from_distribution",
+    "tool",
+    "validate_distribution",
 ]
 
 _MODULES = {
@@ -99,21 +116,30 @@ _MODULES = {
     "SlotPool": "sandbox.pool",
     "SlotPoolConfig": "sandbox.pool",
     "Task": "core.types",
+    "Tool": "tools.schema",
     "ToolCall": "tools.wire",
     "ToolContext": "rollouts.context",
     "ToolError": "agent.result",
     "ToolExecutor": "tools.executor",
     "ToolExecutorConfig": "tools.executor",
+    "ToolMistake": "tools.schema",
     "ToolRegistry": "tools.registry",
     "ToolResult": "tools.wire",
+    "ToolRun": "tools.schema",
     "ToolSchema": "tools.schema",
     "ToolStep": "core.types",
     "build_tool_registry": "tools.registry",
     "environment": "envs.function",
+    "get_distribution": "tools.distributions",
     "get_parser": "inference.parsers",
     "get_tool_definitions": "tools.registry",
+    "list_distributions": "tools.distributions",
     "list_parsers": "inference.parsers",
+    "print_distribution_info": "tools.distributions",
     "register_parser": "inference.parsers",
+    "sample_toolsets_from_distribution": "tools.distributions",
+    "tool": "tools.functions",
+    "validate_distribution": "tools.distributions",
 }
 
 

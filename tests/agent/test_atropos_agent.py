@@ -22,7 +22,7 @@ from palaestra.inference.parsers import get_parser
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.toy import ToyEngine, toy_tokenizer
 from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.schema import Tool, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.schema import FunctionTool, ToolReply, ToolRun, ToolSchema
 from palaestra.tools.wire import ToolCall, ToolResult
 
 
@@ -32,7 +32,7 @@ async def _never(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
 
 ADD = ToolSchema("add", "Add {a} and {b}.", {"a": {"type": "integer"}, "b": {"type": "integer"}}, ("a",))
 SHELL = ToolSchema("shell", "Run.", {"command": {"type": "string"}, "workdir": {"type": "string"}}, ("command",))
-TOOLS = ToolRegistry([Tool(ADD, _never, "test", parallel_safe=True), Tool(SHELL, _never, "test")])
+TOOLS = ToolRegistry([FunctionTool(ADD, _never, "test", parallel_safe=True), FunctionTool(SHELL, _never, "test")])
 
 
 def call(name: str, **arguments: JSON) -> str:

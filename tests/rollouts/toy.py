@@ -21,14 +21,14 @@ from palaestra.rollouts.progress import NullObserver
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.base import Change, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.schema import Tool, ToolRun, ToolSchema
+from palaestra.tools.schema import FunctionTool, ToolRun, ToolSchema
 
 
 async def add(arguments: Mapping[str, JSON], run: ToolRun) -> Mapping[str, JSON]:
     return {"result": arguments["a"] + arguments["b"]}
 
 
-ADD = Tool(
+ADD = FunctionTool(
     ToolSchema("add", "Add two integers.", {"a": {"type": "integer"}, "b": {"type": "integer"}}, ("a", "b")),
     add,
     toolset="arithmetic",

@@ -13,7 +13,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
 from palaestra.tools.binding import SlotTools, reply_text
 from palaestra.tools.registry import ToolRegistry, builtin_tools
-from palaestra.tools.schema import Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 
 async def no_slot() -> Slot:
@@ -35,7 +35,7 @@ async def misbehave(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
 
 def tools(timeout_s: float = 120.0) -> SlotTools:
     schema = ToolSchema("misbehave", "", {"how": {"type": "string"}}, ("how",))
-    registry = ToolRegistry([Tool(schema, misbehave, "mine"), *builtin_tools()])
+    registry = ToolRegistry([FunctionTool(schema, misbehave, "mine"), *builtin_tools()])
     return SlotTools(registry, no_slot, "task-1", user_task="do it", timeout_s=timeout_s)
 
 

@@ -12,9 +12,10 @@ from palaestra.core.types import JSON, Network
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig, result_of
+from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.registry import ToolRegistry, build_tool_registry
-from palaestra.tools.schema import Tool, ToolCall, ToolReply, ToolResult, ToolRun, ToolSchema
+from palaestra.tools.schema import FunctionTool, ToolCall, ToolReply, ToolResult, ToolRun, ToolSchema
+from palaestra.tools.wire import result_of
 
 
 class NamedSlot:
@@ -67,7 +68,7 @@ class Bench:
         self.begun: list[str] = []
         self.gates: dict[str, asyncio.Event] = {}
         schema = ToolSchema("hold", "", {"key": {"type": "string"}, "timeout": {"type": "integer"}}, ("key",))
-        self.registry = ToolRegistry([Tool(schema, self._hold, "bench")])
+        self.registry = ToolRegistry([FunctionTool(schema, self._hold, "bench")])
 
     async def _hold(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         slot = await run.slot()

@@ -1,10 +1,10 @@
-"""The registry, and the schemas that models see: a change to one is a change of its golden file."""
+"""The registry: which tools there are, which of them somebody gets, and what is missing."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
@@ -12,10 +12,8 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.tools.arguments import compiled
 from palaestra.tools.registry import ToolRegistry, build_tool_registry, builtin_tools, get_tool_definitions, schema_hash
-from palaestra.tools.schema import Tool, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.schema import FunctionTool, Tool, ToolCall, ToolReply, ToolResult, ToolRun, ToolSchema
 from palaestra.tools.toolsets import TOOLSETS
-
-GOLDEN = Path(__file__).parent / "golden"
 
 
 async def echo(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
@@ -23,26 +21,19 @@ async def echo(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
 
 
 def tool(name: str = "echo", toolset: str = "mine", missing: str | None = None) -> Tool:
-    return Tool(ToolSchema(name, "Say it back"), echo, toolset, missing=lambda: missing)
-
-
-@pytest.mark.parametrize("name", [tool.name for tool in builtin_tools()])
-def test_schemas_are_those_of_the_golden_files(name: str) -> None:
-    schema = next(tool.schema for tool in builtin_tools() if tool.name == name)
-    assert schema.to_dict() == json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+    return FunctionTool(ToolSchema(name, "Say it back"), echo, toolset, missing=lambda: missing)
 
 
 def test_every_schema_compiles_and_describes_every_argument() -> None:
-    for schema in build_tool_registry().get_schemas():
+    for schema in (tool.schema for tool in builtin_tools()):
         compiled(schema)
         assert set(schema.required) <= set(schema.parameters)
         assert all(parameter["description"] for parameter in schema.parameters.values())
 
 
 def test_every_tool_is_in_the_toolset_that_it_names() -> None:
-    assert {tool.name: tool.toolset for tool in builtin_tools()} == {
-        name: key for key, toolset in TOOLSETS.items() for name in toolset.tools
-    }
+    for known in builtin_tools():
+        assert known.name in TOOLSETS[known.toolset].tools
 
 
 def test_definitions_are_fresh_copies() -> None:
@@ -76,9 +67,76 @@ def test_two_tools_of_one_name_are_refused() -> None:
         build_tool_registry(extra=[tool("terminal")])
 
 
-def test_a_tool_that_cannot_be_used_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert build_tool_registry([], extra=[tool(missing="no key")]).list_tools() == []
-    assert "echo is left out: no key" in caplog.text
+def test_a_tool_that_cannot_be_used_is_left_out_with_its_reason() -> None:
+    registry = build_tool_registry([], extra=[tool(missing="no key")])
+    assert registry.list_tools() == []
+    assert registry.missing == {"echo": "no key"}
+
+
+def test_tools_that_were_asked_for_and_are_missing_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert get_tool_definitions(["vision"]) == []
+    assert "vision_analyze is left out: this version cannot ask a model about images" in caplog.text
+
+
+def test_all_that_work_here_leaves_nothing_out() -> None:
+    registry = build_tool_registry()
+    assert {"terminal", "read_file", "todo"} <= set(registry.list_tools())
+    assert "vision_analyze" not in registry.list_tools()
+    assert registry.missing == {}
+
+
+def test_strict_fails_instead_of_hiding() -> None:
+    with pytest.raises(ConfigError, match="missing: vision_analyze: this version cannot"):
+        get_tool_definitions(["file", "vision"], strict=True)
+    assert len(get_tool_definitions(["file", "vision"], ["vision"], quiet_mode=True, strict=True)) == 4
+    with pytest.raises(ConfigError, match="by name"):
+        build_tool_registry(strict=True)
+
+
+def test_a_tool_of_the_contract_that_is_missing_refuses_to_run() -> None:
+    absent = next(tool for tool in builtin_tools() if tool.name == "web_search")
+    result = asyncio.run(ToolRegistry([absent]).execute(ToolCall("web_search", {"query": "x"})))
+    assert not result.success
+    assert result.error.startswith("web_search cannot be used here: ")
+
+
+class Add(Tool):
+    """A tool as the contract has it written."""
+
+    @property
+    def schema(self) -> ToolSchema:
+        number = {"type": "integer", "description": "A number"}
+        return ToolSchema("add", "Add two numbers", {"a": number, "b": number}, ("a", "b"))
+
+    async def execute(self, **arguments: JSON) -> ToolResult:
+        return ToolResult(True, str(arguments["a"] + arguments["b"]))
+
+    def is_available(self) -> tuple[bool, str | None]:
+        return False, "no numbers here"
+
+
+def test_a_tool_written_to_the_contract_runs_and_says_whether_it_is_there() -> None:
+    registry = ToolRegistry([Add()])
+    done = asyncio.run(registry.execute(ToolCall("add", {"a": 1, "b": 2}, uniq_id="c1")))
+    assert done == ToolResult(True, "3", uniq_id="c1")
+    refused = asyncio.run(registry.execute(ToolCall("add", {"a": "1", "b": 2})))
+    assert not refused.success
+    assert "argument 'a' must be integer" in refused.error
+    assert build_tool_registry([], extra=[Add()]).missing == {"add": "no numbers here"}
+
+
+def test_a_tool_that_needs_a_slot_says_so_outside_of_one() -> None:
+    registry = build_tool_registry(["terminal"])
+    result = asyncio.run(registry.execute(ToolCall("terminal", {"command": "ls"})))
+    assert not result.success
+    assert "no slot" in result.error or "there is none" in result.error
+
+
+def test_unknown_and_malformed_calls_are_results() -> None:
+    registry = build_tool_registry(["todo"])
+    assert asyncio.run(registry.execute(ToolCall("nothing", {}))).error == "Unknown tool: nothing"
+    (torn,) = ToolCall.parse_from_text('<tool_call>{"name": "todo", "argum</tool_call>')
+    assert asyncio.run(registry.execute(torn)).error.startswith("Malformed tool call")
 
 
 def test_a_tool_server_is_refused_instead_of_ignored() -> None:

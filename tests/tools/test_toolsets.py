@@ -5,22 +5,26 @@ from __future__ import annotations
 import pytest
 
 from palaestra.core.errors import ConfigError
-from palaestra.tools.toolsets import Toolset, resolve_toolsets
+from palaestra.tools.registry import builtin_tools
+from palaestra.tools.toolsets import ALIASES, TOOL_ALIASES, TOOLSETS, Toolset, resolve_toolsets
 
-ALL = ["terminal", "read_file", "write_file", "patch", "search_files"]
+TERMINAL = ["terminal", "process"]
+FILE = ["read_file", "write_file", "patch", "search_files"]
 
 
 @pytest.mark.parametrize(
     ("enabled", "disabled", "expected"),
     [
-        (None, None, ALL),
-        (["default"], None, ALL),
-        (["file", "terminal"], [], ALL),
-        (["terminal"], None, ["terminal"]),
-        (["file_tools"], None, ALL[1:]),
-        (["default"], ["terminal_tools"], ALL[1:]),
+        (["default"], None, TERMINAL + FILE),
+        (["file", "terminal"], [], TERMINAL + FILE),
+        (["terminal"], None, TERMINAL),
+        (["file_tools"], None, FILE),
+        (["default"], ["terminal_tools"], FILE),
         (["terminal"], ["terminal"], []),
-        (None, ["default"], []),
+        (["hermes-cli"], ["hermes-slack"], []),
+        (["debugging"], ["web"], TERMINAL + FILE),
+        (["web", "browser"], ["browser"], ["web_search", "web_extract"]),
+        (["safe"], ["vision_tools", "moa_tools"], ["web_search", "web_extract", "image_generate"]),
         ([], None, []),
     ],
 )
@@ -28,11 +32,23 @@ def test_enabled_then_disabled(enabled: list[str] | None, disabled: list[str] | 
     assert resolve_toolsets(enabled, disabled) == expected
 
 
+def test_no_choice_means_every_tool_there_is() -> None:
+    assert sorted(resolve_toolsets()) == sorted(tool.name for tool in builtin_tools())
+
+
+def test_every_alias_names_something_under_a_name_that_is_free() -> None:
+    assert set(ALIASES.values()) <= set(TOOLSETS)
+    assert not set(ALIASES) & set(TOOLSETS)
+    names = {tool.name for tool in builtin_tools()}
+    assert set(TOOL_ALIASES.values()) <= names
+    assert not set(TOOL_ALIASES) & names
+
+
 def test_an_unknown_toolset_is_told_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"Unknown toolset 'terminl'\. Did you mean 'terminal'"):
         resolve_toolsets(["terminl"])
-    with pytest.raises(ConfigError, match="Available toolsets: default, file, terminal"):
-        resolve_toolsets(None, ["web"])
+    with pytest.raises(ConfigError, match="Available toolsets: browser, clarify, code_execution"):
+        resolve_toolsets(None, ["wbe"])
 
 
 def test_a_string_is_not_taken_for_a_list_of_letters() -> None:

@@ -13,8 +13,7 @@ from palaestra.envs.agent_env_config import AgentEnvConfig
 from palaestra.envs.contract import ContractEnvironment
 from palaestra.rollouts.exec_tool import ExecTool
 from palaestra.rollouts.rollout import Rollout
-from palaestra.tools.executor import result_of
-from palaestra.tools.wire import ToolCall
+from palaestra.tools.wire import ToolCall, result_of
 
 
 class AgentEnvironment(ContractEnvironment):

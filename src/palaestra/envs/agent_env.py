@@ -98,7 +98,9 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         """The tools of every rollout. Raises `ConfigError` for toolsets that there are not."""
         config = self.config
         enabled, disabled = config.enabled_toolsets or ["default"], config.disabled_toolsets or None
-        return build_tool_registry(enabled, disabled, config.tool_server_url)
+        return build_tool_registry(
+            enabled, disabled, config.tool_server_url, self.own_tools(), strict=config.strict_tools
+        )
 
     def build_agent_config(self, item: Item) -> AgentConfig:
         """How the agent of an item samples and how long it may go on."""
@@ -167,6 +169,8 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         return await self.score_trajectory(item, result.final_response)
 
     def tool_kit(self, rng: random.Random) -> Kit:
+        if self.config.distribution is not None:
+            return super().tool_kit(rng)
         return Kit(self.tools, tuple(self.config.enabled_toolsets or ()))
 
     def as_environment(self) -> Environment:

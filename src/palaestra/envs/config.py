@@ -18,6 +18,7 @@ from palaestra.core.config import Settings, later
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.stages import IDLE_LIMITS
+from palaestra.tools.distributions import find_distribution
 
 AVAILABLE_POOL_MODES = ("default", "local")
 """Where slots can come from in this version."""
@@ -173,6 +174,12 @@ class HermesAgentEnvConfig(BaseEnvConfig):
         default=None, description="Toolsets the agent has, for example `terminal file`; None means all that work here."
     )
     disabled_toolsets: list[str] | None = Field(default=None, description="Toolsets taken away from those.")
+    distribution: str | None = Field(
+        default=None, description="A named random draw of toolsets, one per group, instead of enabled_toolsets."
+    )
+    strict_tools: bool = Field(
+        default=False, description="Refuse to run without a tool that was asked for, instead of leaving it out."
+    )
     max_agent_turns: int = Field(default=30, ge=1, description="Model calls per rollout, at most.")
     system_prompt: str | None = Field(default=None, description="The system message; tools need not be named in it.")
     agent_temperature: float = Field(default=1.0, ge=0, description="Sampling temperature of rollouts.")
@@ -199,7 +206,6 @@ class HermesAgentEnvConfig(BaseEnvConfig):
     dataset_split: str = Field(default="train", description="The split of a named data set.")
     prompt_field: str = Field(default="prompt", description="The column that holds the prompt.")
 
-    distribution: str | None = later(None, "A named random draw of toolsets, one per group.")
     terminal_lifetime: int = later(3600, "Seconds an idle sandbox lives.")
     tool_pool_size: int = later(128, "Threads for tools; tools run on the event loop here.")
     nomad_address: str = later("http://localhost:4646", "Nomad: its API.")
@@ -243,8 +249,15 @@ class HermesAgentEnvConfig(BaseEnvConfig):
             raise ConfigError("not available in this version, which has local")
         return backend
 
+    @field_validator("distribution")
+    @classmethod
+    def _distribution_is_known(cls, name: str | None) -> str | None:
+        if name is not None:
+            find_distribution(name)
+        return name
+
     @model_validator(mode="after")
     def _one_source_of_toolsets(self) -> Self:
-        if self.distribution and self.enabled_toolsets:
+        if self.distribution and self.enabled_toolsets and "enabled_toolsets" in self.model_fields_set:
             raise ConfigError("set either enabled_toolsets or distribution, not both")
         return self

@@ -11,7 +11,7 @@
 
 The generator's parameters become settings (`--env.n 20`). Each task is rolled out once unless `--group` says
 otherwise. The network is off unless a task's policy or `--env.allow_network true` turns it on. Hooks ask for `task,
-rollout, sandbox, rng` by name.
+rollout, sandbox, rng` by name. A `tool` hook gives the agent a tool of the environment's own.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from palaestra.rollouts.base import AgentSettings, Environment, Kit
 from palaestra.rollouts.grading import Grading
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.base import Slot
+from palaestra.tools.functions import TypedTool, UserFunction
+from palaestra.tools.functions import declare as declare_tool
 
 F = TypeVar("F", bound=HookFunction)
 
@@ -65,6 +67,7 @@ class FunctionForm:
         self.toolsets = tuple(toolsets)
         self.scores: list[ScoreHook] = []
         self.preparation: Hook | None = None
+        self.tools: list[TypedTool] = []
         self.__doc__ = source.__doc__
 
     @overload
@@ -87,6 +90,24 @@ class FunctionForm:
             raise ConfigError(f"environment {self.name} has two prepare hooks: {self.preparation.name} is the first")
         self.preparation = declare(function, "prepare", ("task", "sandbox", "rng"))
         return function
+
+    @overload
+    def tool(self, function: UserFunction, /) -> TypedTool: ...
+    @overload
+    def tool(
+        self, /, *, name: str | None = None, parallel_safe: bool = False
+    ) -> Callable[[UserFunction], TypedTool]: ...
+    def tool(
+        self, function: UserFunction | None = None, /, *, name: str | None = None, parallel_safe: bool = False
+    ) -> TypedTool | Callable[[UserFunction], TypedTool]:
+        """Declare a tool of this environment: a typed function with a docstring, which may also ask for the `task`."""
+
+        def keep(given: UserFunction) -> TypedTool:
+            made = declare_tool(given, name=name, toolset=self.name, parallel_safe=parallel_safe)
+            self.tools.append(made)
+            return made
+
+        return keep if function is None else keep(function)
 
     def config_type(self) -> type[FunctionEnvConfig]:
         """The settings of this environment: the common ones and the function's own parameters."""
@@ -147,7 +168,8 @@ class FunctionEnvironment(Environment):
         return task
 
     def kit(self, task: Task, rng: random.Random) -> Kit:
-        return kit(self.config, task.toolsets or self.form.toolsets, rng)
+        own = [tool.for_task(task) for tool in self.form.tools]
+        return kit(self.config, task.toolsets or self.form.toolsets, rng, own)
 
     def prepares(self, task: Task) -> bool:
         return self.form.preparation is not None or super().prepares(task)

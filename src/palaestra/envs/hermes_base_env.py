@@ -22,6 +22,7 @@ from palaestra.rollouts.base import Environment, Kit
 from palaestra.rollouts.context import ToolContext
 from palaestra.rollouts.exec_tool import ExecTool
 from palaestra.rollouts.rollout import Rollout
+from palaestra.tools.schema import Tool
 
 
 class HermesAgentBaseEnv(BaseEnv):
@@ -90,8 +91,12 @@ class HermesAgentBaseEnv(BaseEnv):
         return registry.definitions(), set(registry.list_tools())
 
     def tool_kit(self, rng: random.Random) -> Kit:
-        """The tools of one group as the runner takes them."""
-        return kit(self.config, None, rng)
+        """The tools of one group as the runner takes them. `rng` is the group's own."""
+        return kit(self.config, None, rng, self.own_tools())
+
+    def own_tools(self) -> Sequence[Tool]:
+        """Tools that the environment brings along, such as functions with `@tool`. Its agents always have them."""
+        return ()
 
     def _use_managed_server(self) -> bool:
         """Whether rollouts are token-exact: yes where the servers give tokens (sglang, vllm, transformers).

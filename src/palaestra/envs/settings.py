@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from palaestra.agent.budget import Budget
 from palaestra.core.types import Network, NetworkPolicy, Prices
@@ -12,7 +12,9 @@ from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.base import AgentSettings, Kit
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.tools.distributions import sample_toolsets_from_distribution
 from palaestra.tools.registry import build_tool_registry
+from palaestra.tools.schema import Tool
 
 
 def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
@@ -36,10 +38,18 @@ def prices(config: BaseEnvConfig) -> Prices | None:
     return Prices(config.prompt_price, config.completion_price)
 
 
-def kit(config: HermesAgentEnvConfig, toolsets: Sequence[str] | None, rng: random.Random) -> Kit:
-    """The tools of one group: the configuration's toolsets where it names some, else those given."""
-    enabled = config.enabled_toolsets if config.enabled_toolsets is not None else toolsets
-    registry = build_tool_registry(enabled_toolsets=enabled, disabled_toolsets=config.disabled_toolsets)
+def kit(
+    config: HermesAgentEnvConfig, toolsets: Sequence[str] | None, rng: random.Random, extra: Iterable[Tool] = ()
+) -> Kit:
+    """The tools of one group: a draw from the configuration's distribution, its toolsets, or else those given.
+
+    `rng` is the group's own and makes the draw; `extra` are the environment's own tools.
+    """
+    if config.distribution is not None:
+        enabled: Sequence[str] | None = sample_toolsets_from_distribution(config.distribution, rng)
+    else:
+        enabled = config.enabled_toolsets if config.enabled_toolsets is not None else toolsets
+    registry = build_tool_registry(enabled, config.disabled_toolsets, extra=extra, strict=config.strict_tools)
     return Kit(registry, tuple(enabled or ()))
 
 

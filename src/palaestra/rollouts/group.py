@@ -58,6 +58,14 @@ class Services:
     finished: Mapping[str, Mapping[int, Trajectory]] = field(default_factory=dict)
     idle_limits: Mapping[str, float] = field(default_factory=lambda: IDLE_LIMITS)
     whole_groups: bool = False
+    reported: set[str] = field(default_factory=set)
+
+    def report_missing(self, missing: Mapping[str, str]) -> None:
+        """Say once per run which tools were asked for and are not here."""
+        fresh = [f"{name} ({reason})" for name, reason in missing.items() if name not in self.reported]
+        self.reported.update(missing)
+        if fresh:
+            self.observer.note(f"tools left out: {'; '.join(fresh)}")
 
 
 class GroupRun:
@@ -107,6 +115,8 @@ class GroupRun:
         self.group.toolsets = kit.toolsets
         self.group.tools = kit.registry.definitions()
         self.group.tools_hash = schema_hash(self.group.tools)
+        self.group.tools_missing = dict(kit.registry.missing)
+        self.services.report_missing(kit.registry.missing)
         return kit
 
     async def _prepare(self) -> Snapshot | None:

@@ -113,7 +113,9 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     """All rollouts of one task, in index order. `number` is the task's place in the run, from 0.
 
-    `error` tells why there are no trajectories, when preparing the task failed, and `blame` whose fault that was.
+    `toolsets` are those that the group was given, drawn or named. `tools` are the schemas that its models saw and
+    `tools_hash` their name; `tools_missing` has those that were asked for but are not here, with the reason. `error`
+    tells why there are no trajectories, when preparing the task failed, and `blame` whose fault that was.
     """
 
     schema: str = GROUP_SCHEMA
@@ -123,6 +125,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     toolsets: tuple[str, ...] = ()
     tools: list[dict[str, JSON]] = []
     tools_hash: str = ""
+    tools_missing: dict[str, str] = {}
     trajectories: list[Trajectory] = []
     error: str = ""
     blame: Blame | None = None

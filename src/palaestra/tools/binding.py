@@ -19,7 +19,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
 from palaestra.tools.arguments import InvalidArguments, parse_arguments
 from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.schema import ToolMistake, ToolReply
+from palaestra.tools.schema import StateT, ToolMistake, ToolReply
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class SlotTools:
         self._task_id = task_id
         self._user_task = user_task
         self._timeout_s = timeout_s
+        self._states: dict[type, object] = {}
 
     @property
     def task_id(self) -> str:
@@ -66,6 +67,13 @@ class SlotTools:
             if self._slot is None:
                 self._slot = await self._slot_source()
             return self._slot
+
+    def state(self, kind: type[StateT]) -> StateT:
+        """The rollout's one object of this type, made when first asked for."""
+        found = self._states.get(kind)
+        if not isinstance(found, kind):
+            found = self._states[kind] = kind()
+        return found
 
     async def reply(self, name: str, arguments: Mapping[str, JSON], *, timeout_s: float | None = None) -> ToolReply:
         """Run one tool and return what it returned; its mistakes and failures come back as a dict with `error`.
@@ -113,6 +121,9 @@ class _Timed:
 
     async def slot(self) -> Slot:
         return await self.tools.slot()
+
+    def state(self, kind: type[StateT]) -> StateT:
+        return self.tools.state(kind)
 
 
 def reply_text(reply: ToolReply) -> str:

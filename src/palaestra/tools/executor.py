@@ -11,7 +11,6 @@ isolation) comes from the configuration, never from the model's arguments.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -26,11 +25,11 @@ from palaestra.tools.binding import SlotTools
 from palaestra.tools.builtin.terminal import clamp_timeout
 from palaestra.tools.registry import ToolRegistry
 from palaestra.tools.schema import ToolReply
-from palaestra.tools.wire import ToolCall, ToolResult
+from palaestra.tools.toolsets import TOOL_ALIASES
+from palaestra.tools.wire import ToolCall, ToolResult, result_of
 
 POLICY_ARGUMENTS = frozenset({"allow_network", "require_sandbox", "require_stateful_sandbox"})
 """Argument names that are dropped from every call: they are the configuration's to decide."""
-ALIASES: Mapping[str, str] = {"bash": "terminal"}
 _KEPT_LATENCIES = 1024
 
 
@@ -129,7 +128,7 @@ class ToolExecutor:
     async def _execute(self, trajectory_id: str, call: ToolCall, timeout_s: float | None) -> ToolResult:
         if call.error:
             return ToolResult(False, error=call.error, uniq_id=call.uniq_id)
-        name = ALIASES.get(call.name, call.name) if self._tools.get(call.name) is None else call.name
+        name = TOOL_ALIASES.get(call.name, call.name) if self._tools.get(call.name) is None else call.name
         if self._tools.get(name) is None:
             return ToolResult(False, error=f"Unknown tool: {call.name}", uniq_id=call.uniq_id)
         arguments = {key: value for key, value in call.arguments.items() if key not in POLICY_ARGUMENTS}
@@ -209,18 +208,6 @@ class _Binding:
     def _check(self) -> None:
         if self._released:
             raise StaleLease(f"Trajectory {self._trajectory_id} was released while this call was waiting")
-
-
-def result_of(reply: ToolReply, uniq_id: str | None = None) -> ToolResult:
-    """A tool's reply in the contract's shape: its main text as output, all else as metadata."""
-    if isinstance(reply, str):
-        return ToolResult(True, reply, uniq_id=uniq_id)
-    rest = dict(reply)
-    error = str(rest.pop("error", None) or "")
-    success = not error and rest.get("exit_code", 0) == 0
-    key = next((key for key in ("output", "content", "diff") if isinstance(rest.get(key), str)), None)
-    output = rest.pop(key) if key is not None else json.dumps(rest, ensure_ascii=False) if rest else ""
-    return ToolResult(success, output, error, rest, uniq_id)
 
 
 def _with_network(spec: SlotSpec, allow: bool) -> SlotSpec:

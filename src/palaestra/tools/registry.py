@@ -1,10 +1,11 @@
 """Which tools exist and which of them a rollout gets: `ToolRegistry`, `build_tool_registry`, `get_tool_definitions`.
 
-Not for running tools (`binding.py`, `executor.py`). There is no global registry: each caller builds the one it needs,
-and importing this module registers nothing.
+Not for running tools in slots (`binding.py`, `executor.py`, `session.py`). There is no global registry: each caller
+builds the one it needs, and importing this module registers nothing.
 
-Invariant: schemas leave a registry as fresh copies, so no caller can change what another one sees; `schema_hash` names
-exactly the set and order of schemas that a model was shown.
+Invariants: schemas leave a registry as fresh copies, so no caller can change what another one sees; `schema_hash` names
+exactly the set and order of schemas that a model was shown; a tool that was asked for is in the registry or, with its
+reason, in `missing`, and with `strict` the latter is an error.
 """
 
 from __future__ import annotations
@@ -16,17 +17,21 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.tools.schema import Tool, ToolSchema
+from palaestra.tools.arguments import InvalidArguments, parse_arguments
+from palaestra.tools.installed import Installed, installed_tools
+from palaestra.tools.schema import NoRollout, Tool, ToolMistake, ToolSchema
 from palaestra.tools.toolsets import TOOLSETS, Toolset, resolve_toolsets
+from palaestra.tools.wire import ToolCall, ToolResult, result_of
 
 logger = logging.getLogger(__name__)
 
 
 class ToolRegistry:
-    """Tools by name, in the order in which they were registered."""
+    """Tools by name, in the order in which they were registered. `missing` names those asked for but not here."""
 
-    def __init__(self, tools: Iterable[Tool] = ()) -> None:
+    def __init__(self, tools: Iterable[Tool] = (), missing: Mapping[str, str] | None = None) -> None:
         self._tools: dict[str, Tool] = {}
+        self.missing: Mapping[str, str] = dict(missing or {})
         for tool in tools:
             self.register(tool)
 
@@ -60,37 +65,75 @@ class ToolRegistry:
         """Names of the tools whose calls may run at the same time."""
         return frozenset(tool.name for tool in self._tools.values() if tool.parallel_safe)
 
+    async def execute(self, call: ToolCall) -> ToolResult:
+        """Run a call outside any rollout, for tools that need no slot. Mistakes and failures are results."""
+        tool = self.get(call.name)
+        if call.error or tool is None:
+            return ToolResult(False, error=call.error or f"Unknown tool: {call.name}", uniq_id=call.uniq_id)
+        try:
+            reply = await tool.run(parse_arguments(call.arguments, tool.schema), NoRollout())
+        except (InvalidArguments, ToolMistake) as mistake:
+            return ToolResult(False, error=str(mistake), uniq_id=call.uniq_id)
+        except Exception as error:
+            logger.warning("tool %s failed", call.name, exc_info=True)
+            text = f"Tool execution failed: {type(error).__name__}: {error}"
+            return ToolResult(False, error=text, uniq_id=call.uniq_id)
+        return result_of(reply, call.uniq_id)
+
 
 def build_tool_registry(
     enabled_toolsets: Iterable[str] | None = None,
     disabled_toolsets: Iterable[str] | None = None,
     tool_server_url: str | None = None,
     extra: Iterable[Tool] = (),
+    *,
+    strict: bool = False,
+    installed: Sequence[Installed] | None = None,
 ) -> ToolRegistry:
-    """The tools of the enabled toolsets (None: all) without those of the disabled ones.
+    """The tools of the enabled toolsets (None: all that work here) without those of the disabled ones.
 
-    `extra` are tools that an environment brings along: they are in unless their toolset is disabled. Tools that say why
-    they cannot be used here (`Tool.missing`) are left out with a warning. Raises `ConfigError` for unknown toolsets.
+    `extra` are tools that an environment brings along: they are in unless their toolset is disabled. `installed` are
+    those of other packages, by default what their entry points offer. Tools that cannot be used here are left out and
+    named in the registry's `missing`; with `strict` they are an error, and the toolsets must be named.
+
+    Raises `ConfigError` for unknown toolsets, for two tools of one name, and with `strict`.
     """
     if tool_server_url is not None:
         raise ConfigError("External tool servers are not supported yet; leave tool_server_url unset")
+    if strict and enabled_toolsets is None:
+        raise ConfigError(
+            "strict needs the toolsets by name: `all that work here` differs from one machine to the next"
+        )
     brought, disabled = list(extra), list(disabled_toolsets or ())
-    toolsets = {**{tool.toolset: Toolset("Tools of the environment") for tool in brought}, **TOOLSETS}
+    others = _without_clashes(installed_tools() if installed is None else installed)
+    toolsets = {**_toolsets_of(brought, others), **TOOLSETS}
     names = resolve_toolsets(enabled_toolsets, disabled, toolsets)
-    built_in = {tool.name: tool for tool in builtin_tools()}
-    chosen = [built_in[name] for name in names] + [tool for tool in brought if tool.toolset not in disabled]
-    return ToolRegistry(tool for tool in chosen if _usable(tool))
+    known = {tool.name: tool for tool in (*(tool for each in others for tool in each.tools), *builtin_tools())}
+    chosen = [known[name] for name in names] + [tool for tool in brought if tool.toolset not in disabled]
+    reasons = {tool.name: reason for tool in chosen if (reason := tool.missing()) is not None}
+    asked = {} if enabled_toolsets is None else reasons | _problems(others, enabled_toolsets)
+    if strict and asked:
+        raise ConfigError("Tools that were asked for are missing: " + "; ".join(f"{n}: {r}" for n, r in asked.items()))
+    return ToolRegistry((tool for tool in chosen if tool.name not in reasons), asked)
 
 
 def get_tool_definitions(
     enabled_toolsets: Iterable[str] | None = None,
     disabled_toolsets: Iterable[str] | None = None,
     quiet_mode: bool = False,
+    *,
+    strict: bool = False,
 ) -> list[dict[str, JSON]]:
-    """OpenAI function definitions of the chosen tools: fresh copies. Unless `quiet_mode`, their names are logged."""
-    registry = build_tool_registry(enabled_toolsets, disabled_toolsets)
+    """OpenAI function definitions of the chosen tools: fresh copies.
+
+    Unless `quiet_mode`, their names are logged, and those that were asked for but are missing. Raises `ConfigError` as
+    `build_tool_registry` does.
+    """
+    registry = build_tool_registry(enabled_toolsets, disabled_toolsets, strict=strict)
     if not quiet_mode:
         logger.info("%d tools: %s", len(registry.list_tools()), ", ".join(registry.list_tools()))
+        for name, reason in registry.missing.items():
+            logger.warning("tool %s is left out: %s", name, reason)
     return registry.definitions()
 
 
@@ -101,17 +144,46 @@ def schema_hash(schemas: Sequence[Mapping[str, JSON]]) -> str:
 
 
 def builtin_tools() -> tuple[Tool, ...]:
-    """All tools that come with the package, in the order in which models see them."""
+    """All tools that the package knows, in the order in which models see them; those that are missing say so."""
+    from palaestra.tools.absent.assistant import ASSISTANT
+    from palaestra.tools.absent.models import MODELS
+    from palaestra.tools.absent.processes import PROCESSES
+    from palaestra.tools.absent.training import TRAINING
+    from palaestra.tools.absent.web import BROWSER, WEB
     from palaestra.tools.builtin.edits import PATCH
     from palaestra.tools.builtin.files import READ_FILE, WRITE_FILE
     from palaestra.tools.builtin.search import SEARCH_FILES
     from palaestra.tools.builtin.terminal import TERMINAL
+    from palaestra.tools.builtin.todo import TODO
 
-    return (TERMINAL, READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES)
+    here = (TERMINAL, READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES, TODO)
+    return (*here, *PROCESSES, *WEB, *BROWSER, *MODELS, *ASSISTANT, *TRAINING)
 
 
-def _usable(tool: Tool) -> bool:
-    reason = tool.missing()
-    if reason is not None:
-        logger.warning("tool %s is left out: %s", tool.name, reason)
-    return reason is None
+def _without_clashes(others: Iterable[Installed]) -> list[Installed]:
+    """Packages whose tools are called like tools that are there already lose them, and say so."""
+    taken = {tool.name for tool in builtin_tools()}
+    kept: list[Installed] = []
+    for each in others:
+        clashes = [tool.name for tool in each.tools if tool.name in taken]
+        if clashes:
+            problem = f"{each.origin} has a tool called '{clashes[0]}', which there is already"
+            each = Installed(each.toolset, each.origin, problem=problem)
+        taken.update(tool.name for tool in each.tools)
+        kept.append(each)
+    return kept
+
+
+def _toolsets_of(brought: Sequence[Tool], others: Sequence[Installed]) -> dict[str, Toolset]:
+    """The toolsets that tools from outside the package make."""
+    made = {tool.toolset: Toolset("Tools of the environment") for tool in brought}
+    for each in others:
+        before = made[each.toolset].tools if each.toolset in made else ()
+        names = tuple(tool.name for tool in each.tools)
+        made[each.toolset] = Toolset(f"Tools of {each.origin}", (*before, *names))
+    return made
+
+
+def _problems(others: Sequence[Installed], enabled: Iterable[str]) -> dict[str, str]:
+    """Toolsets that were asked for by name and whose package could not be loaded."""
+    return {each.toolset: each.problem for each in others if each.problem is not None and each.toolset in set(enabled)}

@@ -1,20 +1,28 @@
 """The vocabulary of tools: `ToolSchema`, `Tool`, and what a running tool is given. No I/O.
 
-`ToolCall` and `ToolResult`, calls and results as values, live in `wire.py` and are importable from here too.
+`Tool` is what a registry holds. The built-in tools are `FunctionTool`s; a user writes a typed function (`functions.py`)
+or, as the contract has it, a subclass of `Tool` with `schema` and `execute`. `ToolCall` and `ToolResult`, calls and
+results as values, live in `wire.py` and are importable from here too.
+
+Invariant: a tool holds no state of a rollout. What must outlive a call is in the rollout's slot or in `ToolRun.state`.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
 from palaestra.tools.wire import ToolCall as ToolCall
 from palaestra.tools.wire import ToolResult as ToolResult
+from palaestra.tools.wire import reply_of, result_of
+
+StateT = TypeVar("StateT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,10 @@ class ToolRun(Protocol):
 
     async def slot(self) -> Slot: ...
 
+    def state(self, kind: type[StateT]) -> StateT:
+        """The rollout's one object of this type, made without arguments when first asked for."""
+        ...
+
 
 class ToolMistake(ValueError):
     """What a tool raises when the call cannot be done as asked: the model reads the message as the reply's `error`.
@@ -81,17 +93,76 @@ ToolReply: TypeAlias = Mapping[str, JSON] | str
 ToolFunction: TypeAlias = Callable[[Mapping[str, JSON], ToolRun], Awaitable[ToolReply]]
 
 
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """One thing the agent can call. `parallel_safe` calls of one turn may run at the same time."""
+class Tool(ABC):
+    """One thing the agent can call. Subclass it with `schema` and `execute`; `is_available` where it may be missing.
 
-    schema: ToolSchema
-    run: ToolFunction
-    toolset: str
+    `parallel_safe` calls of one turn may run at the same time.
+    """
+
+    toolset: str = "custom"
     parallel_safe: bool = False
-    missing: Callable[[], str | None] = lambda: None
-    """Why the tool cannot be used here, or None when it can."""
+
+    @property
+    @abstractmethod
+    def schema(self) -> ToolSchema:
+        """What the model is told."""
 
     @property
     def name(self) -> str:
         return self.schema.name
+
+    @abstractmethod
+    async def execute(self, **arguments: JSON) -> ToolResult:
+        """Run with arguments that the schema accepts, in no slot. What it raises is told to the model as a failure."""
+
+    def is_available(self) -> tuple[bool, str | None]:
+        """Whether the tool can be used here, and why not."""
+        return True, None
+
+    def missing(self) -> str | None:
+        """Why the tool cannot be used here, or None when it can."""
+        available, reason = self.is_available()
+        return None if available else reason or "it says that it is not available"
+
+    def run(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[ToolReply]:
+        """Run for a rollout. Raises `ToolMistake` for what the model can mend."""
+
+        async def reply() -> ToolReply:
+            return reply_of(await self.execute(**arguments))
+
+        return reply()
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionTool(Tool):
+    """A tool made of a schema and a function: what the built-in tools are."""
+
+    schema: ToolSchema = field()  # field(): the names of the base class are no defaults
+    run: ToolFunction = field()
+    toolset: str = "custom"
+    parallel_safe: bool = False
+    missing: Callable[[], str | None] = lambda: None
+
+    def is_available(self) -> tuple[bool, str | None]:
+        reason = self.missing()
+        return reason is None, reason
+
+    async def execute(self, **arguments: JSON) -> ToolResult:
+        return result_of(await self.run(arguments, NoRollout()))
+
+
+class NoRollout:
+    """A `ToolRun` for calls outside any rollout: there is no slot, and state ends with the call."""
+
+    task_id = ""
+    user_task = ""
+    timeout_s = 120.0
+
+    async def slot(self) -> Slot:
+        raise ToolMistake(
+            "This tool works in a sandbox slot and there is none: call it through a rollout, a ToolExecutor or "
+            "handle_function_call"
+        )
+
+    def state(self, kind: type[StateT]) -> StateT:
+        return kind()

@@ -1,6 +1,7 @@
 """The named groups of tools, as data, and how a choice of groups becomes a list of tool names.
 
-Not for building tools (`registry.py`) and not for random draws of toolsets, which are distributions.
+Not for building tools (`registry.py`) and not for random draws of toolsets (`distributions.py`). Names and members are
+the contract's; a tool that was renamed over time answers to all of its names.
 
 Invariant: `enabled` is applied first, then `disabled`. Disabling a toolset takes away what it lists itself; what it
 only includes goes too when it is a pure bundle, so disabling one toolset never strips a tool that another one owns.
@@ -24,14 +25,117 @@ class Toolset:
     includes: tuple[str, ...] = ()
 
 
+_BROWSER = tuple(
+    f"browser_{action}"
+    for action in [
+        "navigate",
+        "snapshot",
+        "click",
+        "type",
+        "scroll",
+        "back",
+        "press",
+        "close",
+        "get_images",
+        "vision",
+        "console",
+    ]
+)
+_TRAINING = tuple(
+    f"rl_{action}"
+    for action in [
+        "list_environments",
+        "select_environment",
+        "get_current_config",
+        "edit_config",
+        "start_training",
+        "check_status",
+        "stop_training",
+        "get_results",
+        "list_runs",
+        "test_inference",
+    ]
+)
+_CORE = [
+    "terminal",
+    "file",
+    "web",
+    "vision",
+    "image_gen",
+    "moa",
+    "skills",
+    "browser",
+    "tts",
+    "todo",
+    "memory",
+    "session_search",
+    "clarify",
+    "code_execution",
+    "delegation",
+    "cronjob",
+    "messaging",
+]
+
 TOOLSETS: Mapping[str, Toolset] = {
-    "terminal": Toolset("Run shell commands in the workspace", ("terminal",)),
+    "terminal": Toolset("Run shell commands in the workspace and manage processes", ("terminal", "process")),
     "file": Toolset("Read, write, edit and search files", ("read_file", "write_file", "patch", "search_files")),
+    "todo": Toolset("Keep a list of the steps of a task", ("todo",)),
+    "web": Toolset("Search the web and read pages", ("web_search", "web_extract")),
+    "search": Toolset("Search the web without reading pages", ("web_search",)),
+    "browser": Toolset("Drive a browser, and search for pages to open", _BROWSER, includes=("search",)),
+    "vision": Toolset("Look at images", ("vision_analyze",)),
+    "image_gen": Toolset("Make images", ("image_generate",)),
+    "tts": Toolset("Turn text into speech", ("text_to_speech",)),
+    "moa": Toolset("Ask several models and merge their answers", ("mixture_of_agents",)),
+    "skills": Toolset("Read and keep documents on how things are done", ("skills_list", "skill_view", "skill_manage")),
+    "memory": Toolset("Keep notes from one session to the next", ("memory",)),
+    "session_search": Toolset("Search earlier conversations", ("session_search",)),
+    "clarify": Toolset("Ask the user a question", ("clarify",)),
+    "code_execution": Toolset("Run programs that call tools", ("execute_code",)),
+    "delegation": Toolset("Give parts of a task to sub-agents", ("delegate_task",)),
+    "cronjob": Toolset("Run prompts at set times", ("cronjob",)),
+    "messaging": Toolset("Send messages to people and channels", ("send_message",)),
+    "homeassistant": Toolset(
+        "See and control a smart home", ("ha_list_entities", "ha_get_state", "ha_list_services", "ha_call_service")
+    ),
+    "rl": Toolset("Set up, start and watch training runs", _TRAINING),
     "default": Toolset("Terminal and files: what most tasks need", includes=("terminal", "file")),
+    "debugging": Toolset("Terminal, files and the web", includes=("terminal", "file", "web")),
+    "safe": Toolset("What needs no terminal", includes=("web", "vision", "image_gen", "moa")),
+    **{
+        f"hermes-{where}": Toolset(f"What an assistant has {how}", includes=tuple(_CORE))
+        for where, how in {
+            "cli": "at the command line",
+            "telegram": "in Telegram",
+            "discord": "in Discord",
+            "whatsapp": "in WhatsApp",
+            "slack": "in Slack",
+        }.items()
+    },
 }
 
-ALIASES: Mapping[str, str] = {"terminal_tools": "terminal", "file_tools": "file"}
+ALIASES: Mapping[str, str] = {
+    "terminal_tools": "terminal",
+    "file_tools": "file",
+    "web_tools": "web",
+    "browser_tools": "browser",
+    "vision_tools": "vision",
+    "image_tools": "image_gen",
+    "tts_tools": "tts",
+    "moa_tools": "moa",
+    "skills_tools": "skills",
+    "cronjob_tools": "cronjob",
+    "rl_tools": "rl",
+}
 """Older names of toolsets, still understood everywhere a toolset is named."""
+
+TOOL_ALIASES: Mapping[str, str] = {
+    "bash": "terminal",
+    "process_manage": "process",
+    "todo_list": "todo",
+    "cronjob_manage": "cronjob",
+}
+"""Other names that callers in code may use for a tool. A model's call by such a name is an unknown tool."""
 
 
 def resolve_toolsets(

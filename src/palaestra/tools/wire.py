@@ -95,6 +95,26 @@ class ToolResult:
         return f"<tool_response>{json.dumps(shown, ensure_ascii=False)}</tool_response>"
 
 
+def result_of(reply: Mapping[str, JSON] | str, uniq_id: str | None = None) -> ToolResult:
+    """A tool's reply in the contract's shape: its main text as output, all else as metadata."""
+    if isinstance(reply, str):
+        return ToolResult(True, reply, uniq_id=uniq_id)
+    rest = dict(reply)
+    error = str(rest.pop("error", None) or "")
+    success = not error and rest.get("exit_code", 0) == 0
+    key = next((key for key in ("output", "content", "diff") if isinstance(rest.get(key), str)), None)
+    output = rest.pop(key) if key is not None else json.dumps(rest, ensure_ascii=False) if rest else ""
+    return ToolResult(success, output, error, rest, uniq_id)
+
+
+def reply_of(result: ToolResult) -> dict[str, JSON] | str:
+    """A result in the contract's shape as a tool's reply: the reverse of `result_of` for tools that return results."""
+    if result.success and not result.error and not result.metadata:
+        return result.output
+    error = result.error or (None if result.success else "The tool reported a failure without a reason.")
+    return {**result.metadata, "output": result.output, "error": error}
+
+
 def _name_and_arguments(value: JSON) -> tuple[str, dict[str, JSON]]:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError('expected a JSON object with "name" and "arguments".')

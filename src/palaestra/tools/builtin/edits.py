@@ -20,7 +20,7 @@ from palaestra.tools.patching.diff import MAX_DIFF_CHARS, unified_diff
 from palaestra.tools.patching.fuzzy import Ambiguous, NoMatch, replace
 from palaestra.tools.patching.v4a import FileChange, PatchError, parse_patch
 from palaestra.tools.patching.v4a_apply import apply_patch
-from palaestra.tools.schema import Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 SCHEMA = ToolSchema(
     name="patch",
@@ -177,4 +177,4 @@ def _text(file: TextFile | None) -> str | None:
     return None if file is None else file.text
 
 
-PATCH = Tool(schema=SCHEMA, run=run_patch, toolset="file")
+PATCH = FunctionTool(schema=SCHEMA, run=run_patch, toolset="file")

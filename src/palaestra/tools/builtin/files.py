@@ -13,7 +13,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.base import WORKSPACE
 from palaestra.tools.builtin.syntax import check_syntax
 from palaestra.tools.builtin.text import read_text_file, write_file_bytes
-from palaestra.tools.schema import Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_LINES = 2000
 MAX_LINE_CHARS = 2000
@@ -110,5 +110,5 @@ async def run_write_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolRep
     return reply if checked is None else {**reply, "syntax_check": checked}
 
 
-READ_FILE = Tool(schema=READ_SCHEMA, run=run_read_file, toolset="file", parallel_safe=True)
-WRITE_FILE = Tool(schema=WRITE_SCHEMA, run=run_write_file, toolset="file")
+READ_FILE = FunctionTool(schema=READ_SCHEMA, run=run_read_file, toolset="file", parallel_safe=True)
+WRITE_FILE = FunctionTool(schema=WRITE_SCHEMA, run=run_write_file, toolset="file")

@@ -15,7 +15,7 @@ from palaestra.sandbox.base import WORKSPACE, Slot
 from palaestra.tools.builtin.globs import name_filter
 from palaestra.tools.builtin.search_engines import Query, count_matches, list_files, matching_lines
 from palaestra.tools.builtin.text import not_found
-from palaestra.tools.schema import Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_LIMIT = 500
 MAX_LINE_CHARS = 500
@@ -137,4 +137,4 @@ def _cut(line: str) -> str:
     return line if len(line) <= MAX_LINE_CHARS else line[:MAX_LINE_CHARS] + "... [line cut]"
 
 
-SEARCH_FILES = Tool(schema=SCHEMA, run=run_search_files, toolset="file", parallel_safe=True)
+SEARCH_FILES = FunctionTool(schema=SCHEMA, run=run_search_files, toolset="file", parallel_safe=True)

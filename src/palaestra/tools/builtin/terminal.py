@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import WORKSPACE, ExecutionResult, Slot
-from palaestra.tools.schema import Tool, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.schema import FunctionTool, ToolReply, ToolRun, ToolSchema
 
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1.0, 600.0
 MAX_OUTPUT_CHARS = 50_000
@@ -128,4 +128,4 @@ def _reply(output: str, exit_code: int, error: str | None) -> dict[str, JSON]:
     return {"output": output, "exit_code": exit_code, "error": error}
 
 
-TERMINAL = Tool(schema=SCHEMA, run=run_terminal, toolset="terminal")
+TERMINAL = FunctionTool(schema=SCHEMA, run=run_terminal, toolset="terminal")

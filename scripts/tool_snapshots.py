@@ -1,0 +1,52 @@
+"""Write the snapshots of what models are shown and users name: tool schemas, toolsets, distributions.
+
+    make snapshots
+
+The tests compare against these files, so a change of a schema is a visible difference in a commit.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from palaestra.core.types import JSON
+from palaestra.tools.distributions import list_distributions
+from palaestra.tools.registry import builtin_tools
+from palaestra.tools.toolsets import ALIASES, TOOL_ALIASES, TOOLSETS, resolve_toolsets
+
+TESTS = Path(__file__).parents[1] / "tests" / "tools"
+SCHEMAS = TESTS / "golden"
+GROUPS = TESTS / "groups.json"
+
+
+def schemas() -> dict[str, JSON]:
+    """Each tool's OpenAI definition, by name."""
+    return {tool.name: tool.schema.to_dict() for tool in builtin_tools()}
+
+
+def groups() -> dict[str, JSON]:
+    """What the names of toolsets, distributions and aliases stand for."""
+    return {
+        "toolsets": {name: resolve_toolsets([name]) for name in TOOLSETS},
+        "distributions": {name: each["toolsets"] for name, each in list_distributions().items()},
+        "toolset_aliases": dict(ALIASES),
+        "tool_aliases": dict(TOOL_ALIASES),
+    }
+
+
+def text(value: JSON) -> str:
+    """The form of every snapshot."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def main() -> None:
+    for old in SCHEMAS.glob("*.json"):
+        old.unlink()
+    for name, schema in schemas().items():
+        (SCHEMAS / f"{name}.json").write_text(text(schema), encoding="utf-8")
+    GROUPS.write_text(text(groups()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

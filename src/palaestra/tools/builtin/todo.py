@@ -1,0 +1,83 @@
+"""The `todo` tool: a list of the steps of a task, which the agent keeps for itself.
+
+Not for anything outside the conversation: the list belongs to one rollout, needs no slot and ends with it. Parameters
+and reply are the contract's.
+
+Invariant: every reply is the whole list after the call; a call that is refused changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from palaestra.core.types import JSON
+from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+
+STATES = ("pending", "in_progress", "completed", "cancelled")
+
+SCHEMA = ToolSchema(
+    name="todo",
+    description=(
+        "Keep a list of the steps of this task. Without `todos` it shows the list; with them it writes it. Use it for "
+        "work of three steps or more: write the steps down first, most important first, have one of them in progress "
+        "at a time, and mark each as completed when it is done. The reply is always the whole list."
+    ),
+    parameters={
+        "todos": {
+            "type": "array",
+            "description": "The steps to write; leave it out to show the list.",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "id": {"type": "string", "description": "A short name that stays the same, such as 1."},
+                    "content": {"type": "string", "description": "What is to be done."},
+                    "status": {"type": "string", "enum": list(STATES), "description": "How far it is."},
+                },
+                "required": ["id", "content", "status"],
+            },
+        },
+        "merge": {
+            "type": "boolean",
+            "description": (
+                "true: change the steps that have these ids and add the others at the end. false: the steps given are "
+                "the whole new list."
+            ),
+            "default": False,
+        },
+    },
+)
+
+
+class TodoList:
+    """The steps of one rollout, in their order."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, dict[str, JSON]] = {}
+
+    def write(self, steps: Sequence[Mapping[str, JSON]], *, merge: bool) -> None:
+        """Replace the list, or with `merge` change and add steps. Raises `ToolMistake` for an id given twice."""
+        given = {str(step["id"]): {name: step[name] for name in ("id", "content", "status")} for step in steps}
+        if len(given) != len(steps):
+            twice, _ = Counter(str(step["id"]) for step in steps).most_common(1)[0]
+            raise ToolMistake(
+                f"Two of the todos have the id '{twice}'; nothing was written. Give each an id of its own"
+            )
+        self._steps = {**self._steps, **given} if merge else given
+
+    def read(self) -> dict[str, JSON]:
+        """All steps, and how many there are of each state."""
+        steps = [dict(step) for step in self._steps.values()]
+        counts = {state: sum(step["status"] == state for step in steps) for state in STATES}
+        return {"todos": steps, "summary": {"total": len(steps), **counts}}
+
+
+async def run_todo(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    """Write the list where `todos` are given, and show it."""
+    steps = run.state(TodoList)
+    if "todos" in arguments:
+        steps.write(arguments["todos"], merge=bool(arguments.get("merge", False)))
+    return steps.read()
+
+
+TODO = FunctionTool(schema=SCHEMA, run=run_todo, toolset="todo")
