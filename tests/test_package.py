@@ -14,7 +14,7 @@ def test_every_public_name_resolves(name: str) -> None:
 
 
 def test_the_names_are_sorted_and_listed() -> None:
-    assert palaestra.__all__ == sorted(palaestra.__all__)
+    assert palaestra.__all__ == sorted(palaestra.__all__, key=lambda name: (not name.isupper(), name))
     assert set(palaestra.__all__) <= set(dir(palaestra))
 
 

@@ -25,6 +25,15 @@ if TYPE_CHECKING:
     from palaestra.rollouts.context import ToolContext
     from palaestra.sandbox.base import ExecutionResult, Slot
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+    from palaestra.tools.catalog import (
+        TOOL_TO_TOOLSET_MAP,
+        TOOLSET_REQUIREMENTS,
+        check_tool_availability,
+        check_toolset_requirements,
+        get_all_tool_names,
+        get_available_toolsets,
+        get_toolset_for_tool,
+    )
     from palaestra.tools.distributions import (
         get_distribution,
         list_distributions,
@@ -41,6 +50,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "TOOLSET_REQUIREMENTS",
+    "TOOL_TO_TOOLSET_MAP",
     "APIServerConfig",
     "AgentConfig",
     "AgentEnv",
@@ -78,10 +89,15 @@ __all__ = [
     "ToolSchema",
     "ToolStep",
     "build_tool_registry",
+    "check_tool_availability",
+    "check_toolset_requirements",
     "environment",
+    "get_all_tool_names",
+    "get_available_toolsets",
     "get_distribution",
     "get_parser",
     "get_tool_definitions",
+    "get_toolset_for_tool",
     "list_distributions",
     "list_parsers",
     "print_distribution_info",
@@ -115,6 +131,8 @@ _MODULES = {
     "Slot": "sandbox.base",
     "SlotPool": "sandbox.pool",
     "SlotPoolConfig": "sandbox.pool",
+    "TOOLSET_REQUIREMENTS": "tools.catalog",
+    "TOOL_TO_TOOLSET_MAP": "tools.catalog",
     "Task": "core.types",
     "Tool": "tools.schema",
     "ToolCall": "tools.wire",
@@ -129,10 +147,15 @@ _MODULES = {
     "ToolSchema": "tools.schema",
     "ToolStep": "core.types",
     "build_tool_registry": "tools.registry",
+    "check_tool_availability": "tools.catalog",
+    "check_toolset_requirements": "tools.catalog",
     "environment": "envs.function",
+    "get_all_tool_names": "tools.catalog",
+    "get_available_toolsets": "tools.catalog",
     "get_distribution": "tools.distributions",
     "get_parser": "inference.parsers",
     "get_tool_definitions": "tools.registry",
+    "get_toolset_for_tool": "tools.catalog",
     "list_distributions": "tools.distributions",
     "list_parsers": "inference.parsers",
     "print_distribution_info": "tools.distributions",

@@ -1,8 +1,9 @@
-"""`palaestra tools`: the tools and toolsets that an agent can have here."""
+"""`palaestra tools`: the tools, toolsets and distributions that an agent can have here, and what is missing."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 
 import click
 
@@ -12,41 +13,67 @@ from palaestra.core.types import JSON
 @click.command(
     "tools",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""List the tools and toolsets an agent can have.
+    help="""List the tools, toolsets and distributions an agent can have, and what is missing here and why.
 
     \b
       palaestra tools
-      palaestra tools --json | jq '.tools[].name'
+      palaestra tools --json | jq -r '.tools[] | select(.missing == null) | .name'
     """,
 )
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable, with the full schemas.")
 def command(as_json: bool) -> None:
-    from palaestra.tools.registry import builtin_tools
-    from palaestra.tools.toolsets import TOOLSETS, resolve_toolsets
+    from palaestra.tools.catalog import all_tools, get_available_toolsets
+    from palaestra.tools.distributions import list_distributions
 
     tools: list[dict[str, JSON]] = [
         {"name": tool.name, "toolset": tool.toolset, "missing": tool.missing(), **_schema(tool.schema.to_dict())}
-        for tool in builtin_tools()
+        for tool in all_tools()
     ]
-    toolsets = [
-        {"name": name, "description": toolset.description, "tools": resolve_toolsets([name])}
-        for name, toolset in TOOLSETS.items()
-    ]
+    toolsets = [{"name": name, **each} for name, each in get_available_toolsets().items()]
+    distributions = [{"name": name, **each} for name, each in list_distributions().items()]
     if as_json:
-        click.echo(json.dumps({"tools": tools, "toolsets": toolsets}, indent=2))
+        everything = {"tools": tools, "toolsets": toolsets, "distributions": distributions}
+        click.echo(json.dumps(everything, indent=2, ensure_ascii=False))
         return
-    click.echo("Tools")
-    for tool in tools:
-        note = f"  (not here: {tool['missing']})" if tool["missing"] else ""
-        click.echo(f"  {tool['name']:<14} {_first_line(tool['description'])}{note}")
-    click.echo("\nToolsets")
-    for toolset in toolsets:
-        click.echo(f"  {toolset['name']:<14} {toolset['description']}: {' '.join(toolset['tools'])}")
+    for line in (*_tools(tools), "", *_toolsets(toolsets), "", *_distributions(distributions)):
+        click.echo(line)
 
 
 def _schema(definition: dict[str, JSON]) -> dict[str, JSON]:
     function = definition["function"]
     return {"description": function["description"], "parameters": function["parameters"]}
+
+
+def _tools(tools: list[dict[str, JSON]]) -> Iterator[str]:
+    yield "Tools"
+    for tool in tools:
+        if tool["missing"] is None:
+            yield f"  {tool['name']:<16} {_first_line(tool['description'])}"
+    reasons: dict[str, list[str]] = {}
+    for tool in tools:
+        if tool["missing"] is not None:
+            reasons.setdefault(tool["missing"], []).append(tool["name"])
+    if reasons:
+        yield ""
+        yield "Missing here"
+    for reason, names in reasons.items():
+        yield f"  {' '.join(names)}"
+        yield f"      missing: {reason}"
+
+
+def _toolsets(toolsets: Iterable[dict[str, JSON]]) -> Iterator[str]:
+    yield "Toolsets"
+    for toolset in toolsets:
+        here = [name for name in toolset["tools"] if name not in toolset["missing"]]
+        missing = f"({len(toolset['missing'])} missing)" if toolset["missing"] else ""
+        yield f"  {toolset['name']:<16} {toolset['description']}: {' '.join([*here, missing])}".rstrip(" :")
+
+
+def _distributions(distributions: Iterable[dict[str, JSON]]) -> Iterator[str]:
+    yield "Distributions (chance of each toolset in percent)"
+    for distribution in distributions:
+        chances = (f"{name} {chance}" for name, chance in distribution["toolsets"].items())
+        yield f"  {distribution['name']:<16} {', '.join(chances)}"
 
 
 def _first_line(text: str) -> str:

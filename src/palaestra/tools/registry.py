@@ -105,7 +105,7 @@ def build_tool_registry(
             "strict needs the toolsets by name: `all that work here` differs from one machine to the next"
         )
     brought, disabled = list(extra), list(disabled_toolsets or ())
-    others = _without_clashes(installed_tools() if installed is None else installed)
+    others = usable_packages(installed)
     toolsets = {**_toolsets_of(brought, others), **TOOLSETS}
     names = resolve_toolsets(enabled_toolsets, disabled, toolsets)
     known = {tool.name: tool for tool in (*(tool for each in others for tool in each.tools), *builtin_tools())}
@@ -160,11 +160,14 @@ def builtin_tools() -> tuple[Tool, ...]:
     return (*here, *PROCESSES, *WEB, *BROWSER, *MODELS, *ASSISTANT, *TRAINING)
 
 
-def _without_clashes(others: Iterable[Installed]) -> list[Installed]:
-    """Packages whose tools are called like tools that are there already lose them, and say so."""
+def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed]:
+    """What other packages offer. One whose tools are called like tools that are there already loses them, and says so.
+
+    `others` are by default what the entry points offer.
+    """
     taken = {tool.name for tool in builtin_tools()}
     kept: list[Installed] = []
-    for each in others:
+    for each in installed_tools() if others is None else others:
         clashes = [tool.name for tool in each.tools if tool.name in taken]
         if clashes:
             problem = f"{each.origin} has a tool called '{clashes[0]}', which there is already"

@@ -1,0 +1,42 @@
+"""`palaestra tools`: everything is listed, and what is missing is listed with its reason."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import cli
+from palaestra.tools.distributions import DISTRIBUTIONS
+from palaestra.tools.registry import builtin_tools
+from palaestra.tools.toolsets import TOOLSETS
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert run_guarded(lambda: cli.main(["tools", *words], standalone_mode=False)) == 0
+    return capsys.readouterr().out
+
+
+def test_json_has_every_tool_with_its_schema_and_availability(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = json.loads(printed(capsys, "--json"))
+    tools = {tool["name"]: tool for tool in seen["tools"]}
+    assert list(tools)[: len(builtin_tools())] == [tool.name for tool in builtin_tools()]
+    assert tools["terminal"]["missing"] is None
+    assert tools["terminal"]["parameters"]["required"] == ["command"]
+    assert tools["browser_click"]["missing"] == "this version has no browser"
+    toolsets = {toolset["name"]: toolset for toolset in seen["toolsets"]}
+    assert set(TOOLSETS) <= set(toolsets)
+    assert toolsets["file"]["available"]
+    assert not toolsets["vision"]["available"]
+    assert list(toolsets["vision"]["missing"]) == ["vision_analyze"]
+    assert [each["name"] for each in seen["distributions"]] == list(DISTRIBUTIONS)
+
+
+def test_the_list_for_people_names_everything_and_the_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys)
+    for tool in builtin_tools():
+        assert tool.name in text
+    assert "missing: this version has no browser" in text
+    assert "vision           Look at images: (1 missing)" in text
+    assert "terminal_tasks   terminal 97, file 97, web 97" in text
