@@ -2,7 +2,7 @@
 
 Not for deciding what a tool does: that is the handler's. Invariants: a malformed call is answered with one error and
 never run, and its valid siblings run (A1); calls marked parallel-safe run together and results stay in call order (A2);
-the world's failure (`InfraError`) is never turned into something that the model reads.
+the world's failure (`InfraError`), or a configuration's (`ConfigError`), is never turned into what the model reads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from palaestra.agent.replies import RequestedCall
 from palaestra.agent.result import ToolError
-from palaestra.core.errors import InfraError
+from palaestra.core.errors import PalaestraError
 from palaestra.core.types import JSON, Message
 from palaestra.tools.arguments import ArgumentSchema, InvalidArguments, compiled
 
@@ -145,7 +145,7 @@ class ToolCalls:
         try:
             reply: object = await self._handler(name, arguments, self._task_id)
             answer.text = reply if isinstance(reply, str) else json.dumps(reply, ensure_ascii=False)
-        except InfraError:
+        except PalaestraError:
             raise
         except Exception as error:  # whatever a tool raises is the tool's answer, as the contract has it
             answer.refuse(f"Tool execution failed: {type(error).__name__}: {error}")

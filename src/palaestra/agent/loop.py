@@ -17,7 +17,7 @@ from palaestra.agent.calls import ToolCalls, ToolHandler
 from palaestra.agent.replies import Reply, read_reply
 from palaestra.agent.result import AgentResult, Turn
 from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import ConfigError, ContextExceeded, EngineError, InfraError, PalaestraError
+from palaestra.core.errors import ContextExceeded, EngineError, InfraError, PalaestraError
 from palaestra.core.types import JSON, Blame, Message, Outcome
 from palaestra.inference.base import ChatServer
 
@@ -37,10 +37,18 @@ def _failed(outcome: Outcome, error: InfraError) -> _End:
     return _End(outcome, f"{type(error).__name__}: {error}", error.blame)
 
 
+async def _own_slot(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
+    """The handler of a loop that was given none: the tools of the package, in a slot of the task's own."""
+    from palaestra.tools.session import handle_function_call_async  # it brings the sandbox along
+
+    return await handle_function_call_async(name, arguments, task_id)
+
+
 class HermesAgentLoop:
     """One rollout of one agent. `run` may be called again after it returned, but not while it runs.
 
-    `tool_schemas` are OpenAI function schemas; `tool_handler` runs one call and returns the JSON text for the model.
+    `tool_schemas` are OpenAI function schemas; `tool_handler` runs one call and returns the JSON text for the model:
+    without one, `handle_function_call` does, which leases a slot for the task that lasts until `cleanup_vm(task_id)`.
     `max_tokens` limits one reply, `max_context_tokens` the conversation, `budget` the whole rollout. `parallel_safe`
     names the tools whose calls may run at the same time.
     """
@@ -64,10 +72,7 @@ class HermesAgentLoop:
         budget: Budget | None = None,
     ) -> None:
         if tool_handler is None and valid_tool_names:
-            raise ConfigError(
-                "HermesAgentLoop has tools but nothing to run them with: pass tool_handler=, an async function "
-                "of (name, arguments, task_id) that returns the JSON text for the model."
-            )
+            tool_handler = _own_slot
         self.server = server
         self.tool_schemas = tool_schemas
         self.valid_tool_names = valid_tool_names

@@ -2,8 +2,9 @@
 
 Not for sharing slots among trajectories (`executor.py`) and not for deciding which tools there are (`registry.py`).
 
-Invariant (R1): the model sees its own mistakes and a tool's failure as a reply; `InfraError`, the world's failure,
-always propagates. The slot is acquired when a tool first needs one, once, however many calls run at the same time.
+Invariant (R1): the model sees its own mistakes and a tool's failure as a reply; the world's failure (`InfraError`) and
+what was set up wrongly (`ConfigError`, such as an image that is not there) always propagate. The slot is acquired when
+a tool first needs one, once, however many calls run at the same time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from palaestra.core.errors import InfraError
+from palaestra.core.errors import PalaestraError
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
 from palaestra.tools.arguments import InvalidArguments, parse_arguments
@@ -75,10 +76,12 @@ class SlotTools:
             found = self._states[kind] = kind()
         return found
 
-    async def reply(self, name: str, arguments: Mapping[str, JSON], *, timeout_s: float | None = None) -> ToolReply:
+    async def reply(
+        self, name: str, arguments: Mapping[str, JSON] | str, *, timeout_s: float | None = None
+    ) -> ToolReply:
         """Run one tool and return what it returned; its mistakes and failures come back as a dict with `error`.
 
-        `timeout_s` replaces the default time limit for this call. Raises `InfraError`.
+        `timeout_s` replaces the default time limit for this call. Raises `PalaestraError`.
         """
         tool = self.registry.get(name)
         if tool is None:
@@ -90,7 +93,7 @@ class SlotTools:
             return {"error": str(mistake)}
         except ToolMistake as mistake:
             return {"error": str(mistake), **mistake.details}
-        except InfraError:
+        except PalaestraError:
             raise
         except Exception as error:
             logger.warning("tool %s failed in task %s", name, self._task_id, exc_info=True)
@@ -99,7 +102,7 @@ class SlotTools:
     async def handle(self, name: str, args: Mapping[str, JSON], task_id: str | None = None) -> str:
         """The agent loop's `tool_handler`: one call, answered with the JSON text that goes into the conversation.
 
-        `task_id` is part of the loop's signature; the binding already knows whose slot it is. Raises `InfraError`.
+        `task_id` is part of the loop's signature; the binding already knows whose slot it is. Raises `PalaestraError`.
         """
         return reply_text(await self.reply(name, args))
 

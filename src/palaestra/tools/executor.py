@@ -135,8 +135,17 @@ class ToolExecutor:
         if timeout_s is not None:
             timeout_s = clamp_timeout(timeout_s)
             arguments.pop("timeout", None)
-        reply = await self._binding(trajectory_id).run(name, arguments, timeout_s)
-        return result_of(reply, call.uniq_id)
+        return result_of(await self.reply(trajectory_id, name, arguments, timeout_s), call.uniq_id)
+
+    async def reply(
+        self,
+        trajectory_id: str,
+        name: str,
+        arguments: Mapping[str, JSON] | str,
+        timeout_s: float | None = None,
+    ) -> ToolReply:
+        """Run one call as `execute` does, without its statistics, and return what the tool replied."""
+        return await self._binding(trajectory_id).run(name, arguments, timeout_s)
 
     def _binding(self, trajectory_id: str) -> _Binding:
         if self._closed:
@@ -186,7 +195,7 @@ class _Binding:
         self._slot: Slot | None = None
         self._released = False
 
-    async def run(self, name: str, arguments: Mapping[str, JSON], timeout_s: float | None) -> ToolReply:
+    async def run(self, name: str, arguments: Mapping[str, JSON] | str, timeout_s: float | None) -> ToolReply:
         async with self._turn:
             self._check()
             return await self._tools.reply(name, arguments, timeout_s=timeout_s)

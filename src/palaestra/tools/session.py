@@ -1,0 +1,237 @@
+"""Tools by function call, for code written to the contract: `handle_function_call` and what belongs to it.
+
+    reply = handle_function_call("terminal", {"command": "ls"}, task_id="t1")   # JSON text
+    cleanup_vm("t1")
+
+Each task id has a slot of its own on this machine, made on its first call and kept until it is cleaned up. Rollouts do
+not use this: they have a slot of their run's pool. A `ToolSession` is the same without sharing it with the process.
+
+Invariants: nothing starts before the first call; calls of one task run in order, calls of different tasks together;
+when the process ends, however it ends, no slot stays behind. The calls are synchronous and run on a loop of their own,
+so they work anywhere; on a running loop they block it, and `handle_function_call_async` does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import threading
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TypeVar
+
+from palaestra.core.config import nearest
+from palaestra.core.errors import ConfigError, SandboxError
+from palaestra.core.types import JSON
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import Backend, Slot, SlotSpec, Snapshot
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.tools.binding import reply_text
+from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
+from palaestra.tools.registry import ToolRegistry, build_tool_registry
+from palaestra.tools.toolsets import TOOL_ALIASES
+
+T = TypeVar("T")
+
+IMAGES = ("docker_image", "singularity_image", "modal_image", "daytona_image")
+"""Overrides that name a task's image for one backend or another; the first that is given counts."""
+OVERRIDES = (*IMAGES, "cwd")
+DEFAULT_TASK = "default"
+_CLOSE_S = 30.0
+
+
+class ToolSession:
+    """A pool of slots by task id, with its own event loop in a thread. Close it, or use it in a `with` statement.
+
+    `config` says what calls may do; its default, the contract's, is a network and the best isolation there is.
+    """
+
+    def __init__(
+        self,
+        registry: ToolRegistry | None = None,
+        *,
+        config: ToolExecutorConfig | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        self._slots = _TaskSlots(backend or LocalBackend())
+        self._executor = ToolExecutor(self._slots, registry or build_tool_registry(), config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tool-session", daemon=True)
+        self._starting = threading.Lock()
+        self._closed = False
+
+    def __enter__(self) -> ToolSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def handle(
+        self, name: str, arguments: Mapping[str, JSON] | str, task_id: str | None = None, user_task: str | None = None
+    ) -> str:
+        """Run one call in its task's slot and return the JSON text that a model would read.
+
+        Mistakes and failures of a tool are replies. Raises `InfraError` when the world failed.
+        """
+        return self._wait(self._reply(name, arguments, task_id or DEFAULT_TASK))
+
+    async def handle_async(
+        self, name: str, arguments: Mapping[str, JSON] | str, task_id: str | None = None, user_task: str | None = None
+    ) -> str:
+        """`handle`, to be awaited. Cancelling it kills the command."""
+        return await asyncio.wrap_future(self._post(self._reply(name, arguments, task_id or DEFAULT_TASK)))
+
+    def override(self, task_id: str, overrides: Mapping[str, JSON]) -> None:
+        """What the task's slot is made from (`IMAGES`) and where its commands start (`cwd`), from its next slot on.
+
+        Raises `ConfigError` for a key that means nothing here.
+        """
+        for key in overrides:
+            if key not in OVERRIDES:
+                raise ConfigError(f"{key!r} cannot be overridden for a task.{nearest(key, OVERRIDES)}")
+        self._slots.overrides[task_id] = dict(overrides)
+
+    def clear_override(self, task_id: str) -> None:
+        """Forget them again."""
+        self._slots.overrides.pop(task_id, None)
+
+    def release(self, task_id: str) -> None:
+        """End the task's slot with everything that runs in it. Its next call gets a new one."""
+        if self._thread.is_alive():
+            self._wait(self._executor.release_trajectory(task_id))
+
+    def tasks(self) -> list[str]:
+        """The tasks that have a slot now."""
+        return self._wait(self._holders()) if self._thread.is_alive() else []
+
+    def close(self) -> None:
+        """End every slot and the loop. Idempotent; a closed session takes no calls."""
+        with self._starting:
+            already, self._closed = self._closed, True
+        if not already and self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CLOSE_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_CLOSE_S)
+        if not self._loop.is_running():
+            self._loop.close()
+
+    async def _reply(self, name: str, arguments: Mapping[str, JSON] | str, task_id: str) -> str:
+        name = TOOL_ALIASES.get(name, name)
+        cwd = self._slots.overrides.get(task_id, {}).get("cwd")
+        if cwd is not None and name == "terminal" and isinstance(arguments, Mapping):
+            arguments = {"workdir": cwd, **arguments}
+        return reply_text(await self._executor.reply(task_id, name, arguments))
+
+    async def _holders(self) -> list[str]:
+        return [str(each["trajectory_id"]) for each in self._slots.get_status()["holders"]]
+
+    async def _end(self) -> None:
+        await self._executor.close()
+        await self._slots.aclose()
+
+    def _wait(self, work: Coroutine[object, object, T]) -> T:
+        future = self._post(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # an interrupted caller leaves no command behind
+            raise
+
+    def _post(self, work: Coroutine[object, object, T]) -> Future[T]:
+        with self._starting:
+            if self._closed:
+                work.close()
+                raise SandboxError("this tool session is closed")
+            if not self._thread.is_alive():
+                self._thread.start()
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+class _TaskSlots(SlotPool):
+    """The pool of a session: it starts with its first slot, and makes slots as their task's overrides say."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(SlotPoolConfig(), backend)
+        self.overrides: dict[str, dict[str, JSON]] = {}
+        self._first = asyncio.Lock()
+
+    async def acquire(
+        self,
+        trajectory_id: str,
+        *,
+        spec: SlotSpec | None = None,
+        snapshot: Snapshot | None = None,
+        timeout_s: float | None = None,
+    ) -> Slot:
+        async with self._first:
+            await self.start()
+        chosen = self.overrides.get(trajectory_id, {})
+        image = next((chosen[key] for key in IMAGES if chosen.get(key)), None)
+        if image is not None:
+            spec = replace(spec or SlotSpec(), image=str(image))
+        return await super().acquire(trajectory_id, spec=spec, snapshot=snapshot, timeout_s=timeout_s)
+
+
+@functools.cache
+def default_session() -> ToolSession:
+    """The process's own session, made on first use and closed when the interpreter ends."""
+    session = ToolSession()
+    atexit.register(session.close)
+    return session
+
+
+def handle_function_call(
+    function_name: str,
+    function_args: Mapping[str, JSON] | str,
+    task_id: str | None = None,
+    user_task: str | None = None,
+) -> str:
+    """Run one tool call in the task's slot and return the JSON text for the model. See `ToolSession.handle`.
+
+    `user_task` is the contract's: no tool here reads it.
+    """
+    return default_session().handle(function_name, function_args, task_id, user_task)
+
+
+async def handle_function_call_async(
+    function_name: str,
+    function_args: Mapping[str, JSON] | str,
+    task_id: str | None = None,
+    user_task: str | None = None,
+) -> str:
+    """`handle_function_call`, to be awaited: what `HermesAgentLoop` calls when it is given no handler."""
+    return await default_session().handle_async(function_name, function_args, task_id, user_task)
+
+
+def register_task_env_overrides(task_id: str, overrides: Mapping[str, JSON]) -> None:
+    """Say what the slot of a task is made from (`docker_image`, …) and where its commands start (`cwd`).
+
+    Counts for the slots of `handle_function_call`. Images are paths, as in `SlotSpec`. Raises `ConfigError`.
+    """
+    default_session().override(task_id, overrides)
+
+
+def clear_task_env_overrides(task_id: str) -> None:
+    """Forget a task's overrides."""
+    default_session().clear_override(task_id)
+
+
+def cleanup_vm(task_id: str) -> None:
+    """End a task's slot and everything in it."""
+    default_session().release(task_id)
+
+
+def cleanup_all_environments() -> int:
+    """End the slots of all tasks; how many there were."""
+    tasks = default_session().tasks()
+    for task_id in tasks:
+        cleanup_vm(task_id)
+    return len(tasks)
+
+
+def get_active_environments_info() -> dict[str, JSON]:
+    """`{"count", "task_ids"}` of the tasks that have a slot now."""
+    tasks = default_session().tasks()
+    return {"count": len(tasks), "task_ids": tasks}
