@@ -1,0 +1,123 @@
+"""The contract's tables of tools, and one driven example of every tool that is there.
+
+A new tool is a row of `PARAMETERS` and, where it works, its steps in `SCENES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from palaestra.core.types import JSON
+
+PARAMETERS: Mapping[str, str] = {
+    "terminal": "command! background timeout workdir",
+    "process": "action! session_id data timeout offset limit",
+    "read_file": "path! offset limit",
+    "write_file": "path! content!",
+    "patch": "mode! path old_string new_string replace_all patch",
+    "search_files": "pattern! target path file_glob limit offset output_mode context",
+    "todo": "todos merge",
+    "web_search": "query! limit",
+    "web_extract": "urls!",
+    "browser_navigate": "url!",
+    "browser_snapshot": "full",
+    "browser_click": "ref!",
+    "browser_type": "ref! text!",
+    "browser_scroll": "direction!",
+    "browser_back": "",
+    "browser_press": "key!",
+    "browser_close": "",
+    "browser_get_images": "",
+    "browser_vision": "question!",
+    "browser_console": "clear expression",
+    "vision_analyze": "image_url! question!",
+    "image_generate": "prompt! aspect_ratio",
+    "text_to_speech": "text! output_path",
+    "mixture_of_agents": "user_prompt!",
+    "delegate_task": "goal context toolsets tasks model max_iterations",
+    "execute_code": "code!",
+    "memory": "action! target! content old_text",
+    "session_search": "query! role_filter limit",
+    "clarify": "question! choices",
+    "skills_list": "category",
+    "skill_view": "name! file_path",
+    "skill_manage": "action! name! content old_string new_string replace_all category file_path file_content",
+    "cronjob": "action! job_id prompt schedule name repeat deliver skills",
+    "send_message": "action target message",
+    "ha_list_entities": "domain area",
+    "ha_get_state": "entity_id!",
+    "ha_list_services": "domain",
+    "ha_call_service": "domain! service! entity_id data",
+    "rl_list_environments": "",
+    "rl_select_environment": "name!",
+    "rl_get_current_config": "",
+    "rl_edit_config": "field! value!",
+    "rl_start_training": "",
+    "rl_check_status": "run_id!",
+    "rl_stop_training": "run_id!",
+    "rl_get_results": "run_id!",
+    "rl_list_runs": "",
+    "rl_test_inference": "num_steps group_size models",
+}
+"""Each tool's parameters as the contract has them, `!` for those that are required. A tool may have further ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call, the keys that the contract promises in its reply, and what must be true of it."""
+
+    arguments: Mapping[str, JSON]
+    keys: frozenset[str]
+    holds: Callable[[JSON], bool]
+
+
+def step(arguments: Mapping[str, JSON], keys: str, holds: Callable[[JSON], bool] = bool) -> Step:
+    return Step(arguments, frozenset(keys.split()), holds)
+
+
+TERMINAL = "output exit_code error"
+_PATCH = "*** Begin Patch\n*** Update File: notes.py\n@@\n-x = 2\n+x = 3\n*** End Patch"
+
+SCENES: Mapping[str, tuple[Step, ...]] = {
+    "write_file": (step({"path": "notes.py", "content": "x = 1\ny = 1\n"}, "bytes_written", lambda r: r["created"]),),
+    "read_file": (
+        step({"path": "notes.py"}, "content total_lines", lambda r: r["content"] == "1|x = 1\n2|y = 1"),
+        step({"path": "notes.py", "offset": 2, "limit": 1}, "content", lambda r: r["content"] == "2|y = 1"),
+        step({"path": "note.py"}, "error", lambda r: "notes.py" in str(r)),
+    ),
+    "patch": (
+        step(
+            {"mode": "replace", "path": "notes.py", "old_string": "x = 1", "new_string": "x = 2"},
+            "success diff syntax_check",
+            lambda r: "-x = 1\n+x = 2" in r["diff"],
+        ),
+        step({"mode": "patch", "patch": _PATCH}, "success diff", lambda r: r["files_modified"] == ["notes.py"]),
+        step({"mode": "replace", "path": "notes.py", "old_string": "z", "new_string": ""}, "error"),
+    ),
+    "search_files": (
+        step({"pattern": "x = ."}, "matches total_count", lambda r: r["total_count"] == 1),
+        step({"pattern": "*.py", "target": "files"}, "files total_count", lambda r: len(r["files"]) == 1),
+        step({"pattern": "=", "output_mode": "count"}, "counts", lambda r: sum(r["counts"].values()) == 2),
+        step({"pattern": "="}, "matches", lambda r: len(r["matches"]) == 2),
+    ),
+    "terminal": (
+        step({"command": "cat notes.py; echo oh >&2; exit 3"}, TERMINAL, lambda r: r["exit_code"] == 3),
+        step({"command": "pwd", "workdir": "/tmp"}, TERMINAL, lambda r: r["output"] == "/tmp\n"),
+        step({"command": "echo a; sleep 60", "timeout": 1}, TERMINAL, lambda r: r["exit_code"] == 124),
+    ),
+    "todo": (
+        step(
+            {"todos": [{"id": "1", "content": "read", "status": "in_progress"}]},
+            "todos summary",
+            lambda r: r["summary"]["in_progress"] == 1,
+        ),
+        step(
+            {"todos": [{"id": "1", "content": "read", "status": "completed"}], "merge": True},
+            "todos summary",
+            lambda r: r["summary"]["completed"] == 1 and len(r["todos"]) == 1,
+        ),
+        step({}, "todos summary", lambda r: r["todos"][0]["content"] == "read"),
+    ),
+}
+"""In this order, in one slot: what a tool leaves behind is what the next one finds."""

@@ -1,0 +1,51 @@
+"""Every tool against the contract's tables: its name, its parameters, and what it replies in a local slot."""
+
+from __future__ import annotations
+
+import pytest
+
+from palaestra.core.types import JSON
+from palaestra.tools.registry import build_tool_registry, builtin_tools
+from palaestra.tools.schema import Tool
+
+from .conftest import AtDesk, Desk
+from .contract import PARAMETERS, SCENES
+
+TOOLS = {tool.name: tool for tool in builtin_tools()}
+
+
+def test_the_tools_are_those_of_the_contract() -> None:
+    assert sorted(TOOLS) == sorted(PARAMETERS)
+
+
+@pytest.mark.parametrize("tool", TOOLS.values(), ids=TOOLS)
+def test_a_tool_has_the_parameters_of_the_contract(tool: Tool) -> None:
+    schema = tool.schema.to_dict()["function"]
+    wanted = PARAMETERS[tool.name].split()
+    assert schema["name"] == tool.name
+    assert {name.rstrip("!") for name in wanted} <= set(schema["parameters"]["properties"])
+    assert {name.rstrip("!") for name in wanted if name.endswith("!")} == set(schema["parameters"]["required"])
+
+
+def test_every_tool_that_is_here_has_its_scene() -> None:
+    assert sorted(SCENES) == sorted(build_tool_registry().list_tools()), "add its steps to SCENES"
+
+
+@pytest.mark.slots
+def test_every_tool_that_is_here_replies_as_the_contract_says(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        for name, steps in SCENES.items():
+            for step in steps:
+                reply: JSON = await desk.call(name, **step.arguments)
+                assert step.keys <= reply.keys(), (name, step.arguments, reply)
+                assert step.holds(reply), (name, step.arguments, reply)
+
+    at_desk(scenario)
+
+
+@pytest.mark.parametrize("tool", [tool for tool in TOOLS.values() if tool.missing()], ids=lambda tool: tool.name)
+def test_a_tool_that_is_not_here_is_not_shown_and_says_why(tool: Tool) -> None:
+    assert tool.name not in build_tool_registry().list_tools()
+    registry = build_tool_registry([tool.toolset])
+    assert registry.get(tool.name) is None
+    assert registry.missing[tool.name] == tool.missing()
