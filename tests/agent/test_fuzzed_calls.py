@@ -114,6 +114,9 @@ def arguments_of(rng: random.Random, parameters: Mapping[str, JSON]) -> str:
             return rng.choice(
                 ["[" * deep + "]" * deep, '{"a":' * deep + "1" + "}" * deep, '{"command":"' + "\\" * deep]
             )
+        case 10 if isinstance(value, dict) and value:
+            twice = json.dumps(value)
+            return twice[:-1] + "," + twice[1:]
     text = json.dumps(value, ensure_ascii=rng.random() < 0.5)
     return mangled(rng, text) if rng.random() < 0.25 else text
 
