@@ -1,0 +1,157 @@
+"""What tools the agents of a run have: drawn, named, brought along, missing; always the same within a group."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from palaestra import HermesAgentEnvConfig, Task, environment, tool
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import cli
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.envs.agent_env_config import AgentEnvConfig
+
+QUIZ = '''
+from palaestra import Score, Task, ToolStep, environment
+
+class Asked:
+    def __init__(self):
+        self.count = 0
+
+@environment(toolsets=["todo"])
+def quiz(n: int = 2):
+    for i in range(n):
+        yield Task(id=f"q{i}", prompt="What is the secret?", data={"secret": f"s{i}"},
+                   solution=[ToolStep("ask", {"question": "secret"}), ToolStep("ask", {"question": "again"})])
+
+@quiz.tool
+async def ask(question: str, task, run) -> dict:
+    """Ask the oracle.
+
+    Args:
+        question: What to ask.
+    """
+    run.state(Asked).count += 1
+    return {"answer": task.data["secret"], "asked": run.state(Asked).count}
+
+@quiz.score
+async def told(task, rollout):
+    replies = [m["content"] for m in rollout.result.messages if m["role"] == "tool"]
+    return Score(float(all(task.data["secret"] in reply for reply in replies)), {"replies": len(replies)})
+'''
+
+DRAWN = """
+from palaestra import Task, environment
+
+@environment
+def drawn():
+    for i in range(8):
+        yield Task(id=f"t{i}", prompt="?", solution=[])
+
+@drawn.score
+async def fine():
+    return 1.0
+"""
+
+
+def run(folder: Path, text: str, *flags: str, code: int = 0) -> list[JSON]:
+    """Run an environment in `folder`; its groups."""
+    path = folder / "my_env.py"
+    path.write_text(text)
+    out = folder / f"{len(list(folder.iterdir()))}.jsonl"
+    argv = ["run", str(path), "process", "--policy", "oracle", "--env.data_path_to_save_groups", str(out), *flags]
+    assert run_guarded(lambda: cli.main(argv, standalone_mode=False)) == code
+    groups = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    return sorted(groups, key=lambda group: group["task_id"])
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slots
+def test_an_environments_own_tool_is_called_with_its_task_and_keeps_state_per_rollout(here: Path) -> None:
+    groups = run(here, QUIZ, "--group", "2")
+    assert [group["scores"] for group in groups] == [[1.0, 1.0]] * 2
+    for number, group in enumerate(groups):
+        for messages in group["messages"]:
+            replies = [json.loads(message["content"]) for message in messages if message["role"] == "tool"]
+            assert replies == [{"answer": f"s{number}", "asked": 1}, {"answer": f"s{number}", "asked": 2}]
+
+
+@pytest.mark.slots
+def test_a_distribution_is_drawn_once_per_group_from_the_seed_and_recorded(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = run(here, DRAWN, "--env.distribution", "development", "--group", "2")
+    told = capsys.readouterr().err
+    again = run(here, DRAWN, "--env.distribution", "development", "--env.max_num_workers", "1")
+    other = run(here, DRAWN, "--env.distribution", "development", "--env.seed", "7")
+    draws = [group["toolsets"] for group in first]
+    assert draws == [group["toolsets"] for group in again]
+    assert draws != [group["toolsets"] for group in other]
+    assert len({tuple(draw) for draw in draws}) > 1
+    assert all(set(draw) <= {"terminal", "file", "moa", "web", "vision"} for draw in draws)
+    assert len({group["tools_hash"] for group in first}) > 1
+    assert told.count("mixture_of_agents (this version cannot ask several models at once)") == 1
+    (journal,) = [path for path in here.glob("runs/*/*/journal.jsonl") if '"seed":7' in path.read_text()]
+    started = [json.loads(line) for line in journal.read_text().splitlines() if '"tools_missing"' in line]
+    assert any("mixture_of_agents" in event["group"]["tools_missing"] for event in started)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--env.distribution", "developmnt"], "Did you mean development?"),
+        (["--env.distribution", "safe", "--env.enabled_toolsets", "file"], "not both"),
+    ],
+)
+def test_a_distribution_that_cannot_be_is_one_clear_message(
+    here: Path, capsys: pytest.CaptureFixture[str], flags: list[str], says: str
+) -> None:
+    run(here, DRAWN, *flags, code=2)
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.slots
+def test_strict_refuses_to_run_without_a_tool_that_was_asked_for(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strict = ("--env.strict_tools", "true", "--env.enabled_toolsets")
+    run(here, DRAWN, *strict, "file", "vision", code=2)
+    assert "missing: vision_analyze: this version cannot" in capsys.readouterr().err
+    assert len(run(here, DRAWN, *strict, "file")) == 8
+
+
+def test_a_distribution_takes_the_place_of_a_default_but_not_of_a_choice() -> None:
+    assert AgentEnvConfig(distribution="terminal_only").distribution == "terminal_only"
+    with pytest.raises(ConfigError, match="not both"):
+        AgentEnvConfig(distribution="terminal_only", enabled_toolsets=["file"])
+    with pytest.raises(ConfigError, match="Did you mean browser_only"):
+        HermesAgentEnvConfig(distribution="browser_onyl")
+
+
+def test_a_tool_without_a_description_is_refused_when_it_is_declared() -> None:
+    @environment
+    def toy() -> Iterator[Task]:
+        yield Task(id="one", prompt="?")
+
+    with pytest.raises(ConfigError, match="tool ask has no docstring"):
+
+        @toy.tool
+        def ask(question: str) -> str:
+            return question
+
+    @toy.tool(name="query", parallel_safe=True)
+    def look(question: str) -> str:
+        """Ask."""
+        return question
+
+    assert [(each.name, each.toolset, each.parallel_safe) for each in toy.tools] == [("query", "toy", True)]
+    assert tool(look.function).name == "look"
