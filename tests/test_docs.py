@@ -11,11 +11,12 @@ import pytest
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 
-PAGE = Path(__file__).parents[1] / "docs" / "environments.md"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def written(folder: Path, name: str) -> Path:
-    block = re.search(rf"```python\n# {name}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    pages = "".join((DOCS / page).read_text() for page in ("environments.md", "tools.md"))
+    block = re.search(rf"```python\n# {name}\n(.*?)```", pages, re.DOTALL)
     assert block is not None
     path = folder / name
     path.write_text(block.group(1))
@@ -36,7 +37,12 @@ def test_the_printed_class_that_collects_its_rollouts(tmp_path: Path, monkeypatc
 @pytest.mark.slots
 @pytest.mark.parametrize(
     ("name", "output", "count"),
-    [("lines_env.py", "longest_line", 3), ("word_env.py", "word", 2), ("sum_env.py", "sum", 2)],
+    [
+        ("lines_env.py", "longest_line", 3),
+        ("word_env.py", "word", 2),
+        ("sum_env.py", "sum", 2),
+        ("quiz_env.py", "quiz", 2),
+    ],
 )
 @pytest.mark.parametrize(("policy", "reward"), [("oracle", 1.0), ("noop", 0.0)])
 def test_a_printed_environment_keeps_its_promise(
