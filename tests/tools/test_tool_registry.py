@@ -144,6 +144,13 @@ def test_a_tool_server_is_refused_instead_of_ignored() -> None:
         build_tool_registry(tool_server_url="http://localhost:1")
 
 
+def test_callers_in_code_may_use_the_other_names_of_a_tool() -> None:
+    registry = build_tool_registry(["default", "todo"])
+    assert [registry.known_as(name) for name in ("bash", "todo_list", "terminal")] == ["terminal", "todo", "terminal"]
+    assert ToolRegistry().known_as("bash") == "bash"
+    assert ToolRegistry([tool("bash"), tool("terminal")]).known_as("bash") == "bash"
+
+
 def test_a_registry_finds_tools_by_name() -> None:
     registry = ToolRegistry([tool()])
     found = registry.get("echo")

@@ -138,7 +138,7 @@ class ToolContext:
 
     async def call_tool_async(self, tool_name: str, arguments: Mapping[str, JSON]) -> str:
         """`call_tool`, to be awaited."""
-        return await self._tools.handle(tool_name, arguments)
+        return await self._tools.handle(self._tools.registry.known_as(tool_name), arguments)
 
     def cleanup(self) -> None:
         """Nothing is left to do: the grading view ends with the score. Kept for scripts that call it."""

@@ -25,7 +25,6 @@ from palaestra.tools.binding import SlotTools
 from palaestra.tools.builtin.terminal import clamp_timeout
 from palaestra.tools.registry import ToolRegistry
 from palaestra.tools.schema import ToolReply
-from palaestra.tools.toolsets import TOOL_ALIASES
 from palaestra.tools.wire import ToolCall, ToolResult, result_of
 
 POLICY_ARGUMENTS = frozenset({"allow_network", "require_sandbox", "require_stateful_sandbox"})
@@ -128,7 +127,7 @@ class ToolExecutor:
     async def _execute(self, trajectory_id: str, call: ToolCall, timeout_s: float | None) -> ToolResult:
         if call.error:
             return ToolResult(False, error=call.error, uniq_id=call.uniq_id)
-        name = TOOL_ALIASES.get(call.name, call.name) if self._tools.get(call.name) is None else call.name
+        name = self._tools.known_as(call.name)
         if self._tools.get(name) is None:
             return ToolResult(False, error=f"Unknown tool: {call.name}", uniq_id=call.uniq_id)
         arguments = {key: value for key, value in call.arguments.items() if key not in POLICY_ARGUMENTS}

@@ -20,7 +20,7 @@ from palaestra.core.types import JSON
 from palaestra.tools.arguments import InvalidArguments, parse_arguments
 from palaestra.tools.installed import Installed, installed_tools
 from palaestra.tools.schema import NoRollout, Tool, ToolMistake, ToolSchema
-from palaestra.tools.toolsets import TOOLSETS, Toolset, resolve_toolsets
+from palaestra.tools.toolsets import TOOL_ALIASES, TOOLSETS, Toolset, resolve_toolsets
 from palaestra.tools.wire import ToolCall, ToolResult, result_of
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,11 @@ class ToolRegistry:
     def get(self, name: str) -> Tool | None:
         """The tool of that name, or None."""
         return self._tools.get(name)
+
+    def known_as(self, name: str) -> str:
+        """The registered name of what a caller in code calls `name`; `name` itself where nothing is known by it."""
+        other = TOOL_ALIASES.get(name, name)
+        return other if name not in self._tools and other in self._tools else name
 
     def list_tools(self) -> list[str]:
         """All names, in order."""

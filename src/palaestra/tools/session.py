@@ -31,7 +31,6 @@ from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.tools.binding import reply_text
 from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.registry import ToolRegistry, build_tool_registry
-from palaestra.tools.toolsets import TOOL_ALIASES
 
 T = TypeVar("T")
 
@@ -56,7 +55,8 @@ class ToolSession:
         backend: Backend | None = None,
     ) -> None:
         self._slots = _TaskSlots(backend or LocalBackend())
-        self._executor = ToolExecutor(self._slots, registry or build_tool_registry(), config)
+        self._registry = registry if registry is not None else build_tool_registry()
+        self._executor = ToolExecutor(self._slots, self._registry, config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tool-session", daemon=True)
         self._starting = threading.Lock()
@@ -118,7 +118,7 @@ class ToolSession:
             self._loop.close()
 
     async def _reply(self, name: str, arguments: Mapping[str, JSON] | str, task_id: str) -> str:
-        name = TOOL_ALIASES.get(name, name)
+        name = self._registry.known_as(name)
         cwd = self._slots.overrides.get(task_id, {}).get("cwd")
         if cwd is not None and name == "terminal" and isinstance(arguments, Mapping):
             arguments = {"workdir": cwd, **arguments}
