@@ -58,6 +58,38 @@ async def fine():
 """
 
 
+CHECKS = """
+from palaestra import HermesAgentBaseEnv, HermesAgentEnvConfig, APIServerConfig, tool
+
+@tool
+def shout(text: str) -> str:
+    \"\"\"Say it louder.\"\"\"
+    return text.upper()
+
+class Checks(HermesAgentBaseEnv):
+    name = "checks"
+
+    @classmethod
+    def config_init(cls):
+        return HermesAgentEnvConfig(group_size=1, total_steps=1), [APIServerConfig()]
+
+    def own_tools(self):
+        return [shout]
+
+    async def setup(self): pass
+    async def evaluate(self): pass
+    def format_prompt(self, item): return "?"
+
+    async def get_next_item(self):
+        return {"id": "one", "solution": []}
+
+    async def compute_reward(self, item, result, ctx):
+        ctx.write_file("seen.txt", "a")
+        assert ctx.call_tool("shout", {"text": "a"}) == "A"
+        return float('"total_lines": 1' in ctx.call_tool("read_file", {"path": "seen.txt"}))
+"""
+
+
 def run(folder: Path, text: str, *flags: str, code: int = 0) -> list[JSON]:
     """Run an environment in `folder`; its groups."""
     path = folder / "my_env.py"
@@ -103,6 +135,13 @@ def test_a_distribution_is_drawn_once_per_group_from_the_seed_and_recorded(
     (journal,) = [path for path in here.glob("runs/*/*/journal.jsonl") if '"seed":7' in path.read_text()]
     started = [json.loads(line) for line in journal.read_text().splitlines() if '"tools_missing"' in line]
     assert any("mixture_of_agents" in event["group"]["tools_missing"] for event in started)
+
+
+@pytest.mark.slots
+def test_what_was_drawn_binds_the_agent_and_not_the_check(here: Path) -> None:
+    (group,) = run(here, CHECKS, "--env.distribution", "reasoning")
+    assert "file" not in group["toolsets"]
+    assert group["scores"] == [1.0]
 
 
 @pytest.mark.parametrize(

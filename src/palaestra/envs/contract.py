@@ -23,6 +23,7 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.trajectory import TokenRow
 from palaestra.sandbox.base import Slot
 from palaestra.tools.binding import SlotTools
+from palaestra.tools.registry import unrestricted
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class ContractEnvironment(ClassEnvironment):
             return sandbox
 
         def tools() -> SlotTools:
-            registry = self.inner.tool_kit(random.Random(0)).registry
+            registry = unrestricted(self.inner.tool_kit(random.Random(0)).registry)
             return SlotTools(registry, slot, task_id=task.id, timeout_s=self._settings.tool_timeout_s)
 
         exec_tool = ExecTool(slot, tools)

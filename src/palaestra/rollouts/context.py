@@ -133,7 +133,7 @@ class ToolContext:
         return _object(self.call_tool("browser_snapshot", {}))
 
     def call_tool(self, tool_name: str, arguments: Mapping[str, JSON]) -> str:
-        """Call any tool of the group by name; the reply is the JSON text that a model would get."""
+        """Call any tool by name, the agent's or not; the reply is the JSON text that a model would get."""
         return self._wait(self.call_tool_async(tool_name, arguments), "call_tool_async")
 
     async def call_tool_async(self, tool_name: str, arguments: Mapping[str, JSON]) -> str:

@@ -15,6 +15,7 @@ from palaestra.rollouts.plants import planted
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.base import WORKSPACE, Change, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.binding import SlotTools
+from palaestra.tools.registry import unrestricted
 
 SEALED, LIVE = "sealed", "live"
 
@@ -73,9 +74,9 @@ class Grading:
         return narrowed
 
     def tools(self, timeout_s: float) -> SlotTools:
-        """The group's tools, pointing at the grading slot: what `exec_tool` and `ToolContext` call."""
+        """All tools, pointing at the grading slot: what `exec_tool` and `ToolContext` call."""
         return SlotTools(
-            self.rollout.kit.registry,
+            unrestricted(self.rollout.kit.registry),
             self.slot,
             task_id=f"{self.rollout.rollout_id}:grade",
             timeout_s=timeout_s,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from palaestra.core.types import JSON
 from palaestra.tools.installed import Installed
@@ -17,12 +18,12 @@ from palaestra.tools.toolsets import TOOL_ALIASES, TOOLSETS, resolve_toolsets
 
 logger = logging.getLogger(__name__)
 
-TOOL_TO_TOOLSET_MAP: Mapping[str, str] = {tool.name: tool.toolset for tool in builtin_tools()}
+TOOL_TO_TOOLSET_MAP: Mapping[str, str] = MappingProxyType({tool.name: tool.toolset for tool in builtin_tools()})
 """The toolset that each tool of the package belongs to."""
 
-TOOLSET_REQUIREMENTS: Mapping[str, Mapping[str, JSON]] = {
-    name: {"name": name, "env_vars": [], "tools": resolve_toolsets([name])} for name in TOOLSETS
-}
+TOOLSET_REQUIREMENTS: Mapping[str, Mapping[str, JSON]] = MappingProxyType(
+    {name: {"name": name, "env_vars": [], "tools": resolve_toolsets([name])} for name in TOOLSETS}
+)
 """What each toolset needs. No tool here reads an environment variable, so `env_vars` are empty."""
 
 

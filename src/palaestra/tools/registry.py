@@ -107,7 +107,7 @@ def build_tool_registry(
         raise ConfigError("External tool servers are not supported yet; leave tool_server_url unset")
     if strict and enabled_toolsets is None:
         raise ConfigError(
-            "strict needs the toolsets by name: `all that work here` differs from one machine to the next"
+            "strict needs the toolsets by name, or a distribution: `all that work here` differs between machines"
         )
     brought, disabled = list(extra), list(disabled_toolsets or ())
     others = usable_packages(installed)
@@ -120,6 +120,15 @@ def build_tool_registry(
     if strict and asked:
         raise ConfigError("Tools that were asked for are missing: " + "; ".join(f"{n}: {r}" for n, r in asked.items()))
     return ToolRegistry((tool for tool in chosen if tool.name not in reasons), asked)
+
+
+def unrestricted(registry: ToolRegistry) -> ToolRegistry:
+    """The tools of `registry` and all others that work here: for an environment's own code, which no draw binds."""
+    chosen = registry.list_tools()
+    everything = build_tool_registry()
+    others = [name for name in everything.list_tools() if name not in chosen]
+    found = [registry.get(name) for name in chosen] + [everything.get(name) for name in others]
+    return ToolRegistry(tool for tool in found if tool is not None)
 
 
 def get_tool_definitions(
