@@ -27,12 +27,11 @@ KINDS = {"string": str, "integer": int, "boolean": bool, "array": list, "object"
 
 def accepts(schema: Mapping[str, JSON], value: JSON, *, top: bool = True) -> bool:
     """Whether the value fits, for the words that schemas of tools here use."""
-    kind = schema.get("type")
-    if kind is not None and not is_a(kind, value):
+    if "type" in schema and not any(is_a(kind, value) for kind in kinds(schema)):
         return False
     if "enum" in schema and value not in schema["enum"]:
         return False
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
         return schema.get("minimum", value) <= value <= schema.get("maximum", value)
     if isinstance(value, str):
         return len(value) >= schema.get("minLength", 0)
@@ -47,6 +46,12 @@ def accepts(schema: Mapping[str, JSON], value: JSON, *, top: bool = True) -> boo
     return True
 
 
+def kinds(schema: Mapping[str, JSON]) -> list[str]:
+    """The types that a schema takes; it may name one or several."""
+    named = schema.get("type", "string")
+    return named if isinstance(named, list) else [named]
+
+
 def is_a(kind: str, value: JSON) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
@@ -59,8 +64,8 @@ def fitting(rng: random.Random, schema: Mapping[str, JSON]) -> JSON:
     """A value that the schema accepts."""
     if "enum" in schema:
         return rng.choice(schema["enum"])
-    match schema.get("type"):
-        case "integer":
+    match rng.choice(kinds(schema)):
+        case "integer" | "number":
             return rng.randint(schema.get("minimum", 0), min(schema.get("maximum", 10**6), 10**6))
         case "boolean":
             return rng.random() < 0.5

@@ -63,6 +63,10 @@ PARAMETERS: Mapping[str, str] = {
 """Each tool's parameters as the contract has them, `!` for those that are required. A tool may have further ones."""
 
 
+FROM_REPLY = object()
+"""Stands for what the latest reply that had this key said."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One call, the keys that the contract promises in its reply, and what must be true of it."""
