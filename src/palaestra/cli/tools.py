@@ -22,8 +22,9 @@ from palaestra.core.types import JSON
 )
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable, with the full schemas.")
 def command(as_json: bool) -> None:
-    from palaestra.tools.catalog import all_tools, get_available_toolsets
+    from palaestra.tools.catalog import get_available_toolsets
     from palaestra.tools.distributions import list_distributions
+    from palaestra.tools.registry import all_tools
 
     tools: list[dict[str, JSON]] = [
         {"name": tool.name, "toolset": tool.toolset, "missing": tool.missing(), **_schema(tool.schema.to_dict())}

@@ -109,7 +109,7 @@ class ToolContext:
         return await _told(download_dir(await self._slot(), remote_dir, Path(local_dir)))
 
     def search(self, query: str, path: str = ".") -> dict[str, JSON]:
-        """Search file contents with the tool `search_files`: its reply, or `{"error"}` where the group lacks it."""
+        """Search file contents with the tool `search_files`: its reply, or `{"error"}` where it is missing."""
         return self._wait(self.search_async(query, path), "search_async")
 
     async def search_async(self, query: str, path: str = ".") -> dict[str, JSON]:
@@ -117,19 +117,19 @@ class ToolContext:
         return _object(await self.call_tool_async("search_files", {"pattern": query, "path": path}))
 
     def web_search(self, query: str) -> dict[str, JSON]:
-        """Ask the tool `web_search`: its reply, or `{"error"}` where the group lacks it."""
+        """Ask the tool `web_search`: its reply, or `{"error"}` where it is missing."""
         return _object(self.call_tool("web_search", {"query": query}))
 
     def web_extract(self, urls: Sequence[str]) -> dict[str, JSON]:
-        """Ask the tool `web_extract`: its reply, or `{"error"}` where the group lacks it."""
+        """Ask the tool `web_extract`: its reply, or `{"error"}` where it is missing."""
         return _object(self.call_tool("web_extract", {"urls": list(urls)}))
 
     def browser_navigate(self, url: str) -> dict[str, JSON]:
-        """Ask the tool `browser_navigate`: its reply, or `{"error"}` where the group lacks it."""
+        """Ask the tool `browser_navigate`: its reply, or `{"error"}` where it is missing."""
         return _object(self.call_tool("browser_navigate", {"url": url}))
 
     def browser_snapshot(self) -> dict[str, JSON]:
-        """Ask the tool `browser_snapshot`: its reply, or `{"error"}` where the group lacks it."""
+        """Ask the tool `browser_snapshot`: its reply, or `{"error"}` where it is missing."""
         return _object(self.call_tool("browser_snapshot", {}))
 
     def call_tool(self, tool_name: str, arguments: Mapping[str, JSON]) -> str:

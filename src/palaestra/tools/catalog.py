@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from palaestra.core.types import JSON
 from palaestra.tools.installed import Installed
-from palaestra.tools.registry import builtin_tools, usable_packages
+from palaestra.tools.registry import all_tools, builtin_tools, usable_packages
 from palaestra.tools.schema import Tool
 from palaestra.tools.toolsets import TOOL_ALIASES, TOOLSETS, resolve_toolsets
 
@@ -25,11 +25,6 @@ TOOLSET_REQUIREMENTS: Mapping[str, Mapping[str, JSON]] = MappingProxyType(
     {name: {"name": name, "env_vars": [], "tools": resolve_toolsets([name])} for name in TOOLSETS}
 )
 """What each toolset needs. No tool here reads an environment variable, so `env_vars` are empty."""
-
-
-def all_tools() -> list[Tool]:
-    """Every tool of the package, then those of installed packages."""
-    return [*builtin_tools(), *(tool for each in usable_packages() for tool in each.tools)]
 
 
 def get_all_tool_names() -> list[str]:

@@ -122,13 +122,14 @@ def build_tool_registry(
     return ToolRegistry((tool for tool in chosen if tool.name not in reasons), asked)
 
 
-def unrestricted(registry: ToolRegistry) -> ToolRegistry:
-    """The tools of `registry` and all others that work here: for an environment's own code, which no draw binds."""
-    chosen = registry.list_tools()
-    everything = build_tool_registry()
-    others = [name for name in everything.list_tools() if name not in chosen]
-    found = [registry.get(name) for name in chosen] + [everything.get(name) for name in others]
-    return ToolRegistry(tool for tool in found if tool is not None)
+def unrestricted(registry: ToolRegistry | None = None) -> ToolRegistry:
+    """Every tool there is, those of `registry` before others of their name: for code, never to be shown to a model.
+
+    What is missing here is in it and answers with its reason.
+    """
+    own = [] if registry is None else [tool for name in registry.list_tools() if (tool := registry.get(name))]
+    names = {tool.name for tool in own}
+    return ToolRegistry([*own, *(tool for tool in all_tools() if tool.name not in names)])
 
 
 def get_tool_definitions(
@@ -172,6 +173,11 @@ def builtin_tools() -> tuple[Tool, ...]:
 
     here = (TERMINAL, READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES, TODO)
     return (*here, *PROCESSES, *WEB, *BROWSER, *MODELS, *ASSISTANT, *TRAINING)
+
+
+def all_tools() -> list[Tool]:
+    """Every tool of the package, then those of installed packages; those that are missing too."""
+    return [*builtin_tools(), *(tool for each in usable_packages() for tool in each.tools)]
 
 
 def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed]:

@@ -30,7 +30,7 @@ from palaestra.sandbox.base import Backend, Slot, SlotSpec, Snapshot
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.tools.binding import reply_text
 from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
-from palaestra.tools.registry import ToolRegistry, build_tool_registry
+from palaestra.tools.registry import ToolRegistry, unrestricted
 
 T = TypeVar("T")
 
@@ -44,7 +44,8 @@ _CLOSE_S = 30.0
 class ToolSession:
     """A pool of slots by task id, with its own event loop in a thread. Close it, or use it in a `with` statement.
 
-    `config` says what calls may do; its default, the contract's, is a network and the best isolation there is.
+    `registry` has every tool by default, those that are missing with their reason. `config` says what calls may do; its
+    default, the contract's, is a network and the best isolation there is.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ToolSession:
         backend: Backend | None = None,
     ) -> None:
         self._slots = _TaskSlots(backend or LocalBackend())
-        self._registry = registry if registry is not None else build_tool_registry()
+        self._registry = registry if registry is not None else unrestricted()
         self._executor = ToolExecutor(self._slots, self._registry, config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tool-session", daemon=True)
