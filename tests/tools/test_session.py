@@ -6,6 +6,8 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +32,11 @@ def session() -> Iterator[ToolSession]:
             pytest.skip(str(error))
         opened.release("probe")
         yield opened
+
+
+def nap() -> str:
+    """A command that runs for long and is told from all others."""
+    return f"sleep 999.{uuid.uuid4().int}"
 
 
 def call(session: ToolSession, name: str, task_id: str | None = None, **arguments: JSON) -> JSON:
@@ -74,13 +81,14 @@ def test_overrides_count_for_the_next_slot_of_their_task(session: ToolSession, t
 
 def test_a_call_waits_for_no_other_task_and_can_be_cancelled(session: ToolSession) -> None:
     async def scenario() -> None:
-        left = asyncio.create_task(session.handle_async("terminal", {"command": "sleep 7321"}, "a"))
+        naptime = nap()
+        left = asyncio.create_task(session.handle_async("terminal", {"command": naptime}, "a"))
         right = await session.handle_async("terminal", {"command": "echo done"}, "b")
         assert json.loads(right)["output"] == "done\n"
         left.cancel()
         with pytest.raises(asyncio.CancelledError):
             await left
-        seen = await session.handle_async("terminal", {"command": "pgrep -cf 'sleep 732[1]' || true"}, "a")
+        seen = await session.handle_async("terminal", {"command": f"pgrep -cxf '{naptime}' || true"}, "a")
         assert json.loads(seen)["output"].strip() == "0"
 
     asyncio.run(scenario())
@@ -126,7 +134,7 @@ SCRIPT = """
 from palaestra import cleanup_vm, get_active_environments_info, handle_function_call, register_task_env_overrides
 register_task_env_overrides("t1", {"cwd": "/tmp"})
 print(handle_function_call("terminal", {"command": "pwd"}, task_id="t1"))
-print(handle_function_call("terminal", {"command": "setsid sleep 4242 > /dev/null 2>&1 & echo"}))
+print(handle_function_call("terminal", {"command": "setsid NAP > /dev/null 2>&1 & echo"}))
 print(get_active_environments_info())
 cleanup_vm("t1")
 print(get_active_environments_info())
@@ -134,10 +142,13 @@ print(get_active_environments_info())
 
 
 def test_the_functions_share_one_session_that_ends_with_the_process(session: ToolSession) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+    naptime = nap()
+    script = SCRIPT.replace("NAP", naptime)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     replies = done.stdout.splitlines()
     assert json.loads(replies[0]) == {"output": "/tmp\n", "exit_code": 0, "error": None}
     assert replies[2:] == ["{'count': 2, 'task_ids': ['t1', 'default']}", "{'count': 1, 'task_ids': ['default']}"]
-    left = subprocess.run(["pgrep", "-f", "sleep 4242"], capture_output=True, text=True, check=False)
-    assert left.stdout == ""
+    until = time.monotonic() + 30
+    while subprocess.run(["pgrep", "-xf", naptime], capture_output=True, check=False).returncode == 0:
+        assert time.monotonic() < until, "a process of a slot outlived its process"
