@@ -71,6 +71,7 @@ def test_a_tool_that_cannot_be_used_is_left_out_with_its_reason() -> None:
     registry = build_tool_registry([], extra=[tool(missing="no key")])
     assert registry.list_tools() == []
     assert registry.missing == {"echo": "no key"}
+    assert build_tool_registry(extra=[tool(missing="no key")]).missing == {"echo": "no key"}
 
 
 def test_tools_that_were_asked_for_and_are_missing_are_logged(caplog: pytest.LogCaptureFixture) -> None:

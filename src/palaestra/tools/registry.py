@@ -20,7 +20,7 @@ from palaestra.core.types import JSON
 from palaestra.tools.arguments import InvalidArguments, parse_arguments
 from palaestra.tools.installed import Installed, installed_tools
 from palaestra.tools.schema import NoRollout, Tool, ToolMistake, ToolSchema
-from palaestra.tools.toolsets import TOOL_ALIASES, TOOLSETS, Toolset, resolve_toolsets
+from palaestra.tools.toolsets import ALIASES, TOOL_ALIASES, TOOLSETS, Toolset, resolve_toolsets
 from palaestra.tools.wire import ToolCall, ToolResult, result_of
 
 logger = logging.getLogger(__name__)
@@ -109,17 +109,18 @@ def build_tool_registry(
         raise ConfigError(
             "strict needs the toolsets by name, or a distribution: `all that work here` differs between machines"
         )
+    enabled = enabled_toolsets if enabled_toolsets is None or isinstance(enabled_toolsets, str) else [*enabled_toolsets]
     brought, disabled = list(extra), list(disabled_toolsets or ())
     others = usable_packages(installed)
-    toolsets = {**_toolsets_of(brought, others), **TOOLSETS}
-    names = resolve_toolsets(enabled_toolsets, disabled, toolsets)
+    names = resolve_toolsets(enabled, disabled, {**_toolsets_of(brought, others), **TOOLSETS})
     known = {tool.name: tool for tool in (*(tool for each in others for tool in each.tools), *builtin_tools())}
-    chosen = [known[name] for name in names] + [tool for tool in brought if tool.toolset not in disabled]
-    reasons = {tool.name: reason for tool in chosen if (reason := tool.missing()) is not None}
-    asked = {} if enabled_toolsets is None else reasons | _problems(others, enabled_toolsets)
-    if strict and asked:
-        raise ConfigError("Tools that were asked for are missing: " + "; ".join(f"{n}: {r}" for n, r in asked.items()))
-    return ToolRegistry((tool for tool in chosen if tool.name not in reasons), asked)
+    own = [tool for tool in brought if tool.toolset not in disabled]
+    chosen = [known[name] for name in names]
+    missing = _reasons(own) | (_reasons(chosen) | _problems(others, enabled) if enabled is not None else {})
+    if strict and missing:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+        raise ConfigError(f"Tools that were asked for are missing: {reasons}")
+    return ToolRegistry((tool for tool in [*chosen, *own] if tool.missing() is None), missing)
 
 
 def unrestricted(registry: ToolRegistry | None = None) -> ToolRegistry:
@@ -181,16 +182,18 @@ def all_tools() -> list[Tool]:
 
 
 def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed]:
-    """What other packages offer. One whose tools are called like tools that are there already loses them, and says so.
+    """What other packages offer. One whose names are taken by others offers nothing, and says so.
 
     `others` are by default what the entry points offer.
     """
     taken = {tool.name for tool in builtin_tools()}
     kept: list[Installed] = []
     for each in installed_tools() if others is None else others:
-        clashes = [tool.name for tool in each.tools if tool.name in taken]
+        clashes = [f"tool '{tool.name}'" for tool in each.tools if tool.name in taken]
+        if each.toolset in TOOLSETS or each.toolset in ALIASES:
+            clashes = [f"toolset '{each.toolset}'"]
         if clashes:
-            problem = f"{each.origin} has a tool called '{clashes[0]}', which there is already"
+            problem = f"{each.origin} brings the {clashes[0]}, which there is already"
             each = Installed(each.toolset, each.origin, problem=problem)
         taken.update(tool.name for tool in each.tools)
         kept.append(each)
@@ -205,6 +208,11 @@ def _toolsets_of(brought: Sequence[Tool], others: Sequence[Installed]) -> dict[s
         names = tuple(tool.name for tool in each.tools)
         made[each.toolset] = Toolset(f"Tools of {each.origin}", (*before, *names))
     return made
+
+
+def _reasons(tools: Iterable[Tool]) -> dict[str, str]:
+    """Why some of the tools cannot be used here, by name."""
+    return {tool.name: reason for tool in tools if (reason := tool.missing()) is not None}
 
 
 def _problems(others: Sequence[Installed], enabled: Iterable[str]) -> dict[str, str]:
