@@ -7,7 +7,7 @@ import pytest
 from palaestra.core.errors import ConfigError
 from palaestra.tools.toolsets import Toolset, resolve_toolsets
 
-ALL = ["terminal", "read_file", "write_file", "patch", "search_files"]
+ALL = ["terminal", "process", "read_file", "write_file", "patch", "search_files"]
 
 
 @pytest.mark.parametrize(
@@ -16,9 +16,9 @@ ALL = ["terminal", "read_file", "write_file", "patch", "search_files"]
         (None, None, ALL),
         (["default"], None, ALL),
         (["file", "terminal"], [], ALL),
-        (["terminal"], None, ["terminal"]),
-        (["file_tools"], None, ALL[1:]),
-        (["default"], ["terminal_tools"], ALL[1:]),
+        (["terminal"], None, ALL[:2]),
+        (["file_tools"], None, ALL[2:]),
+        (["default"], ["terminal_tools"], ALL[2:]),
         (["terminal"], ["terminal"], []),
         (None, ["default"], []),
         ([], None, []),

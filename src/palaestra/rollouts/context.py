@@ -141,7 +141,12 @@ class ToolContext:
         return await self._tools.handle(tool_name, arguments)
 
     def cleanup(self) -> None:
-        """Nothing is left to do: the grading view ends with the score. Kept for scripts that call it."""
+        """End the background processes that the check itself has started. All else ends with the grading view."""
+        self._wait(self.cleanup_async(), "cleanup_async")
+
+    async def cleanup_async(self) -> None:
+        """`cleanup`, to be awaited."""
+        await self._tools.processes.kill_all(self._tools.task_id)
 
     def _wait(self, call: Coroutine[object, object, T], twin: str) -> T:
         return wait_for_sync(call, loop=self._loop, twin=f"ToolContext.{twin}")

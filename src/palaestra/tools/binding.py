@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
+from palaestra.processes.registry import ProcessRegistry
 from palaestra.sandbox.base import Slot
 from palaestra.tools.arguments import InvalidArguments, parse_arguments
 from palaestra.tools.registry import ToolRegistry
@@ -28,7 +29,8 @@ class SlotTools:
     """The tools of a registry, bound to one rollout. Implements `ToolRun`.
 
     `slot_source` hands out the rollout's slot; it is awaited at most once. `timeout_s` is the default time limit of a
-    command.
+    command. `processes` is where the rollout's background processes are: its own registry, unless one is given that
+    several conversations share.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class SlotTools:
         task_id: str,
         user_task: str = "",
         timeout_s: float = 120.0,
+        processes: ProcessRegistry | None = None,
     ) -> None:
         self.registry = registry
         self.parallel_safe: frozenset[str] = registry.parallel_safe()
@@ -47,6 +50,7 @@ class SlotTools:
         self._task_id = task_id
         self._user_task = user_task
         self._timeout_s = timeout_s
+        self._processes = processes
 
     @property
     def task_id(self) -> str:
@@ -59,6 +63,12 @@ class SlotTools:
     @property
     def timeout_s(self) -> float:
         return self._timeout_s
+
+    @property
+    def processes(self) -> ProcessRegistry:
+        if self._processes is None:
+            self._processes = ProcessRegistry()
+        return self._processes
 
     async def slot(self) -> Slot:
         """The rollout's slot, acquired on the first call."""
@@ -110,6 +120,10 @@ class _Timed:
     @property
     def user_task(self) -> str:
         return self.tools.user_task
+
+    @property
+    def processes(self) -> ProcessRegistry:
+        return self.tools.processes
 
     async def slot(self) -> Slot:
         return await self.tools.slot()

@@ -104,10 +104,11 @@ def builtin_tools() -> tuple[Tool, ...]:
     """All tools that come with the package, in the order in which models see them."""
     from palaestra.tools.builtin.edits import PATCH
     from palaestra.tools.builtin.files import READ_FILE, WRITE_FILE
+    from palaestra.tools.builtin.process import PROCESS
     from palaestra.tools.builtin.search import SEARCH_FILES
     from palaestra.tools.builtin.terminal import TERMINAL
 
-    return (TERMINAL, READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES)
+    return (TERMINAL, PROCESS, READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES)
 
 
 def _usable(tool: Tool) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from palaestra.core.types import JSON
+from palaestra.processes.registry import ProcessRegistry
 from palaestra.sandbox.base import Slot
 from palaestra.tools.wire import ToolCall as ToolCall
 from palaestra.tools.wire import ToolResult as ToolResult
@@ -59,6 +60,11 @@ class ToolRun(Protocol):
     @property
     def timeout_s(self) -> float:
         """The default time limit of a command."""
+        ...
+
+    @property
+    def processes(self) -> ProcessRegistry:
+        """Where background processes are; a tool names its `task_id` there."""
         ...
 
     async def slot(self) -> Slot: ...

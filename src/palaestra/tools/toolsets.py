@@ -25,7 +25,7 @@ class Toolset:
 
 
 TOOLSETS: Mapping[str, Toolset] = {
-    "terminal": Toolset("Run shell commands in the workspace", ("terminal",)),
+    "terminal": Toolset("Run shell commands in the workspace", ("terminal", "process")),
     "file": Toolset("Read, write, edit and search files", ("read_file", "write_file", "patch", "search_files")),
     "default": Toolset("Terminal and files: what most tasks need", includes=("terminal", "file")),
 }
