@@ -13,15 +13,12 @@ from datetime import UTC, datetime
 
 from palaestra.core.types import JSON
 from palaestra.processes import output
-from palaestra.processes.base import FORGOTTEN, MAX_OUTPUT_CHARS, ProcessSession, SessionLost
+from palaestra.processes.base import FORGOTTEN, KILL_GRACE_S, MAX_OUTPUT_CHARS, ProcessSession, SessionLost
 from palaestra.sandbox.base import ProcessStatus
 
 PREVIEW_CHARS, LISTED_CHARS, WAITED_CHARS = 1000, 200, 2000
 MAX_NEW_BYTES = 20_000
 """How much one `poll` with a cursor gives; the next goes on from there."""
-
-KILL_GRACE_S = 2.0
-"""How long a process may take to end itself before it is killed."""
 
 WRITE_PATIENCE_S = 10.0
 """How long a write waits for the process to read."""

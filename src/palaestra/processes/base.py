@@ -24,6 +24,9 @@ FINISHED_TTL_SECONDS = 1800
 MAX_PROCESSES = 64
 """How many processes of one task may run at a time."""
 
+KILL_GRACE_S = 2.0
+"""How long a process may take to end itself before it is killed."""
+
 FORGOTTEN = "the slot has dropped what it knew of it, to make room for newer processes"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from palaestra.core.clock import Clock
 from palaestra.core.errors import InfraError
-from palaestra.processes.base import FORGOTTEN, EventKind, ProcessEvent, ProcessSession
+from palaestra.processes.base import FORGOTTEN, KILL_GRACE_S, EventKind, ProcessEvent, ProcessSession
 from palaestra.processes.output import readable
 from palaestra.sandbox.base import ProcessStatus
 
@@ -23,7 +23,6 @@ MATCH_EVERY_S, MAX_MATCHES = 15.0, 8
 MAX_TOLD_CHARS = 2000
 """How much output one event carries: its end."""
 
-KILL_GRACE_S = 2.0
 _PIECE_BYTES, _LONGEST_WAIT_S, _MAX_LINE_CHARS = 128 << 10, 30.0, 10_000
 
 Tell = Callable[[ProcessEvent], None]
@@ -49,8 +48,7 @@ class Follower:
         except ProcessLookupError:
             self._session.lose(FORGOTTEN)
             self._say(EventKind.LOST, self._session.lost)
-        except InfraError as error:
-            self._session.lose(str(error))
+        except InfraError as error:  # whoever asks for the session next hears of it as an error of the slot
             logger.debug("%s is no longer followed: %s", self._session.id, error)
 
     async def _follow(self) -> None:

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
-from palaestra.processes.registry import ProcessRegistry
 from palaestra.sandbox.base import Slot
 from palaestra.tools.arguments import InvalidArguments, parse_arguments
 from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.schema import ToolMistake, ToolReply
+from palaestra.tools.schema import StateT, ToolMistake, ToolReply
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +28,7 @@ class SlotTools:
     """The tools of a registry, bound to one rollout. Implements `ToolRun`.
 
     `slot_source` hands out the rollout's slot; it is awaited at most once. `timeout_s` is the default time limit of a
-    command. `processes` is where the rollout's background processes are: its own registry, unless one is given that
-    several conversations share.
+    command.
     """
 
     def __init__(
@@ -40,7 +38,6 @@ class SlotTools:
         task_id: str,
         user_task: str = "",
         timeout_s: float = 120.0,
-        processes: ProcessRegistry | None = None,
     ) -> None:
         self.registry = registry
         self.parallel_safe: frozenset[str] = registry.parallel_safe()
@@ -50,7 +47,7 @@ class SlotTools:
         self._task_id = task_id
         self._user_task = user_task
         self._timeout_s = timeout_s
-        self._processes = processes
+        self._states: dict[type, object] = {}
 
     @property
     def task_id(self) -> str:
@@ -64,18 +61,23 @@ class SlotTools:
     def timeout_s(self) -> float:
         return self._timeout_s
 
-    @property
-    def processes(self) -> ProcessRegistry:
-        if self._processes is None:
-            self._processes = ProcessRegistry()
-        return self._processes
-
     async def slot(self) -> Slot:
         """The rollout's slot, acquired on the first call."""
         async with self._acquiring:
             if self._slot is None:
                 self._slot = await self._slot_source()
             return self._slot
+
+    def state(self, kind: type[StateT]) -> StateT:
+        """The rollout's one object of this type, made when first asked for."""
+        found = self._states.get(kind)
+        if not isinstance(found, kind):
+            found = self._states[kind] = kind()
+        return found
+
+    def share(self, thing: object) -> None:
+        """Make this the rollout's one object of its type: one that several conversations have together."""
+        self._states[type(thing)] = thing
 
     async def reply(self, name: str, arguments: Mapping[str, JSON], *, timeout_s: float | None = None) -> ToolReply:
         """Run one tool and return what it returned; its mistakes and failures come back as a dict with `error`.
@@ -121,12 +123,11 @@ class _Timed:
     def user_task(self) -> str:
         return self.tools.user_task
 
-    @property
-    def processes(self) -> ProcessRegistry:
-        return self.tools.processes
-
     async def slot(self) -> Slot:
         return await self.tools.slot()
+
+    def state(self, kind: type[StateT]) -> StateT:
+        return self.tools.state(kind)
 
 
 def reply_text(reply: ToolReply) -> str:

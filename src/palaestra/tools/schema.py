@@ -9,13 +9,14 @@ import copy
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from palaestra.core.types import JSON
-from palaestra.processes.registry import ProcessRegistry
 from palaestra.sandbox.base import Slot
 from palaestra.tools.wire import ToolCall as ToolCall
 from palaestra.tools.wire import ToolResult as ToolResult
+
+StateT = TypeVar("StateT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,11 @@ class ToolRun(Protocol):
         """The default time limit of a command."""
         ...
 
-    @property
-    def processes(self) -> ProcessRegistry:
-        """Where background processes are; a tool names its `task_id` there."""
-        ...
-
     async def slot(self) -> Slot: ...
+
+    def state(self, kind: type[StateT]) -> StateT:
+        """The rollout's one object of this type, made without arguments when first asked for."""
+        ...
 
 
 class ToolMistake(ValueError):

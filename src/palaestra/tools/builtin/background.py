@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
 from palaestra.processes.base import Watch
+from palaestra.processes.registry import ProcessRegistry
 from palaestra.sandbox.base import WORKSPACE
 from palaestra.tools.schema import ToolReply, ToolRun
 
@@ -58,7 +59,7 @@ async def start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         on_exit=bool(arguments.get("notify_on_complete")),
     )
     try:
-        session = await run.processes.spawn(
+        session = await run.state(ProcessRegistry).spawn(
             slot,
             arguments["command"],
             task_id=run.task_id,

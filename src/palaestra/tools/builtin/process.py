@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from palaestra.core.types import JSON
 from palaestra.processes.base import MAX_OUTPUT_CHARS
+from palaestra.processes.registry import ProcessRegistry
 from palaestra.tools.schema import Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 LOG_LINES = 200
@@ -69,7 +70,7 @@ async def run_process(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Do `action` with `session_id`."""
     action = arguments["action"]
     if action == "list":
-        return {"processes": await run.processes.list_sessions(run.task_id)}
+        return {"processes": await run.state(ProcessRegistry).list_sessions(run.task_id)}
     session_id = arguments.get("session_id")
     if not session_id:
         raise ToolMistake(f"session_id is needed for {action}; list shows those there are")
@@ -77,31 +78,31 @@ async def run_process(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
 
 
 async def _poll(session_id: str, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    return await run.processes.poll(session_id, arguments.get("since"), task_id=run.task_id)
+    return await run.state(ProcessRegistry).poll(session_id, arguments.get("since"), task_id=run.task_id)
 
 
 async def _log(session_id: str, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     offset, limit = arguments.get("offset", 0), arguments.get("limit", LOG_LINES)
-    return await run.processes.read_log(session_id, offset, limit, task_id=run.task_id)
+    return await run.state(ProcessRegistry).read_log(session_id, offset, limit, task_id=run.task_id)
 
 
 async def _wait(session_id: str, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     timeout_s = arguments.get("timeout")
-    return await run.processes.wait(session_id, timeout_s, limit_s=run.timeout_s, task_id=run.task_id)
+    return await run.state(ProcessRegistry).wait(session_id, timeout_s, limit_s=run.timeout_s, task_id=run.task_id)
 
 
 async def _kill(session_id: str, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    return await run.processes.kill_process(session_id, task_id=run.task_id)
+    return await run.state(ProcessRegistry).kill_process(session_id, task_id=run.task_id)
 
 
 async def _write(session_id: str, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     data, end = _data(arguments), bool(arguments.get("eof"))
-    return await run.processes.write_stdin(session_id, data, end=end, task_id=run.task_id)
+    return await run.state(ProcessRegistry).write_stdin(session_id, data, end=end, task_id=run.task_id)
 
 
 async def _submit(session_id: str, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     data, end = arguments.get("data", ""), bool(arguments.get("eof"))
-    return await run.processes.submit_stdin(session_id, data, end=end, task_id=run.task_id)
+    return await run.state(ProcessRegistry).submit_stdin(session_id, data, end=end, task_id=run.task_id)
 
 
 def _data(arguments: Mapping[str, JSON]) -> str:
