@@ -75,10 +75,6 @@ class SlotTools:
             found = self._states[kind] = kind()
         return found
 
-    def share(self, thing: object) -> None:
-        """Make this the rollout's one object of its type: one that several conversations have together."""
-        self._states[type(thing)] = thing
-
     async def reply(self, name: str, arguments: Mapping[str, JSON], *, timeout_s: float | None = None) -> ToolReply:
         """Run one tool and return what it returned; its mistakes and failures come back as a dict with `error`.
 
@@ -106,6 +102,10 @@ class SlotTools:
         `task_id` is part of the loop's signature; the binding already knows whose slot it is. Raises `InfraError`.
         """
         return reply_text(await self.reply(name, args))
+
+    def share(self, thing: object) -> None:
+        """Make this the rollout's one object of its type: one that several conversations have together."""
+        self._states[type(thing)] = thing
 
 
 @dataclass(frozen=True, slots=True)
