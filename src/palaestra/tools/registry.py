@@ -107,8 +107,9 @@ def builtin_tools() -> tuple[Tool, ...]:
     from palaestra.tools.builtin.process import PROCESS
     from palaestra.tools.builtin.search import SEARCH_FILES
     from palaestra.tools.builtin.terminal import TERMINAL
+    from palaestra.tools.builtin.terminal_stateful import TERMINAL_STATEFUL
 
-    return (TERMINAL, PROCESS, READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES)
+    return (TERMINAL, PROCESS, READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES, TERMINAL_STATEFUL)
 
 
 def _usable(tool: Tool) -> bool:

@@ -22,11 +22,14 @@ class Toolset:
     description: str
     tools: tuple[str, ...] = ()
     includes: tuple[str, ...] = ()
+    on_request: bool = False
+    """Only for who asks for it by name: what would stand beside another tool for the same thing."""
 
 
 TOOLSETS: Mapping[str, Toolset] = {
     "terminal": Toolset("Run shell commands in the workspace", ("terminal", "process")),
     "file": Toolset("Read, write, edit and search files", ("read_file", "write_file", "patch", "search_files")),
+    "terminal_stateful": Toolset("A shell that goes on between calls", ("terminal_stateful",), on_request=True),
     "default": Toolset("Terminal and files: what most tasks need", includes=("terminal", "file")),
 }
 
@@ -41,11 +44,11 @@ def resolve_toolsets(
 ) -> list[str]:
     """The tool names of the enabled toolsets (None: of all) without those of the disabled, each once, in table order.
 
-    Raises `ConfigError` for an unknown toolset, with the nearest name.
+    None leaves out those that are there on request. Raises `ConfigError` for an unknown toolset, with the nearest name.
     """
-    chosen = set().union(
-        *(_members(name, toolsets) for name in _known(toolsets if enabled is None else enabled, toolsets))
-    )
+    if enabled is None:
+        enabled = [name for name, toolset in toolsets.items() if not toolset.on_request]
+    chosen = set().union(*(_members(name, toolsets) for name in _known(enabled, toolsets)))
     removed = set().union(*(_owned(name, toolsets) for name in _known(disabled or (), toolsets)))
     in_order = dict.fromkeys(tool for toolset in toolsets.values() for tool in toolset.tools)
     return [tool for tool in in_order if tool in chosen - removed]

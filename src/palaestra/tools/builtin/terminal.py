@@ -74,6 +74,11 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
         )
     except (FileNotFoundError, NotADirectoryError):
         return _reply("", 1, f"workdir {workdir} is not a directory; nothing was run")
+    return await reply_to(slot, result, timeout_s)
+
+
+async def reply_to(slot: Slot, result: ExecutionResult, timeout_s: float) -> dict[str, JSON]:
+    """What the model reads of a command that has run: bounded, with true totals."""
     output, extra = await _bounded(slot, result)
     return {**_reply(output, result.exit_code, _stopped(result, timeout_s)), **extra}
 
