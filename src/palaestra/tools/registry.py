@@ -108,8 +108,9 @@ def builtin_tools() -> tuple[Tool, ...]:
     from palaestra.tools.builtin.search import SEARCH_FILES
     from palaestra.tools.builtin.terminal import TERMINAL
     from palaestra.tools.builtin.terminal_stateful import TERMINAL_STATEFUL
+    from palaestra.tools.builtin.tmux import TMUX
 
-    return (TERMINAL, PROCESS, READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES, TERMINAL_STATEFUL)
+    return (TERMINAL, PROCESS, READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES, TERMINAL_STATEFUL, TMUX)
 
 
 def _usable(tool: Tool) -> bool:

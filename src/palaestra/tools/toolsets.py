@@ -30,6 +30,7 @@ TOOLSETS: Mapping[str, Toolset] = {
     "terminal": Toolset("Run shell commands in the workspace", ("terminal", "process")),
     "file": Toolset("Read, write, edit and search files", ("read_file", "write_file", "patch", "search_files")),
     "terminal_stateful": Toolset("A shell that goes on between calls", ("terminal_stateful",), on_request=True),
+    "tmux": Toolset("A terminal with a screen, and keys to press", ("tmux",), on_request=True),
     "default": Toolset("Terminal and files: what most tasks need", includes=("terminal", "file")),
 }
 

@@ -21,9 +21,9 @@ SCHEMA = ToolSchema(
     description=(
         f"Run a command in a bash shell that goes on between calls and begins in {WORKSPACE}: directory, variables, "
         "functions and activated environments carry over. Returns the combined stdout and stderr with the exit code. "
-        "There is no terminal and no stdin. Of long output you see the beginning and the end, and full_output_path names "
-        "a file with all of it. After exit, exec or a command that had to be killed together with the shell, the reply says "
-        "shell_restarted: the next command starts in a new shell."
+        "There is no terminal and no stdin. Of long output you see the beginning and the end, and full_output_path "
+        "names a file with all of it. After exit, exec or a command that had to be killed together with the shell, "
+        "the reply says shell_restarted: the next command starts in a new shell."
     ),
     parameters={
         "command": {"type": "string", "description": "The command line, as one would type it."},
