@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from palaestra.processes.base import MAX_PROCESSES
+from palaestra.processes.registry import ProcessRegistry
+from palaestra.tools.binding import SlotTools
+from palaestra.tools.registry import build_tool_registry
 
 if TYPE_CHECKING:
     from tests.tools.conftest import AtDesk, Desk
@@ -38,6 +41,21 @@ def test_a_process_from_its_start_to_its_end(at_desk: AtDesk) -> None:
         (listed,) = (await desk.call("process", action="list"))["processes"]
         assert (listed["session_id"], listed["command"], listed["cwd"]) == (name, command, "/tmp")
         assert (await desk.call("process", action="kill", session_id=name))["status"] == "already_exited"
+
+    at_desk(scenario)
+
+
+def test_conversations_may_share_a_registry_and_still_see_their_own_alone(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        shared = ProcessRegistry()
+        other = SlotTools(build_tool_registry(["terminal"]), desk.tools.slot, "task-2")
+        for tools in (desk.tools, other):
+            tools.share(shared)
+        name = (await desk.call("terminal", command="exec sleep 1000", background=True))["session_id"]
+        assert (await other.reply("process", {"action": "list"})) == {"processes": []}
+        assert "not_found" in (await other.handle("process", {"action": "kill", "session_id": name}))
+        assert await shared.has_active_for_session("task-1")
+        assert await shared.kill_all() == 1
 
     at_desk(scenario)
 
