@@ -15,7 +15,7 @@ from palaestra.processes.base import EventKind, Watch
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import Rung, Slot, SlotSpec
-from processes.scenes import OnBackend, wrote
+from processes.scenes import OnBackend
 
 
 @contextlib.asynccontextmanager
@@ -41,9 +41,10 @@ def test_sessions_go_on_in_slots_that_stay(tmp_path: Path) -> None:
         async with attached(folder) as backend, ProcessRegistry(checkpoint_path=path) as registry:
             slot = await backend.create(SlotSpec(), "t")
             command = 'echo one; while read -r x; do echo "<$x>"; done; exit 6'
-            talks = await registry.spawn(slot, command, task_id="t", session_key="chat", watch=Watch(patterns=("<b>",)))
+            watch = Watch(patterns=("one", "<b>"))
+            talks = await registry.spawn(slot, command, task_id="t", session_key="chat", watch=watch)
             ends = await registry.spawn(slot, "until [ -e go ]; do read -t 0.01 x; done; echo bye; exit 7", task_id="t")
-            await wrote(talks, "one\n")
+            assert (await asyncio.wait_for(registry.completion_queue.get(), 20)).text == "one"
             cursor = (await registry.poll(talks.id, since=0))["cursor"]
             gone = await backend.create(SlotSpec(), "gone")
             await registry.spawn(gone, "exec sleep 1000", task_id="gone")

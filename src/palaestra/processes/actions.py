@@ -160,7 +160,7 @@ async def _ended_or_interrupted(session: ProcessSession, patience_s: float) -> b
     finally:
         session.waiting.discard(interrupt)
         ending.cancel()
-        await asyncio.wait({ending})
+        await asyncio.gather(ending, return_exceptions=True)
 
 
 def _state(status: ProcessStatus) -> Reply:

@@ -83,7 +83,8 @@ class ProcessSession:
     """One background process by its session id.
 
     `session_key` names the conversation it was started from; `started_at` is seconds since the epoch. `lost` says why
-    it cannot be reached any more, and is empty while it can be. `status` is what was last heard of it.
+    it cannot be reached any more, and is empty while it can be. `status` is what was last heard of it, `followed` the
+    cursor up to which a follower has looked through its output; `notices` keeps the newest of what that had to tell.
     """
 
     id: str
@@ -98,6 +99,7 @@ class ProcessSession:
     watch: Watch = Watch()
     lost: str = ""
     recovered: bool = False
+    followed: int = 0
     waiting: set[asyncio.Future[None]] = field(default_factory=set)
     notices: deque[str] = field(default_factory=lambda: deque(maxlen=8))
 

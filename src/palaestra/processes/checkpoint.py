@@ -20,7 +20,7 @@ from palaestra.processes.base import ProcessSession, Watch
 from palaestra.sandbox.base import Process, ProcessStatus, Slot
 
 SCHEMA, VERSION = "palaestra.processes", 1
-_KEPT = ("id", "command", "task_id", "session_key", "cwd", "slot_id", "started_at", "lost")
+_KEPT = ("id", "command", "task_id", "session_key", "cwd", "slot_id", "started_at", "lost", "followed")
 _IDENTITY = ("process_id", "pid", "started_s")
 
 

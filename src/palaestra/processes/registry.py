@@ -266,6 +266,7 @@ class ProcessRegistry:
         if self.completion_queue.full():
             self.completion_queue.get_nowait()
         self.completion_queue.put_nowait(event)
+        self._save()
 
     def _save(self) -> None:
         if self._path is not None:

@@ -34,12 +34,12 @@ class Follower:
     def __init__(self, session: ProcessSession, tell: Tell, clock: Clock) -> None:
         self._session, self._tell, self._clock = session, tell, clock
         self._watch = session.watch
-        self._cursor = 0
+        self._cursor = session.followed
         self._rest = b""
         self._line = ""
         self._since = ""
-        self._matches = self._unsaid = 0
-        self._told_match = -MATCH_EVERY_S
+        self._matches = self._unsaid = self._lost = 0
+        self._told_match = float("-inf")
 
     async def run(self) -> None:
         """Until the process has ended, or its slot has; then there is nothing more to tell."""
@@ -73,11 +73,12 @@ class Follower:
     async def _read(self, wait_s: float) -> None:
         piece = await self._session.reach().read(self._cursor, max_bytes=_PIECE_BYTES, wait_s=wait_s)
         if piece.lost:
-            self._rest = b""
-            self._say(EventKind.MATCH, f"{piece.lost} bytes of output came too fast to be looked through")
+            self._rest, self._line = b"", ""
+            self._lost += piece.lost
         data = self._rest + piece.data
         text, held = readable(data, more=True)
         self._cursor, self._rest = piece.end, data[len(data) - held :] if held else b""
+        self._session.followed = piece.end - held
         self._take(text)
 
     def _take(self, text: str, last: bool = False) -> None:
@@ -94,11 +95,18 @@ class Follower:
         if now - self._told_match < MATCH_EVERY_S:
             self._unsaid += 1
             return
-        more = f" (and {self._unsaid} lines before it)" if self._unsaid else ""
-        self._told_match, self._unsaid = now, 0
+        self._told_match = now
         self._matches += 1
         stop = " (the patterns are no longer looked for)" if self._matches == MAX_MATCHES else ""
-        self._say(EventKind.MATCH, line.strip()[:MAX_TOLD_CHARS] + more + stop)
+        self._say(EventKind.MATCH, line.strip()[:MAX_TOLD_CHARS] + self._besides() + stop)
+
+    def _besides(self) -> str:
+        """What was not told one by one since the last match, once."""
+        lines, lost, self._unsaid, self._lost = self._unsaid, self._lost, 0, 0
+        parts = [f"{lines} more lines matched"] if lines else []
+        if lost and self._watch.patterns:
+            parts.append(f"{lost} bytes came too fast to be looked through")
+        return f" ({', '.join(parts)})" if parts else ""
 
     def _progress(self) -> None:
         if self._since:
@@ -106,8 +114,8 @@ class Follower:
             self._since = ""
 
     def _ended(self, status: ProcessStatus) -> None:
-        if self._unsaid:
-            self._say(EventKind.MATCH, f"{self._unsaid} more lines matched")
+        if besides := self._besides():
+            self._say(EventKind.MATCH, besides.strip(" ()"))
         if self._watch.on_exit or self._watch.interval_s:
             self._say(EventKind.EXITED, self._since, status.exit_code)
 
