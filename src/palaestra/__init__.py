@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from palaestra.inference.config import APIServerConfig, ServerBaseline
     from palaestra.inference.parsers import get_parser, list_parsers, register_parser
     from palaestra.inference.servers import ServerManager
+    from palaestra.processes.registry import ProcessRegistry
     from palaestra.rollouts.context import ToolContext
     from palaestra.sandbox.base import ExecutionResult, Slot
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
@@ -77,6 +78,7 @@ __all__ = [
     "HermesAgentLoop",
     "Item",
     "Outcome",
+    "ProcessRegistry",
     "Score",
     "ScoredDataGroup",
     "ScoredDataItem",
@@ -141,6 +143,7 @@ _MODULES = {
     "HermesAgentLoop": "agent.loop",
     "Item": "envs.base_env",
     "Outcome": "core.types",
+    "ProcessRegistry": "processes.registry",
     "Score": "core.types",
     "ScoredDataGroup": "envs.base_env",
     "ScoredDataItem": "envs.base_env",

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from palaestra.core.types import JSON
 
 PARAMETERS: Mapping[str, str] = {
-    "terminal": "command! background timeout workdir",
+    "terminal": "command! background timeout workdir pty check_interval notify_on_complete watch_patterns",
     "process": "action! session_id data timeout offset limit",
+    "terminal_stateful": "command! timeout",
+    "tmux": "action! keys block min_wait_s max_wait_s pane_width pane_height capture_entire reset max_bytes",
     "read_file": "path! offset limit",
     "write_file": "path! content!",
     "patch": "mode! path old_string new_string replace_all patch",
@@ -109,6 +111,31 @@ SCENES: Mapping[str, tuple[Step, ...]] = {
         step({"command": "cat notes.py; echo oh >&2; exit 3"}, TERMINAL, lambda r: r["exit_code"] == 3),
         step({"command": "pwd", "workdir": "/tmp"}, TERMINAL, lambda r: r["output"] == "/tmp\n"),
         step({"command": "echo a; sleep 60", "timeout": 1}, TERMINAL, lambda r: r["exit_code"] == 124),
+        step({"command": "read word; echo got $word; exit 5", "background": True}, "output exit_code session_id pid"),
+    ),
+    "process": (
+        step(
+            {"action": "poll", "session_id": FROM_REPLY}, "session_id command status pid uptime_seconds output_preview"
+        ),
+        step({"action": "submit", "session_id": FROM_REPLY, "data": "hi"}, "status bytes_written"),
+        step({"action": "wait", "session_id": FROM_REPLY, "timeout": 30}, "status", lambda r: r["exit_code"] == 5),
+        step(
+            {"action": "log", "session_id": FROM_REPLY}, "output total_lines showing", lambda r: "got hi" in r["output"]
+        ),
+        step({"action": "kill", "session_id": FROM_REPLY}, "status", lambda r: r["status"] == "already_exited"),
+        step({"action": "list"}, "processes", lambda r: len(r["processes"]) == 1),
+        step(
+            {"action": "poll", "session_id": "proc_0123456789ab"}, "status error", lambda r: r["status"] == "not_found"
+        ),
+    ),
+    "terminal_stateful": (
+        step({"command": "cd /tmp; x=7"}, TERMINAL, lambda r: r["exit_code"] == 0),
+        step({"command": "pwd; echo $x"}, TERMINAL, lambda r: r["output"] == "/tmp\n7\n"),
+    ),
+    "tmux": (
+        step({"action": "start"}, "output error"),
+        step({"action": "send_keys", "keys": ["echo $((6 * 7))", "Enter"], "block": True}, "output"),
+        step({"action": "stop"}, "output error"),
     ),
     "todo": (
         step(

@@ -225,9 +225,9 @@ def test_what_is_not_there_is_refused_at_once(config: dict[str, JSON]) -> None:
 def test_bash_is_another_name_of_terminal() -> None:
     async def main() -> ToolResult:
         async with ToolExecutor(Source(), build_tool_registry()) as executor:
-            return await executor.execute("t1", ToolCall("bash", {"command": "ls", "background": True}))
+            return await executor.execute("t1", ToolCall("bash", {"command": "ls", "pty": True}))
 
-    assert "not supported yet" in asyncio.run(main()).error
+    assert "pty needs background=true" in asyncio.run(main()).error
 
 
 @pytest.mark.parametrize(

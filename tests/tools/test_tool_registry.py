@@ -56,9 +56,9 @@ def test_the_prompt_description_has_one_json_line_per_tool() -> None:
 
 
 def test_tools_of_an_environment_are_in_unless_their_toolset_is_disabled() -> None:
-    assert build_tool_registry(["terminal"], extra=[tool()]).list_tools() == ["terminal", "echo"]
+    assert build_tool_registry(["terminal"], extra=[tool()]).list_tools() == ["terminal", "process", "echo"]
     assert build_tool_registry(["mine"], extra=[tool()]).list_tools() == ["echo"]
-    assert build_tool_registry(["terminal"], ["mine"], extra=[tool()]).list_tools() == ["terminal"]
+    assert build_tool_registry(["terminal"], ["mine"], extra=[tool()]).list_tools() == ["terminal", "process"]
     assert build_tool_registry([], extra=[tool(toolset="terminal")]).list_tools() == ["echo"]
 
 

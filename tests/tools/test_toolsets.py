@@ -32,8 +32,9 @@ def test_enabled_then_disabled(enabled: list[str] | None, disabled: list[str] | 
     assert resolve_toolsets(enabled, disabled) == expected
 
 
-def test_no_choice_means_every_tool_there_is() -> None:
-    assert sorted(resolve_toolsets()) == sorted(tool.name for tool in builtin_tools())
+def test_no_choice_means_every_tool_but_those_on_request() -> None:
+    on_request = {name for toolset in TOOLSETS.values() if toolset.on_request for name in toolset.tools}
+    assert sorted(resolve_toolsets()) == sorted({tool.name for tool in builtin_tools()} - on_request)
 
 
 def test_every_alias_names_something_under_a_name_that_is_free() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections.abc import Mapping
@@ -63,6 +64,7 @@ class ContractEnvironment(ClassEnvironment):
         async def slot() -> Slot:
             return sandbox
 
+        @functools.cache  # one for all calls of the hook, whose shell goes on between them
         def tools() -> SlotTools:
             registry = unrestricted(self.inner.tool_kit(random.Random(0)).registry)
             return SlotTools(registry, slot, task_id=task.id, timeout_s=self._settings.tool_timeout_s)

@@ -16,6 +16,7 @@ from typing import TypeVar
 from palaestra.core.bridge import wait_for_sync
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
+from palaestra.processes.registry import ProcessRegistry
 from palaestra.sandbox.base import Slot
 from palaestra.sandbox.transfer import Transferred, download_dir, upload_dir
 from palaestra.tools.binding import SlotTools
@@ -141,7 +142,12 @@ class ToolContext:
         return await self._tools.handle(self._tools.registry.known_as(tool_name), arguments)
 
     def cleanup(self) -> None:
-        """Nothing is left to do: the grading view ends with the score. Kept for scripts that call it."""
+        """End the background processes that the check itself has started. All else ends with the grading view."""
+        self._wait(self.cleanup_async(), "cleanup_async")
+
+    async def cleanup_async(self) -> None:
+        """`cleanup`, to be awaited."""
+        await self._tools.state(ProcessRegistry).kill_all(self._tools.task_id)
 
     def _wait(self, call: Coroutine[object, object, T], twin: str) -> T:
         return wait_for_sync(call, loop=self._loop, twin=f"ToolContext.{twin}")

@@ -14,12 +14,14 @@ from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import WORKSPACE, ExecutionResult, Slot
 from palaestra.tools.binding import SlotTools
+from palaestra.tools.builtin.terminal_stateful import StatefulShell
 from palaestra.tools.schema import ToolCall
 
 HOOK_OUTPUT_BYTES = 4 << 20
 """How much output a hook gets back; it is the environment's own code, not the model, that reads it."""
 
-SHELL_NAMES = frozenset({"bash", "terminal", "bash_stateful", "terminal_stateful"})
+SHELL_NAMES = frozenset({"bash", "terminal"})
+STATEFUL_NAMES = frozenset({"bash_stateful", "terminal_stateful"})
 
 
 class ExecTool:
@@ -52,6 +54,10 @@ class ExecTool:
                 timeout_s=float(args.get("timeout") or timeout_s),
                 max_output_bytes=HOOK_OUTPUT_BYTES,
             )
+        if name in STATEFUL_NAMES:
+            shell = await self._tools().state(StatefulShell).of(await self._slot())
+            timeout_s = float(args.get("timeout") or timeout_s)
+            return await shell.run(str(args["command"]), timeout_s=timeout_s, max_output_bytes=HOOK_OUTPUT_BYTES)
         if name == "read_file":
             return _success(await (await self._slot()).read_text(str(args["path"])))
         if name == "write_file":

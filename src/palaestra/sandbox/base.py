@@ -168,14 +168,16 @@ class Output:
 class ProcessStatus:
     """What there is to say of a background process. `exit_code` is None while it runs, 128+n after signal n.
 
-    `pid` is the slot's number for it. `full_output_path` is a file in the slot with its output from the start, once
-    that is more than what is kept for readers.
+    `pid` is the slot's number for it, `started_s` when it was started, in seconds since the host's boot: together with
+    `process_id` they tell it from every other one, also after the slot's server was started anew. `full_output_path`
+    is a file in the slot with its output from the start, once that is more than what is kept for readers.
     """
 
     process_id: int
     pid: int
     running: bool
     exit_code: int | None
+    started_s: float
     duration_s: float
     output_total_bytes: int
     terminal: bool = False

@@ -105,10 +105,7 @@ class LocalProcess:
 
     async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
         """End it and all it has started; see `Process.kill`."""
-        if grace_s > 0:
-            await self.signal(signal.SIGTERM)
-            await self.wait(grace_s)
-        return _status((await self._ask("kill")).fields)
+        return _status((await self._ask("kill", grace_s=grace_s)).fields)
 
     async def forget(self) -> None:
         """Kill it, if it runs, and drop its output."""
@@ -130,6 +127,7 @@ def _status(fields: Mapping[str, JSON]) -> ProcessStatus:
         pid=fields["pid"],
         running=fields["running"],
         exit_code=fields["exit_code"],
+        started_s=fields["started_s"],
         duration_s=fields["duration_s"],
         output_total_bytes=fields["output_total_bytes"],
         terminal=fields["terminal"],

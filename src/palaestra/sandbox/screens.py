@@ -119,11 +119,8 @@ class PlainScreen:
         return len(self._lines) - 1, self._column
 
     def feed(self, data: bytes) -> bytes:
-        text = (self._rest + data).decode(errors="surrogateescape")
-        unfinished = _UNFINISHED.search(text[-_MAX_UNFINISHED:])
-        held = unfinished.group() if unfinished else _broken_character(text)
-        self._rest = held.encode(errors="surrogateescape")
-        self._write(_SEQUENCE.sub("", text[: len(text) - len(held)]))
+        text, self._rest = plain(self._rest + data)
+        self._write(text)
         return b""
 
     def resize(self, size: TerminalSize) -> None:
@@ -148,6 +145,17 @@ class PlainScreen:
                 line, start = self._lines[-1].ljust(self._column), self._column
                 self._column += len(part)
                 self._lines[-1] = line[:start] + part + line[self._column :]
+
+
+def plain(data: bytes) -> tuple[str, bytes]:
+    """What a program has written, without control sequences, and what of it is only begun: a sequence or a character.
+
+    Bytes that are no UTF-8 are in the text as surrogates (`errors="surrogateescape"`).
+    """
+    text = data.decode(errors="surrogateescape")
+    unfinished = _UNFINISHED.search(text[-_MAX_UNFINISHED:])
+    held = unfinished.group() if unfinished else _broken_character(text)
+    return _SEQUENCE.sub("", text[: len(text) - len(held)]), held.encode(errors="surrogateescape")
 
 
 def _broken_character(text: str) -> str:

@@ -106,6 +106,10 @@ class SlotTools:
         """
         return reply_text(await self.reply(name, args))
 
+    def share(self, thing: object) -> None:
+        """Make this the rollout's one object of its type: one that several conversations have together."""
+        self._states[type(thing)] = thing
+
 
 @dataclass(frozen=True, slots=True)
 class _Timed:

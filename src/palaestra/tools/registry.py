@@ -163,17 +163,19 @@ def builtin_tools() -> tuple[Tool, ...]:
     """All tools that the package knows, in the order in which models see them; those that are missing say so."""
     from palaestra.tools.absent.assistant import ASSISTANT
     from palaestra.tools.absent.models import MODELS
-    from palaestra.tools.absent.processes import PROCESSES
     from palaestra.tools.absent.training import TRAINING
     from palaestra.tools.absent.web import BROWSER, WEB
     from palaestra.tools.builtin.edits import PATCH
     from palaestra.tools.builtin.files import READ_FILE, WRITE_FILE
+    from palaestra.tools.builtin.process import PROCESS
     from palaestra.tools.builtin.search import SEARCH_FILES
     from palaestra.tools.builtin.terminal import TERMINAL
+    from palaestra.tools.builtin.terminal_stateful import TERMINAL_STATEFUL
+    from palaestra.tools.builtin.tmux import TMUX
     from palaestra.tools.builtin.todo import TODO
 
-    here = (TERMINAL, READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES, TODO)
-    return (*here, *PROCESSES, *WEB, *BROWSER, *MODELS, *ASSISTANT, *TRAINING)
+    here = (TERMINAL, PROCESS, READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES, TODO, TERMINAL_STATEFUL, TMUX)
+    return (*here, *WEB, *BROWSER, *MODELS, *ASSISTANT, *TRAINING)
 
 
 def all_tools() -> list[Tool]:

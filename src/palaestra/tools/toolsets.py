@@ -23,6 +23,8 @@ class Toolset:
     description: str
     tools: tuple[str, ...] = ()
     includes: tuple[str, ...] = ()
+    on_request: bool = False
+    """Only for who asks for it by name: what would stand beside another tool for the same thing."""
 
 
 _BROWSER = tuple(
@@ -79,6 +81,8 @@ _CORE = [
 TOOLSETS: Mapping[str, Toolset] = {
     "terminal": Toolset("Run shell commands in the workspace and manage processes", ("terminal", "process")),
     "file": Toolset("Read, write, edit and search files", ("read_file", "write_file", "patch", "search_files")),
+    "terminal_stateful": Toolset("A shell that goes on between calls", ("terminal_stateful",), on_request=True),
+    "tmux": Toolset("A terminal with a screen, and keys to press", ("tmux",), on_request=True),
     "todo": Toolset("Keep a list of the steps of a task", ("todo",)),
     "web": Toolset("Search the web and read pages", ("web_search", "web_extract")),
     "search": Toolset("Search the web without reading pages", ("web_search",)),
@@ -131,6 +135,7 @@ ALIASES: Mapping[str, str] = {
 
 TOOL_ALIASES: Mapping[str, str] = {
     "bash": "terminal",
+    "bash_stateful": "terminal_stateful",
     "process_manage": "process",
     "todo_list": "todo",
     "cronjob_manage": "cronjob",
@@ -145,11 +150,11 @@ def resolve_toolsets(
 ) -> list[str]:
     """The tool names of the enabled toolsets (None: of all) without those of the disabled, each once, in table order.
 
-    Raises `ConfigError` for an unknown toolset, with the nearest name.
+    None leaves out those that are there on request. Raises `ConfigError` for an unknown toolset, with the nearest name.
     """
-    chosen = set().union(
-        *(_members(name, toolsets) for name in _known(toolsets if enabled is None else enabled, toolsets))
-    )
+    if enabled is None:
+        enabled = [name for name, toolset in toolsets.items() if not toolset.on_request]
+    chosen = set().union(*(_members(name, toolsets) for name in _known(enabled, toolsets)))
     removed = set().union(*(_owned(name, toolsets) for name in _known(disabled or (), toolsets)))
     in_order = dict.fromkeys(tool for toolset in toolsets.values() for tool in toolset.tools)
     return [tool for tool in in_order if tool in chosen - removed]

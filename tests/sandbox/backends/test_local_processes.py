@@ -183,6 +183,23 @@ def test_killing_ends_the_whole_tree_and_no_other(on_each_rung: WithSlot) -> Non
     on_each_rung(body)
 
 
+def test_one_that_ends_when_asked_leaves_nothing_behind(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        daemon = (await slot.execute("setsid sleep 2001 >/dev/null 2>&1 & echo $!")).output.strip()
+        process = await slot.spawn("setsid sleep 1001 & (setsid sh -c 'trap \"\" TERM; sleep 1002' &); echo up; wait")
+        await read_until(process, b"up\n")
+        await slot.execute("until [ $(pgrep -fc 'sleep 100[12]') -ge 2 ]; do :; done", timeout_s=20)
+        later = await slot.spawn("sleep 2002 & wait")
+        status = await process.kill(grace_s=20)
+        assert (status.running, status.exit_code) == (False, 143)
+        assert (await slot.execute("pgrep -fc 'sleep [1]00[12]'")).output == "0\n"
+        assert (await slot.execute(f"kill -0 {daemon} && echo lives")).output == "lives\n"
+        assert (await later.status()).running
+        assert (await process.kill(grace_s=20)).exit_code == 143
+
+    on_each_rung(body)
+
+
 def test_what_cannot_be_started_is_told_at_once(with_slot: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         with pytest.raises(FileNotFoundError, match="not found"):

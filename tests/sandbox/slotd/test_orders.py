@@ -64,9 +64,9 @@ def test_reports_arrive_as_they_were_sent(report: Report) -> None:
     assert orders.decode_report(orders.encode_report(report)) == report
 
 
-@given(st.integers(0, 2**32 - 1), st.tuples(st.integers(0, 2**60), st.integers(0, 2**22)), st.booleans())
-def test_what_to_kill_arrives_as_it_was_sent(command: int, after: tuple[int, int], spare: bool) -> None:
-    data = orders.encode_kill(command, after, spare)
-    assert orders.decode_order(data) == (Order.KILL, command, int(spare))
+@given(st.integers(0, 2**32 - 1), st.tuples(st.integers(0, 2**60), st.integers(0, 2**22)), *2 * [st.booleans()])
+def test_what_to_kill_arrives_as_it_was_sent(command: int, after: tuple[int, int], spare: bool, at_end: bool) -> None:
+    data = orders.encode_kill(command, after, spare, at_end)
+    assert orders.decode_order(data) == (Order.KILL, command, orders.SPARE * spare | orders.AT_END * at_end)
     assert orders.decode_moment(data) == after
     assert orders.decode_moment(orders.encode(Order.KILL, command)) == (0, 0)

@@ -72,17 +72,8 @@ def test_output_too_large_to_keep_tells_its_size(at_desk: AtDesk) -> None:
         assert len(reply["output"]) <= MAX_OUTPUT_CHARS
         assert reply["output"].endswith("x\nend\n")
         assert reply["output_total_bytes"] == size + 5
-        assert "full_output_path" not in reply
-
-    at_desk(scenario)
-
-
-def test_background_is_refused_and_nothing_is_run(at_desk: AtDesk) -> None:
-    async def scenario(desk: Desk) -> None:
-        reply = await desk.call("terminal", command="touch ran", background=True)
-        assert reply["exit_code"] == -1
-        assert "not supported yet" in reply["error"]
-        assert await desk.slot.stat("ran") is None
+        assert reply["full_output_bytes"] == 4 << 20  # of the slot's making: the first megabytes
+        assert (await desk.slot.read_bytes(reply["full_output_path"])) == b"x" * reply["full_output_bytes"]
 
     at_desk(scenario)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Background:
         self._readers: dict[int, _Reader] = {}
         self._killers: list[int] = []
         self._end: Report | None = None
-        self._started = time.monotonic()
+        self._started, self._started_s = time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME)
         self._ended = 0.0
         self._on_start: Callable[[Fields | None], None] = lambda _: None
 
@@ -124,13 +125,25 @@ class Background:
         if not self.over:
             self._slot.signal(self.name, number)
 
-    def kill(self, number: int) -> None:
-        """Answer when everything it has started is dead."""
-        if self.over:
+    def kill(self, number: int, grace_s: float = 0.0) -> None:
+        """Answer when everything it has started is dead. With `grace_s`, SIGTERM and so much time come first.
+
+        Where the main process ends in that time, what it leaves behind is killed then.
+        """
+        if self.over and not self._killers:
             self._link.send(Kind.RESULT, number, self.fields())
             return
         self._killers.append(number)
-        self._slot.kill_child(self.name)
+        if grace_s > 0:
+            self._slot.kill_at_end(self.name)
+            self._slot.signal(self.name, signal.SIGTERM)
+            self._loop.later(grace_s, self._insist)
+        else:
+            self._slot.kill_child(self.name)
+
+    def _insist(self) -> None:
+        if self._killers:
+            self._slot.kill_child(self.name)
 
     def fields(self) -> Fields:
         """What there is to say of it now."""
@@ -138,7 +151,8 @@ class Background:
         code = None if end is None else 128 - end.value if end.value < 0 else end.value
         ended = self._ended or time.monotonic()
         fields: Fields = {"process": self.name, "pid": self.pid, "running": not self.over, "exit_code": code}
-        fields |= {"duration_s": round(ended - self._started, 6), "output_total_bytes": self._ring.total}
+        fields |= {"started_s": self._started_s, "duration_s": round(ended - self._started, 6)}
+        fields |= {"output_total_bytes": self._ring.total}
         fields |= {"cpu_s": end and end.cpu_s, "max_rss_bytes": end and end.max_rss_bytes}
         return {**fields, "terminal": self._terminal, **self._spill.fields()}
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-VERSION = 2
+VERSION = 3
 """Both sides must agree; the server is started from the same package, so a mismatch is a broken installation."""
 
 WINDOW = 256 << 10

@@ -85,6 +85,7 @@ class Init:
         self._channel, self._start, self._kill_slot = channel, start or start_command, kill_slot
         self._commands: dict[int, killing.Command] = {}
         self._names: dict[int, int] = {}
+        self._at_end: set[int] = set()
 
     def serve(self) -> None:
         """Until the server closes the channel; the slot ends with this process."""
@@ -115,7 +116,7 @@ class Init:
         if order is Order.SPAWN:
             self._spawn(orders.decode_spawn(data), fds)
         elif order is Order.KILL:
-            self._kill(command, orders.decode_moment(data), bool(number & orders.SPARE))
+            self._kill(command, orders.decode_moment(data), number)
         else:
             self._signal(command, number)
         return True
@@ -144,9 +145,13 @@ class Init:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, number)
 
-    def _kill(self, name: int, after: killing.Moment, spare: bool) -> None:
+    def _kill(self, name: int, after: killing.Moment, flags: int) -> None:
         """Kill a command and what it started, then say so. Its exit is reported first, as always."""
-        swept = False
+        if flags & orders.AT_END and name in self._names.values():
+            self._at_end.add(name)
+            return
+        self._at_end.discard(name)
+        swept, spare = False, bool(flags & orders.SPARE)
         for pid, known in list(self._names.items()):
             if known == name:
                 others = [command for command in self._commands.values() if command.pid != pid]
@@ -163,9 +168,18 @@ class Init:
             if pid == 0:
                 return
             if pid in self._commands:
-                del self._commands[pid]
+                command, name = self._commands.pop(pid), self._names.pop(pid)
                 code, cpu_s = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
-                send(self._channel, Report(Kind.EXIT, self._names.pop(pid), code, False, cpu_s, usage.ru_maxrss << 10))
+                send(self._channel, Report(Kind.EXIT, name, code, False, cpu_s, usage.ru_maxrss << 10))
+                if name in self._at_end:
+                    self._at_end.discard(name)
+                    self._kill_rest(name, command)
+
+    def _kill_rest(self, name: int, ended: killing.Command) -> None:
+        """The main process has ended: kill what is left of its tree, then say so."""
+        others = list(self._commands.values())
+        swept = killing.kill_tree(ended, others, self._reap, spare=True, kill_slot=self._kill_slot)
+        send(self._channel, Report(Kind.KILLED, name, flag=swept))
 
 
 def start_command(spawn: orders.Spawn, fds: list[int]) -> int:

@@ -7,7 +7,7 @@
     input       process, close, and the bytes                       written
     signal      process, signal
     resize      process, rows, columns
-    kill        process                                             …, swept: when everything it started is dead
+    kill        process, grace_s                                    …, swept: when everything it started is dead
     processes                                                       processes: one object each
     dismiss     process                                             the process is killed and forgotten
     shell       cwd, env                                            shell
@@ -127,7 +127,7 @@ class ModeRequests:
         self._reply(frame)
 
     def _kill(self, frame: Frame) -> None:
-        self._process(frame).kill(frame.request)
+        self._process(frame).kill(frame.request, frame.fields["grace_s"])
 
     def _dismiss(self, frame: Frame) -> None:
         process = self._process(frame)

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-VERSION = 3
+VERSION = 4
 """Of these structs. The native init says which one it was built for, and is not used when it is another."""
 
 MAX_DATAGRAM = 96 << 10
@@ -30,8 +30,9 @@ TERMINAL, ANNOUNCE = 1, 2
 """Flags of SPAWN: the descriptor at place 0 becomes the controlling terminal of the command's session; STARTED is
 reported, with the pid that the slot sees."""
 
-SPARE = 1
-"""Flag of KILL: the main process lives on. For a shell that goes on."""
+SPARE, AT_END = 1, 2
+"""Flags of KILL: the main process lives on, for a shell that goes on; or the rest of its tree is killed not now, but as
+soon as it has ended, which is reported first."""
 
 _ORDER, _REPORT = struct.Struct("=BBHIHH"), struct.Struct("=BBHIiIqq")
 _MOMENT = struct.Struct("=qq")
@@ -106,9 +107,9 @@ def encode(order: Order, command: int = 0, number: int = 0) -> bytes:
     return _ORDER.pack(order, number, 0, command, 0, 0)
 
 
-def encode_kill(command: int, after: tuple[int, int] = (0, 0), spare: bool = False) -> bytes:
+def encode_kill(command: int, after: tuple[int, int] = (0, 0), spare: bool = False, at_end: bool = False) -> bytes:
     """Kill a command's tree: what it started after a moment (`killing.Moment`), if one is given."""
-    return encode(Order.KILL, command, SPARE if spare else 0) + _MOMENT.pack(*after)
+    return encode(Order.KILL, command, (SPARE if spare else 0) | (AT_END if at_end else 0)) + _MOMENT.pack(*after)
 
 
 def decode_moment(data: bytes) -> tuple[int, int]:

@@ -146,6 +146,10 @@ class Slot:
         self._ask(orders.encode_kill(command, after, spare))
         self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(command))
 
+    def kill_at_end(self, command: int) -> None:
+        """Kill what is left of a child as soon as its main process has ended. KILLED follows its end."""
+        self._ask(orders.encode_kill(command, at_end=True))
+
     def conclude(self, execution: Execution, **more: object) -> None:
         """Send a command's RESULT, with more fields."""
         kills = self._oom_kills

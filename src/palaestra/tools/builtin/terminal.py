@@ -1,9 +1,9 @@
 """The `terminal` tool: one shell command in the rollout's slot, run to its end or its time limit.
 
-Not for background processes: they come with the process registry; until then `background` is answered with an error.
+Commands that go on in the background are started by `background.py`, which has their parameters too.
 
 Invariant (S5): the reply is bounded whatever a command prints and tells the true total. Where the middle was cut out
-and the whole was small enough to keep, a file in the slot holds all of it. A command is never run twice.
+a file in the slot holds all of it, or its first megabytes, and the reply says how much. A command is never run twice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import WORKSPACE, ExecutionResult, Slot
-from palaestra.tools.schema import FunctionTool, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.builtin import background
+from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1.0, 600.0
 MAX_OUTPUT_CHARS = 50_000
@@ -24,19 +25,15 @@ MAX_KEPT_BYTES = 2 << 20
 """How much output is captured; what a reply cannot hold of it is written to a file in the slot."""
 SPILL_DIR = "/tmp/terminal-output"  # noqa: S108 - a path inside the slot, which nobody else shares
 
-_NO_BACKGROUND = (
-    "background=true is not supported yet, so nothing was run. Run the command in the foreground with a timeout, or "
-    "start it with 'nohup … > log.txt 2>&1 &' and read the log in a later call."
-)
-
 SCHEMA = ToolSchema(
     name="terminal",
     description=(
         "Run a shell command (bash) in the sandbox and return its combined stdout and stderr with its exit code. "
         f"Every call starts a fresh shell in {WORKSPACE}: cd, variables and activated environments do not carry over, "
         "files do. There is no terminal and no stdin: use non-interactive flags, no editors and no pagers. Of long "
-        "output you see the beginning and the end, and full_output_path names a file with all of it. To read, edit or "
-        "search files prefer read_file, patch and search_files where you have them."
+        "output you see the beginning and the end, and full_output_path names a file with all of it. For servers and "
+        "long jobs set background and look after them with the process tool. To read, edit or search files prefer "
+        "read_file, patch and search_files where you have them."
     ),
     parameters={
         "command": {"type": "string", "description": "The command line, passed to bash -c as it is."},
@@ -51,7 +48,7 @@ SCHEMA = ToolSchema(
             "type": "string",
             "description": f"Directory to run in, absolute or relative to {WORKSPACE}, which is the default.",
         },
-        "background": {"type": "boolean", "description": "Not supported yet; leave it out.", "default": False},
+        **background.PARAMETERS,
     },
     required=("command",),
 )
@@ -65,7 +62,10 @@ def clamp_timeout(timeout_s: float) -> float:
 async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Run `command`; the reply has `output`, `exit_code` and `error` (null unless something stopped the command)."""
     if arguments.get("background"):
-        return _reply("", -1, _NO_BACKGROUND)
+        return await background.start(arguments, run)
+    misplaced = [name for name in background.ONLY_WITH_BACKGROUND if arguments.get(name)]
+    if misplaced:
+        raise ToolMistake(f"{misplaced[0]} needs background=true; nothing was run")
     timeout_s = clamp_timeout(arguments.get("timeout", run.timeout_s))
     slot, workdir = await run.slot(), arguments.get("workdir") or WORKSPACE
     try:
@@ -74,6 +74,11 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
         )
     except (FileNotFoundError, NotADirectoryError):
         return _reply("", 1, f"workdir {workdir} is not a directory; nothing was run")
+    return await reply_to(slot, result, timeout_s)
+
+
+async def reply_to(slot: Slot, result: ExecutionResult, timeout_s: float) -> dict[str, JSON]:
+    """What the model reads of a command that has run: bounded, with true totals."""
     output, extra = await _bounded(slot, result)
     return {**_reply(output, result.exit_code, _stopped(result, timeout_s)), **extra}
 
@@ -84,8 +89,9 @@ async def _bounded(slot: Slot, result: ExecutionResult) -> tuple[str, dict[str, 
     if len(text) <= MAX_OUTPUT_CHARS and not result.metadata.get("truncated"):
         return text, {}
     if result.metadata.get("truncated"):
-        total = int(result.metadata["output_total_bytes"])
-        return cut(text, f"{total} bytes"), {"output_total_bytes": total}
+        names = ("output_total_bytes", "full_output_path", "full_output_bytes")
+        kept = {name: result.metadata[name] for name in names if name in result.metadata}
+        return cut(text, f"{kept['output_total_bytes']} bytes"), kept
     totals: dict[str, JSON] = {"output_total_chars": len(text)}
     path = await _spill(slot, text)
     if path is not None:

@@ -31,11 +31,11 @@
 
 #include "steps.h"
 
-enum { VERSION = 3, ANSWER = 100 };
+enum { VERSION = 4, ANSWER = 100 };
 enum { CONTROL = 3, LIST = 5, MAX_DATAGRAM = 96 << 10, MAX_FDS = 8, KILL_PATIENCE_S = 2 };
 enum { ORDER_SPAWN = 1, ORDER_KILL, ORDER_SIGNAL, ORDER_LONG };
 enum { REPORT_READY = 1, REPORT_FAILED, REPORT_EXIT, REPORT_NOT_STARTED, REPORT_KILLED, REPORT_STARTED };
-enum { FLAG_TERMINAL = 1, FLAG_ANNOUNCE = 2, FLAG_SPARE = 1 };
+enum { FLAG_TERMINAL = 1, FLAG_ANNOUNCE = 2, FLAG_SPARE = 1, FLAG_AT_END = 2 };
 
 struct order {
     uint8_t kind, flags;
@@ -62,6 +62,7 @@ struct command {
     pid_t pid;
     uint32_t name;
     unsigned long long started;
+    int at_end; /* what is left of it is to be killed when its main process ends */
 };
 
 static struct command *commands;
@@ -116,6 +117,8 @@ static void report_failure(const char *what, int error) {
     sendmsg(CONTROL, &message, MSG_NOSIGNAL);
 }
 
+static void kill_rest(struct command ended);
+
 static void reap(void) {
     int status;
     struct rusage usage;
@@ -132,7 +135,10 @@ static void reap(void) {
                       + usage.ru_stime.tv_usec,
             .max_rss_bytes = (int64_t)usage.ru_maxrss << 10,
         });
+        struct command ended = *command;
         *command = commands[--command_count];
+        if (ended.at_end)
+            kill_rest(ended);
     }
 }
 
@@ -373,11 +379,20 @@ static int kill_tree(struct command command, struct moment after, int spare) {
     return 1;
 }
 
-static void kill_command(uint32_t name, struct moment after, int spare) {
+/* Its main process has ended, and has been reported: the rest of its tree. */
+static void kill_rest(struct command ended) {
+    int swept = kill_tree(ended, (struct moment){0, 0}, 1);
+    report((struct report){.kind = REPORT_KILLED, .command = ended.name, .flag = swept});
+}
+
+static void kill_command(uint32_t name, struct moment after, int flags) {
     int swept = 0;
     for (size_t i = 0; i < command_count; i++)
         if (commands[i].name == name) {
-            swept = kill_tree(commands[i], after, spare);
+            commands[i].at_end = !!(flags & FLAG_AT_END);
+            if (commands[i].at_end)
+                return;
+            swept = kill_tree(commands[i], after, flags & FLAG_SPARE);
             break;
         }
     reap();
@@ -405,7 +420,7 @@ static void obey(char *data, size_t size, int *fds) {
     if (order->kind == ORDER_SPAWN)
         spawn(data, size, fds);
     else if (order->kind == ORDER_KILL)
-        kill_command(order->command, moment(data, size), order->flags & FLAG_SPARE);
+        kill_command(order->command, moment(data, size), order->flags);
     else if (order->kind == ORDER_SIGNAL)
         signal_command(order->command, order->flags);
 }

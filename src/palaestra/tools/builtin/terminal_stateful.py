@@ -1,0 +1,67 @@
+"""The `terminal_stateful` tool: commands in one shell of the rollout, where what one leaves is there for the next.
+
+Not for interactive programs: a command has no terminal and no input, here as in `terminal`.
+
+Invariant: there is one such shell per rollout, and its commands run one after the other. When the shell had to be
+started anew, the reply says so, since directory, variables and functions are gone then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from palaestra.core.types import JSON
+from palaestra.sandbox.base import WORKSPACE, Shell, Slot
+from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, clamp_timeout, reply_to
+from palaestra.tools.schema import FunctionTool, ToolReply, ToolRun, ToolSchema
+
+SCHEMA = ToolSchema(
+    name="terminal_stateful",
+    description=(
+        f"Run a command in a bash shell that goes on between calls and begins in {WORKSPACE}: directory, variables, "
+        "functions and activated environments carry over. Returns the combined stdout and stderr with the exit code. "
+        "There is no terminal and no stdin. Of long output you see the beginning and the end, and full_output_path "
+        "names a file with all of it. After exit, exec or a command that had to be killed together with the shell, "
+        "the reply says shell_restarted: the next command starts in a new shell."
+    ),
+    parameters={
+        "command": {"type": "string", "description": "The command line, as one would type it."},
+        "timeout": {
+            "type": "integer",
+            "description": (
+                "Time limit in seconds, 1 to 600. At the limit the command is stopped and the output up to then is "
+                "returned with exit code 124; the shell goes on where it can. Leave it out for the usual limit."
+            ),
+        },
+    },
+    required=("command",),
+)
+
+
+class StatefulShell:
+    """A rollout's one shell, opened when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._opening = asyncio.Lock()
+        self._shell: Shell | None = None
+
+    async def of(self, slot: Slot) -> Shell:
+        """The shell, in the rollout's slot."""
+        async with self._opening:
+            if self._shell is None:
+                self._shell = await slot.shell()
+            return self._shell
+
+
+async def run_terminal_stateful(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    """Run `command`; the reply is that of `terminal`, and `shell_restarted` where that happened."""
+    timeout_s = clamp_timeout(arguments.get("timeout", run.timeout_s))
+    slot = await run.slot()
+    shell = await run.state(StatefulShell).of(slot)
+    result = await shell.run(arguments["command"], timeout_s=timeout_s, max_output_bytes=MAX_KEPT_BYTES)
+    restarted = {"shell_restarted": True} if result.metadata.get("shell_restarted") else {}
+    return {**await reply_to(slot, result, timeout_s), **restarted}
+
+
+TERMINAL_STATEFUL = FunctionTool(schema=SCHEMA, run=run_terminal_stateful, toolset="terminal_stateful")

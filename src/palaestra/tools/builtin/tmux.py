@@ -1,0 +1,210 @@
+"""The `tmux` tool: one terminal of the rollout, for programs that draw on a screen and wait for keys.
+
+No tmux runs: the terminal is the slot's, the screen is emulated here. For commands whose output is enough there are
+`terminal` and `terminal_stateful`.
+
+Invariant: there is one such terminal per rollout. What a reply shows is the screen as it was when nothing had been
+written for a moment, or when the time was over; `still_running` tells of a command that was waited for in vain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Mapping
+
+from palaestra.core.errors import InfraError
+from palaestra.core.types import JSON
+from palaestra.processes import output
+from palaestra.processes.base import MAX_OUTPUT_CHARS
+from palaestra.sandbox.base import TerminalSize
+from palaestra.sandbox.terminal import ScreenShot, Terminal
+from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+
+ROWS, COLUMNS = 40, 160
+DEFAULT_MAX_WAIT_S, MIN_QUIET_S, LONGEST_WAIT_S = 10.0, 0.1, 30.0
+DEFAULT_STREAM_BYTES = 20_000
+
+_ENVIRONMENT = {"PROMPT_COMMAND": r"printf '\e]133;D;%s\a' $?"}
+"""Before every prompt the shell says that a command has ended, and how, in a sequence that no screen shows.
+
+The sequence is that of semantic prompts: https://gitlab.freedesktop.org/Per_Bothner/specifications/blob/master/proposals/semantic-prompts.md
+"""
+_MARK = re.compile(rb"\x1b\]133;D;(\d+)\x07")
+_LONGEST_MARK = 16
+
+SCHEMA = ToolSchema(
+    name="tmux",
+    description=(
+        "Use a terminal with a bash shell in it, as a person would: for editors, debuggers, installers and whatever "
+        "draws on the screen or asks for keys. start opens it; send_keys types and shows the screen; capture shows the "
+        "screen; stream gives what was written since the last stream; stop ends it and all that runs in it."
+    ),
+    parameters={
+        "action": {
+            "type": "string",
+            "enum": ["start", "send_keys", "capture", "stream", "stop"],
+            "description": "What to do.",
+        },
+        "keys": {
+            "type": ["string", "array"],
+            "items": {"type": "string"},
+            "description": (
+                "For send_keys: text, or a list of texts and keys by tmux's names (Enter, C-c, Up, Escape, F5). "
+                'A command is sent as ["make", "Enter"].'
+            ),
+        },
+        "block": {
+            "type": "boolean",
+            "description": "For send_keys: wait until the command has ended and the shell is back, max_wait_s at most.",
+            "default": False,
+        },
+        "min_wait_s": {
+            "type": "number",
+            "minimum": 0,
+            "description": "For send_keys: show the screen when nothing has been written for so long. Default 0.1.",
+        },
+        "max_wait_s": {
+            "type": "number",
+            "minimum": 0,
+            "description": f"For send_keys: show the screen then in any case. Default {DEFAULT_MAX_WAIT_S:g}.",
+        },
+        "pane_width": {"type": "integer", "minimum": 20, "maximum": 500, "description": "For start: columns."},
+        "pane_height": {"type": "integer", "minimum": 10, "maximum": 200, "description": "For start: rows."},
+        "capture_entire": {
+            "type": "boolean",
+            "description": "For capture: the kept output in plain lines instead of the screen.",
+            "default": False,
+        },
+        "reset": {
+            "type": "boolean",
+            "description": "For start: end the terminal that is open and open another. For stream: from the beginning.",
+            "default": False,
+        },
+        "max_bytes": {
+            "type": "integer",
+            "minimum": 1,
+            "maximum": MAX_OUTPUT_CHARS,
+            "description": f"For stream: how much at most. Default {DEFAULT_STREAM_BYTES}.",
+        },
+    },
+    required=("action",),
+)
+
+
+class Pane:
+    """A rollout's one terminal. Calls wait for each other."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.terminal: Terminal | None = None
+        self.cursor = 0
+
+    def open(self) -> Terminal:
+        """The terminal. Raises `ToolMistake` where none is open."""
+        if self.terminal is None:
+            raise ToolMistake("No terminal is open; start opens one")
+        return self.terminal
+
+
+_Action = Callable[[Pane, Mapping[str, JSON], ToolRun], Awaitable[ToolReply]]
+
+
+async def run_tmux(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    """Do `action` with the rollout's terminal."""
+    pane = run.state(Pane)
+    async with pane.turn:
+        return await _ACTIONS[arguments["action"]](pane, arguments, run)
+
+
+async def _start(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    if pane.terminal is not None and not arguments.get("reset"):
+        raise ToolMistake("A terminal is open already; use it, or start with reset")
+    slot = await run.slot()
+    await _stop(pane, arguments, run)
+    size = TerminalSize(arguments.get("pane_height", ROWS), arguments.get("pane_width", COLUMNS))
+    try:
+        pane.terminal, pane.cursor = await Terminal.open(slot, size=size, env=_ENVIRONMENT), 0
+    except InfraError:
+        raise
+    except OSError as error:
+        raise ToolMistake(f"No terminal can be opened: {error}") from None
+    await _command_ended(pane.terminal, 0, DEFAULT_MAX_WAIT_S)
+    return _shown(await pane.terminal.capture(quiet_s=MIN_QUIET_S, timeout_s=DEFAULT_MAX_WAIT_S))
+
+
+async def _send_keys(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    terminal, keys = pane.open(), arguments.get("keys")
+    if not keys:
+        raise ToolMistake("keys is needed for send_keys")
+    before = (await terminal.process.status()).output_total_bytes
+    try:
+        await terminal.send_keys(*([keys] if isinstance(keys, str) else keys))
+    except BrokenPipeError:
+        raise ToolMistake("What ran in the terminal has ended; start with reset opens another") from None
+    quiet_s = max(float(arguments.get("min_wait_s", 0)), MIN_QUIET_S)
+    patience_s = min(float(arguments.get("max_wait_s", DEFAULT_MAX_WAIT_S)), run.timeout_s)
+    if not arguments.get("block"):
+        return _shown(await terminal.capture(quiet_s=quiet_s, timeout_s=patience_s))
+    code = await _command_ended(terminal, before, patience_s)
+    shot = await terminal.capture(quiet_s=quiet_s, timeout_s=1.0)
+    if code is not None:
+        return {**_shown(shot), "command_exit_code": code}
+    late = {"still_running": f"The command has not ended within {patience_s:g}s."} if shot.running else {}
+    return {**_shown(shot), **late}
+
+
+async def _capture(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    terminal = pane.open()
+    shot = await terminal.capture(quiet_s=MIN_QUIET_S, timeout_s=1.0)
+    if not arguments.get("capture_entire"):
+        return _shown(shot)
+    kept = await output.tail(terminal.process, MAX_OUTPUT_CHARS, running=shot.running)
+    return {**_shown(shot), "output": kept.text, "dropped_bytes": kept.start}
+
+
+async def _stream(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    terminal, most = pane.open(), arguments.get("max_bytes", DEFAULT_STREAM_BYTES)
+    status = await terminal.process.status()
+    start = 0 if arguments.get("reset") else pane.cursor
+    new = await output.read_text(terminal.process, start, max_bytes=most, running=status.running)
+    pane.cursor = new.end
+    reply: dict[str, JSON] = {"output": new.text, "error": None, "more_bytes": status.output_total_bytes - new.end}
+    return {**reply, "lost_bytes": new.lost} if new.lost else reply
+
+
+async def _stop(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    terminal, pane.terminal = pane.terminal, None
+    if terminal is not None:
+        await terminal.aclose()
+    return {"output": "", "error": None}
+
+
+async def _command_ended(terminal: Terminal, cursor: int, patience_s: float) -> int | None:
+    """Wait until the shell says after `cursor` that a command has ended: its exit code. None: not in time, or never."""
+    deadline = asyncio.get_running_loop().time() + patience_s
+    seen = b""
+    while (left := deadline - asyncio.get_running_loop().time()) > 0:
+        piece = await terminal.process.read(cursor, wait_s=min(left, LONGEST_WAIT_S))
+        seen, cursor = seen[-_LONGEST_MARK:] + piece.data, piece.end
+        if mark := _MARK.search(seen):
+            return int(mark[1])
+        if not piece.data and not (await terminal.process.status()).running:
+            return None
+    return None
+
+
+def _shown(shot: ScreenShot) -> dict[str, JSON]:
+    reply: dict[str, JSON] = {"output": shot.text, "error": None, "cursor": list(shot.cursor), "running": shot.running}
+    if not shot.running:
+        reply["shell_exit_code"] = shot.exit_code
+    if not shot.emulated:
+        reply["note"] = "No screen is emulated here: these are the last lines that were written."
+    return reply
+
+
+_ACTIONS: Mapping[str, _Action] = {
+    "start": _start, "send_keys": _send_keys, "capture": _capture, "stream": _stream, "stop": _stop
+}  # fmt: skip
+
+TMUX = FunctionTool(schema=SCHEMA, run=run_tmux, toolset="tmux")
