@@ -14,7 +14,7 @@ import shlex
 from contextlib import AsyncExitStack
 
 from palaestra.core.errors import TaskError
-from palaestra.envs.endless_terminals.checks.index import faults
+from palaestra.envs.endless_terminals.checks.index import first_fault
 from palaestra.envs.endless_terminals.tasks import TerminalTask
 from palaestra.sandbox.base import WORKSPACE, Slot, SlotSource, SlotSpec, Snapshot, View
 
@@ -46,9 +46,8 @@ async def _prepared(task: TerminalTask, slots: SlotSource, spec: SlotSpec) -> Sn
             await slot.write_text(path, text)
         if task.setup:
             await _run(slot, task, task.setup, "its set-up fails")
-        wrong = [fault for fault in await faults(task.initial, slot) if fault]
-        if wrong:
-            raise TaskError(f"{task.id}: its first state is not what it should be: {'; '.join(wrong)}")
+        if wrong := await first_fault(task.initial, slot):
+            raise TaskError(f"{task.id}: its first state is not what it should be: {wrong}")
     except BaseException:
         await slots.release(slot)
         raise
@@ -62,7 +61,7 @@ async def _unpaid(task: TerminalTask, slots: SlotSource, snapshot: Snapshot) -> 
         for name, script in (("doing nothing", ""), *cheats(task)):
             if script:
                 await slot.execute(script, timeout_s=_TIMEOUT_S)
-            if not any(await faults(task.final, slot)):
+            if not await first_fault(task.final, slot):
                 raise TaskError(f"{task.id}: it is paid for {name}")
 
 
@@ -88,9 +87,8 @@ async def _oracle(task: TerminalTask, slots: SlotSource, snapshot: Snapshot) -> 
             sealed = await slots.seal(slot, GRADED)
             stack.push_async_callback(slots.forget, sealed)
             slot = await _leased(stack, slots, task, sealed)
-        wrong = [fault for fault in await faults(task.final, slot) if fault]
-        if wrong:
-            raise TaskError(f"{task.id}: its solution is not paid: {'; '.join(wrong)}")
+        if wrong := await first_fault(task.final, slot):
+            raise TaskError(f"{task.id}: its solution is not paid: {wrong}")
 
 
 async def _run(slot: Slot, task: TerminalTask, script: str, problem: str) -> None:

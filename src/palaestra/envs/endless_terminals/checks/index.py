@@ -40,6 +40,14 @@ async def faults(checks: Sequence[Check], slot: Slot) -> list[str]:
     return [await _fault(check, slot) for check in checks]
 
 
+async def first_fault(checks: Sequence[Check], slot: Slot) -> str:
+    """The first thing that is wrong, looking no further; empty where every check holds."""
+    for check in checks:
+        if fault := await _fault(check, slot):
+            return fault
+    return ""
+
+
 async def _fault(check: Check, slot: Slot) -> str:
     try:
         return await check.fault(slot)
