@@ -58,7 +58,7 @@ def committed(draw: Draw, place: str, given: Source | None) -> Part:
     )
     checks = (
         Git(folder, ["log", "--all", "--format=%an <%ae>: %s"], f"{person} <{mail}>: {message}"),
-        Git(folder, ["for-each-ref", "--format=%(refname)"], "refs/heads/main"),
+        Git(folder, ["for-each-ref", "--format=%(refname)", "refs/heads"], "refs/heads/main"),
         Git(folder, ["ls-tree", "-r", "--name-only", "main"], "\n".join(sorted([".gitignore", *kept])), False),
         Git(folder, ["status", "--porcelain"], ""),
         Git(folder, ["check-ignore", *sorted(junk)], "\n".join(sorted(junk))),
