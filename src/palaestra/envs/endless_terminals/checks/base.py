@@ -87,7 +87,7 @@ async def probe(slot: Slot, code: str, asked: JSON) -> JSON:
     if value is None:
         if await _probe(slot, "answer(True)", None) is not True:
             raise GraderError(f"python3 does not run in {slot.slot_id}, so nothing there can be checked")
-        raise Unreadable("what is there cannot be looked at")
+        raise Unreadable(f"what is at {asked!r:.200} cannot be looked at")
     return value
 
 

@@ -52,4 +52,4 @@ async def _fault(check: Check, slot: Slot) -> str:
     try:
         return await check.fault(slot)
     except Unreadable as error:
-        return f"{check.path}: {error}"
+        return str(error)
