@@ -22,7 +22,7 @@ from palaestra.sandbox.pool import SlotPool
 
 ENVIRONMENT = str(Path(__file__).parents[3] / "environments" / "endless_terminals_env.py")
 
-CHEATS = ["fake-python", "fake-git", "stale-reward", "solution-file", "reward-daemon", "answering-daemon"]
+CHEATS = ["fake-python", "solution-file", "answering-daemon"]
 
 
 def run(folder: Path, *argv: str) -> int:
@@ -37,11 +37,11 @@ def groups(folder: Path) -> list[dict]:
 @pytest.mark.slots
 @pytest.mark.parametrize(
     "settings",
-    [["--env.level", "2", "--env.seed", "7"], ["--env.families", "process-serve", "script-cipher", "--env.level", "1"]],
+    [["--env.level", "2", "--env.seed", "7"], ["--env.families=script-cipher", "--env.level=1"]],
 )
 def test_the_oracle_is_paid_and_no_cheat_is(settings: list[str], tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    proof = check_environment(ENVIRONMENT, settings, tasks=2, only=CHEATS, quiet=True)
+    proof = check_environment(ENVIRONMENT, settings, tasks=1, only=CHEATS, quiet=True)
     assert proof.proven
     assert proof.holds, [line for line in proof.lines if not line.ok]
     assert {line.policy for line in proof.lines} == {"oracle", "noop", *CHEATS}
@@ -200,7 +200,7 @@ def test_a_folders_own_tests_prepare_and_decide(toolchain: Toolchain, in_pool, t
         snapshot = await pool.seal(slot)
         plants = "/conftest.py /home/user/conftest.py /usr/lib/python3/sitecustomize.py"
         cheat = f"for f in {plants}; do echo 'import os; os._exit(0)' > $f; done"
-        for script, reward in (("true", 0.0), ("echo 3 > /home/user/sum.txt", 1.0), (cheat, 0.0)):
+        for script, reward in (("echo 3 > /home/user/sum.txt", 1.0), (cheat, 0.0)):
             slot = await pool.acquire("agent", snapshot=snapshot)
             assert not (await slot.execute("find / -xdev -name 'test_*state*' | grep .")).success
             await slot.execute(script)
@@ -220,8 +220,10 @@ def test_a_folders_own_tests_prepare_and_decide(toolchain: Toolchain, in_pool, t
     [
         ({"container__def": "%post\nexit 3\n"}, PrepareError, "its %post script fails here"),
         ({"container__def": "%post\ntrue\n"}, PrepareError, "first state cannot be had here; test_state.py::test_num"),
-        ({"test_final_state__py": "import absent\n"}, PrepareError, "last state cannot be run here"),
-        ({"test_final_state__py": INITIAL}, TaskError, "pass before anything was done"),
+        pytest.param(
+            {"test_final_state__py": "import absent\n"}, PrepareError, "cannot be run here", marks=pytest.mark.long
+        ),
+        pytest.param({"test_final_state__py": INITIAL}, TaskError, "pass before", marks=pytest.mark.long),
     ],
 )
 def test_a_folder_that_does_not_hold_here_is_refused(
@@ -238,6 +240,7 @@ def test_a_folder_that_does_not_hold_here_is_refused(
     in_pool(scenario)
 
 
+@pytest.mark.long
 @pytest.mark.network
 @pytest.mark.slots
 def test_task_folders_are_played(tmp_path: Path, monkeypatch) -> None:

@@ -19,6 +19,7 @@ from palaestra.agent.result import AgentResult
 from palaestra.core.config import later
 from palaestra.core.errors import ConfigError, PrepareError, TaskError
 from palaestra.core.types import JSON, Score, Task
+from palaestra.envs.base_env import Item
 from palaestra.envs.config import HermesAgentEnvConfig
 from palaestra.envs.contract import ContractEnvironment
 from palaestra.envs.endless_terminals import folder_grading
@@ -27,7 +28,7 @@ from palaestra.envs.endless_terminals.compose import Choice, generate
 from palaestra.envs.endless_terminals.folders import FolderTask, read_folder
 from palaestra.envs.endless_terminals.tasks import TerminalTask, read_tasks
 from palaestra.envs.endless_terminals.trial import GRADED
-from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item
+from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
 from palaestra.envs.swe.build.manifest import load_manifest
 from palaestra.envs.swe.install import DependencyCache, Toolchain
 from palaestra.envs.swe.rows import Install
