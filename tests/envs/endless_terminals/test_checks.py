@@ -12,7 +12,7 @@ from palaestra.envs.endless_terminals.checks.data import Csv, Ini, Json, JsonLin
 from palaestra.envs.endless_terminals.checks.files import Absent, Digests, Exists, Files, Lines, Link, Modes, Text
 from palaestra.envs.endless_terminals.checks.index import Check, faults, first_fault
 from palaestra.envs.endless_terminals.checks.programs import Archive, Case, Git, Query, Running, Runs, Serves
-from palaestra.sandbox.base import ExecutionResult
+from palaestra.sandbox.base import ExecutionResult, FileInfo
 from palaestra.sandbox.pool import SlotPool
 
 SETUP = r"""
@@ -23,6 +23,10 @@ echo '{"n": 1.0, "b": true, "l": [1, 2]}' > good.json; echo '[1,' > torn.json; e
 echo '{"a":2}' >> rows.jsonl; python3 -c 'print("[" * 100000)' > deep.json
 printf 'a,b\r\n"1, 2",3\r\n' > t.csv; printf 'a\tb\n1\t2\n' > t.tsv; printf '[s]\nKey: v\n' > c.ini
 printf 'x = [1]\n' > c.toml; printf 'k: [a, 1, yes]\n' > c.yaml; printf 'no [\n' > bad.any
+python3 -c 'print("1" * 5000)' > long.json; python3 -c 'print("a: " + "[x, " * 40000)' > huge.yaml
+python3 - > bomb.yaml <<'END'
+print("a: &a0 [x, x]", *(f"b{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)), sep="\n")
+END
 sha256sum text lines > sums; tar czf t.tgz tree; python3 -m zipfile -c t.zip tree/a.txt; gzip -c exact > t.gz
 python3 -c 'import sqlite3; d = sqlite3.connect("d.db"); d.execute("create table t (a, b)"); \
 d.execute("insert into t values (1, 2), (3, null)"); d.commit()'
@@ -89,6 +93,9 @@ FAULTS: list[Check] = [
     Ini("bad.any", {}),
     Toml("bad.any", {}),
     Yaml("bad.any", {}),
+    Yaml("huge.yaml", {}),
+    Yaml("bomb.yaml", {"a": []}),
+    Json("long.json", 1),
     Archive("t.tgz", "tar", {"tree/a.txt": "x"}),
     Archive("t.zip", "zip", {"a.txt": "z"}),
     Archive("text", "tar", {}),
@@ -162,7 +169,7 @@ def test_what_a_check_expects_never_enters_the_slot(in_pool) -> None:
 
 
 @pytest.mark.slots
-def test_a_slot_that_cannot_be_looked_into_is_no_fault(in_pool) -> None:
+def test_a_slot_that_lies_is_a_fault_and_one_that_is_broken_is_none(in_pool) -> None:
     async def scenario(pool: SlotPool) -> None:
         slot = await pool.acquire("broken")
 
@@ -177,6 +184,18 @@ def test_a_slot_that_cannot_be_looked_into_is_no_fault(in_pool) -> None:
         await pool.release(slot)
 
     in_pool(scenario)
+
+    class Lying:
+        slot_id = "lying"
+
+        async def stat(self, path: str) -> FileInfo:
+            return FileInfo(path, "symlink", 1, 0o777, 0.0)
+
+        async def execute(self, command: list[str], **how: object) -> ExecutionResult:
+            return ExecutionResult(True, verdict=b"true")
+
+    lied = [Link("link", "tree"), Files("tree", {}), Query("d.db", "select 1", [[1]]), Serves("/", 80, "true")]
+    assert all(asyncio.run(faults(lied, Lying())))  # type: ignore[arg-type]
 
     class Lost:
         async def read_bytes(self, path: str, *, max_bytes: int) -> bytes:

@@ -20,6 +20,9 @@ from palaestra.envs.endless_terminals.tasks import TerminalTask, to_line
 from palaestra.envs.endless_terminals.trial import prove
 from palaestra.sandbox.base import SlotSource, SlotSpec
 
+_PROGRESS = 100
+"""After how many tasks it says how far it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class BuildReport:
@@ -52,9 +55,11 @@ async def build(
     tasks = list(generate(choice, count))
     missing = await _missing(slots, spec, sorted({need for task in tasks for need in task.needs}))
     problems: dict[int, str] = {}
+    done = 0
     waiting = iter(enumerate(tasks))
 
     async def worker() -> None:
+        nonlocal done
         for number, task in waiting:
             lacks = [need for need in task.needs if need in missing]
             try:
@@ -64,6 +69,9 @@ async def build(
             except TaskError as error:
                 problems[number] = str(error)
                 progress(f"left out: {error}")
+            done += 1
+            if done % _PROGRESS == 0:
+                progress(f"{done} of {count} checked")
 
     async with asyncio.TaskGroup() as group:
         for _ in range(parallel):

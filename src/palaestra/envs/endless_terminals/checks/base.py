@@ -10,6 +10,7 @@ raises.
 from __future__ import annotations
 
 import json
+import reprlib
 
 import msgspec
 
@@ -17,7 +18,7 @@ from palaestra.core.errors import GraderError, InfraError
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
 
-MOST_BYTES = 4 << 20
+MOST_BYTES = 1 << 20
 """How large a file may be that a check reads."""
 
 TIMEOUT_S = 30.0
@@ -67,7 +68,7 @@ def plain(text: str) -> list[str]:
 
 def different(path: str, got: JSON, wanted: JSON) -> str:
     """The fault of a value that is not the expected one; short, and it shows what was there, not what should be."""
-    return "" if got == wanted else f"{path} holds something else: {got!r:.200}"
+    return "" if got == wanted else f"{path} holds something else: {reprlib.repr(got)}"
 
 
 _PROBE_START = """
@@ -78,8 +79,8 @@ asked = json.load(sys.stdin)
 """
 
 
-async def probe(slot: Slot, code: str, asked: JSON) -> JSON:
-    """Run Python in the slot that gives one JSON value to `answer`, over a descriptor of its own.
+async def probe(slot: Slot, code: str, asked: JSON, shape: JSON) -> JSON:
+    """Run Python in the slot that gives one value of the type `shape` to `answer`, over a descriptor of its own.
 
     Raises `Unreadable` when what it looked at broke it, `GraderError` when not even an empty program answers here.
     """
@@ -88,7 +89,10 @@ async def probe(slot: Slot, code: str, asked: JSON) -> JSON:
         if await _probe(slot, "answer(True)", None) is not True:
             raise GraderError(f"python3 does not run in {slot.slot_id}, so nothing there can be checked")
         raise Unreadable(f"what is at {asked!r:.200} cannot be looked at")
-    return value
+    try:
+        return msgspec.convert(value, shape)
+    except msgspec.ValidationError:  # in an agent's own slot, python3 may be the agent's
+        raise Unreadable(f"what is at {asked!r:.200} is answered for by something else") from None
 
 
 async def _probe(slot: Slot, code: str, asked: JSON) -> JSON:

@@ -101,7 +101,7 @@ class Link(BaseCheck, frozen=True):
         found = await look(slot, self.path)
         if found is None or found.kind != "symlink":
             return f"{self.path} is no symbolic link"
-        link, same = await probe(slot, code, [self.path, self.target])
+        link, same = await probe(slot, code, [self.path, self.target], tuple[str, bool])
         return "" if same else f"{self.path} leads to {link}"
 
 
@@ -115,7 +115,7 @@ class Files(BaseCheck, frozen=True):
             "answer(sorted(os.path.relpath(os.path.join(at, name), asked) "
             "for at, _, names in os.walk(asked) for name in names)[:2000])"
         )
-        got = await probe(slot, code, self.path)
+        got = await probe(slot, code, self.path, list[str])
         if sorted(got) != sorted(self.files):
             extra, missing = sorted(set(got) - set(self.files)), sorted(set(self.files) - set(got))
             return f"{self.path}: {len(missing)} files are missing, {len(extra)} should not be there {extra[:3]}"

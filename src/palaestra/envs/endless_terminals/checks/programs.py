@@ -5,6 +5,7 @@ Programs of an agent run in the grading slot with inputs that it has never seen,
 
 from __future__ import annotations
 
+import reprlib
 import shlex
 
 import msgspec
@@ -54,12 +55,12 @@ class Archive(BaseCheck, frozen=True):
     members: dict[str, str]
 
     async def fault(self, slot: Slot) -> str:
-        got = await probe(slot, _ARCHIVE, [self.path, self.format])
+        got = await probe(slot, _ARCHIVE, [self.path, self.format], dict[str, str] | str)
         if isinstance(got, str):
             return f"{self.path}: {got}"
         members = {name.removeprefix("./").rstrip("/"): text for name, text in got.items()}
         if sorted(members) != sorted(self.members):
-            return f"{self.path} holds other members: {sorted(members)!r:.200}"
+            return f"{self.path} holds other members: {reprlib.repr(sorted(members))}"
         for name, text in self.members.items():
             if plain(members[name]) != plain(text):
                 return f"{self.path}: {name} holds something else"
@@ -96,7 +97,7 @@ class Query(BaseCheck, frozen=True):
     ordered: bool = True
 
     async def fault(self, slot: Slot) -> str:
-        got = await probe(slot, _QUERY, [self.path, self.sql])
+        got = await probe(slot, _QUERY, [self.path, self.sql], list[list[JSON]] | str)
         if isinstance(got, str):
             return f"{self.path}: {got}"
         wanted = self.rows
@@ -150,7 +151,7 @@ class Serves(BaseCheck, frozen=True):
     text: str
 
     async def fault(self, slot: Slot) -> str:
-        got = await probe(slot, _SERVES, [f"http://127.0.0.1:{self.port}{self.path}"])
+        got = await probe(slot, _SERVES, [f"http://127.0.0.1:{self.port}{self.path}"], str)
         return "" if plain(got) == plain(self.text) else f"port {self.port}, {self.path}: {got!r:.200}"
 
     def made(self) -> tuple[str, ...]:
@@ -172,7 +173,7 @@ class Running(BaseCheck, frozen=True):
     word: str
 
     async def fault(self, slot: Slot) -> str:
-        got = await probe(slot, _RUNNING, self.path)
+        got = await probe(slot, _RUNNING, self.path, str)
         return "" if self.word in got.split() else f"{self.path} names no such process: {got!r:.200}"
 
 
