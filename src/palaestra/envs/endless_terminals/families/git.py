@@ -18,7 +18,7 @@ _IDENTITY = (
 )
 """Who commits in set-ups and solutions: the same commits get the same names everywhere."""
 
-_TOLD = "Where git wants an identity, any will do. "
+_TOLD = "Where git wants an identity, any will do."
 
 
 def _begun(folder: str) -> str:

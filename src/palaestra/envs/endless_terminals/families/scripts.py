@@ -34,9 +34,9 @@ ProgramStep: TypeAlias = Callable[[Draw], Program]
 
 def _shown(case: Case) -> str:
     """A case as a prompt shows it."""
-    words = f" with the arguments `{' '.join(case.arguments)}`" if case.arguments else ""
-    given = f" and `{case.stdin.rstrip()!r}` on its input" if case.stdin else ""
-    return f"For example{words}{given} it prints `{case.output.rstrip()!r}`."
+    given = [f"the arguments `{' '.join(case.arguments)}`"] if case.arguments else []
+    given += [f"the input `{case.stdin.rstrip()!r}`"] if case.stdin else []
+    return f"For example, with {' and '.join(given)} it prints `{case.output.rstrip()!r}`."
 
 
 def program_family(step: ProgramStep) -> Build:

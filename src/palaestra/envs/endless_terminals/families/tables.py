@@ -195,7 +195,7 @@ def joined(draw: Draw, place: str, given: Source | None) -> Part:
     names = [*table.names, value_name]
     text = f"{key_name},{value_name}\n" + "".join(f"{key},{value}\n" for key, value in managers.items())
     ask = (
-        f"Join {reading(source)} with `{lookup}` (CSV): `{group}` there is `{key_name}` here. Write "
+        f"Join {reading(source)} with `{lookup}` (CSV): `{group}` of the first is `{key_name}` of the second. Write "
         f"`{target}`, {describe('csv', names)}: the rows of the first file in their order, each with the "
         f"`{value_name}` that belongs to its `{group}`; rows whose `{group}` is not in `{lookup}` are left out."
     )

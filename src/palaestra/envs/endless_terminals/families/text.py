@@ -134,7 +134,7 @@ def longer(draw: Draw, lines: tuple[str, ...]) -> LineOp:
     bound = sorted(map(len, lines))[len(lines) // 2]
     upper = draw.chance(50)
     kept = [line.upper() if upper else line for line in lines if len(line) >= bound]
-    change = " in capitals" if upper else ""
+    change = ", in capitals" if upper else ""
     call = "toupper($0)" if upper else "$0"
     return LineOp(
         f"the lines that have {bound} characters or more (blanks count), in their order{change}.",
