@@ -132,9 +132,7 @@ class _Chain:
         given = self.source if self.source is not None and self.source.kind in family.takes else None
         for attempt in range(_TRIES):
             draw = Draw(*self.name, len(self.parts), family.name, attempt)
-            place = draw.fresh()
-            if place in self.places:
-                continue
+            place = next(word for word in iter(draw.fresh, "") if word not in self.places)
             try:
                 part = family.build(draw, place, given if attempt == 0 else None)
             except UnfitInputError:

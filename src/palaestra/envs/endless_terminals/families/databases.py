@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from palaestra.envs.endless_terminals.base import Family, Kind, Part, Source, UnfitInputError, python
+from palaestra.envs.endless_terminals.base import Family, Kind, Part, Source, python
 from palaestra.envs.endless_terminals.checks.data import Csv, Json
 from palaestra.envs.endless_terminals.checks.programs import Query
 from palaestra.envs.endless_terminals.draw import Draw
@@ -36,11 +36,7 @@ def _rows(table: Table) -> list[list[int | str]]:
 
 def imported(draw: Draw, place: str, given: Source | None) -> Part:
     """A table of text becomes a table of a database, numbers as numbers."""
-    source, files = table_source(draw, place, given)
-    table = source.table
-    assert table is not None
-    if not table.rows:
-        raise UnfitInputError("the table is empty")
+    source, table, files = table_source(draw, place, given)
     path, name = f"{place}/{draw.fresh()}.db", f"{draw.fresh()}_rows"
     numbers = [f"`{column.name}`" for column in table.columns if column.kind in ("id", "number")]
     integers = f"; {', '.join(numbers)} as INTEGER, the others as TEXT" if numbers else "; all as TEXT"
@@ -76,11 +72,11 @@ def queried(draw: Draw, place: str, given: Source | None) -> Part:
         groups.setdefault(str(key), []).append(value)
     rows: list[Row] = [(key, sum(v)) for key, v in sorted(groups.items()) if sum(v) >= bound]
     columns = (Column(group, "group"), Column("total", "number"))
-    target = Source(f"{place}/{draw.fresh()}.csv", "csv", Table(columns, tuple(rows)))
-    assert target.table is not None
+    result = Table(columns, tuple(rows))
+    target = Source(f"{place}/{draw.fresh()}.csv", "csv", result)
     ask = (
         f"The SQLite database `{path}` has a table `{name}` ({', '.join(table.names)}). Write `{target.path}`, "
-        f"{describe('csv', target.table.names)}: for each `{group}` the sum of its `{number}` as `total`, only those "
+        f"{describe('csv', result.names)}: for each `{group}` the sum of its `{number}` as `total`, only those "
         "with a "
         f"total of {bound} or more, sorted by `{group}`."
     )
@@ -90,7 +86,7 @@ def queried(draw: Draw, place: str, given: Source | None) -> Part:
         f"    out.writerow(['{group}', 'total'])\n    out.writerows(db.execute('{sql}'))"
     )
     initial = (Query(path, f"SELECT count(*) FROM {name}", [[len(table.rows)]]),)
-    check = Csv(target.path, target.table.cells())
+    check = Csv(target.path, result.cells())
     return Part(ask, python(code), (check,), setup=_filled(path, name, table), initial=initial, output=target)
 
 

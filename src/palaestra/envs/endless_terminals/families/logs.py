@@ -147,8 +147,8 @@ def slowest(draw: Draw, place: str, given: Source | None) -> Part:
     numbers = ("requests", "bytes", "slowest", "errors")
     columns = (Column("path", "text"), *(Column(name, "number") for name in numbers))
     log = f"{place}/{draw.fresh()}.log"
-    target = Source(f"{place}/{draw.fresh()}.csv", "csv", Table(columns, tuple(rows)))
-    assert target.table is not None
+    result = Table(columns, tuple(rows))
+    target = Source(f"{place}/{draw.fresh()}.csv", "csv", result)
     ask = (
         f"Summarise the access log `{log}`, whose lines have the form {_ACCESS}, in `{target.path}`: CSV with the "
         "header "
@@ -165,9 +165,7 @@ def slowest(draw: Draw, place: str, given: Source | None) -> Part:
         "        writer.writerow([path, len(v), sum(r[1] for r in v), max(r[2] for r in v), sum(r[0] >= 500 for r in "
         "v)])"
     )
-    return Part(
-        ask, python(code), (Csv(target.path, target.table.cells()),), {log: _access_text(records)}, output=target
-    )
+    return Part(ask, python(code), (Csv(target.path, result.cells()),), {log: _access_text(records)}, output=target)
 
 
 def sessions(draw: Draw, place: str, given: Source | None) -> Part:

@@ -44,14 +44,19 @@ def fresh_table(draw: Draw, *, rows: int | None = None) -> tuple[str, Table]:
     return name, Table(tuple(columns), tuple(made))
 
 
-def table_source(draw: Draw, place: str, given: Source | None) -> tuple[Source, dict[str, str]]:
-    """The table to work on, and the files that it needs: the given one needs none."""
+def table_source(draw: Draw, place: str, given: Source | None) -> tuple[Source, Table, dict[str, str]]:
+    """The file to work on, its table, and the files that it needs: the given one needs none.
+
+    Raises `UnfitInputError` for a table without rows.
+    """
     if given is not None and given.table is not None:
-        return given, {}
+        if not given.table.rows:
+            raise UnfitInputError("the table is empty")
+        return given, given.table, {}
     name, table = fresh_table(draw)
     form = draw.pick(FORMS)
     source = Source(f"{place}/{name}.{form}", form, table)
-    return source, {source.path: render(table, form)}
+    return source, table, {source.path: render(table, form)}
 
 
 def table_check(path: str, form: str, table: Table) -> Check:
@@ -94,12 +99,9 @@ def table_family(step: TableStep) -> Build:
     """The family that reads a table, does one operation, and writes the result as a table."""
 
     def build(draw: Draw, place: str, given: Source | None) -> Part:
-        source, files = table_source(draw, place, given)
-        assert source.table is not None
-        if not source.table.rows:
-            raise UnfitInputError("the table is empty")
-        op = step(draw, source.table)
-        same = op.table == source.table  # then a copy of the input must not do
+        source, table, files = table_source(draw, place, given)
+        op = step(draw, table)
+        same = op.table == table  # then a copy of the input must not do
         form = draw.pick([form for form in FORMS if not (same and form == source.form)])
         target = Source(f"{place}/{draw.fresh()}.{form}", form, op.table)
         ask = draw.pick(
@@ -112,7 +114,7 @@ def table_family(step: TableStep) -> Build:
             )
         )
         code = (
-            f"{READER}\nrows = read({source.path!r}, {source.form!r})\nnames = {source.table.names!r}\n{op.code}\n"
+            f"{READER}\nrows = read({source.path!r}, {source.form!r})\nnames = {table.names!r}\n{op.code}\n"
             f"write({target.path!r}, {form!r}, names, rows)"
         )
         check = table_check(target.path, form, op.table)
@@ -134,11 +136,8 @@ def report_family(step: Callable[[Draw, Table], ReportOp]) -> Build:
     """The family that reads a table and writes one JSON report."""
 
     def build(draw: Draw, place: str, given: Source | None) -> Part:
-        source, files = table_source(draw, place, given)
-        assert source.table is not None
-        if not source.table.rows:
-            raise UnfitInputError("the table is empty")
-        op = step(draw, source.table)
+        source, table, files = table_source(draw, place, given)
+        op = step(draw, table)
         target = f"{place}/{draw.fresh()}.json"
         ask = draw.pick(
             (

@@ -10,6 +10,7 @@ from palaestra.envs.endless_terminals.draw import Draw
 from palaestra.envs.endless_terminals.families.relations import (
     ReportOp,
     TableOp,
+    fresh_table,
     need,
     reading,
     report_family,
@@ -182,9 +183,7 @@ def cross_count(draw: Draw, table: Table) -> ReportOp:
 
 def joined(draw: Draw, place: str, given: Source | None) -> Part:
     """Look each row's group up in a second table; some groups are not there, and those rows are left out."""
-    source, files = table_source(draw, place, given)
-    table = source.table
-    assert table is not None
+    source, table, files = table_source(draw, place, given)
     group = draw.pick(need(table.of_kind("group"), "groups"))
     known = sorted({str(value) for value in table.values(group)})
     keys = draw.shuffled(known)[: max(1, len(known) - 1)]
@@ -209,9 +208,7 @@ def joined(draw: Draw, place: str, given: Source | None) -> Part:
 
 def partitioned(draw: Draw, place: str, given: Source | None) -> Part:
     """One file for each value of a group."""
-    source, files = table_source(draw, place, given)
-    table = source.table
-    assert table is not None
+    source, table, files = table_source(draw, place, given)
     group = draw.pick(need(table.of_kind("group"), "groups"))
     folder = f"{place}/by-{group}"
     parts: dict[str, list[Row]] = {}
@@ -236,9 +233,7 @@ def partitioned(draw: Draw, place: str, given: Source | None) -> Part:
 
 def unioned(draw: Draw, place: str, given: Source | None) -> Part:
     """Put the shards of one table together again, ordered by its id."""
-    source, _ = table_source(draw, place, None)
-    table = source.table
-    assert table is not None
+    _, table = fresh_table(draw)
     key = table.of_kind("id")[0]
     rows = draw.shuffled(table.rows)
     count = draw.between(2, 4)
@@ -246,8 +241,8 @@ def unioned(draw: Draw, place: str, given: Source | None) -> Part:
         f"{place}/shards/part-{number}.csv": render(table.with_rows(rows[number::count]), "csv")
         for number in range(count)
     }
-    target = Source(f"{place}/{draw.fresh()}.csv", "csv", table.with_rows(sorted(table.rows)))
-    assert target.table is not None
+    whole = table.with_rows(sorted(table.rows))
+    target = Source(f"{place}/{draw.fresh()}.csv", "csv", whole)
     ask = (
         f"The CSV files in `{place}/shards` have the same header line. Put all their rows into one file "
         f"`{target.path}`, {describe('csv', table.names)}, sorted by `{key}` as a number, smallest first."
@@ -257,7 +252,7 @@ def unioned(draw: Draw, place: str, given: Source | None) -> Part:
         f"for row in read(path, 'csv')]\nrows.sort(key=lambda row: row[{key!r}])\n"
         f"write({target.path!r}, 'csv', {table.names!r}, rows)"
     )
-    return Part(ask, python(code), (Csv(target.path, target.table.cells()),), shards, output=target)
+    return Part(ask, python(code), (Csv(target.path, whole.cells()),), shards, output=target)
 
 
 def _takes_table(name: str, build: Build) -> Family:
