@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/terminal_tasks.py --n 200 --seed 7
 
-Prints one line for each: tasks, seconds, tasks per minute, and the processor time of one task: that of this process, its
-slot server and all that ran in slots. It is the better figure on a machine that has other things to do.
+Prints one line for each: tasks, seconds, tasks per minute, and the processor time of one task: that of this process,
+its slot server and all that ran in slots. It is the better figure on a machine that has other things to do.
 """
 
 from __future__ import annotations

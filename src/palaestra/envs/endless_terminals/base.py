@@ -76,7 +76,6 @@ class Family:
     needs: tuple[str, ...] = ()
 
 
-def python(code: str, *arguments: str) -> str:
-    """A shell command that runs this Python code with these arguments."""
-    words = "".join(f" {argument}" for argument in arguments)
-    return f"python3 -{words} <<'END'\n{code.strip()}\nEND\n"
+def python(code: str) -> str:
+    """A shell command that runs this Python code, without site packages: so it starts in a fraction of the time."""
+    return f"python3 -S - <<'END'\n{code.strip()}\nEND\n"

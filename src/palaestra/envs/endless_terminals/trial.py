@@ -10,7 +10,9 @@ Sealing shows the workspace alone, as an environment's grading does. Raises `Tas
 
 from __future__ import annotations
 
+import posixpath
 import shlex
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from palaestra.core.errors import TaskError
@@ -66,17 +68,21 @@ async def _unpaid(task: TerminalTask, slots: SlotSource, snapshot: Snapshot) -> 
 
 
 def cheats(task: TerminalTask) -> list[tuple[str, str]]:
-    """Shell that puts something at every path that is to be made: nothing at all, or each of the first inputs."""
+    """Shell that puts something at every path that is to be made: nothing at all, or the first input."""
     paths = list(dict.fromkeys(path for check in task.final for path in check.made()))
-    scripts = [("empty files", "".join(_put("/dev/null", path) for path in paths))]
-    for source in list(task.files)[:1]:
-        scripts.append((f"copies of {source}", "".join(_put(source, path) for path in paths if path != source)))
-    return [(name, script) for name, script in scripts if script]
+    sources = {"empty files": "/dev/null", **{f"copies of {source}": source for source in list(task.files)[:1]}}
+    targets = {name: [path for path in paths if path != source] for name, source in sources.items()}
+    return [(name, _put(source, targets[name])) for name, source in sources.items() if targets[name]]
 
 
-def _put(source: str, path: str) -> str:
-    path = shlex.quote(path)
-    return f"mkdir -p $(dirname {path}) 2>/dev/null; cp {shlex.quote(source)} {path} 2>/dev/null\n"
+def _put(source: str, paths: Sequence[str]) -> str:
+    """Shell that writes what is in `source` to these paths, as far as that goes, with as few processes as can be."""
+    folders = sorted({posixpath.dirname(path) for path in paths})
+    targets = shlex.join(f"./{path}" for path in paths)
+    return (
+        f"mkdir -p {shlex.join(f'./{folder}' for folder in folders)}\n"
+        f"tee {targets} < {shlex.quote(source)} > /dev/null 2>&1\n"
+    )
 
 
 async def _oracle(task: TerminalTask, slots: SlotSource, snapshot: Snapshot) -> None:

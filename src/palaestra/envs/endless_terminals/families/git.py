@@ -113,11 +113,11 @@ def tagged(draw: Draw, place: str, given: Source | None) -> Part:
     """The commit that brought a line in gets a tag; nothing is checked out."""
     folder = f"{place}/repo"
     count, guilty = draw.between(6, 10), draw.between(2, 5)
-    word, name, tag = draw.fresh(), f"{draw.fresh()}.txt", f"found-{draw.fresh()}"
+    word, name, tag, others = draw.fresh(), f"{draw.fresh()}.txt", f"found-{draw.fresh()}", draw.words(9)
     lines: list[str] = []
     setup = _begun(folder)
     for number in range(1, count + 1):
-        lines.append(f"{draw.sentence()} {word}" if number == guilty else draw.sentence())
+        lines.append(f"{draw.sentence(others)} {word}" if number == guilty else draw.sentence(others))
         setup += _commit(name, "".join(f"{line}\n" for line in lines), f"Change {number}")
     ask = (
         f"In the repository `{folder}` some commit brought a line with the word `{word}` into `{name}`. Put the tag "
