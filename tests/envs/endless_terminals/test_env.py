@@ -6,6 +6,7 @@ import json
 import logging
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from palaestra.cli.exits import run_guarded
@@ -69,6 +70,24 @@ def test_a_file_of_tasks_is_played_and_its_bad_rows_are_named(
     assert [group["scores"] for group in groups(tmp_path)] == [[1.0, 1.0]] * 2
     metrics = groups(tmp_path)[0]["rollouts"][0]["metrics"]
     assert metrics == {"checks_held": 1.0, "level_1": 1.0}
+
+
+@pytest.mark.slots
+def test_an_evaluation_tells_what_was_solved_by_level(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tasks = [next(generate(Choice(1, levels=(level,), areas=("text",)), 1)) for level in (1, 2)]
+    broken = msgspec.structs.replace(tasks[1], id="broken", solution="true")
+    (tmp_path / "tasks.jsonl").write_bytes(b"".join(map(to_line, [*tasks, broken])))
+    command = ["run", ENVIRONMENT, "evaluate", "--env.dataset_name=tasks.jsonl", "--env.group_size=1"]
+    command += ["--env.data_dir_to_save_evals=evals", "--policy=oracle"]
+    assert run_guarded(lambda: cli.main(command, standalone_mode=False)) == 0
+    figures = json.loads((tmp_path / "evals" / "metrics.json").read_text())["results"]["all"]
+    assert figures["solved"] == pytest.approx(2 / 3)
+    assert {key: figures[key] for key in ("solved_level_1", "solved_level_2")} == {
+        "solved_level_1": 1.0,
+        "solved_level_2": 0.5,
+    }
+    assert (figures["rollouts"], figures["unscored"]) == (3, 0)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,11 @@ given that in most cases; else it stands beside it, in a directory of its own.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
@@ -18,7 +21,7 @@ from palaestra.envs.endless_terminals.checks.index import Check
 from palaestra.envs.endless_terminals.draw import Draw
 from palaestra.envs.endless_terminals.families.index import AREAS, FAMILIES
 from palaestra.envs.endless_terminals.stream import Stream
-from palaestra.envs.endless_terminals.tasks import TerminalTask
+from palaestra.envs.endless_terminals.tasks import TerminalTask, to_line
 from palaestra.sandbox.base import WORKSPACE
 
 HIGHEST_LEVEL = 5
@@ -144,9 +147,10 @@ class _Chain:
             return
         raise AssertionError(f"family {family.name} makes no part in {_TRIES} tries")
 
-    def task(self, task_id: str, level: int) -> TerminalTask:
-        return TerminalTask(
-            id=task_id,
+    def task(self, name: str, level: int) -> TerminalTask:
+        """The task, called `name` and a digest of what it is: tasks of one seed and other choices have other ids."""
+        task = TerminalTask(
+            id="",
             level=level,
             families=self.names,
             prompt=self._prompt(),
@@ -160,6 +164,8 @@ class _Chain:
             grading="live" if any(part.live for part in self.parts) else "sealed",
             needs=self.needs,
         )
+        digest = hashlib.sha256(to_line(task)).hexdigest()[:8]
+        return msgspec.structs.replace(task, id=f"{name}-{digest}")
 
     def _prompt(self) -> str:
         wording = self.stream.child("wording")
