@@ -83,6 +83,8 @@ def test_an_evaluation_tells_what_was_solved_by_level(tmp_path: Path, monkeypatc
     assert run_guarded(lambda: cli.main(command, standalone_mode=False)) == 0
     figures = json.loads((tmp_path / "evals" / "metrics.json").read_text())["results"]["all"]
     assert figures["solved"] == pytest.approx(2 / 3)
+    low, high = figures["solved_interval"]
+    assert low < 2 / 3 < high
     assert {key: figures[key] for key in ("solved_level_1", "solved_level_2")} == {
         "solved_level_1": 1.0,
         "solved_level_2": 0.5,

@@ -36,6 +36,7 @@ from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.base import Phase
 from palaestra.rollouts.context import ToolContext
 from palaestra.rollouts.grading import Grading
+from palaestra.rollouts.intervals import mean_interval
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.base import Slot, SlotSpec
 
@@ -199,11 +200,18 @@ class EndlessTerminalsEnv(HermesAgentBaseEnv):
         raise NotImplementedError("rollouts of this environment are graded by EndlessEnvironment.score")
 
     async def evaluate(self, *args: JSON, **kwargs: JSON) -> JSON:
-        """Roll every task out `group_size` times and log the share that was solved, whole and by level."""
+        """Roll every task out `group_size` times and log the share that was solved, whole and by level.
+
+        `solved_interval` is its 95 % interval, with the rollouts of one task taken together; None for a single task.
+        """
         done = await self.evaluate_items(self.items, self.settings.group_size)
         scored = [trajectory for trajectory in done if trajectory.reward is not None]
+        by_task: dict[str, list[float]] = {}
+        for trajectory in scored:
+            by_task.setdefault(trajectory.task_id, []).append(trajectory.reward or 0.0)
         metrics: dict[str, JSON] = {
             "solved": _mean([trajectory.reward for trajectory in scored]),
+            "solved_interval": mean_interval(list(by_task.values())),
             "rollouts": len(done),
             "unscored": len(done) - len(scored),
         }
