@@ -25,6 +25,7 @@ HELP = [
     ["env", "list"],
     ["tasks", "build"],
     ["tasks", "build", "swe"],
+    ["tasks", "build", "terminal"],
 ]
 
 

@@ -1,4 +1,4 @@
-"""`palaestra tasks build swe`: make verifiable bug-fixing tasks out of real packages."""
+"""`palaestra tasks build swe|terminal`: make verifiable tasks, out of real packages or out of a seed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import click
 from palaestra.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from palaestra.envs.endless_terminals.command import BuildReport as TerminalReport
+    from palaestra.envs.endless_terminals.compose import Choice
     from palaestra.envs.swe.build.command import BuildOptions, BuildReport
 
 CACHE = "~/.cache/palaestra"
@@ -28,6 +30,7 @@ _CONTEXT = {"help_option_names": ["-h", "--help"]}
     \b
       palaestra tasks build swe --out tasks.jsonl
       palaestra tasks build swe --package iniconfig==2.1.0 --out tasks.jsonl
+      palaestra tasks build terminal --n 1000 --seed 7 --out tasks.jsonl
     """,
 )
 def command() -> None:
@@ -37,10 +40,11 @@ def command() -> None:
 @command.group(
     "build",
     context_settings=_CONTEXT,
-    help="""Build tasks of one kind. There is one kind in this version: swe.
+    help="""Build tasks of one kind: swe or terminal.
 
     \b
       palaestra tasks build swe --out tasks.jsonl
+      palaestra tasks build terminal --n 1000 --seed 7 --out tasks.jsonl
     """,
 )
 def build_group() -> None:
@@ -84,8 +88,7 @@ def build_swe(
     from palaestra.envs.swe.build.command import BuildOptions
     from palaestra.envs.swe.build.manifest import dump_manifest
 
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    _check_out(out)
     options = BuildOptions(
         out=out,
         cache=cache.expanduser(),
@@ -109,3 +112,75 @@ async def _build(packages: Sequence[str], manifest: Path | None, options: BuildO
 
     async with make_pool(HermesAgentEnvConfig()) as pool:
         return await build(packages, manifest, pool, options, progress=lambda line: click.echo(line, err=True))
+
+
+@build_group.command(
+    "terminal",
+    context_settings=_CONTEXT,
+    help="""Generate terminal tasks from a seed: files, text, logs, tables, formats, archives, permissions, processes,
+    git, databases and scripts. Level k is k kinds of work in one task.
+
+    \b
+      palaestra tasks build terminal --n 1000 --seed 7 --out tasks.jsonl
+      palaestra tasks build terminal --n 50 --level 3 --area git --area text --out git.jsonl
+
+    Equal seeds give equal bytes. Each task is checked in slots before it is written: its first state is right, doing
+    nothing and files that are merely there are not paid, and its reference solution is. Nothing touches the network.
+    """,
+)
+@click.option("--n", "count", type=click.IntRange(min=1), default=100, show_default=True, help="Tasks to generate.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Equal seeds give equal tasks.")
+@click.option(
+    "--level", "levels", type=int, multiple=True, help="Only this level, 1 to 5; repeatable. [default: mixed]"
+)
+@click.option("--area", "areas", multiple=True, metavar="NAME", help="Only this area of work; repeatable.")
+@click.option("--family", "families", multiple=True, metavar="NAME", help="Only this kind of work; repeatable.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The JSONL file to write.")
+@click.option("--image", metavar="ROOT", help="A root file system for the slots, if not this machine's.")
+@click.option("--parallel", type=click.IntRange(min=1), help="Tasks under check at once. [default: two per processor]")
+@click.option("--check/--no-check", default=True, show_default=True, help="Whether each task is checked in slots.")
+def build_terminal(
+    count: int,
+    seed: int,
+    levels: tuple[int, ...],
+    areas: tuple[str, ...],
+    families: tuple[str, ...],
+    out: Path,
+    image: str | None,
+    parallel: int | None,
+    check: bool,
+) -> None:
+    from palaestra.envs.endless_terminals.command import BuildReport as TerminalReport
+    from palaestra.envs.endless_terminals.command import write_tasks
+    from palaestra.envs.endless_terminals.compose import Choice, generate
+
+    _check_out(out)
+    choice = Choice(seed, levels, families, areas)
+    if check:
+        report = asyncio.run(_build_terminal(choice, count, image, parallel))
+    else:
+        report = TerminalReport(tuple(generate(choice, count)), ())
+    if not report.tasks:
+        raise ConfigError("no task was built; the lines above say why")
+    write_tasks(out, report.tasks)
+    state = "checked" if check else "unchecked"
+    click.echo(
+        f"{len(report.tasks)} {state} tasks in {out}: {report.counts()}; {len(report.problems)} left out", err=True
+    )
+
+
+async def _build_terminal(choice: Choice, count: int, image: str | None, parallel: int | None) -> TerminalReport:
+    from palaestra.envs.config import HermesAgentEnvConfig
+    from palaestra.envs.endless_terminals.command import build
+    from palaestra.envs.settings import make_pool
+
+    async with make_pool(HermesAgentEnvConfig()) as pool:
+        at_once = parallel or max(1, pool.total_slots // 2)  # a task under check has one slot, and soon the next
+        return await build(
+            choice, count, pool, parallel=at_once, image=image, progress=lambda line: click.echo(line, err=True)
+        )
+
+
+def _check_out(out: Path) -> None:
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")

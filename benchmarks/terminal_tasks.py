@@ -1,0 +1,67 @@
+"""How many terminal tasks are generated, and held to their triple check, per minute.
+
+    .venv/bin/python benchmarks/terminal_tasks.py --n 200 --seed 7
+
+Prints one line for each: tasks, seconds, tasks per minute, and the processor time of one task: that of this process,
+its slot server and all that ran in slots. It is the better figure on a machine that has other things to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import time
+
+from palaestra.envs.config import HermesAgentEnvConfig
+from palaestra.envs.endless_terminals.command import build
+from palaestra.envs.endless_terminals.compose import Choice, generate
+from palaestra.envs.endless_terminals.tasks import to_line
+from palaestra.envs.settings import make_pool
+
+
+class Stopwatch:
+    """Time, and processor time of this process and those that it has waited for."""
+
+    def __init__(self) -> None:
+        self._begun, self._used = time.perf_counter(), self._processor()
+
+    @staticmethod
+    def _processor() -> float:
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(each.ru_utime + each.ru_stime for each in used)
+
+    def report(self, what: str, count: int) -> None:
+        """Print one line."""
+        seconds, processor = time.perf_counter() - self._begun, self._processor() - self._used
+        print(
+            f"{what}: {count} tasks in {seconds:.1f} s, {60 * count / seconds:,.0f} per minute on "
+            f"{len(os.sched_getaffinity(0))} processors, {1000 * processor / count:.1f} ms of processor time each"
+        )
+
+
+async def checked(choice: Choice, count: int) -> int:
+    """Build the tasks; returns how many did not hold."""
+    async with make_pool(HermesAgentEnvConfig()) as pool:
+        return len((await build(choice, count, pool, parallel=max(1, pool.total_slots // 2))).problems)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--n", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=7)
+    options = parser.parse_args()
+    choice = Choice(options.seed)
+
+    watch = Stopwatch()
+    written = sum(len(to_line(task)) for task in generate(choice, options.n))
+    watch.report(f"generated ({written:,} bytes)", options.n)
+
+    watch = Stopwatch()
+    left_out = asyncio.run(checked(choice, options.n))
+    watch.report(f"generated and checked ({left_out} left out)", options.n)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""All checks, how they are read from a row, and how a list of them is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from palaestra.envs.endless_terminals.checks.base import Unreadable
+from palaestra.envs.endless_terminals.checks.data import Csv, Ini, Json, JsonLines, Toml, Yaml
+from palaestra.envs.endless_terminals.checks.files import Absent, Digests, Exists, Files, Lines, Link, Modes, Text
+from palaestra.envs.endless_terminals.checks.programs import Archive, Git, Query, Running, Runs, Serves
+from palaestra.sandbox.base import Slot
+
+Check: TypeAlias = (
+    Absent
+    | Archive
+    | Csv
+    | Digests
+    | Exists
+    | Files
+    | Git
+    | Ini
+    | Json
+    | JsonLines
+    | Lines
+    | Link
+    | Modes
+    | Query
+    | Running
+    | Runs
+    | Serves
+    | Text
+    | Toml
+    | Yaml
+)
+
+
+async def faults(checks: Sequence[Check], slot: Slot) -> list[str]:
+    """What each check finds wrong, in order; an empty string where it holds. Raises `InfraError` for a failing slot."""
+    return [await _fault(check, slot) for check in checks]
+
+
+async def first_fault(checks: Sequence[Check], slot: Slot) -> str:
+    """The first thing that is wrong, looking no further; empty where every check holds."""
+    for check in checks:
+        if fault := await _fault(check, slot):
+            return fault
+    return ""
+
+
+async def _fault(check: Check, slot: Slot) -> str:
+    try:
+        return await check.fault(slot)
+    except Unreadable as error:
+        return str(error)

@@ -1,0 +1,79 @@
+"""A generated task as a row of a file, and as the `Task` that is rolled out.
+
+A row is all there is to a task: prompt, files, set-up, reference solution, and the checks of its first and last state,
+which hold the truth. Only prompt, files and set-up ever reach a slot that an agent has. Invariant: equal tasks are
+equal bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from palaestra.core.errors import ConfigError, TaskError
+from palaestra.envs.endless_terminals.checks.index import Check
+
+SCHEMA = "palaestra.terminal-task/1"
+
+
+class TerminalTask(msgspec.Struct, frozen=True, kw_only=True):
+    """One task. `families` names its parts in order, `level` how many they are; `needs` are programs of the slot."""
+
+    schema: str = SCHEMA
+    id: str
+    level: int
+    families: list[str]
+    prompt: str
+    files: dict[str, str]
+    setup: str
+    solution: str
+    initial: list[Check]
+    final: list[Check]
+    grading: str = "sealed"
+    needs: list[str] = []
+
+    @property
+    def live(self) -> bool:
+        """Whether the work is a running process, looked at in the agent's own slot."""
+        return self.grading == "live"
+
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(TerminalTask)
+
+
+def to_line(task: TerminalTask) -> bytes:
+    """The row of a task, ended by a newline."""
+    return _ENCODER.encode(task) + b"\n"
+
+
+def from_line(line: bytes) -> TerminalTask:
+    """The task of a row. Raises `TaskError` for what is none."""
+    try:
+        task = _DECODER.decode(line)
+    except msgspec.MsgspecError as error:
+        raise TaskError(f"not a terminal task: {error}") from None
+    if task.schema != SCHEMA:
+        raise TaskError(f"task {task.id} has the schema {task.schema}; this version reads {SCHEMA}")
+    return task
+
+
+def read_tasks(path: Path) -> Iterator[TerminalTask | TaskError]:
+    """The tasks of a file, and an error in place of each row that is none. Raises `ConfigError` without the file."""
+    try:
+        lines = path.open("rb")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the tasks {path}: {error.strerror}; make some with `palaestra tasks build terminal --out "
+            f"{path}`"
+        ) from None
+    with lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                yield from_line(line)
+            except TaskError as error:
+                yield TaskError(f"{path}, line {number}: {error}")

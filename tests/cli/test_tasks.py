@@ -1,0 +1,49 @@
+"""`palaestra tasks build terminal`: the same file twice, and wrong options are one message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import cli
+
+
+def build(out: Path, *argv: str) -> int:
+    command = ["tasks", "build", "terminal", "--out", str(out), *argv]
+    return run_guarded(lambda: cli.main(command, standalone_mode=False))
+
+
+@pytest.mark.slots
+def test_a_checked_file_is_the_unchecked_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--n", "4", "--seed", "11", "--area", "text", "--area", "files", "--level", "1", "--level", "2"]
+    assert build(tmp_path / "checked.jsonl", *argv) == 0
+    assert "4 checked tasks in" in capsys.readouterr().err
+    assert build(tmp_path / "plain.jsonl", *argv, "--no-check") == 0
+    assert "4 unchecked tasks in" in capsys.readouterr().err
+    assert (tmp_path / "checked.jsonl").read_bytes() == (tmp_path / "plain.jsonl").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checked.jsonl", "plain.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--n", "0"], "--n"),
+        (["--level", "6"], "there is no level 6"),
+        (["--family", "git-comit"], "Did you mean git-commit"),
+        (["--area", "gits"], "Did you mean git"),
+        (["--image", "absent", "--n", "1"], "absent"),
+    ],
+)
+def test_wrong_options_are_one_message(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert build(tmp_path / "tasks.jsonl", *argv) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_folder_to_write_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert build(tmp_path / "absent" / "tasks.jsonl") == 2
+    assert "there is no folder" in capsys.readouterr().err
