@@ -71,10 +71,13 @@ class DependencyCache:
         self._root = root
         self._timeout_s = timeout_s
 
-    async def toolchain(self, install: Install) -> Toolchain:
-        """Install once, then reuse. Raises `PrepareError` with the installer's last words."""
+    async def toolchain(self, install: Install, *, closed: bool = True) -> Toolchain:
+        """Install once, then reuse. Raises `PrepareError` with the installer's last words.
+
+        `closed` requirements are all that is installed; otherwise what they depend on is, too.
+        """
         python, mounts = interpreter()
-        place = await self._ensure(install.requirements, python)
+        place = await self._ensure(install.requirements, python, closed)
         return Toolchain(
             command=(python, "-s", "-S", "-B"),
             mounts=(*mounts, Mount(str(place), DEPENDENCIES_DIR)),
@@ -84,30 +87,31 @@ class DependencyCache:
             bin_dir=f"{DEPENDENCIES_DIR}/bin",
         )
 
-    async def _ensure(self, requirements: Sequence[str], python: str) -> Path:
-        key = hashlib.sha256("\n".join([python, sys.version, *sorted(requirements)]).encode()).hexdigest()[:20]
+    async def _ensure(self, requirements: Sequence[str], python: str, closed: bool) -> Path:
+        facts = [python, sys.version, *sorted(requirements), *([] if closed else ["and what they depend on"])]
+        key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:20]
         place = self._root / key
         self._root.mkdir(parents=True, exist_ok=True)
         async with locked(self._root / f"{key}.lock", timeout_s=self._timeout_s):
             if not place.is_dir():
-                await self._install(requirements, python, place)
+                await self._install(requirements, python, place, closed)
         return place
 
-    async def _install(self, requirements: Sequence[str], python: str, place: Path) -> None:
+    async def _install(self, requirements: Sequence[str], python: str, place: Path, closed: bool) -> None:
         with tempfile.TemporaryDirectory(dir=self._root, prefix="new-") as temporary:
             fresh = Path(temporary, "tree")
             (fresh / "site").mkdir(parents=True)
             result = await run_process(
-                [*_installer(), "--target", str(fresh / "site"), *requirements], timeout_s=self._timeout_s
+                [*_installer(closed), "--target", str(fresh / "site"), *requirements], timeout_s=self._timeout_s
             )
             if result.returncode:
                 raise PrepareError(f"cannot install {', '.join(requirements)}: {result.text[-2000:].strip()}")
             _finish(fresh, python, place)
 
 
-def _installer() -> list[str]:
-    """`pip install` or `uv pip install`, whichever there is; wheels only and no dependencies but the named ones."""
-    flags = ["--no-deps", "--only-binary", ":all:", "--quiet"]
+def _installer(closed: bool) -> list[str]:
+    """`pip install` or `uv pip install`, whichever there is; wheels only, closed without any but the named ones."""
+    flags = [*(["--no-deps"] if closed else []), "--only-binary", ":all:", "--quiet"]
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *flags]
     if uv := shutil.which("uv"):

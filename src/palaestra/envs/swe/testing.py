@@ -146,10 +146,10 @@ async def _run(
 ) -> TestRun:
     nonce = secrets.token_hex(16)
     result = await _pytest(slot, toolchain, repo_dir, files, names, nonce, timeout_s)
-    records = _records(result.verdict, nonce)
+    records = read_records(result.verdict, nonce)
     if not any(record["kind"] == "start" for record in records):
         raise GraderError(f"the test harness did not start in {slot.slot_id}: {result.error}\n{result.output[-2000:]}")
-    run = _read_run(records, result)
+    run = read_run(records, result)
     if not run.complete:
         await _check_canary(slot, toolchain)
     return run
@@ -192,7 +192,7 @@ async def _check_canary(slot: Slot, toolchain: Toolchain) -> None:
     await slot.write_text(f"{root}/test_canary.py", _CANARY)
     await slot.write_text(f"{root}/pytest.ini", "[pytest]\n")
     result = await _pytest(slot, toolchain, root, ["test_canary.py"], (), nonce, CANARY_TIMEOUT_S)
-    canary = _read_run(_records(result.verdict, nonce), result)
+    canary = read_run(read_records(result.verdict, nonce), result)
     if not canary.complete or list(canary.statuses.values()) != [Status.PASSED]:
         raise GraderError(
             f"the tests did not finish in {slot.slot_id}, and neither does a canary test: the slot is broken. "
@@ -200,8 +200,8 @@ async def _check_canary(slot: Slot, toolchain: Toolchain) -> None:
         )
 
 
-def _records(data: bytes, nonce: str) -> list[Mapping[str, JSON]]:
-    """The records of this run. Torn, foreign and unsigned lines are dropped."""
+def read_records(data: bytes, nonce: str) -> list[Mapping[str, JSON]]:
+    """The reporter's records of one run. Torn, foreign and unsigned lines are dropped."""
     records: list[Mapping[str, JSON]] = []
     for line in data.splitlines():
         try:
@@ -213,7 +213,8 @@ def _records(data: bytes, nonce: str) -> list[Mapping[str, JSON]]:
     return records
 
 
-def _read_run(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) -> TestRun:
+def read_run(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) -> TestRun:
+    """What the records say of one command, or of several that it started one after another."""
     phases: dict[str, list[Mapping[str, JSON]]] = {}
     for record in records:
         if record["kind"] == "test":

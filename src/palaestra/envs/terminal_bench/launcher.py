@@ -1,0 +1,143 @@
+"""Stands in for `pytest`, `uv` and `uvx` while a test script runs in a slot, and reports what pytest ran.
+
+This file is sent into the slot with `swe/reporter.py` beside it and run there by itself; it imports the standard
+library, that file and pytest only. It is not imported by the rest of the package. Its first argument is the name it was
+called by.
+
+`uv run` and `uvx` start pytest, or Python with the packages that the script asked for; commands that only install do
+nothing. What cannot be stood in for is reported as `unmet`, so that it counts as the grader's failure.
+
+Invariant: nothing of the workspace is on the import path before pytest is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_CHANNEL = 3
+_INSTALLING = ("init", "venv", "sync", "add", "lock", "pip", "python", "self", "tool", "cache", "--version", "-V")
+_VALUED = ("-p", "--python", "-w", "--with", "--from", "--with-requirements", "--index-url", "--project", "--directory")
+
+
+def _after_options(words: list[str]) -> list[str]:
+    """The command that `uvx` or `uv run` is asked to start."""
+    while words and words[0].startswith("-"):
+        words = words[2:] if words[0] in _VALUED else words[1:]
+    return words
+
+
+def _report(kind: str, **fields: object) -> None:
+    """One record on the channel, where it is open."""
+    record = {"nonce": os.environ.get("PALAESTRA_NONCE"), "kind": kind, **fields}
+    with contextlib.suppress(OSError):
+        os.write(_CHANNEL, json.dumps(record).encode() + b"\n")
+
+
+def _unmet(what: str) -> None:
+    _report("unmet", what=what)
+    sys.stderr.write(f"{what} is not there without the network\n")
+    raise SystemExit(97)
+
+
+def _python(plan: dict[str, Any], arguments: list[str]) -> None:
+    """Python with the provided packages, in place of this process."""
+    path = os.pathsep.join([*plan["dependencies"], *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = plan["command"][0]
+    os.execve(command, [command, *arguments], {**os.environ, "PYTHONPATH": path})  # noqa: S606  as the shell would
+
+
+def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
+    own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != _HERE]
+    sys.path += plan["dependencies"]
+    sys.path.append(_HERE)
+    import pytest
+
+    reporter: Any = importlib.import_module("reporter")
+    sys.path.remove(_HERE)
+    sys.path += own
+    pytest.hookimpl(tryfirst=True)(reporter.Reporter.pytest_collection_modifyitems)
+    pytest.hookimpl(hookwrapper=True)(reporter.Reporter.pytest_runtest_makereport)
+    nonce = os.environ.pop("PALAESTRA_NONCE", "")
+    plugins: list[object] = [_Ctrf()]
+    if nonce:
+        channel = reporter.Channel(_CHANNEL, nonce)
+        channel.send("start", python=sys.version.split()[0], pytest=pytest.__version__)
+        plugins.append(reporter.Reporter(channel, []))
+    shims = os.path.join(_HERE, "bin")
+    path = [place for place in os.environ.get("PATH", "").split(os.pathsep) if place != shims]
+    os.environ["PATH"] = os.pathsep.join([*path, shims])
+    return int(pytest.main([*_pinned(plan["tests"], arguments), *arguments], plugins=plugins))
+
+
+def _pinned(tests: str, arguments: list[str]) -> list[str]:
+    """Options in front of the script's own: no cache, and the tests' folder as root when it holds all that is run."""
+    paths = [os.path.abspath(word.partition("::")[0]) for word in arguments if not word.startswith("-")]
+    paths = [path for path in paths if os.path.exists(path)]
+    inside = bool(paths) and all(os.path.commonpath([path, tests]) == tests for path in paths)
+    own = [f"--rootdir={tests}", f"--confcutdir={tests}"] if inside else []
+    return ["-p", "no:cacheprovider", *own]
+
+
+class _Ctrf:
+    """`--ctrf FILE`, which the stock script asks for: each test's result as JSON (ctrf.io), as far as it is known."""
+
+    def __init__(self) -> None:
+        self._tests: list[dict[str, object]] = []
+        self._path: str | None = None
+
+    def pytest_addoption(self, parser: Any) -> None:
+        parser.addoption("--ctrf", default=None)
+
+    def pytest_configure(self, config: Any) -> None:
+        self._path = config.getoption("--ctrf")
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            status = report.outcome if report.outcome in ("passed", "failed", "skipped") else "other"
+            self._tests.append({"name": report.nodeid, "status": status, "duration": round(report.duration * 1000)})
+
+    def pytest_sessionfinish(self) -> None:
+        if self._path:
+            summary = {"tests": len(self._tests), "passed": sum(t["status"] == "passed" for t in self._tests)}
+            with open(self._path, "w", encoding="utf-8") as file:
+                json.dump({"results": {"tool": {"name": "pytest"}, "summary": summary, "tests": self._tests}}, file)
+
+
+def main() -> int:
+    with open(os.path.join(_HERE, "plan.json"), encoding="utf-8") as file:
+        plan: dict[str, Any] = json.load(file)
+    called, words = sys.argv[1], sys.argv[2:]
+    if called == "palaestra-needs":
+        _unmet(" ".join(words))
+    if called == "uv":
+        if words[:1] != ["run"]:
+            if words[:1] and words[0] not in _INSTALLING:
+                _unmet(f"uv {words[0]}")
+            return 0
+        words = words[1:]
+    if called in ("uv", "uvx"):
+        words = _after_options(words)
+        if not words:
+            return 0
+        called, words = words[0].partition("@")[0], words[1:]
+        if called in ("python", "python3") and words[:2] == ["-m", "pytest"]:
+            called, words = "pytest", words[2:]
+    if called in ("pytest", "py.test"):
+        return _pytest(plan, words)
+    if called in ("python", "python3"):
+        _python(plan, words)
+    if called.endswith(".py"):
+        _python(plan, [called, *words])
+    _unmet(called)
+    return 97
+
+
+if __name__ == "__main__":
+    sys.exit(main())

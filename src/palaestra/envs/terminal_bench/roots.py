@@ -1,0 +1,85 @@
+"""Which root file system a task's slots have, and how commands start in it.
+
+In this order: the one that a setting names for the task, the one of its name in the folder of ready ones, its
+Dockerfile followed in a slot over a given base, or an image built and exported by a container tool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from palaestra.core.errors import ImageError
+from palaestra.envs.terminal_bench.builder import Builder, content_key, read_config
+from palaestra.envs.terminal_bench.dockerfile import ImageConfig, image_config, parse
+from palaestra.envs.terminal_bench.tasks import Recipe, TerminalTask, Unsupported
+
+HOST = "host"
+"""As a base: the allow-list of this machine's system directories."""
+
+_ENDINGS = ("", ".tar", ".tar.gz", ".tar.xz")
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """What slots are made from. `image` None is the host's allow-list; `build_key` names a Dockerfile to follow there.
+
+    `key` tells preparations apart.
+    """
+
+    image: str | None
+    config: ImageConfig
+    build_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """Root file systems by the settings of a run. `images` maps names of tasks to paths."""
+
+    builder: Builder
+    images: Mapping[str, str]
+    image_dir: Path | None = None
+    base_image: str | None = None
+
+    async def of(self, task: TerminalTask) -> Root:
+        """The task's root. Raises `TaskError` or `ImageError` saying why there is none."""
+        ready = self._ready(task.name)
+        if ready is not None:
+            return Root(str(ready), _described(ready, task.recipe))
+        if self.base_image is not None:
+            return self._over_base(task, self.base_image)
+        archive, config = await self.builder.root(task)
+        return Root(str(archive), config)
+
+    def _ready(self, name: str) -> Path | None:
+        if name in self.images:
+            return self._there(Path(self.images[name]).expanduser())
+        if self.image_dir is None:
+            return None
+        found = (self.image_dir / f"{name}{ending}" for ending in _ENDINGS)
+        return next((path for path in found if path.exists()), None)
+
+    def _there(self, path: Path) -> Path:
+        if not path.exists():
+            raise ImageError(f"the root file system {path} is not there")
+        return path
+
+    def _over_base(self, task: TerminalTask, base: str) -> Root:
+        recipe = task.recipe
+        if recipe.dockerfile is None:
+            raise Unsupported(f"it has no Dockerfile that could be followed, only the image {recipe.docker_image}")
+        instructions = parse(recipe.dockerfile.read_text(encoding="utf-8", errors="replace"))
+        image = None if base == HOST else str(self._there(Path(base).expanduser()))
+        return Root(image, image_config(instructions), f"{base}+{content_key(recipe)}")
+
+
+def _described(image: Path, recipe: Recipe) -> ImageConfig:
+    """From the file beside a ready root, else from the task's Dockerfile as far as one stage says it."""
+    beside = image.with_name(f"{image.name.removesuffix('.tar')}.json")
+    if beside.is_file() or recipe.dockerfile is None:
+        return read_config(image)
+    try:
+        return image_config(parse(recipe.dockerfile.read_text(encoding="utf-8", errors="replace")))
+    except Unsupported:
+        return ImageConfig()

@@ -1,0 +1,277 @@
+"""Runs a task's verifier in a slot and reads its verdict.
+
+The order is Harbor's: old rewards are removed, the tests are put into the slot and made executable, the script runs
+with its output in `test-stdout.txt`, its exit status counts for nothing, and the reward is read from what it wrote. A
+Terminal-Bench 1 script writes none: there every test that pytest reports must have passed.
+
+Whose fault is silence? A verifier that wrote no reward, did not end, or ran none of its tests has said nothing about
+the work: `GraderError`, never 0.0. Unless the work itself kept the tests from running: pytest could not collect them
+because a module of the workspace is missing or broken.
+
+A passing verdict is then held against the same tests with bodies that must fail. A script that still pays was not
+speaking of its tests. Not covered: scripts without pytest, and code under test that tells such
+a copy from the real one.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import secrets
+import tarfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from palaestra.core.errors import GraderError, InfraError
+from palaestra.core.types import JSON
+from palaestra.envs.swe import reporter
+from palaestra.envs.swe.controls import failing_copy
+from palaestra.envs.swe.testing import Status, TestRun, read_records, read_run
+from palaestra.envs.terminal_bench import launcher
+from palaestra.envs.terminal_bench.rewards import read_rewards, single
+from palaestra.envs.terminal_bench.scripts import Script
+from palaestra.envs.terminal_bench.tasks import (
+    AGENT_LOGS,
+    ARTIFACT_LOGS,
+    TESTS_DIR,
+    VERIFIER_LOGS,
+    Format,
+    TerminalTask,
+)
+from palaestra.envs.terminal_bench.users import as_user
+from palaestra.sandbox.base import ExecutionResult, Slot
+
+HARNESS_DIR = "/opt/palaestra/verifier"
+SHIMS = ("pytest", "py.test", "uv", "uvx", "palaestra-needs")
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+STDOUT = f"{VERIFIER_LOGS}/test-stdout.txt"
+OUTPUT_BYTES = 20_000
+"""How much of a verifier's output is kept in the record."""
+
+_MAX_REWARD_BYTES = 1 << 20
+_MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|cannot import name '\w+' from '([\w.]+)'")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a verifier starts: the command for pytest, its packages, the variables, directory and user."""
+
+    command: tuple[str, ...]
+    dependencies: tuple[str, ...]
+    env: Mapping[str, str]
+    workdir: str
+    user: str | None
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a verifier said. `run` is what pytest reported, None where the script starts none."""
+
+    reward: float
+    rewards: Mapping[str, float]
+    run: TestRun | None
+    output: str
+
+    def detail(self) -> dict[str, JSON]:
+        """For the record."""
+        found: dict[str, JSON] = {"rewards": dict(self.rewards), "output": self.output}
+        if self.run is not None:
+            statuses = self.run.statuses
+            found |= {
+                "tests_passed": self.run.passed(statuses),
+                "tests_total": len(statuses),
+                "not_passed": {name: status.value for name, status in list(statuses.items())[:50]
+                               if status is not Status.PASSED},
+            }  # fmt: skip
+        return found
+
+
+async def verify(
+    slot: Slot, task: TerminalTask, script: Script, setting: Setting, *, alone: bool, made: Collection[str] = ()
+) -> Verdict:
+    """Check the work in a slot. `alone` means that no process of the slot but the verifier's is to live on; `made` are
+    paths that the agent made or changed. Raises `GraderError`."""
+    await _install(slot, setting)
+    return await _once(slot, task, script, setting, {}, alone=alone, made=made)
+
+
+async def tampering(slot: Slot, task: TerminalTask, script: Script, setting: Setting, verdict: Verdict) -> str | None:
+    """Why a verdict that pays is not believed, or None: the verifier still pays when its tests must fail.
+
+    Runs it again in the same slot, with every test's body one assertion that cannot hold.
+    """
+    if verdict.run is None or not verdict.run.statuses:
+        return None
+    copies = _failing(task.verifier.folder)
+    judged = {name.partition("::")[0].rpartition("/")[2] for name in verdict.run.statuses}
+    if not judged or not judged <= {Path(path).name for path in copies}:
+        return None
+    try:
+        again = await _once(slot, task, script, setting, copies, alone=False, made=())
+    except GraderError:
+        return None  # it pays nothing for tests that fail, which is what was asked
+    if again.reward >= verdict.reward:
+        return f"the verifier pays {again.reward:g} for tests that must fail"
+    return None
+
+
+def _failing(folder: Path) -> dict[str, str]:
+    """The test files with bodies that must fail, by their path below the folder."""
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        copy = failing_copy(path.read_text(encoding="utf-8", errors="replace"))
+        if copy is not None and copy.tests:
+            found[str(path.relative_to(folder))] = copy.text
+    return found
+
+
+async def _once(
+    slot: Slot,
+    task: TerminalTask,
+    script: Script,
+    setting: Setting,
+    instead: Mapping[str, str],
+    *,
+    alone: bool,
+    made: Collection[str],
+) -> Verdict:
+    await _place_tests(slot, task, script, setting, instead)
+    nonce = secrets.token_hex(16)
+    result = await slot.execute(
+        as_user(["/bin/sh", "-c", f"{TESTS_DIR}/{_script_name(task)} > {STDOUT} 2>&1"], setting.user),
+        cwd=setting.workdir,
+        env={**setting.env, "PALAESTRA_NONCE": nonce},
+        timeout_s=setting.timeout_s,
+        verdict=True,
+    )
+    if alone:
+        await slot.execute(["/bin/sh", "-c", "kill -KILL -1"], cwd="/", timeout_s=30)
+    records = read_records(result.verdict, nonce)
+    output = await _output(slot)
+    run = read_run(records, result) if script.pytest else None
+    _check_ran(task, records, result, run, output, made)
+    if task.format is Format.TERMINAL_BENCH_1:
+        assert run is not None
+        passed = bool(run.statuses) and run.complete and run.passed(run.statuses) == len(run.statuses)
+        return Verdict(float(passed), {"reward": float(passed)}, run, output)
+    rewards = read_rewards(await _read(slot, "reward.json"), await _read(slot, "reward.txt"))
+    return Verdict(single(rewards), rewards, run, output)
+
+
+def _check_ran(
+    task: TerminalTask,
+    records: Sequence[Mapping[str, JSON]],
+    result: ExecutionResult,
+    run: TestRun | None,
+    output: str,
+    made: Collection[str],
+) -> None:
+    """Raises `GraderError` for a verifier that said nothing about the work."""
+    tail = f":\n{output[-1500:]}" if output.strip() else ", and it printed nothing"
+    if result.metadata.get("timeout"):
+        raise GraderError(f"the verifier of {task.name} did not end in its time{tail}")
+    unmet = [str(record.get("what")) for record in records if record["kind"] == "unmet"]
+    if unmet:
+        raise GraderError(f"the verifier of {task.name} needs {', '.join(unmet)}, which only the network has")
+    if run is None or run.statuses:
+        return
+    if run.collect_errors and _is_the_works_fault(task, run.collect_errors, made):
+        return
+    why = next(iter(run.collect_errors.values()), "")
+    raise GraderError(f"the verifier of {task.name} ran no test{': ' + why[-600:] if why else tail}")
+
+
+def _is_the_works_fault(task: TerminalTask, errors: Mapping[str, str], made: Collection[str]) -> bool:
+    """Whether tests could not be collected because of the workspace: a module that the task speaks of is missing, or
+    the error passed through a file that the agent made."""
+    for text in errors.values():
+        if any(path in text for path in made):
+            return True
+        match = _MISSING_MODULE.search(text)
+        if match is not None and _speaks_of(task, (match[1] or match[2]).partition(".")[0]):
+            return True
+    return False
+
+
+def _speaks_of(task: TerminalTask, module: str) -> bool:
+    pattern = re.compile(rf"\b{re.escape(module)}(?:\.py|/|\b)")
+    solution = task.solution
+    text = (solution.folder / solution.script).read_text(errors="replace") if solution else ""
+    return pattern.search(task.instruction) is not None or pattern.search(text) is not None
+
+
+def _script_name(task: TerminalTask) -> str:
+    return task.verifier.script.rpartition("/")[2]
+
+
+async def _install(slot: Slot, setting: Setting) -> None:
+    """Our commands in front of PATH, where nothing of the agent's can be."""
+    await slot.remove(HARNESS_DIR)
+    package = resources.files(launcher.__package__)
+    await slot.write_bytes(f"{HARNESS_DIR}/launcher.py", package.joinpath("launcher.py").read_bytes())
+    own = resources.files(reporter.__package__).joinpath("reporter.py")
+    await slot.write_bytes(f"{HARNESS_DIR}/reporter.py", own.read_bytes())
+    plan = {"command": list(setting.command), "dependencies": list(setting.dependencies), "tests": TESTS_DIR}
+    await slot.write_text(f"{HARNESS_DIR}/plan.json", json.dumps(plan))
+    start = " ".join(f'"{word}"' for word in setting.command)
+    for name in SHIMS:
+        check = 'dpkg -s "$@" >/dev/null 2>&1 && exit 0\n' if name == "palaestra-needs" else ""
+        text = f'#!/bin/sh\n{check}exec {start} "{HARNESS_DIR}/launcher.py" {name} "$@"\n'
+        await slot.write_text(f"{HARNESS_DIR}/bin/{name}", text, mode=0o755)
+
+
+async def _place_tests(
+    slot: Slot, task: TerminalTask, script: Script, setting: Setting, instead: Mapping[str, str]
+) -> None:
+    """Fresh log folders and the verifier's files. Raises `GraderError` where the slot does not take them."""
+    logs = f"{VERIFIER_LOGS} {AGENT_LOGS} {ARTIFACT_LOGS}"
+    fresh = f"rm -rf {TESTS_DIR} {VERIFIER_LOGS} && mkdir -p {TESTS_DIR} {logs} && chmod 777 {logs}"
+    await _must(slot, ["/bin/sh", "-c", fresh], "making its folders")
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for path in sorted(task.verifier.folder.rglob("*")):
+            name = str(path.relative_to(task.verifier.folder))
+            if name not in instead and name != _script_name(task) and "__pycache__" not in path.parts:
+                archive.add(path, name, recursive=False, filter=_owned_by_root)
+    await _must(slot, ["tar", "-x", "-C", TESTS_DIR], "unpacking its tests", packed.getvalue())
+    for name, text in instead.items():
+        await slot.write_text(f"{TESTS_DIR}/{name}", text)
+    await slot.write_text(f"{TESTS_DIR}/{_script_name(task)}", script.text, mode=0o755)
+
+
+def _owned_by_root(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    info.uid = info.gid = 0
+    info.uname = info.gname = "root"
+    info.mode |= 0o444
+    return info
+
+
+async def _must(slot: Slot, argv: Sequence[str], doing: str, stdin: bytes = b"") -> None:
+    result = await slot.execute(argv, cwd="/", stdin=stdin, timeout_s=120)
+    if not result.success:
+        raise GraderError(f"{doing} failed in {slot.slot_id}: {result.error}\n{result.output[-500:]}")
+
+
+async def _output(slot: Slot) -> str:
+    try:
+        status = await slot.stat(STDOUT)
+        size = status.size if status is not None else 0
+        data = await slot.read_bytes(STDOUT, max_bytes=OUTPUT_BYTES, offset=max(0, size - OUTPUT_BYTES))
+    except InfraError:
+        raise
+    except OSError:
+        return ""
+    return data.decode("utf-8", "replace")
+
+
+async def _read(slot: Slot, name: str) -> bytes | None:
+    try:
+        return await slot.read_bytes(f"{VERIFIER_LOGS}/{name}", max_bytes=_MAX_REWARD_BYTES)
+    except InfraError:
+        raise
+    except OSError:
+        return None

@@ -1,0 +1,3 @@
+"""The miniature tasks, and environments over them."""
+
+collect_ignore = ["tasks"]

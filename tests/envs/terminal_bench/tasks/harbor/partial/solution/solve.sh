@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+echo a > a.txt
+echo b > b.txt

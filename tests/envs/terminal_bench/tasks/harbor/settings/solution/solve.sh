@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+echo "$COLOUR" > colour.txt
+echo "$NOTE" >> colour.txt

@@ -1,0 +1,2 @@
+def test_anything():
+    assert open("/app/anything.txt").read()

@@ -1,0 +1,3 @@
+def test_answer():
+    with open("/app/answer.txt") as file:
+        assert file.read().strip() == "42"

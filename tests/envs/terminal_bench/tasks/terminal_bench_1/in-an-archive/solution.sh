@@ -1,0 +1,2 @@
+#!/bin/bash
+tar -czf data.tar.gz data

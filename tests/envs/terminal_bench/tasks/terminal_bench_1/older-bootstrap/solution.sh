@@ -1,0 +1,3 @@
+#!/bin/bash
+mkdir -p deep/down
+chmod 700 deep/down
