@@ -12,6 +12,7 @@ import click
 
 if TYPE_CHECKING:
     from palaestra.envs.cheats.check import Proof
+    from palaestra.envs.terminal_bench.proving import Report
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
@@ -26,6 +27,7 @@ _CONTEXT = {"help_option_names": ["-h", "--help"]}
       palaestra env list
       palaestra env show NAME
       palaestra env check NAME
+      palaestra env import DIR
       palaestra run NAME --policy oracle
     """,
 )
@@ -189,3 +191,47 @@ def _show_proof(proof: Proof) -> None:
     click.echo(f"{len(proof.lines)} policies, {len(paid)} not as they must be{': ' + ', '.join(paid) if paid else ''}")
     if not proof.proven:
         click.echo("unproven: the tasks have no solution for the oracle to play")
+
+
+@command.command(
+    "import",
+    context_settings={**_CONTEXT, "ignore_unknown_options": True, "allow_interspersed_args": False},
+    help="""Try every task of a folder: doing nothing must fail, and the reference solution must pass.
+
+    \b
+      palaestra env import tasks/
+      palaestra env import tasks/ --env.image_dir roots/
+      palaestra env import --json tasks.parquet --env.base_image debian-root/ --env.allow_network true
+
+    DIR holds task directories of Harbor or Terminal-Bench 1; a JSONL or Parquet file of packed ones serves, too. After
+    it come settings of the environment terminalbench_2. Exit code 1 when a task is not good; each is named with what is
+    wrong.
+    """,
+)
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.argument("source", metavar="DIR")
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def import_folder(context: click.Context, as_json: bool, source: str, settings: tuple[str, ...]) -> None:
+    from palaestra.envs.terminal_bench.command import import_tasks
+
+    report = import_tasks(
+        source, settings, progress=lambda line: click.echo(f"{line.name}: {line.finding.value}", err=True)
+    )
+    if as_json:
+        click.echo(json.dumps(report.to_json(), indent=2))
+    else:
+        _show_report(report)
+    context.exit(1 if report.bad else 0)
+
+
+def _show_report(report: Report) -> None:
+    for line in report.lines:
+        rewards = [" - " if reward is None else f"{reward:3g}" for reward in (line.noop, line.solution)]
+        click.echo(f"{line.name:<32} no-op {rewards[0]}   solution {rewards[1]}   {line.finding.value}")
+    for line in report.bad:
+        reason = " ".join(line.reason.split())
+        click.echo(f"{line.name}: {line.finding.value}{': ' + reason[:400] if reason else ''}")
+    click.echo(f"{len(report.lines) - len(report.bad)} of {len(report.lines)} tasks are good")
+    if report.bad:
+        click.echo(f"without the others: --env.skip_tasks {','.join(line.name for line in report.bad)}")

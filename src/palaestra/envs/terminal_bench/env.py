@@ -298,17 +298,20 @@ class TerminalBench2EvalEnv(HermesAgentBaseEnv):
         return TerminalBenchEnvironment(self)
 
     async def setup(self) -> None:
-        settings = self.settings
-        source = settings.dataset_name or ""
-        loaded = load_tasks(source, Path(settings.cache_dir).expanduser(), split=settings.dataset_split)
-        self.left_out = loaded.left_out
-        for each in loaded.left_out[:MOST_SHOWN]:
+        self.load()
+        for each in self.left_out[:MOST_SHOWN]:
             logger.warning("left out: %s", each)
-        if len(loaded.left_out) > MOST_SHOWN:
-            logger.warning("left out: %d more tasks that cannot be used", len(loaded.left_out) - MOST_SHOWN)
-        self.tasks = self._chosen(list(loaded.tasks))
+        if len(self.left_out) > MOST_SHOWN:
+            logger.warning("left out: %d more tasks that cannot be used", len(self.left_out) - MOST_SHOWN)
         if not self.tasks:
-            raise ConfigError(f"{source} has no task that can be used and is chosen ({len(loaded.tasks)} can be used)")
+            raise ConfigError(f"{self.settings.dataset_name} has no task that can be used and is chosen")
+
+    def load(self) -> None:
+        """Read the tasks of the data set; those that cannot be used are in `left_out`."""
+        settings = self.settings
+        cache = Path(settings.cache_dir).expanduser()
+        loaded = load_tasks(settings.dataset_name or "", cache, split=settings.dataset_split)
+        self.tasks, self.left_out = self._chosen(list(loaded.tasks)), loaded.left_out
 
     def _chosen(self, tasks: list[TerminalTask]) -> list[TerminalTask]:
         settings = self.settings

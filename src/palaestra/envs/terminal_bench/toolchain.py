@@ -1,7 +1,7 @@
 """pytest for verifiers: an interpreter and packages of this machine, mounted read-only where no agent can change them.
 
-The interpreter lies at a place of its own. Where it cannot run there (another C library than the image's, or an
-interpreter that belongs to this machine's system directories), the image's own `python3` serves, with the same packages.
+The interpreter lies at a place of its own. Where it cannot run there (another C library than the image's, or one that
+belongs to this machine's system directories), the image's own `python3` serves, with the same packages.
 """
 
 from __future__ import annotations

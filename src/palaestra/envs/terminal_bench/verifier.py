@@ -52,6 +52,7 @@ OUTPUT_BYTES = 20_000
 """How much of a verifier's output is kept in the record."""
 
 _MAX_REWARD_BYTES = 1 << 20
+_FAILED = frozenset({Status.FAILED, Status.ERROR})
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|cannot import name '\w+' from '([\w.]+)'")
 
 
@@ -69,12 +70,16 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a verifier said. `run` is what pytest reported, None where the script starts none."""
+    """What a verifier said. `run` is what pytest reported, None where the script starts none.
+
+    `doubt` says why the reward cannot have come from the verifier alone.
+    """
 
     reward: float
     rewards: Mapping[str, float]
     run: TestRun | None
     output: str
+    doubt: str | None = None
 
     def detail(self) -> dict[str, JSON]:
         """For the record."""
@@ -104,8 +109,8 @@ async def tampering(slot: Slot, task: TerminalTask, script: Script, setting: Set
 
     Runs it again in the same slot, with every test's body one assertion that cannot hold.
     """
-    if verdict.run is None or not verdict.run.statuses:
-        return None
+    if verdict.doubt is not None or verdict.run is None or not verdict.run.statuses:
+        return verdict.doubt
     copies = _failing(task.verifier.folder)
     judged = {name.partition("::")[0].rpartition("/")[2] for name in verdict.run.statuses}
     if not judged or not judged <= {Path(path).name for path in copies}:
@@ -159,7 +164,22 @@ async def _once(
         passed = bool(run.statuses) and run.complete and run.passed(run.statuses) == len(run.statuses)
         return Verdict(float(passed), {"reward": float(passed)}, run, output)
     rewards = read_rewards(await _read(slot, "reward.json"), await _read(slot, "reward.txt"))
-    return Verdict(single(rewards), rewards, run, output)
+    reward = single(rewards)
+    return Verdict(reward, rewards, run, output, await _doubt(slot, reward, run, alone=alone))
+
+
+async def _doubt(slot: Slot, reward: float, run: TestRun | None, *, alone: bool) -> str | None:
+    """Why the reward is not the verifier's: it pays in full for tests that failed, or somebody else writes it, too."""
+    failed = [] if run is None else [name for name, status in run.statuses.items() if status in _FAILED]
+    if reward >= 1 and failed:
+        return f"the reward is {reward:g} though {len(failed)} tests failed, {failed[0]} first"
+    if alone or reward <= 0:
+        return None
+    again = f"cd {VERIFIER_LOGS} && rm -f reward.txt reward.json && sleep 0.3 && ls reward.txt reward.json"
+    await slot.execute(["/bin/sh", "-c", again], cwd="/", timeout_s=30)
+    if await _read(slot, "reward.txt") is not None or await _read(slot, "reward.json") is not None:
+        return "a process that is not the verifier's writes rewards"
+    return None
 
 
 def _check_ran(

@@ -1,5 +1,7 @@
-import no_such_distribution
+from pathlib import Path
+
+from no_such_distribution import read
 
 
 def test_anything():
-    assert open("/app/anything.txt").read()
+    assert read(Path("/app/anything.txt"))

@@ -1,2 +1,5 @@
+from pathlib import Path
+
+
 def test_anything():
-    assert open("/app/anything.txt").read()
+    assert Path("/app/anything.txt").read_text()

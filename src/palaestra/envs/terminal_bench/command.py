@@ -1,0 +1,38 @@
+"""`palaestra env import`: from what a user typed to a `Report`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from palaestra.core.errors import ConfigError
+from palaestra.envs.flags import CommandLine, Parsed
+from palaestra.envs.settings import make_pool
+from palaestra.envs.terminal_bench.config import TerminalBench2EvalConfig
+from palaestra.envs.terminal_bench.env import TerminalBench2EvalEnv
+from palaestra.envs.terminal_bench.proving import Line, Proving, Report
+from palaestra.inference.config import APIServerConfig
+
+
+def import_tasks(
+    source: str, settings: Sequence[str], *, progress: Callable[[Line], None] = lambda line: None
+) -> Report:
+    """Try every task of a source. Raises `ConfigError` for a setting there is not, or a source without tasks."""
+    parsed = CommandLine(
+        prog=f"palaestra env import {source}",
+        env_type=TerminalBench2EvalConfig,
+        server_type=APIServerConfig,
+        name="terminalbench_2",
+        command="process",
+    ).parse(["process", "--policy", "noop", *settings])
+    if not isinstance(parsed, Parsed):
+        raise ConfigError("settings only: --help and --show-config belong to palaestra run")
+    config = parsed.env_config.model_copy(update={"dataset_name": source, "total_steps": -1})
+    return asyncio.run(_import(config, progress))
+
+
+async def _import(config: TerminalBench2EvalConfig, progress: Callable[[Line], None]) -> Report:
+    async with make_pool(config) as pool:
+        inner = TerminalBench2EvalEnv(config, [])
+        inner.load()
+        return await Proving(inner.as_environment(), pool, progress=progress).run(inner.left_out)
