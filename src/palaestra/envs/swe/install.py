@@ -68,7 +68,7 @@ class DependencyCache:
     """Directories of installed wheels on the host, one per set of pinned requirements. Safe across processes."""
 
     def __init__(self, root: Path, *, timeout_s: float = 600.0) -> None:
-        self._root = root
+        self.root = root
         self._timeout_s = timeout_s
 
     async def toolchain(self, install: Install, *, closed: bool = True) -> Toolchain:
@@ -90,15 +90,15 @@ class DependencyCache:
     async def _ensure(self, requirements: Sequence[str], python: str, closed: bool) -> Path:
         facts = [python, sys.version, *sorted(requirements), *([] if closed else ["and what they depend on"])]
         key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:20]
-        place = self._root / key
-        self._root.mkdir(parents=True, exist_ok=True)
-        async with locked(self._root / f"{key}.lock", timeout_s=self._timeout_s):
+        place = self.root / key
+        self.root.mkdir(parents=True, exist_ok=True)
+        async with locked(self.root / f"{key}.lock", timeout_s=self._timeout_s):
             if not place.is_dir():
                 await self._install(requirements, python, place, closed)
         return place
 
     async def _install(self, requirements: Sequence[str], python: str, place: Path, closed: bool) -> None:
-        with tempfile.TemporaryDirectory(dir=self._root, prefix="new-") as temporary:
+        with tempfile.TemporaryDirectory(dir=self.root, prefix="new-") as temporary:
             fresh = Path(temporary, "tree")
             (fresh / "site").mkdir(parents=True)
             result = await run_process(

@@ -48,8 +48,7 @@ def _unmet(what: str) -> None:
 def _python(plan: dict[str, Any], arguments: list[str]) -> None:
     """Python with the provided packages, in place of this process."""
     path = os.pathsep.join([*plan["dependencies"], *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = plan["command"][0]
-    os.execve(command, [command, *arguments], {**os.environ, "PYTHONPATH": path})  # noqa: S606  as the shell would
+    os.execve(sys.executable, [sys.executable, *arguments], {**os.environ, "PYTHONPATH": path})  # noqa: S606
 
 
 def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
@@ -71,9 +70,18 @@ def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
         channel.send("start", python=sys.version.split()[0], pytest=pytest.__version__)
         plugins.append(reporter.Reporter(channel, []))
     shims = os.path.join(_HERE, "bin")
+    _restore(plan["library_path"])
+    sys.executable = os.path.join(shims, "palaestra-python")
     path = [place for place in os.environ.get("PATH", "").split(os.pathsep) if place != shims]
     os.environ["PATH"] = os.pathsep.join([*path, shims])
     return int(pytest.main([*_pinned(plan["tests"], arguments), *arguments], plugins=plugins))
+
+
+def _restore(library_path: str | None) -> None:
+    """The loader's path as the image has it: ours is for this interpreter alone."""
+    os.environ.pop("LD_LIBRARY_PATH", None)
+    if library_path is not None:
+        os.environ["LD_LIBRARY_PATH"] = library_path
 
 
 def _pinned(tests: str, arguments: list[str]) -> list[str]:
@@ -131,7 +139,7 @@ def main() -> int:
             called, words = "pytest", words[2:]
     if called in ("pytest", "py.test"):
         return _pytest(plan, words)
-    if called in ("python", "python3"):
+    if called in ("python", "python3", "palaestra-python"):
         _python(plan, words)
     if called.endswith(".py"):
         _python(plan, [called, *words])

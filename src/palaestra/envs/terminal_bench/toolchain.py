@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from palaestra.core.errors import PrepareError
 from palaestra.envs.swe.install import DependencyCache, interpreter
 from palaestra.envs.swe.rows import Install
+from palaestra.envs.terminal_bench.libraries import gathered
 from palaestra.sandbox.base import Mount, Slot
 
 PYTEST = ("pytest==8.4.2", "pluggy==1.6.0", "iniconfig==2.1.0", "packaging==25.0", "pygments==2.19.2")
 """What is mounted when a script asks for nothing else. All of it is plain Python and runs on 3.9 and newer."""
 
 PYTHON_DIR = "/opt/palaestra/python"
+LIBRARIES_DIR = "/opt/palaestra/libraries"
 
 _FLAGS = ("-E", "-s", "-S", "-B")
 _TRIAL = "import sys, json, _pytest.config; sys.exit(sys.version_info < (3, 9))"
@@ -48,8 +50,14 @@ async def find_test_tools(cache: DependencyCache, requirements: Sequence[str]) -
     commands = [_started("/usr/bin/python3"), _started("/usr/local/bin/python3")]
     for prefix in prefixes:  # at a place that every user of the slot may enter, wherever it lies on the host
         mounts = (*mounts, replace(prefix, target=PYTHON_DIR))
-        commands.insert(0, _started(executable.replace(prefix.target, PYTHON_DIR, 1)))
+        moved = _started(executable.replace(prefix.target, PYTHON_DIR, 1))
+        commands.insert(0, ("env", f"LD_LIBRARY_PATH={PYTHON_DIR}/lib:{LIBRARIES_DIR}", *moved))
+        mounts = (*mounts, Mount(str(await gathered(cache.root)), LIBRARIES_DIR))
     return TestTools(tuple(commands), mounts, chain.dependencies)
+
+
+def _executable(command: Sequence[str]) -> str:
+    return next(word for word in command if word.startswith("/"))
 
 
 def _started(executable: str) -> tuple[str, ...]:
@@ -64,5 +72,5 @@ async def working_command(slot: Slot, tools: TestTools) -> tuple[str, ...]:
         result = await slot.execute([*command, "-c", path + _TRIAL], cwd="/", timeout_s=60)
         if result.success:
             return command
-        complaints.append(f"{command[0]}: {result.error} {result.output[-200:].strip()}")
+        complaints.append(f"{_executable(command)}: {result.error} {result.output[-200:].strip()}")
     raise PrepareError("no Python runs its tests in this image: " + "; ".join(complaints))

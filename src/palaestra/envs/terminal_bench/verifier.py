@@ -45,7 +45,7 @@ from palaestra.envs.terminal_bench.users import as_user
 from palaestra.sandbox.base import ExecutionResult, Slot
 
 HARNESS_DIR = "/opt/palaestra/verifier"
-SHIMS = ("pytest", "py.test", "uv", "uvx", "palaestra-needs")
+SHIMS = ("pytest", "py.test", "uv", "uvx", "palaestra-needs", "palaestra-python")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STDOUT = f"{VERIFIER_LOGS}/test-stdout.txt"
 OUTPUT_BYTES = 20_000
@@ -201,8 +201,14 @@ def _check_ran(
         return
     if run.collect_errors and _is_the_works_fault(task, run.collect_errors, made):
         return
-    why = next(iter(run.collect_errors.values()), "")
-    raise GraderError(f"the verifier of {task.name} ran no test{': ' + why[-600:] if why else tail}")
+    why = next((_last_error(text) for text in run.collect_errors.values()), "")
+    raise GraderError(f"the verifier of {task.name} ran no test{': ' + why if why else tail}")
+
+
+def _last_error(text: str) -> str:
+    """The line of a collection's traceback that says what was wrong."""
+    errors = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
+    return errors[-1] if errors else text[-600:]
 
 
 def _is_the_works_fault(task: TerminalTask, errors: Mapping[str, str], made: Collection[str]) -> bool:
@@ -235,7 +241,11 @@ async def _install(slot: Slot, setting: Setting) -> None:
     await slot.write_bytes(f"{HARNESS_DIR}/launcher.py", package.joinpath("launcher.py").read_bytes())
     own = resources.files(reporter.__package__).joinpath("reporter.py")
     await slot.write_bytes(f"{HARNESS_DIR}/reporter.py", own.read_bytes())
-    plan = {"command": list(setting.command), "dependencies": list(setting.dependencies), "tests": TESTS_DIR}
+    plan = {
+        "dependencies": list(setting.dependencies),
+        "tests": TESTS_DIR,
+        "library_path": setting.env.get("LD_LIBRARY_PATH"),
+    }
     await slot.write_text(f"{HARNESS_DIR}/plan.json", json.dumps(plan))
     start = " ".join(f'"{word}"' for word in setting.command)
     for name in SHIMS:
