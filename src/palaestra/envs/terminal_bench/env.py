@@ -92,11 +92,11 @@ class Prepared:
 class TerminalBenchEnvironment(ContractEnvironment):
     """How the tasks are prepared and graded."""
 
-    def __init__(self, inner: TerminalBench2EvalEnv) -> None:
+    def __init__(self, inner: TerminalBench2EvalEnv, packages: DependencyCache | None = None) -> None:
         super().__init__(inner)
         settings = self.settings = inner.settings
         cache = Path(settings.cache_dir).expanduser()
-        self.packages = DependencyCache(cache / "dependencies")
+        self.packages = packages or DependencyCache(cache / "dependencies")
         builder = Builder(
             cache / "roots", tool=settings.builder, network=settings.build_network, force=settings.force_build
         )
@@ -112,7 +112,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         terminal: TerminalTask = task.data
         root = await self.roots.of(terminal)
         script = _script(terminal)
-        tools = await find_test_tools(self.packages, script.requirements)
+        tools = await find_test_tools(self.packages, script.requirements) if script.pytest else TestTools()
         work = Work(terminal, root, script, tools)
         return replace(
             task,

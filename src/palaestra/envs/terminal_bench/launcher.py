@@ -122,8 +122,6 @@ def main() -> int:
     with open(os.path.join(_HERE, "plan.json"), encoding="utf-8") as file:
         plan: dict[str, Any] = json.load(file)
     called, words = sys.argv[1], sys.argv[2:]
-    if called == "palaestra-needs":
-        _unmet(" ".join(words))
     if called == "uv":
         if words[:1] != ["run"]:
             if words[:1] and words[0] not in _INSTALLING:

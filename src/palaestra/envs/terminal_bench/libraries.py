@@ -41,6 +41,7 @@ async def _loaded() -> set[Path]:
         return set()
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     modules = sorted(map(str, Path(sys.base_exec_prefix, sys.platlibdir, version, "lib-dynload").glob("*.so")))
+    modules = [name for name in modules if "_tkinter" not in name]
     shown = await run_process(["ldd", sys.executable, *modules], timeout_s=_TIMEOUT_S)
     found = {Path(word) for word in shown.stdout.decode(errors="replace").split() if word.startswith("/")}
     return {path for path in found if path.is_file() and ".so" in path.name and not _C_LIBRARY.match(path.name)}

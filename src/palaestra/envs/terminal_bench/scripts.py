@@ -98,14 +98,20 @@ def _replaced(line: str) -> str:
 
 def _instead(command: str) -> str | None:
     """What runs in place of one installing command; None for a command that installs nothing."""
-    if any(pattern.fullmatch(command) for pattern in _BOOTSTRAP) or _PIP.fullmatch(command):
+    if any(pattern.fullmatch(command) for pattern in _BOOTSTRAP):
+        return ""
+    if "|" in command:
+        return None
+    if _PIP.fullmatch(command):
         return ""
     match = _APT.fullmatch(command)
     if match is None:
         return None
     words = [word for word in match[1].split() if not word.startswith("-") and ">" not in word and word != "/dev/null"]
-    if words[:1] and words[0] not in ("install", "add"):
+    if words[:1] and words[0] in ("update", "upgrade", "clean"):
         return ""
+    if words[:1] not in (["install"], ["add"]):
+        return None
     missing = [word.partition("=")[0] for word in words[1:] if word.partition("=")[0] not in _PACKAGES]
     return f"palaestra-needs {shlex.join(missing)}" if missing else ""
 

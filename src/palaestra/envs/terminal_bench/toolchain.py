@@ -27,13 +27,16 @@ _TRIAL = "import sys, json, _pytest.config; sys.exit(sys.version_info < (3, 9))"
 
 @dataclass(frozen=True, slots=True)
 class TestTools:
-    """How pytest is started. `commands` are tried in order; the mounts must be in the slot's spec."""
+    """How pytest is started. `commands` are tried in order; the mounts must be in the slot's spec.
+
+    Without commands there is no pytest, for scripts that do not ask for it.
+    """
 
     __test__ = False
 
-    commands: tuple[tuple[str, ...], ...]
-    mounts: tuple[Mount, ...]
-    dependencies: tuple[str, ...]
+    commands: tuple[tuple[str, ...], ...] = ()
+    mounts: tuple[Mount, ...] = ()
+    dependencies: tuple[str, ...] = ()
 
 
 async def find_test_tools(cache: DependencyCache, requirements: Sequence[str]) -> TestTools:
@@ -66,6 +69,8 @@ def _started(executable: str) -> tuple[str, ...]:
 
 async def working_command(slot: Slot, tools: TestTools) -> tuple[str, ...]:
     """The first command that runs pytest in this slot. Raises `PrepareError` when none does."""
+    if not tools.commands:
+        return ()
     complaints = []
     path = f"import sys; sys.path += {list(tools.dependencies)!r}; "
     for command in tools.commands:

@@ -45,12 +45,19 @@ from palaestra.envs.terminal_bench.users import as_user
 from palaestra.sandbox.base import ExecutionResult, Slot
 
 HARNESS_DIR = "/opt/palaestra/verifier"
-SHIMS = ("pytest", "py.test", "uv", "uvx", "palaestra-needs", "palaestra-python")
+SHIMS = ("pytest", "py.test", "uv", "uvx", "palaestra-python")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STDOUT = f"{VERIFIER_LOGS}/test-stdout.txt"
 OUTPUT_BYTES = 20_000
 """How much of a verifier's output is kept in the record."""
 
+_NEEDS = """\
+#!/bin/sh
+# Stands for the installation of system packages: they are there, or the verifier cannot work.
+dpkg -s "$@" > /dev/null 2>&1 && exit 0
+printf '{"nonce": "%s", "kind": "unmet", "what": "%s"}\\n' "$PALAESTRA_NONCE" "$*" >&3
+exit 97
+"""
 _MAX_REWARD_BYTES = 1 << 20
 _FAILED = frozenset({Status.FAILED, Status.ERROR})
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|cannot import name '\w+' from '([\w.]+)'")
@@ -247,10 +254,10 @@ async def _install(slot: Slot, setting: Setting) -> None:
         "library_path": setting.env.get("LD_LIBRARY_PATH"),
     }
     await slot.write_text(f"{HARNESS_DIR}/plan.json", json.dumps(plan))
+    await slot.write_text(f"{HARNESS_DIR}/bin/palaestra-needs", _NEEDS, mode=0o755)
     start = " ".join(f'"{word}"' for word in setting.command)
-    for name in SHIMS:
-        check = 'dpkg -s "$@" >/dev/null 2>&1 && exit 0\n' if name == "palaestra-needs" else ""
-        text = f'#!/bin/sh\n{check}exec {start} "{HARNESS_DIR}/launcher.py" {name} "$@"\n'
+    for name in SHIMS if setting.command else ():
+        text = f'#!/bin/sh\nexec {start} "{HARNESS_DIR}/launcher.py" {name} "$@"\n'
         await slot.write_text(f"{HARNESS_DIR}/bin/{name}", text, mode=0o755)
 
 

@@ -1,0 +1,122 @@
+"""Rewards that verifiers write, what of a change is left out, and what an evaluation comes to. No slots."""
+
+from __future__ import annotations
+
+import pytest
+
+from envs.terminal_bench.mini import HARBOR
+from palaestra.core.errors import GraderError
+from palaestra.core.types import Blame, Outcome
+from palaestra.envs.terminal_bench import harbor
+from palaestra.envs.terminal_bench.evaluation import evaluation
+from palaestra.envs.terminal_bench.guard import ALWAYS, left_out
+from palaestra.envs.terminal_bench.rewards import read_rewards, single
+from palaestra.rollouts.trajectory import Trajectory
+from palaestra.sandbox.base import Change
+
+
+@pytest.mark.parametrize(
+    ("json_file", "text_file", "reward"),
+    [
+        (None, b"1\n", 1.0),
+        (None, b" 0.25 ", 0.25),
+        (b'{"reward": 0.5, "style": 1}', b"1", 0.5),
+        (b'{"a": 1, "b": 0}', None, 0.5),
+        (b'{"passed": true}', None, 1.0),
+    ],
+)
+def test_rewards(json_file: bytes | None, text_file: bytes | None, reward: float) -> None:
+    assert single(read_rewards(json_file, text_file)) == reward
+
+
+@pytest.mark.parametrize(
+    ("json_file", "text_file", "message"),
+    [
+        (None, None, "wrote no reward"),
+        (None, b" \n", "reward.txt is empty"),
+        (b"", b"1", "reward.json is empty"),
+        (None, b"nan", "holds nan"),
+        (None, b"1e309", "holds inf"),
+        (None, b"yes", "reward.txt is no number: 'yes'"),
+        (b"[1]", None, "must be an object of numbers"),
+        (b"{}", None, "must be an object of numbers"),
+        (b'{"reward": "1"}', None, "reward is no number: '1'"),
+        (b'{"reward": NaN}', None, "holds nan"),
+        (b"{", None, "reward.json is not JSON"),
+    ],
+)
+def test_what_is_no_reward_is_the_graders_failure(
+    json_file: bytes | None, text_file: bytes | None, message: str
+) -> None:
+    with pytest.raises(GraderError, match=message):
+        read_rewards(json_file, text_file)
+
+
+PROGRAMS = ("bash", "python3", "python3.11", "git", "nginx")
+
+
+@pytest.mark.parametrize(
+    ("path", "hidden"),
+    [
+        ("/usr/bin/bash", True),
+        ("/usr/local/bin/python3", True),
+        ("/usr/local/bin/python3.11", True),
+        ("/usr/local/bin/python3.13", False),
+        ("/usr/local/bin/node", False),
+        ("/usr/sbin/nginx", False),
+        ("/app/bin/bash", False),
+        ("/usr/lib/x86_64-linux-gnu/libc.so.6", True),
+        ("/lib64/ld-linux-x86-64.so.2", True),
+        ("/usr/lib/x86_64-linux-gnu/libcurl.so.4", False),
+        ("/usr/lib/python3/dist-packages/zz.pth", True),
+        ("/app/data.pth", False),
+        ("/app/sitecustomize.py", True),
+        ("/conftest.py", True),
+        ("/app/conftest.py", False),
+        ("/root/.bashrc", False),
+    ],
+)
+def test_what_could_speak_for_the_verifier_is_left_out(path: str, hidden: bool) -> None:
+    found = left_out([Change(path, "file")], programs=PROGRAMS, script="pytest /tests\n")
+    assert found[: len(ALWAYS)] == ALWAYS
+    assert (path in found) is hidden
+
+
+def test_start_up_files_are_left_out_where_the_verifier_reads_them() -> None:
+    changes = [Change("/root/.bashrc", "file"), Change("/etc/profile.d/x.sh", "file")]
+    assert len(left_out(changes, programs=(), script="source ~/.bashrc\npytest\n")) == len(ALWAYS) + 2
+
+
+def test_a_program_that_a_task_is_about_can_be_kept() -> None:
+    changes = [Change("/usr/bin/git", "file")]
+    assert left_out(changes, programs=PROGRAMS, script="", kept=["git"]) == ALWAYS
+
+
+def attempt(task: str, index: int, reward: float | None) -> Trajectory:
+    return Trajectory(
+        rollout_id=f"{task}/{index}",
+        group_id=task,
+        task_id=task,
+        index=index,
+        messages=[],
+        outcome=Outcome.INFRA_ERROR if reward is None else Outcome.NATURAL,
+        reward=reward,
+        blame=Blame.GRADER if reward is None else None,
+    )
+
+
+def test_an_evaluation_counts_attempts_apart_from_tasks() -> None:
+    tasks = [harbor.read_task(HARBOR / name) for name in ("greeting", "word-counts", "in-tmp")]
+    rewards: dict[str, list[float | None]] = {"greeting": [1.0, 0.0, 1.0, 0.0], "word-counts": [0.5, 0.0, None, 0.0]}
+    done = [attempt(name, index, reward) for name, row in rewards.items() for index, reward in enumerate(row)]
+    metrics, samples = evaluation(tasks, done, 4)
+    assert (metrics["tasks"], metrics["tasks_not_run"], metrics["attempts"]) == (3, 1, 8)
+    assert (metrics["unscored"], metrics["unscored/grader"]) == (1, 1)
+    assert metrics["pass_rate"] == pytest.approx(2 / 7)
+    assert metrics["pass@1"] == pytest.approx((0.5 + 0) / 2)
+    assert metrics["pass@2"] == pytest.approx((5 / 6 + 0) / 2)
+    assert (metrics["pass@4"], metrics["pass@4/tasks"]) == (1.0, 1)
+    assert metrics["pass@1/low"] < metrics["pass@1"] < metrics["pass@1/high"]
+    assert metrics["category/files/pass@1"] == 0.5
+    assert metrics["category/text/pass_rate"] == 0
+    assert [sample["passed"] for sample in samples] == [True, False, True, False, False, False, None, False]
