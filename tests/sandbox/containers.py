@@ -53,6 +53,16 @@ class Docker:
     def __init__(self, address: str) -> None:
         self._docker = ["docker", "-H", address]
 
+    @property
+    def command(self) -> str:
+        """The command line that reaches it."""
+        return " ".join(self._docker)
+
+    def load(self, root: Path, name: str) -> None:
+        """Make a directory an image."""
+        archive = subprocess.run(["tar", "-C", str(root), "-c", "."], capture_output=True, check=True).stdout
+        subprocess.run([*self._docker, "import", "-", name], input=archive, capture_output=True, check=True)
+
     def wait(self, daemon: subprocess.Popen[bytes]) -> bool:
         """Until it answers; False when it has ended instead."""
         command = [*self._docker, "events", "--since", "0", "--until", "1"]
@@ -76,8 +86,7 @@ class Docker:
         (root / "etc/passwd").write_text("root:x:0:0::/root:/bin/bash\nsomebody:x:12345:12345::/home:/bin/bash\n")
         (root / "etc/shadow").write_text("root:secret\n")
         (root / "etc/shadow").chmod(0o600)
-        archive = subprocess.run(["tar", "-C", str(root), "-c", "."], capture_output=True, check=True).stdout
-        subprocess.run([*self._docker, "import", "-", _IMAGE], input=archive, capture_output=True, check=True)
+        self.load(root, _IMAGE)
 
     def python(self, *arguments: str, options: tuple[str, ...] = (), timeout_s: float = 170) -> str:
         """The output of this interpreter, with this checkout, in a new container; fails with it."""

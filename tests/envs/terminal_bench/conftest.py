@@ -44,7 +44,11 @@ def installed_pytest(tmp_path_factory: pytest.TempPathFactory) -> DependencyCach
         assert spec is not None
         assert spec.origin is not None
         shutil.copytree(Path(spec.origin).parent, folder / "site" / name)
-    shutil.copy(Path(pytest.__file__).parent.parent / "py.py", folder / "site")
+    site = Path(pytest.__file__).parent.parent
+    shutil.copy(site / "py.py", folder / "site")
+    for name in ("pytest", "pluggy"):
+        (about,) = site.glob(f"{name}-*.dist-info")
+        shutil.copytree(about, folder / "site" / about.name)
     for path in (folder, folder.parent):
         path.chmod(0o755)
     return InstalledPytest(folder)

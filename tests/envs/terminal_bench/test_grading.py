@@ -64,11 +64,13 @@ def test_tasks_that_cannot_be_trusted_are_named(try_tasks: Try) -> None:
     assert lines["broken-toml"].finding is Finding.REFUSED
 
 
+@pytest.mark.long
 def test_a_missing_module_of_the_work_is_a_failure_and_not_the_graders(try_tasks: Try) -> None:
     line = try_tasks(HARBOR / "import-the-work")["import-the-work"]
     assert (line.finding, line.noop, line.solution) == (Finding.GOOD, 0.0, 1.0)
 
 
+@pytest.mark.long
 def test_a_service_is_graded_where_it_runs(try_tasks: Try, tmp_path: Path) -> None:
     assert try_tasks(HARBOR / "web-service")["web-service"].finding is Finding.GOOD
     quiet = copied(HARBOR / "web-service", tmp_path, {"task.toml": ""})
@@ -96,17 +98,17 @@ CHEATS = {
     [
         ("partial", "fake-program"),
         ("greeting", "planted"),
-        ("import-the-work", "forged-reports"),
-        ("web-service", "daemon"),
+        pytest.param("import-the-work", "forged-reports", marks=pytest.mark.long),
+        pytest.param("web-service", "daemon", marks=pytest.mark.long),
     ],
 )
 def test_what_speaks_in_the_verifiers_place_is_not_paid(try_tasks: Try, tmp_path: Path, task: str, cheat: str) -> None:
     text = "#!/bin/bash\n" + CHEATS[cheat]
     line = try_tasks(copied(HARBOR / task, tmp_path, {"solution/solve.sh": text}))[task]
-    assert line.finding is not Finding.GOOD
-    assert line.solution in (0.0, None)
+    assert (line.noop, line.solution) == (0.0, 0.0), line
 
 
+@pytest.mark.long
 @AS_ROOT
 def test_an_image_without_python_and_a_user_of_its_own(try_tasks: Try, tmp_path: Path) -> None:
     root = make_root(tmp_path / "root")
