@@ -73,7 +73,7 @@ def test_other_lines_stay(line: str) -> None:
 def test_packages_that_a_script_asks_for() -> None:
     text = (
         "uvx -p 3.13 -w pytest==8.4.1 -w 'numpy==2.3.1' --with requests pytest /tests\n"
-        "pip3 install -q --index-url https://x.example pandas scipy>=1 'pytest>=8'\n"
+        "pip3 install -q --target /x pandas scipy>=1 'pytest>=8'\n"
         "uv add pillow\n# pip install nothing\n"
     )
     assert offline(text).requirements == ("numpy==2.3.1", "requests", "pandas", "scipy>=1", "pillow")

@@ -70,26 +70,28 @@ PROGRAMS = ("bash", "python3", "python3.11", "git", "nginx")
         ("/usr/lib/x86_64-linux-gnu/libcurl.so.4", False),
         ("/usr/lib/python3/dist-packages/zz.pth", True),
         ("/app/data.pth", False),
-        ("/app/sitecustomize.py", True),
+        ("/app/sitecustomize.py", False),
+        ("/usr/lib/python3/dist-packages/sitecustomize.py", True),
+        ("/etc/ld.so.preload", True),
         ("/conftest.py", True),
         ("/app/conftest.py", False),
         ("/root/.bashrc", False),
     ],
 )
 def test_what_could_speak_for_the_verifier_is_left_out(path: str, hidden: bool) -> None:
-    found = left_out([Change(path, "file")], programs=PROGRAMS, script="pytest /tests\n")
+    found = left_out([Change(path, "file")], programs=PROGRAMS, script="pytest /tests\n", workspace="/app")
     assert found[: len(ALWAYS)] == ALWAYS
     assert (path in found) is hidden
 
 
 def test_start_up_files_are_left_out_where_the_verifier_reads_them() -> None:
     changes = [Change("/root/.bashrc", "file"), Change("/etc/profile.d/x.sh", "file")]
-    assert len(left_out(changes, programs=(), script="source ~/.bashrc\npytest\n")) == len(ALWAYS) + 2
+    assert len(left_out(changes, programs=(), script="source ~/.bashrc\npytest\n", workspace="/")) == len(ALWAYS) + 2
 
 
 def test_a_program_that_a_task_is_about_can_be_kept() -> None:
     changes = [Change("/usr/bin/git", "file")]
-    assert left_out(changes, programs=PROGRAMS, script="", kept=["git"]) == ALWAYS
+    assert left_out(changes, programs=PROGRAMS, script="", workspace="/", kept=["git"]) == ALWAYS
 
 
 def attempt(task: str, index: int, reward: float | None) -> Trajectory:

@@ -20,8 +20,10 @@ from palaestra.agent.budget import Budget
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import ConfigError, InfraError, PrepareError, TaskError
 from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
-from palaestra.envs.contract import ContractEnvironment, numbers
-from palaestra.envs.hermes_base_env import HermesAgentBaseEnv, Item
+from palaestra.envs.base_env import Item
+from palaestra.envs.class_environment import numbers
+from palaestra.envs.contract import ContractEnvironment
+from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
 from palaestra.envs.swe.install import DependencyCache
 from palaestra.envs.terminal_bench import guard
 from palaestra.envs.terminal_bench.builder import Builder
@@ -40,6 +42,7 @@ from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.base import Phase
 from palaestra.rollouts.context import ToolContext
 from palaestra.rollouts.grading import LIVE, SEALED, Grading
+from palaestra.rollouts.plants import PROGRAM_DIRECTORIES
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.base import WORKSPACE, Slot, SlotSpec, View
 from palaestra.tools.binding import SlotTools
@@ -155,7 +158,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         if not done.success:
             raise PrepareError(f"{task.id}: its directory {work.workdir} cannot be made: {done.output[-500:]}")
         programs: set[str] = set()
-        for directory in guard.PROGRAM_DIRECTORIES:
+        for directory in sorted(PROGRAM_DIRECTORIES):
             try:
                 programs |= {entry.path.rpartition("/")[2] for entry in await sandbox.list_dir(directory)}
             except InfraError:
@@ -218,6 +221,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             changes,
             programs=self._prepared[rollout.task.id].programs,
             script=work.script.text,
+            workspace=work.workdir,
             kept=self.settings.keep_programs,
         )
         slot = await grading.slot(View(without=without))

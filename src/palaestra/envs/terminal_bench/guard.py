@@ -1,8 +1,9 @@
 """Which of an agent's changes must not decide its own grade. Does no I/O.
 
-A verifier runs programs of the same root that the agent could change as root. Left out of the graded view are: where
-the verifier's own files lie, programs that verifiers use where the image had them (a changed or a shadowing one), what
-the loader and Python start by themselves, and pytest's configuration above the tests.
+A verifier runs programs of the same root that the agent could change as root. Left out of the graded view are, besides
+what no check of any environment may meet (`rollouts/plants.py`): where the verifier's own files lie, interpreters and
+tools that verifiers use where the image had them, the C library and its loader, what Python starts by itself, and
+pytest's configuration above the tests.
 
 Invariant: what decides is the path alone. Not covered: programs that are none of these and that a verifier trusts, and
 tests that import the work into their own process; `verifier.py` holds a passing verdict against tests that must fail.
@@ -17,23 +18,18 @@ from posixpath import basename, dirname
 from palaestra.envs.swe.protected import CONFIG_NAMES
 from palaestra.envs.terminal_bench.scripts import STARTUP_FILES
 from palaestra.envs.terminal_bench.tasks import TESTS_DIR, VERIFIER_LOGS
+from palaestra.rollouts.plants import PROGRAM_DIRECTORIES, planted
 from palaestra.sandbox.base import Change
 
-ALWAYS = (TESTS_DIR, VERIFIER_LOGS, "/solution", "/oracle", "/opt/palaestra", "/etc/ld.so.preload")
+ALWAYS = (TESTS_DIR, VERIFIER_LOGS, "/solution", "/oracle", "/opt/palaestra")
 """Left out whether they were changed or not: a link planted there would lead elsewhere."""
 
-PROGRAM_DIRECTORIES = (
-    "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin", "/root/.local/bin", "/root/bin",
-)  # fmt: skip
-
 _NAMES = """
-[ awk base64 basename bash cat chmod chown cmp comm cp curl cut dash date diff dirname echo egrep env false fgrep file
-find gawk git grep gunzip gzip head id jq kill ln ls mawk md5sum mkdir mv od openssl perl pgrep printf ps py.test pytest
-python python2 python3 readlink realpath rm rmdir sed seq setpriv sh sha1sum sha256sum sha512sum sleep sort sqlite3
-stat su sudo tail tar tee test timeout touch tr true uniq uv uvx wc wget whoami xargs xxd
+base64 chown comm curl file find gawk git grep gunzip gzip jq ln mawk openssl perl pgrep py.test pytest python python2
+python3 realpath rmdir setpriv sha1sum sha512sum sqlite3 su sudo tar uv uvx wget whoami xxd
 """
-PROGRAMS = frozenset(_NAMES.split())
-"""What verifiers use."""
+TOOLS = frozenset(_NAMES.split())
+"""What verifiers use of an image besides what every root has; a task may install one that its image lacks."""
 
 _VERSIONED = re.compile(r"(python|perl)\d[\d.]*")
 _LOADER = re.compile(
@@ -41,41 +37,46 @@ _LOADER = re.compile(
 )
 _PYTHON = re.compile(r"/(?:site-packages|dist-packages|python3?(?:\.\d+)?)/")
 _STARTUP = re.compile(
-    r"/(?:root|home/[^/]+)/\.(?:bashrc|bash_profile|bash_login|profile|bash_aliases)|/etc/(?:profile(?:\.d/.*)?|bash\.bashrc|environment)"
+    r"/(?:root|home/[^/]+)/\.(?:bashrc|bash_profile|bash_login|profile|bash_aliases)"
+    r"|/etc/(?:profile(?:\.d/.*)?|bash\.bashrc|environment)"
 )
 
 
 def left_out(
-    changes: Sequence[Change], *, programs: Collection[str], script: str, kept: Collection[str] = ()
+    changes: Sequence[Change],
+    *,
+    programs: Collection[str],
+    script: str,
+    workspace: str,
+    kept: Collection[str] = (),
 ) -> tuple[str, ...]:
     """The paths that a graded view is cut by.
 
-    `programs` are the names in the image's program directories before the agent came, `kept` those of them that a task
-    may change. `script` is the verifier's.
+    `programs` are the names in the image's program directories before the agent came, `kept` those that a task may
+    change. `script` is the verifier's, `workspace` the directory of the task.
     """
     starts_shell = STARTUP_FILES.search(script) is not None
-    found = [
+    found = {
         change.path
         for change in changes
-        if _is_program(change.path, programs, kept)
+        if _is_tool(change.path, programs)
         or _LOADER.fullmatch(change.path)
-        or _starts_python(change.path)
+        or (change.path.endswith(".pth") and _PYTHON.search(change.path))
         or (dirname(change.path) == "/" and basename(change.path) in CONFIG_NAMES)
         or (starts_shell and _STARTUP.fullmatch(change.path))
-    ]
-    return (*ALWAYS, *found)
+    }
+    found |= set(planted(changes, workspace))
+    return (*ALWAYS, *sorted(path for path in found if not _is_kept(path, kept)))
 
 
-def _is_program(path: str, programs: Collection[str], kept: Collection[str]) -> bool:
+def _is_tool(path: str, programs: Collection[str]) -> bool:
     name = basename(path)
-    if dirname(path) not in PROGRAM_DIRECTORIES or name in kept:
-        return False
-    return name in programs and (name in PROGRAMS or _VERSIONED.fullmatch(name) is not None)
+    return (
+        dirname(path) in PROGRAM_DIRECTORIES
+        and name in programs
+        and (name in TOOLS or _VERSIONED.fullmatch(name) is not None)
+    )
 
 
-def _starts_python(path: str) -> bool:
-    """Modules and files that any Python imports or reads when it starts."""
-    name = basename(path)
-    if name in ("sitecustomize.py", "usercustomize.py", "sitecustomize", "usercustomize"):
-        return True
-    return name.endswith(".pth") and _PYTHON.search(path) is not None
+def _is_kept(path: str, kept: Collection[str]) -> bool:
+    return dirname(path) in PROGRAM_DIRECTORIES and basename(path) in kept

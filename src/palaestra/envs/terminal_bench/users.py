@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import overload
 
 from palaestra.core.errors import PrepareError, SandboxError
@@ -162,6 +163,23 @@ class UserSlot:
 
     async def stat(self, path: str) -> FileInfo | None:
         return await self._slot.stat(path)
+
+    async def make_dir(self, path: str) -> None:
+        await self._do(["mkdir", "-p", "--", path], path)
+
+    async def make_link(self, path: str, target: str) -> None:
+        await self._do(["ln", "-sfn", "--", target, path], path)
+
+    async def upload(self, local: Path, path: str) -> int:
+        """As the slot does it, and then the user's."""
+        count = await self._slot.upload(local, path)
+        name, _, group = self._user.partition(":")
+        await self._slot.execute(["chown", "-R", f"{name}:{group}" if group else name, path], timeout_s=_FILE_S)
+        return count
+
+    async def download(self, path: str, local: Path) -> int:
+        await self._allowed(path, "-r")
+        return await self._slot.download(path, local)
 
     async def remove(self, path: str) -> None:
         await self._do(["rm", "-rf", "--", path], path)
