@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,3 +60,16 @@ def test_a_printed_environment_keeps_its_promise(
     if output == "longest_line":
         metrics = groups[0]["rollouts"][0]["metrics"]
         assert metrics == {"right": reward, "answered": reward}
+
+
+@pytest.mark.slots
+def test_the_printed_terminal_task_is_good(tmp_path: Path) -> None:
+    page = (DOCS / "terminal_tasks.md").read_text()
+    (block,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "environments").symlink_to(DOCS.parent / "environments")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = ["bash", "-e", "-c", block]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 tasks are good" in done.stdout
+    assert json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"]["pass@2"] == 1.0

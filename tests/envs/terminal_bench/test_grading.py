@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -13,6 +14,12 @@ import pytest
 from envs.terminal_bench.conftest import Try
 from envs.terminal_bench.mini import HARBOR, TASKS, copied
 from envs.terminal_bench.roots import make_root
+from palaestra.envs.cheats.bank import BANK
+from palaestra.envs.cheats.check import Check, Proof
+from palaestra.envs.settings import make_pool
+from palaestra.envs.swe.install import DependencyCache
+from palaestra.envs.terminal_bench.config import TerminalBench2EvalConfig
+from palaestra.envs.terminal_bench.env import TerminalBench2EvalEnv, TerminalBenchEnvironment
 from palaestra.envs.terminal_bench.proving import Finding
 
 pytestmark = [pytest.mark.slots, pytest.mark.timeout(300)]
@@ -166,3 +173,22 @@ def test_the_rest_over_the_hosts_own_programs(try_tasks: Try) -> None:
     lines = try_tasks(TASKS, task_filter=names)
     assert [lines[name].finding for name in names.split(",")] == [Finding.GOOD, Finding.GOOD, Finding.SOLUTION_FAILS]
     assert lines["one-of-two"].solution == 0.0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_no_cheat_of_the_bank_is_paid(installed_pytest: DependencyCache, tmp_path: Path) -> None:
+    config = TerminalBench2EvalConfig(
+        dataset_name=str(HARBOR), task_filter="greeting,word-counts", base_image="host", cache_dir=str(tmp_path)
+    )
+
+    async def main() -> Proof:
+        async with make_pool(config) as pool:
+            environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), installed_pytest)
+            await environment.open()
+            return await Check(environment, pool).run(2)
+
+    proof = asyncio.run(main())
+    assert proof.proven
+    assert proof.holds, [line for line in proof.lines if not line.ok]
+    assert len(proof.lines) == len(BANK) + 2

@@ -98,7 +98,8 @@ class Builder:
 
     async def _build(self, tool: list[str], recipe: Recipe, tag: str) -> None:
         network = ["--network", "host" if self._network else "none"]
-        command = [*tool, "build", *network, "-t", tag, "-f", str(recipe.dockerfile), str(recipe.folder)]
+        tidy = ["--force-rm"] if Path(tool[0]).name == "docker" else []  # the others leave no failed container
+        command = [*tool, "build", *tidy, *network, "-t", tag, "-f", str(recipe.dockerfile), str(recipe.folder)]
         done = await run_process(command, timeout_s=recipe.build_timeout_s)
         if done.returncode:
             raise TaskError(f"its image does not build with {tool[0]}:\n{done.text[-_SHOWN:].strip()}")
