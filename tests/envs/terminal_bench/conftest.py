@@ -15,7 +15,8 @@ from palaestra.envs.settings import make_pool
 from palaestra.envs.swe.install import DEPENDENCIES_DIR, DependencyCache, Toolchain, interpreter
 from palaestra.envs.swe.rows import Install
 from palaestra.envs.terminal_bench.config import TerminalBench2EvalConfig
-from palaestra.envs.terminal_bench.env import TerminalBench2EvalEnv, TerminalBenchEnvironment
+from palaestra.envs.terminal_bench.env import TerminalBench2EvalEnv
+from palaestra.envs.terminal_bench.environment import TerminalBenchEnvironment
 from palaestra.envs.terminal_bench.proving import Line, Proving
 from palaestra.sandbox.base import Mount
 
@@ -69,7 +70,7 @@ def try_tasks(installed_pytest: DependencyCache, tmp_path: Path) -> Try:
             async with make_pool(config) as pool:
                 inner = TerminalBench2EvalEnv(config, [])
                 inner.load()
-                environment = TerminalBenchEnvironment(inner, installed_pytest)
+                environment = TerminalBenchEnvironment(inner, config, installed_pytest)
                 report = await Proving(environment, pool).run(inner.left_out)
             return {line.name: line for line in report.lines}
 

@@ -51,11 +51,16 @@ def test_tasks_are_built_once_and_run_in_slots(daemon: Docker, try_tasks: Try, t
     left = subprocess.run([*daemon.command.split(), "ps", "-aq"], capture_output=True, text=True)
     assert left.stdout == ""
 
+    named = f'[environment]\ndocker_image = "{BASE}"\nworkdir = "/app"\n'
+    task = copied(HARBOR / "partial", tmp_path, {"task.toml": named})
+    (task / "environment/Dockerfile").unlink()
+    assert try_tasks(task, **settings)["partial"].finding is Finding.GOOD
+
     # What is in the cache needs no build: one would fail now, since its base is gone.
     subprocess.run([*daemon.command.split(), "rmi", "-f", BASE], check=True, capture_output=True)
     again = try_tasks(TASKS, task_filter="greeting,hello", build_network=False, **settings)
     assert [again[name].finding for name in ("greeting", "hello")] == [Finding.GOOD] * 2
-    assert sorted((tmp_path / "cache/roots").glob("*.tar")) == roots
+    assert set(roots) < set((tmp_path / "cache/roots").glob("*.tar"))
 
 
 def test_how_commands_start_is_read_from_beside_the_root(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from palaestra.envs.cheats.check import Check, Proof
 from palaestra.envs.settings import make_pool
 from palaestra.envs.swe.install import DependencyCache
 from palaestra.envs.terminal_bench.config import TerminalBench2EvalConfig
-from palaestra.envs.terminal_bench.env import TerminalBench2EvalEnv, TerminalBenchEnvironment
+from palaestra.envs.terminal_bench.env import TerminalBench2EvalEnv
+from palaestra.envs.terminal_bench.environment import TerminalBenchEnvironment
 from palaestra.envs.terminal_bench.proving import Finding
 
 pytestmark = [pytest.mark.slots, pytest.mark.timeout(300)]
@@ -184,7 +185,7 @@ def test_no_cheat_of_the_bank_is_paid(installed_pytest: DependencyCache, tmp_pat
 
     async def main() -> Proof:
         async with make_pool(config) as pool:
-            environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), installed_pytest)
+            environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, installed_pytest)
             await environment.open()
             return await Check(environment, pool).run(2)
 

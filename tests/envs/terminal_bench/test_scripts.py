@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.terminal_bench.mini import HARBOR, LEGACY
-from palaestra.envs.terminal_bench.scripts import offline
+from palaestra.envs.terminal_bench.scripts import offline, with_others
 
 
 def test_the_stock_script_keeps_its_verdict_and_nothing_of_its_bootstrap() -> None:
@@ -42,6 +42,7 @@ def test_the_older_stock_scripts() -> None:
         ("apk add --no-cache bash", "palaestra-needs bash"),
         ("pip install pytest==8.4.1", ":"),
         ("python3 -m pip install --quiet -r requirements.txt", ":"),
+        ("pip install 'numpy>=2' pytest", "palaestra-needs-python 'numpy>=2'"),
         ("wget -qO- https://astral.sh/uv/install.sh | env UV_DIR=/x sh", ":"),
         ('. "$HOME/.local/bin/env"', ":"),
         ('export PATH="$HOME/.local/bin:$PATH"', ":"),
@@ -85,6 +86,13 @@ def test_packages_that_a_script_asks_for() -> None:
 )
 def test_whether_a_script_starts_pytest(text: str, wanted: bool) -> None:
     assert offline(text).pytest is wanted
+
+
+def test_scripts_beside_it_are_changed_and_count() -> None:
+    script = with_others(offline("bash /tests/run.sh\n"), {"run.sh": "uvx -w attrs pytest /tests\napt-get update\n"})
+    assert (script.pytest, script.requirements) == (True, ("attrs",))
+    assert script.replaced == ("apt-get update",)
+    assert script.others == {"run.sh": "uvx -w attrs pytest /tests\n:\n"}
 
 
 @given(st.text(alphabet="ab $|&;\\\n'\"#=-/", max_size=60))

@@ -78,13 +78,10 @@ class Builder:
         )
 
     async def _make(self, tool: list[str], recipe: Recipe, tag: str, archive: Path) -> None:
-        image = tag
-        if recipe.dockerfile is not None:
+        image = await self._prebuilt(tool, recipe)
+        if image is None:
+            image = tag
             await self._build(tool, recipe, tag)
-        else:
-            assert recipe.docker_image is not None
-            image = recipe.docker_image
-            await self._pull(tool, image)
         partial = archive.with_suffix(".partial")
         partial.unlink(missing_ok=True)
         try:
@@ -95,6 +92,18 @@ class Builder:
             partial.unlink(missing_ok=True)
             if image == tag:
                 await run_process([*tool, "rmi", tag], timeout_s=_ASK_S)
+
+    async def _prebuilt(self, tool: list[str], recipe: Recipe) -> str | None:
+        """The image that the task names, where it is here or can be pulled; None where one is to be built."""
+        if recipe.docker_image is None or (self._force and recipe.dockerfile is not None):
+            return None
+        try:
+            await self._pull(tool, recipe.docker_image)
+        except TaskError:
+            if recipe.dockerfile is None:
+                raise
+            return None
+        return recipe.docker_image
 
     async def _build(self, tool: list[str], recipe: Recipe, tag: str) -> None:
         network = ["--network", "host" if self._network else "none"]
@@ -143,7 +152,7 @@ def _config(found: JSON) -> ImageConfig:
 
 def content_key(recipe: Recipe) -> str:
     """What tells a build from every other: the folder's files with their modes, or the image's name."""
-    digest = hashlib.sha256(f"{VERSION}\0{recipe.docker_image if recipe.dockerfile is None else ''}\0".encode())
+    digest = hashlib.sha256(f"{VERSION}\0{recipe.docker_image or ''}\0".encode())
     if recipe.dockerfile is not None:
         for path in sorted(recipe.folder.rglob("*")):
             mode = path.lstat().st_mode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from palaestra.core.config import later
 from palaestra.envs.config import HermesAgentEnvConfig
 
 
@@ -25,6 +26,7 @@ class TerminalBench2EvalConfig(HermesAgentEnvConfig):
     controls: bool = Field(
         default=True, description="Hold a verdict that pays against the same tests with bodies that must fail."
     )
+    eval_concurrency: int = later(0, "Tasks evaluated at once; max_num_workers says that here.")
     keep_programs: list[str] = Field(
         default=[], description="System programs that an agent may replace for good (the tasks are about them)."
     )

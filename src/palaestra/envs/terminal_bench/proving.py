@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from palaestra.core.types import JSON, Task
-from palaestra.envs.terminal_bench.env import TerminalBenchEnvironment
+from palaestra.envs.terminal_bench.environment import TerminalBenchEnvironment
 from palaestra.envs.terminal_bench.sources import LeftOut
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.policies import NoopPolicy, OraclePolicy, Policy

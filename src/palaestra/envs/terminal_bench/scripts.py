@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 PROVIDED = frozenset({"pytest", "pytest-json-ctrf", "pip", "uv", "setuptools", "wheel", "pluggy", "iniconfig"})
 """Python packages that a script may ask for and that are there, or are not needed."""
@@ -45,25 +46,43 @@ STARTUP_FILES = re.compile(r"\.bashrc|\.bash_profile|\.profile|/etc/profile|bash
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A test script as it is run. `pytest` says whether its verdict comes from pytest, as far as can be seen."""
+    """A test script as it is run. `pytest` says whether its verdict comes from pytest, as far as can be seen.
+
+    `others` are the shell scripts beside it, by their path below the tests' folder, changed in the same way.
+    """
 
     text: str
     replaced: tuple[str, ...] = ()
     requirements: tuple[str, ...] = ()
     pytest: bool = False
+    others: Mapping[str, str] = field(default_factory=dict)
 
 
 def offline(text: str) -> Script:
-    """The script without its bootstrap."""
-    lines, replaced, requirements = [], list[str](), list[str]()
-    for line in _whole_lines(text):
-        requirements += _asked_for(line)
-        new = _replaced(line)
-        if new != line:
-            replaced.append(line.strip())
-        lines.append(new)
-    whole = "\n".join(lines) + "\n"
-    return Script(whole, tuple(replaced), tuple(dict.fromkeys(requirements)), uses_pytest(whole))
+    """The script without its bootstrap.
+
+    Packages for a script that starts no pytest would be for the image's own Python: those are checked in their place.
+    """
+    lines = _whole_lines(text)
+    provided = [_replaced(line, "") for line in lines]
+    pytest = uses_pytest("\n".join(provided))
+    new = provided if pytest else [_replaced(line, "palaestra-needs-python") for line in lines]
+    requirements = dict.fromkeys(name for line in lines for name in _asked_for(line)) if pytest else {}
+    replaced = tuple(line.strip() for line, other in zip(lines, new, strict=True) if line != other)
+    return Script("\n".join(new) + "\n", replaced, tuple(requirements), pytest)
+
+
+def with_others(script: Script, others: Mapping[str, str]) -> Script:
+    """A script and those that it may call, as one: what any of them asks for, it asks for."""
+    changed = {name: offline(text) for name, text in others.items()}
+    every = (script, *changed.values())
+    return replace(
+        script,
+        replaced=tuple(line for each in every for line in each.replaced),
+        requirements=tuple(dict.fromkeys(name for each in every for name in each.requirements)),
+        pytest=any(each.pytest for each in every),
+        others={name: each.text for name, each in changed.items()},
+    )
 
 
 def uses_pytest(text: str) -> bool:
@@ -83,27 +102,29 @@ def _whole_lines(text: str) -> list[str]:
     return [*found, pending] if pending else found
 
 
-def _replaced(line: str) -> str:
+def _replaced(line: str, python_check: str) -> str:
+    """The line as it is run; `python_check` is the command that looks for Python packages, empty for none."""
     flat = " ".join(line.replace("\\\n", " ").split())
     if not flat or flat.startswith("#"):
         return line
     if _RUN_STOCK.fullmatch(flat):
         return "pytest $TEST_DIR/test_outputs.py -rA"
     parts = [part.strip() for part in re.split(r"&&|;", flat)]
-    instead = [_instead(part) for part in parts]
+    instead = [_instead(part, python_check) for part in parts]
     if all(part is not None for part in instead):
         return "; ".join(part for part in instead if part) or ":"
     return _MODULE.sub("pytest", line)
 
 
-def _instead(command: str) -> str | None:
+def _instead(command: str, python_check: str) -> str | None:
     """What runs in place of one installing command; None for a command that installs nothing."""
     if any(pattern.fullmatch(command) for pattern in _BOOTSTRAP):
         return ""
     if "|" in command:
         return None
     if _PIP.fullmatch(command):
-        return ""
+        missing = _asked_for(command) if python_check else []
+        return f"{python_check} {shlex.join(missing)}" if missing else ""
     match = _APT.fullmatch(command)
     if match is None:
         return None
@@ -112,7 +133,7 @@ def _instead(command: str) -> str | None:
         return ""
     if words[:1] not in (["install"], ["add"]):
         return None
-    missing = [word.partition("=")[0] for word in words[1:] if word.partition("=")[0] not in _PACKAGES]
+    missing = [name for name in (word.partition("=")[0] for word in words[1:]) if name not in _PACKAGES]
     return f"palaestra-needs {shlex.join(missing)}" if missing else ""
 
 

@@ -6,6 +6,7 @@ refused there, as `Unsupported`.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -89,3 +90,13 @@ class TerminalTask:
     network: Network | AllowList = Network.ON
     limits: Limits = Limits()
     live: bool = False
+
+    def is_named(self, wanted: str | None) -> bool:
+        """Whether a comma list of names, patterns (`git-*`) and `category:NAME` means this task."""
+        words = [word.strip() for word in (wanted or "").split(",") if word.strip()]
+        return any(
+            self.category == word.partition(":")[2]
+            if word.startswith("category:")
+            else fnmatch.fnmatchcase(self.name, word)
+            for word in words
+        )

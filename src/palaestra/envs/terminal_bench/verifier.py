@@ -9,55 +9,34 @@ the work: `GraderError`, never 0.0. Unless the work itself kept the tests from r
 because a module of the workspace is missing or broken.
 
 A passing verdict is then held against the same tests with bodies that must fail. A script that still pays was not
-speaking of its tests. Not covered: scripts without pytest, and code under test that tells such
-a copy from the real one.
+speaking of its tests. Not covered: scripts without pytest, and code under test that tells such a copy from the real
+one.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import re
 import secrets
-import tarfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 from palaestra.core.errors import GraderError, InfraError
 from palaestra.core.types import JSON
-from palaestra.envs.swe import reporter
 from palaestra.envs.swe.controls import failing_copy
 from palaestra.envs.swe.testing import Status, TestRun, read_records, read_run
-from palaestra.envs.terminal_bench import launcher
+from palaestra.envs.terminal_bench.harness import install, place_tests, script_name
 from palaestra.envs.terminal_bench.rewards import read_rewards, single
 from palaestra.envs.terminal_bench.scripts import Script
-from palaestra.envs.terminal_bench.tasks import (
-    AGENT_LOGS,
-    ARTIFACT_LOGS,
-    TESTS_DIR,
-    VERIFIER_LOGS,
-    Format,
-    TerminalTask,
-)
+from palaestra.envs.terminal_bench.tasks import TESTS_DIR, VERIFIER_LOGS, Format, TerminalTask
 from palaestra.envs.terminal_bench.users import as_user
 from palaestra.sandbox.base import ExecutionResult, Slot
 
-HARNESS_DIR = "/opt/palaestra/verifier"
-SHIMS = ("pytest", "py.test", "uv", "uvx", "palaestra-python")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STDOUT = f"{VERIFIER_LOGS}/test-stdout.txt"
 OUTPUT_BYTES = 20_000
 """How much of a verifier's output is kept in the record."""
 
-_NEEDS = """\
-#!/bin/sh
-# Stands for the installation of system packages: they are there, or the verifier cannot work.
-dpkg -s "$@" > /dev/null 2>&1 && exit 0
-printf '{"nonce": "%s", "kind": "unmet", "what": "%s"}\\n' "$PALAESTRA_NONCE" "$*" >&3
-exit 97
-"""
 _MAX_REWARD_BYTES = 1 << 20
 _FAILED = frozenset({Status.FAILED, Status.ERROR})
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|cannot import name '\w+' from '([\w.]+)'")
@@ -107,7 +86,7 @@ async def verify(
 ) -> Verdict:
     """Check the work in a slot. `alone` means that no process of the slot but the verifier's is to live on; `made` are
     paths that the agent made or changed. Raises `GraderError`."""
-    await _install(slot, setting)
+    await install(slot, setting.command, setting.dependencies, setting.env.get("LD_LIBRARY_PATH"))
     return await _once(slot, task, script, setting, {}, alone=alone, made=made)
 
 
@@ -151,10 +130,10 @@ async def _once(
     alone: bool,
     made: Collection[str],
 ) -> Verdict:
-    await _place_tests(slot, task, script, setting, instead)
+    await place_tests(slot, task, script, instead)
     nonce = secrets.token_hex(16)
     result = await slot.execute(
-        as_user(["/bin/sh", "-c", f"{TESTS_DIR}/{_script_name(task)} > {STDOUT} 2>&1"], setting.user),
+        as_user(["/bin/sh", "-c", f"{TESTS_DIR}/{script_name(task)} > {STDOUT} 2>&1"], setting.user),
         cwd=setting.workdir,
         env={**setting.env, "PALAESTRA_NONCE": nonce},
         timeout_s=setting.timeout_s,
@@ -239,58 +218,6 @@ def _speaks_of(task: TerminalTask, module: str) -> bool:
 
 def _script_name(task: TerminalTask) -> str:
     return task.verifier.script.rpartition("/")[2]
-
-
-async def _install(slot: Slot, setting: Setting) -> None:
-    """Our commands in front of PATH, where nothing of the agent's can be."""
-    await slot.remove(HARNESS_DIR)
-    package = resources.files(launcher.__package__)
-    await slot.write_bytes(f"{HARNESS_DIR}/launcher.py", package.joinpath("launcher.py").read_bytes())
-    own = resources.files(reporter.__package__).joinpath("reporter.py")
-    await slot.write_bytes(f"{HARNESS_DIR}/reporter.py", own.read_bytes())
-    plan = {
-        "dependencies": list(setting.dependencies),
-        "tests": TESTS_DIR,
-        "library_path": setting.env.get("LD_LIBRARY_PATH"),
-    }
-    await slot.write_text(f"{HARNESS_DIR}/plan.json", json.dumps(plan))
-    await slot.write_text(f"{HARNESS_DIR}/bin/palaestra-needs", _NEEDS, mode=0o755)
-    start = " ".join(f'"{word}"' for word in setting.command)
-    for name in SHIMS if setting.command else ():
-        text = f'#!/bin/sh\nexec {start} "{HARNESS_DIR}/launcher.py" {name} "$@"\n'
-        await slot.write_text(f"{HARNESS_DIR}/bin/{name}", text, mode=0o755)
-
-
-async def _place_tests(
-    slot: Slot, task: TerminalTask, script: Script, setting: Setting, instead: Mapping[str, str]
-) -> None:
-    """Fresh log folders and the verifier's files. Raises `GraderError` where the slot does not take them."""
-    logs = f"{VERIFIER_LOGS} {AGENT_LOGS} {ARTIFACT_LOGS}"
-    fresh = f"rm -rf {TESTS_DIR} {VERIFIER_LOGS} && mkdir -p {TESTS_DIR} {logs} && chmod 777 {logs}"
-    await _must(slot, ["/bin/sh", "-c", fresh], "making its folders")
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for path in sorted(task.verifier.folder.rglob("*")):
-            name = str(path.relative_to(task.verifier.folder))
-            if name not in instead and name != _script_name(task) and "__pycache__" not in path.parts:
-                archive.add(path, name, recursive=False, filter=_owned_by_root)
-    await _must(slot, ["tar", "-x", "-C", TESTS_DIR], "unpacking its tests", packed.getvalue())
-    for name, text in instead.items():
-        await slot.write_text(f"{TESTS_DIR}/{name}", text)
-    await slot.write_text(f"{TESTS_DIR}/{_script_name(task)}", script.text, mode=0o755)
-
-
-def _owned_by_root(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    info.uid = info.gid = 0
-    info.uname = info.gname = "root"
-    info.mode |= 0o444
-    return info
-
-
-async def _must(slot: Slot, argv: Sequence[str], doing: str, stdin: bytes = b"") -> None:
-    result = await slot.execute(argv, cwd="/", stdin=stdin, timeout_s=120)
-    if not result.success:
-        raise GraderError(f"{doing} failed in {slot.slot_id}: {result.error}\n{result.output[-500:]}")
 
 
 async def _output(slot: Slot) -> str:
