@@ -67,11 +67,13 @@ def _writing(path: str, data: bytes) -> list[str]:
 def _running(command: str, ended: str, seconds: float) -> list[ToolStep]:
     if seconds <= LONGEST_COMMAND_S:
         return [_terminal(command, math.ceil(seconds))]
-    started = f"({command}; echo $? > {ended}) > {ended}.log 2>&1"
+    # Only what every shell has: the image need not have nohup or setsid.
+    started = f"({command}; echo $? > {ended}) > {ended}.log 2>&1 < /dev/null & echo $! > {ended}.pid"
     wait_s = LONGEST_COMMAND_S - 10
-    waiting = f"for i in $(seq {wait_s}); do [ -f {ended} ] && break; sleep 1; done; tail -c 2000 {ended}.log"
+    going_on = f"[ ! -f {ended} ] && kill -0 $(cat {ended}.pid) 2> /dev/null"
+    waiting = f"for ((i = 0; i < {wait_s}; i++)); do {going_on} || break; sleep 1; done; tail -c 2000 {ended}.log"
     waits = [_terminal(waiting, LONGEST_COMMAND_S)] * math.ceil(seconds / wait_s)
-    return [_terminal(f"setsid nohup bash -c {shlex.quote(started)} < /dev/null > /dev/null 2>&1 &"), *waits]
+    return [_terminal(started), *waits]
 
 
 def _terminal(command: str, timeout_s: int = 60) -> ToolStep:
