@@ -57,6 +57,25 @@ def test_a_verifier_that_said_nothing_is_at_fault(try_tasks: Try) -> None:
         assert message in line.reason
 
 
+def test_scripts_that_end_before_their_tests(try_tasks: Try, tmp_path: Path) -> None:
+    gate = "#!/bin/bash\n[ -f hello.txt ] || { echo 0 > /logs/verifier/reward.txt; exit; }\n"
+    reward = "echo 0 > /logs/verifier/reward.txt\n"
+    fetch = "git clone https://palaestra.invalid/x || { echo Could not resolve host; " + reward.strip() + "; exit; }\n"
+    scripts = {
+        "gated": gate + "echo 1 > /logs/verifier/reward.txt\nexit\npytest /tests\n",
+        "fetching": "#!/bin/bash\n" + fetch + "pytest /tests\n",
+        "elsewhere": "#!/bin/bash\n/nowhere/bin/uvx pytest /tests\n" + reward,
+    }
+    for name, text in scripts.items():
+        copied(HARBOR / "greeting", tmp_path, {"tests/test.sh": text}).rename(tmp_path / name)
+    lines = try_tasks(tmp_path)
+    assert (lines["gated"].finding, lines["gated"].noop, lines["gated"].solution) == (Finding.GOOD, 0.0, 1.0)
+    assert lines["fetching"].finding is Finding.VERIFIER_FAILS
+    assert "reached for the network" in lines["fetching"].reason
+    assert lines["elsewhere"].finding is Finding.VERIFIER_FAILS
+    assert "No such file or directory" in lines["elsewhere"].reason
+
+
 def test_tasks_that_cannot_be_trusted_are_named(try_tasks: Try) -> None:
     lines = try_tasks(task_filter="wrong-solution,pays-for-nothing,no-solution,does-not-build,only-an-image")
     assert lines["wrong-solution"].finding is Finding.SOLUTION_FAILS

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.terminal_bench.mini import HARBOR, LEGACY
-from palaestra.envs.terminal_bench.scripts import offline, with_others
+from palaestra.envs.terminal_bench.scripts import offline, offline_at, with_others
 
 
 def test_the_stock_script_keeps_its_verdict_and_nothing_of_its_bootstrap() -> None:
@@ -86,6 +86,18 @@ def test_packages_that_a_script_asks_for() -> None:
 )
 def test_whether_a_script_starts_pytest(text: str, wanted: bool) -> None:
     assert offline(text).pytest is wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "output", "wanted"),
+    [
+        ("git clone https://x.example/y\n", "fatal: Could not resolve host: x.example\n", True),
+        ("git clone https://x.example/y\n", "1 failed\n", False),
+        ("# curl\npytest /tests\n", "Temporary failure in name resolution\n", False),
+    ],
+)
+def test_a_script_that_fetches_is_told_from_work_that_does(text: str, output: str, wanted: bool) -> None:
+    assert offline_at(text, output) is wanted
 
 
 def test_scripts_beside_it_are_changed_and_count() -> None:

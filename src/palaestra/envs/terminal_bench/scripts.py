@@ -40,6 +40,12 @@ _RUNNER = re.compile(r"\b(?:pytest|py\.test|uvx)\b|\buv\s+run\b")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _VALUED = frozenset({"-i", "--index-url", "--extra-index-url", "-r", "--requirement", "-p", "--python", "--target"})
 
+_REACHES_OUT = re.compile(r"\b(?:git\s+clone|curl|wget|npm|npx|cargo|go\s+(?:get|install)|gem|apt-get|pip3?)\b")
+_CANNOT_REACH = re.compile(
+    r"Could not resolve host|Temporary failure (?:in name resolution|resolving)|Network is unreachable"
+    r"|unable to resolve host address|EAI_AGAIN|ENOTFOUND|Failed to fetch"
+)
+
 STARTUP_FILES = re.compile(r"\.bashrc|\.bash_profile|\.profile|/etc/profile|bash\s+-\w*[il]|\.local/bin")
 """What shows that a script starts a shell with its start-up files, or looks into the user's own programs."""
 
@@ -70,6 +76,12 @@ def offline(text: str) -> Script:
     requirements = dict.fromkeys(name for line in lines for name in _asked_for(line)) if pytest else {}
     replaced = tuple(line.strip() for line, other in zip(lines, new, strict=True) if line != other)
     return Script("\n".join(new) + "\n", replaced, tuple(requirements), pytest)
+
+
+def offline_at(text: str, output: str) -> bool:
+    """Whether a script fetches something itself, and its output says that there was no network for it."""
+    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    return _CANNOT_REACH.search(output) is not None and any(_REACHES_OUT.search(line) for line in lines)
 
 
 def with_others(script: Script, others: Mapping[str, str]) -> Script:

@@ -27,7 +27,7 @@ from palaestra.envs.swe.controls import failing_copy
 from palaestra.envs.swe.testing import Status, TestRun, read_records, read_run
 from palaestra.envs.terminal_bench.harness import install, place_tests, script_name
 from palaestra.envs.terminal_bench.rewards import read_rewards, single
-from palaestra.envs.terminal_bench.scripts import Script
+from palaestra.envs.terminal_bench.scripts import Script, offline_at
 from palaestra.envs.terminal_bench.tasks import TESTS_DIR, VERIFIER_LOGS, Format, TerminalTask
 from palaestra.envs.terminal_bench.users import as_user
 from palaestra.sandbox.base import ExecutionResult, Slot
@@ -39,6 +39,11 @@ OUTPUT_BYTES = 20_000
 
 _MAX_REWARD_BYTES = 1 << 20
 _FAILED = frozenset({Status.FAILED, Status.ERROR})
+_NOT_STARTED = re.compile(
+    r"^.*\b(?:pytest|uvx?|python\S*)\b.*(?:not found|No such file|Permission denied)|No module named '?pytest", re.M
+)
+"""What a shell or Python says when a script wanted to start pytest and could not."""
+
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|cannot import name '\w+' from '([\w.]+)'")
 
 
@@ -148,9 +153,14 @@ async def _once(
     if task.format is Format.TERMINAL_BENCH_1:
         assert run is not None
         passed = bool(run.statuses) and run.complete and run.passed(run.statuses) == len(run.statuses)
-        return Verdict(float(passed), {"reward": float(passed)}, run, output)
-    rewards = read_rewards(await _read(slot, "reward.json"), await _read(slot, "reward.txt"))
+        rewards: Mapping[str, float] = {"reward": float(passed)}
+    else:
+        rewards = read_rewards(await _read(slot, "reward.json"), await _read(slot, "reward.txt"))
     reward = single(rewards)
+    if reward < 1 and offline_at(script.text, output):
+        raise GraderError(
+            f"the verifier of {task.name} reached for the network, which it does not have:\n{output[-1500:]}"
+        )
     return Verdict(reward, rewards, run, output, await _doubt(slot, reward, run, alone=alone))
 
 
@@ -185,6 +195,9 @@ def _check_ran(
         raise GraderError(f"the verifier of {task.name} needs {', '.join(unmet)}, which only the network has")
     if run is None or run.statuses:
         return
+    started = any(record["kind"] == "start" for record in records)
+    if not started and task.format is Format.HARBOR and not _NOT_STARTED.search(output):
+        return  # the script gave its reward before it came to pytest
     if run.collect_errors and _is_the_works_fault(task, run.collect_errors, made):
         return
     why = next((_last_error(text) for text in run.collect_errors.values()), "")
