@@ -13,8 +13,11 @@ Z = 1.959964
 """The normal distribution's 97.5 % quantile: 95 % lie within it on both sides."""
 
 
-def rate_interval(count: int, trials: int) -> tuple[float, float]:
-    """The Wilson interval of `count` in at least one trial, 0 to 1."""
+def rate_interval(count: float, trials: int) -> tuple[float, float]:
+    """The Wilson interval of `count` in at least one trial, 0 to 1.
+
+    `count` may be a sum of estimates between 0 and 1, one per trial: such a sum varies at most as much as a count does.
+    """
     share, spread = count / trials, Z * Z / trials
     middle = (share + spread / 2) / (1 + spread)
     reach = Z * math.sqrt(share * (1 - share) / trials + spread / (4 * trials)) / (1 + spread)

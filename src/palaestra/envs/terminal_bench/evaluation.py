@@ -6,8 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from palaestra.core.types import JSON, Outcome
-from palaestra.envs.estimates import interval, pass_at_k
+from palaestra.envs.estimates import pass_at_k
 from palaestra.envs.terminal_bench.tasks import TerminalTask
+from palaestra.rollouts.intervals import rate_interval
 from palaestra.rollouts.trajectory import Trajectory
 
 PASSED = 1.0
@@ -53,7 +54,7 @@ def _passes(groups: Iterable[Sequence[Trajectory]], attempts: int) -> dict[str, 
         rates = [pass_at_k(n, passed, k) for n, passed in counts if n >= k]
         if rates:
             rate = sum(rates) / len(rates)
-            low, high = interval(rate, len(rates))
+            low, high = rate_interval(sum(rates), len(rates))
             found |= {f"pass@{k}": rate, f"pass@{k}/low": low, f"pass@{k}/high": high, f"pass@{k}/tasks": len(rates)}
     return found
 
