@@ -134,3 +134,5 @@ def test_a_source_without_tasks_is_an_error(tmp_path: Path) -> None:
         load_tasks(str(tmp_path), tmp_path)
     with pytest.raises(ConfigError, match="there is no"):
         load_tasks(str(tmp_path / "tasks.jsonl"), tmp_path)
+    with pytest.raises(ConfigError, match="there is no"):
+        load_tasks(str(tmp_path / "nowhere"), tmp_path)

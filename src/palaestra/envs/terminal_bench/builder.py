@@ -70,7 +70,7 @@ class Builder:
             if answer.returncode == 0:
                 self._tool = command
                 return command
-            said.append(f"{shlex.join(command)} does not answer: {answer.text.strip().splitlines()[-1:]}")
+            said.append(f"{shlex.join(command)} does not answer ({answer.text.strip()[-200:]})")
         there_is = "; ".join(said) or f"none of {', '.join(self._wanted[:1] or TOOLS)} is installed"
         raise TaskError(
             f"its image cannot be built: {there_is}. Start one, or give a ready root file system with --env.image_dir "

@@ -103,7 +103,7 @@ def _is_task(folder: Path) -> bool:
 
 def _unpacked_rows(source: str, cache: Path, split: str) -> Iterator[tuple[str, Path | TaskError]]:
     path = Path(source).expanduser()
-    if path.suffix.lower() in _ROW_FILES and not path.is_file():
+    if not path.is_file() and (path.suffix.lower() in _ROW_FILES or source.startswith(("/", ".", "~"))):
         raise ConfigError(f"there is no {path}")
     for number, row in enumerate(read_raw(str(path) if path.is_file() else source, split), 1):
         name = str(row.get("task_name") or row.get("path") or f"row {number}").rstrip("/").rpartition("/")[2]
