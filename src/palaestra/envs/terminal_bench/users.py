@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import overload
 
-from palaestra.core.errors import PrepareError, SandboxError
+from palaestra.core.errors import PrepareError
 from palaestra.sandbox.base import (
     DEFAULT_OUTPUT_BYTES,
     MAX_FILE_BYTES,
@@ -115,7 +115,7 @@ class UserSlot:
 
     async def shell(self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b"") -> Shell:
         """Not available: a stateful shell is root's."""
-        raise SandboxError(f"a stateful shell as the user {self._user} is not available")
+        raise PermissionError(1, f"a stateful shell as the user {self._user} is not available")
 
     async def spawn(
         self,
