@@ -64,7 +64,7 @@ def test_a_printed_environment_keeps_its_promise(
 
 @pytest.mark.slots
 def test_the_printed_terminal_task_is_good(tmp_path: Path) -> None:
-    page = (DOCS / "terminal_tasks.md").read_text()
+    page = (DOCS / "environments" / "terminalbench_2.md").read_text()
     (block,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     (tmp_path / "environments").symlink_to(DOCS.parent / "environments")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
