@@ -36,20 +36,28 @@ IN_AN_IMAGE = (
 
 
 def test_good_tasks_of_both_formats(try_tasks: Try) -> None:
-    lines = try_tasks(TASKS, task_filter="greeting,word-counts,hello", base_image="host")
+    lines = try_tasks(TASKS, task_filter="greeting,hello")
     good = {name: line for name, line in lines.items() if line.finding is not Finding.REFUSED}
-    assert set(good) == {"greeting", "word-counts", "hello"}
+    assert set(good) == {"greeting", "hello"}
     for line in good.values():
         assert (line.finding, line.noop, line.solution) == (Finding.GOOD, 0.0, 1.0)
 
 
-def test_a_verifier_that_said_nothing_is_at_fault(try_tasks: Try) -> None:
-    wanted = {
-        "no-reward": "wrote no reward",
-        "not-a-number": "holds nan",
-        "verifier-needs-network": "needs palaestra-no-such-package, which only the network has",
-        "tests-do-not-load": "ran no test: ModuleNotFoundError: No module named 'no_such_distribution'",
-    }
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"no-reward": "wrote no reward", "not-a-number": "holds nan"},
+        pytest.param(
+            {
+                "verifier-needs-network": "needs palaestra-no-such-package, which only the network has",
+                "tests-do-not-load": "ran no test: ModuleNotFoundError: No module named 'no_such_distribution'",
+            },
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["rewards", "tests"],
+)
+def test_a_verifier_that_said_nothing_is_at_fault(try_tasks: Try, wanted: dict[str, str]) -> None:
     lines = try_tasks(task_filter=",".join(wanted))
     for name, message in wanted.items():
         line = lines[name]
@@ -124,7 +132,7 @@ CHEATS = {
     ("task", "cheat"),
     [
         ("partial", "fake-program"),
-        ("greeting", "planted"),
+        pytest.param("greeting", "planted", marks=pytest.mark.long),
         pytest.param("import-the-work", "forged-reports", marks=pytest.mark.long),
         pytest.param("web-service", "daemon", marks=pytest.mark.long),
     ],
