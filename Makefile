@@ -17,7 +17,7 @@ demo: setup ## roll out real bug-fixing tasks with the oracle and with doing not
 test: setup ## run the tests, but for the long suites
 	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not long and not interop"
 
-test-long: setup ## run the long suites: kills at random, containers, without root, real tasks against every cheat
+test-long: setup ## run the long suites: abuse, kills at random, containers, without root, real tasks, every cheat
 	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup -m long
 
 retest: setup ## run what failed last once more, alone

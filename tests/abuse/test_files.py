@@ -12,7 +12,7 @@ import pytest
 from abuse.arena import Arena, python
 from palaestra.sandbox.base import Rung, Slot, SlotSpec
 
-pytestmark = pytest.mark.slots
+pytestmark = [pytest.mark.slots, pytest.mark.long]
 
 
 @pytest.mark.contained_on("full", "userns")

@@ -10,7 +10,7 @@ import pytest
 from abuse.arena import Arena, python
 from palaestra.sandbox.base import Slot
 
-pytestmark = pytest.mark.slots
+pytestmark = [pytest.mark.slots, pytest.mark.long]
 
 X86_ONLY = pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of x86-64")
 

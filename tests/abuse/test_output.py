@@ -14,7 +14,7 @@ from palaestra.core.errors import StaleLease
 from palaestra.sandbox.base import Slot, SlotSpec
 from palaestra.sandbox.slot import LocalSlot
 
-pytestmark = pytest.mark.slots
+pytestmark = [pytest.mark.slots, pytest.mark.long]
 
 
 @pytest.mark.contained_on("full", "userns", "confined")

@@ -8,7 +8,7 @@ from abuse.arena import Arena, python
 from palaestra.core.errors import SlotLost
 from palaestra.sandbox.base import Rung, Slot, SlotSpec
 
-pytestmark = pytest.mark.slots
+pytestmark = [pytest.mark.slots, pytest.mark.long]
 
 
 @pytest.mark.contained_on("full", "userns", "confined")

@@ -92,7 +92,7 @@ async def serve(env: type[HermesAgentBaseEnv], folder: Path, out: Path, api: str
 
 async def train(api: Talk, steps: int, **changed: JSON) -> list[JSON]:
     """A trainer of so many steps; the groups it got."""
-    await api.post("/register", trainer(starting_step=0, max_token_len=4096, num_steps=steps, **changed))
+    await api.post("/register", trainer(starting_step=0, max_token_len=1 << 16, num_steps=steps, **changed))
     groups: list[JSON] = []
     for _ in range(steps):
         while (batch := (await api.get("/batch"))["batch"]) is None:  # noqa: ASYNC110 - the wire has nothing else
@@ -129,7 +129,7 @@ def test_a_trainer_gets_what_was_sampled_until_it_has_enough(folder: Path, tmp_p
 def test_going_on_with_a_run_sends_only_what_the_trainer_lacks(folder: Path, tmp_path: Path) -> None:
     async def scenario() -> list[JSON]:
         async with serving() as url, Talk(url) as api:
-            await api.both(max_token_len=4096, batch_size=8)
+            await api.both(max_token_len=1 << 16, batch_size=8)
             first = await serve(Naming, folder, tmp_path, url, "--group", "2", "--tasks", "3")
             sent = first.folder / "deliveries.jsonl"
             sent.write_text("".join(sent.read_text().splitlines(keepends=True)[:2]) + '{"delivery_')
@@ -173,3 +173,18 @@ def test_only_a_user_limits_how_many_groups_are_served() -> None:
     assert serve_limit(20, "config_init") is None
     assert serve_limit(-1, "command line") is None
     assert serve_limit(20, "command line") == 20
+
+
+@pytest.mark.slots
+def test_what_is_too_long_for_the_trainer_is_said(folder: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving() as url, Talk(url) as api:
+            await api.both(max_token_len=64, batch_size=8)
+            await serve(Naming, folder, tmp_path, url, "--group", "2", "--tasks", "2")
+
+    asyncio.run(scenario())
+    said = (tmp_path / "log").read_text()
+    assert said.count("is not sent: its shortest rollout has") == 1
+    assert "the trainer takes 64. Offer fewer tools (--env.enabled_toolsets)" in said
+    assert "0 groups delivered" in said
+    assert "2 had nothing but rollouts that are too long" in said

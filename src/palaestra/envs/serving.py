@@ -46,6 +46,7 @@ class Serving:
         self._config = config
         self._output = output
         self._note = note
+        self._too_long = 0
 
     async def run(self, roll_out: Callable[[OnGroup, Gate], Awaitable[Totals]], keep: OnGroup) -> Totals:
         """Feed what `roll_out` finishes, which gets a gate that lets groups begin as the trainer needs them."""
@@ -61,21 +62,31 @@ class Serving:
 
                 return await roll_out(hand_on, feed.admit)
         finally:
-            self._note(f"{len(deliveries)} groups delivered to {config.rollout_server_url}")
+            left = f"; {self._too_long} had nothing but rollouts that are too long" if self._too_long else ""
+            self._note(f"{len(deliveries)} groups delivered to {config.rollout_server_url}{left}")
             deliveries.close()
 
     def _delivery_id(self, group: Group) -> str:
         return f"{self._output.folder.run_id}/{group.group_id}"
 
     def _line(self, group: Group, most_tokens: int | None) -> dict[str, JSON] | None:
-        """What is sent of the group; nothing where equal scores teach nothing."""
+        """What is sent of the group; nothing where equal scores teach nothing, or all is too long for the trainer."""
         rewards = {trajectory.reward for trajectory in group.scored}
         if self._config.ensure_scores_are_not_same and len(rewards) == 1:
             return None
-        return scored_data(
+        line = scored_data(
             group,
             group_size=self._config.group_size,
             most_tokens=most_tokens,
             messages=self._config.include_messages,
             placeholders=self._config.allow_placeholder_tokens,
         )
+        if line is None and group.scored:
+            self._too_long += 1
+            if self._too_long == 1:
+                shortest = min(max(len(row.tokens) for row in each.rows) for each in group.scored if each.rows)
+                self._note(
+                    f"group {group.group_id} is not sent: its shortest rollout has {shortest} tokens and the trainer "
+                    f"takes {most_tokens}. Offer fewer tools (--env.enabled_toolsets), or let the trainer take more"
+                )
+        return line

@@ -56,6 +56,7 @@ def test_the_bank_is_large_and_its_cheats_are_told_apart() -> None:
         cheats_named(["conftest-skp"])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("name", "settings"), [("count_lines", ["--env.n", "2"]), ("terminal_test", [])])
 def test_a_small_environment_holds(name: str, settings: list[str]) -> None:

@@ -11,7 +11,7 @@ from palaestra.sandbox.base import View
 
 from .conftest import F2P, FILES, P2P, REPO, Bench, RunBench
 
-pytestmark = pytest.mark.slots
+pytestmark = [pytest.mark.slots, pytest.mark.long]
 FIXED = FILES["pkg/calc.py"].replace("return a - b", "return a + b")
 
 

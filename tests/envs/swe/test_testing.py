@@ -9,7 +9,7 @@ from palaestra.envs.swe.testing import Status, TestRun, run_files, run_tests
 
 from .conftest import F2P, FILES, P2P, REPO, Bench, RunBench
 
-pytestmark = pytest.mark.slots
+pytestmark = [pytest.mark.slots, pytest.mark.long]
 NAMES = (*F2P, *P2P)
 
 
