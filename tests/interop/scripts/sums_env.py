@@ -13,7 +13,7 @@ try:
     from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
     from palaestra.rollouts.base import Kit
     from palaestra.tools.registry import ToolRegistry
-    from palaestra.tools.schema import Tool, ToolSchema
+    from palaestra.tools.schema import FunctionTool, ToolSchema
 
     OURS, Config = True, HermesAgentEnvConfig
 except ImportError:
@@ -90,7 +90,9 @@ if OURS:
 
         def tool_kit(self, rng: random.Random):
             schema = ToolSchema("add", "Add two integers.", PARAMETERS, ("a", "b"))
-            return Kit(ToolRegistry([Tool(schema, add_tool, toolset="sums")] if self.config.style == "tools" else []))
+            return Kit(
+                ToolRegistry([FunctionTool(schema, add_tool, toolset="sums")] if self.config.style == "tools" else [])
+            )
 
         async def _run_agent_loop(self, rollout, messages):
             result = await rollout.run_agent(messages)
