@@ -62,6 +62,9 @@ class APIServerConfig(ServerBaseline):
     n_kwarg_is_ignored: bool = False
     """The server gives one choice whatever `n` says: ask it n times instead."""
 
+    stream: bool = False
+    """Ask for replies in pieces: for servers and proxies that give up on a connection that is silent for long."""
+
     health_check: bool = True
     """Look once at the start whether the server answers; costs no tokens."""
 

@@ -19,7 +19,10 @@ from palaestra.core.types import JSON
 
 @dataclass
 class Answer:
-    """One reply: a value sent as JSON, or bytes as they are. `cut` breaks the connection, `hang` never answers."""
+    """One reply: a value sent as JSON, or bytes as they are, whole or, as a list, piece by piece.
+
+    `cut` breaks the connection, after the pieces where there are any; `hang` never answers.
+    """
 
     body: JSON = None
     status: int = 200
@@ -95,6 +98,8 @@ class LoopbackServer:
         else:
             answer = self.answers[min(self._answered, len(self.answers) - 1)]
             self._answered += 1
+        if isinstance(answer.body, list) and answer.body and all(isinstance(piece, bytes) for piece in answer.body):
+            return await _in_pieces(request, answer)
         if answer.cut:
             assert request.transport is not None
             request.transport.abort()
@@ -102,6 +107,18 @@ class LoopbackServer:
             await asyncio.Event().wait()
         body = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
         return web.Response(body=body, status=answer.status, headers=answer.headers, content_type="application/json")
+
+
+async def _in_pieces(request: web.Request, answer: Answer) -> web.StreamResponse:
+    """A stream of server-sent events, one write each."""
+    response = web.StreamResponse(status=answer.status, headers={"Content-Type": "text/event-stream", **answer.headers})
+    await response.prepare(request)
+    for piece in answer.body:
+        await response.write(piece)
+    if answer.cut:
+        assert request.transport is not None
+        request.transport.close()
+    return response
 
 
 def completion(content: str | None = "hi", finish: str = "stop", **message: JSON) -> JSON:

@@ -10,8 +10,9 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import aiohttp
 from yarl import URL
@@ -32,6 +33,10 @@ KEEP_ALIVE_S = 4.0
 """Shorter than the 5 s after which uvicorn, under most model servers, closes an idle connection: no races with it."""
 
 _HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
+
+
+Reader: TypeAlias = Callable[[aiohttp.ClientResponse], Awaitable[bytes]]
+"""Reads the body of one reply. `aiohttp.ClientError` from it is a broken connection, which is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +105,13 @@ class Transport:
         if session is not None:
             await session.close()
 
-    async def post_json(self, url: URL, payload: JSON, *, lane: str = "train") -> bytes:
-        """The body of a successful reply to a POST.
+    async def post_json(self, url: URL, payload: JSON, *, lane: str = "train", read: Reader | None = None) -> bytes:
+        """The body of a successful reply to a POST, as `read` gives it.
 
         Raises `EngineUnavailable` when the retries are used up, `EngineRefused` or `ContextExceeded` at once when the
         server says no.
         """
-        response = await self.request("POST", url, encode_json(payload), lane=lane)
+        response = await self.request("POST", url, encode_json(payload), lane=lane, read=read)
         if not 200 <= response.status < 300:
             self.failures += 1
             raise refused(url, response.status, response.body, self.model)
@@ -132,6 +137,7 @@ class Transport:
         lane: str = "train",
         retry: RetryPolicy | None = None,
         timeout_s: float | None = None,
+        read: Reader | None = None,
     ) -> Response:
         """Send until there is a reply that trying again would not change. Raises `EngineUnavailable`."""
         retry, timeout_s = retry or self.retry, timeout_s or self.timeout_s
@@ -141,7 +147,7 @@ class Transport:
             asked_s: float | None = None
             problem: EngineUnavailable
             try:
-                response = await self._send(method, url, body, lane, left_s)
+                response = await self._send(method, url, body, lane, left_s, read)
                 if response.status not in RETRIED_STATUSES:
                     return response
                 asked_s = retry_after_s(response.retry_after, self._clock.wall())
@@ -157,7 +163,9 @@ class Transport:
             logger.info("Trying %s again in %.1f s: %s", shown(url), wait_s, problem)
             await self._clock.sleep(wait_s)
 
-    async def _send(self, method: str, url: URL, body: bytes | None, lane: str, timeout_s: float) -> Response:
+    async def _send(
+        self, method: str, url: URL, body: bytes | None, lane: str, timeout_s: float, read: Reader | None
+    ) -> Response:
         async with self._lanes[lane]:
             session = self._session or self._open()
             timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
@@ -166,7 +174,7 @@ class Transport:
             started_s = self._clock.monotonic()
             try:
                 async with session.request(method, url, data=body, timeout=timeout, allow_redirects=False) as reply:
-                    content = await reply.read()
+                    content = await (read(reply) if read else reply.read())
                     self.latencies_s.append(self._clock.monotonic() - started_s)
                     return Response(reply.status, content, reply.headers.get("Retry-After"))
             finally:

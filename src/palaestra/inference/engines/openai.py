@@ -10,6 +10,8 @@ import asyncio
 import logging
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 from yarl import URL
 
@@ -21,6 +23,7 @@ from palaestra.inference.config import APIServerConfig
 from palaestra.inference.listing import listed_models, server_kind
 from palaestra.inference.refusals import shown
 from palaestra.inference.retry import RetryPolicy
+from palaestra.inference.streaming import Delta, DeltaHook, ReplyReader
 from palaestra.inference.transport import Transport
 from palaestra.inference.wire import decode_completion, decode_text, plainer_history
 
@@ -87,12 +90,15 @@ class OpenAIEngine:
         n: int = 1,
         extra_body: Mapping[str, JSON] | None = None,
         split: str = "train",
+        on_delta: DeltaHook | None = None,
         **sampling: JSON,
     ) -> ChatCompletion:
         """One reply with `n` choices. `split` train or eval picks whose in-flight limit counts.
 
-        `sampling` and then `extra_body` are merged into the request, so either may replace what stands there. Raises
-        `EngineUnavailable`, `EngineRefused`, `ContextExceeded` or `EngineReplyError`.
+        With `on_delta`, `stream=True` or the setting `stream` the reply is asked for in pieces; what is returned is the
+        same. `on_delta` is told of each piece. `sampling` and then `extra_body` are merged into the request, so either
+        may replace what stands there. Raises `EngineUnavailable`, `EngineRefused`, `ContextExceeded` or
+        `EngineReplyError`.
         """
         body: dict[str, JSON] = {"model": self.name, "messages": messages}
         if tools:
@@ -103,11 +109,15 @@ class OpenAIEngine:
             body["max_tokens"] = max_tokens
         if n > 1 and not self.config.n_kwarg_is_ignored:
             body["n"] = n
+        if on_delta is not None or self.config.stream:
+            body["stream"] = True
         body.update(sampling)
         body.update(extra_body or {})
+        if body.get("stream"):
+            body.setdefault("stream_options", {"include_usage": True})
         if n > 1 and self.config.n_kwarg_is_ignored:
-            return await self._asked_again(body, split, n)
-        return await self._complete(body, split)
+            return await self._asked_again(body, split, n, on_delta)
+        return await self._complete(body, split, on_delta)
 
     async def completion(
         self,
@@ -124,29 +134,34 @@ class OpenAIEngine:
         raw = await self.transport.post_json(url, body, lane=split)
         return decode_text(raw, f"The model server at {shown(url)} (model '{self.name}')")
 
-    async def _complete(self, body: dict[str, JSON], lane: str) -> ChatCompletion:
+    async def _complete(self, body: dict[str, JSON], lane: str, on_delta: DeltaHook | None = None) -> ChatCompletion:
         messages: Sequence[Message] = body["messages"]
+        source = f"The model server at {shown(self._url)} (model '{self.name}')"
+        read = ReplyReader(source, on_delta).read if body.get("stream") else None
         if self._strict_history:
             body["messages"] = plainer_history(messages, self._strict_history) or messages
         try:
-            raw = await self.transport.post_json(self._url, body, lane=lane)
+            raw = await self.transport.post_json(self._url, body, lane=lane, read=read)
         except ContextExceeded:
             raise
         except EngineRefused as error:
             plain = None if self._strict_history else plainer_history(messages, str(error))
             if plain is None:
                 raise
-            raw = await self.transport.post_json(self._url, {**body, "messages": plain}, lane=lane)
+            raw = await self.transport.post_json(self._url, {**body, "messages": plain}, lane=lane, read=read)
             self._strict_history = str(error)
             logger.warning("The server refuses parts of the history; from now on they are rewritten for it: %s", error)
         turn = 1 + sum(message.get("role") == "assistant" for message in messages)
-        return decode_completion(raw, turn, f"The model server at {shown(self._url)} (model '{self.name}')")
+        return decode_completion(raw, turn, source)
 
-    async def _asked_again(self, body: dict[str, JSON], lane: str, n: int) -> ChatCompletion:
+    async def _asked_again(
+        self, body: dict[str, JSON], lane: str, n: int, on_delta: DeltaHook | None
+    ) -> ChatCompletion:
         """`n` choices from a server that gives one at a time."""
+        hooks = [on_delta and partial(_told_as, on_delta, index) for index in range(n)]
         try:
             async with asyncio.TaskGroup() as group:
-                asked = [group.create_task(self._complete(dict(body), lane)) for _ in range(n)]
+                asked = [group.create_task(self._complete(dict(body), lane, hook)) for hook in hooks]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         completion, *others = (task.result() for task in asked)
@@ -158,6 +173,10 @@ class OpenAIEngine:
                 completion.usage.completion_tokens += other.usage.completion_tokens
                 completion.usage.total_tokens += other.usage.completion_tokens
         return completion
+
+
+def _told_as(hook: DeltaHook, index: int, delta: Delta) -> None:
+    hook(replace(delta, index=index))
 
 
 def parse_base_url(base_url: str | None) -> URL:
