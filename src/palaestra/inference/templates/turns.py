@@ -154,7 +154,11 @@ class TurnRenderer:
         full = self._in_full(history, new)
         if full[0] != short[0] or bool(full[1]) != bool(short[1]):
             if proved_at:
-                logger.warning("The chat template depends on more than kinds of steps (%s): rendered in full now", case)
+                logger.warning(
+                    "After %d messages the chat template writes a %s step in another way than in short conversations. "
+                    "Such steps are rendered in full from here on, which costs more and is right.",
+                    *(len(history.prompt), "/".join(latest[1])),
+                )
             self._proved[case] = _NEVER
         elif len(history.prompt) > len(head) or not history.kinds:  # one as long proves nothing about repeated steps
             self._proved[case] = len(history.prompt)
