@@ -18,6 +18,7 @@
         ├── TrainerError                    who learns from the groups
         │   ├── TrainerUnavailable (ConnectionError)  its server did not answer for too long
         │   └── TrainerRefused (ValueError)           its server will not have this environment or these groups
+        ├── ToolUnavailable (ConnectionError)  what a tool asks (a provider, a recording) failed or has no answer
         ├── ToolStuck (TimeoutError)        a tool call that did not come back, nor kept its own time limit
         ├── PrepareError                    a task's set-up failed: the task is to blame, not the agent
         └── GraderError                     the check did not run or did not report: no score, never 0.0
@@ -119,6 +120,12 @@ class TrainerUnavailable(TrainerError, ConnectionError):
 
 class TrainerRefused(TrainerError, ValueError):
     """The server understood and said no: trying again cannot help."""
+
+
+class ToolUnavailable(InfraError, ConnectionError):
+    """What a tool asks failed: a provider is down or refuses, or a recording lacks the call. Not the model's doing."""
+
+    blame = Blame.TOOL
 
 
 class ToolStuck(InfraError, TimeoutError):

@@ -99,7 +99,13 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         config = self.config
         enabled, disabled = config.enabled_toolsets or ["default"], config.disabled_toolsets or None
         return build_tool_registry(
-            enabled, disabled, config.tool_server_url, self.own_tools(), strict=config.strict_tools
+            enabled,
+            disabled,
+            config.tool_server_url,
+            self.own_tools(),
+            strict=config.strict_tools,
+            settings=config,
+            replayed=config.world == "replay",
         )
 
     def build_agent_config(self, item: Item) -> AgentConfig:

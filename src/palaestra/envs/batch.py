@@ -36,6 +36,7 @@ from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.status import RunReader
 from palaestra.rollouts.stops import INTERRUPTED_BY, RunStopped, Stops
 from palaestra.rollouts.trajectory import Group
+from palaestra.rollouts.world.modes import RunWorld
 from palaestra.sandbox.pool import SlotPool
 
 RunLine = Parsed[BaseEnvConfig, APIServerConfig]
@@ -84,6 +85,7 @@ class Batch:
     pool: SlotPool
     output: Output
     stops: Stops
+    world: RunWorld
 
     async def run(self, progress: Observer) -> Totals:
         """Run the command's groups, for as long as the stops let it. Cancelling it cancels what is in flight."""
@@ -186,6 +188,7 @@ class Batch:
             infra_retries=config.infra_retries,
             idle_limits=config.idle_limits,
             whole_groups=config.short_groups == "whole",
+            world=self.world,
             finished=self.output.finished.rollouts if self.output.finished is not None else {},
         )
 

@@ -19,6 +19,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.stages import IDLE_LIMITS
 from palaestra.tools.distributions import find_distribution
+from palaestra.tools.settings import ToolSettings
 
 AVAILABLE_POOL_MODES = ("default", "local")
 """Where slots can come from in this version."""
@@ -65,6 +66,19 @@ class BaseEnvConfig(Settings):
     acquire_timeout_s: float = Field(default=30, gt=0, description="Seconds to wait for a free slot.")
     infra_retries: int = Field(
         default=1, ge=0, description="Fresh attempts at a rollout that the world broke, before it stays unscored."
+    )
+    world: Literal["record", "live", "replay", "fill"] = Field(
+        default="record",
+        description="Tools that touch the world (web, browser, …): record keeps their replies in the run's folder, "
+        "live does not, replay answers from world_file and asks nobody, fill asks for what is not in it and adds it.",
+    )
+    world_file: str | None = Field(
+        default=None, description="The recording for replay and fill: a file, or the folder of a run."
+    )
+    world_miss: Literal["reply", "fail"] = Field(
+        default="reply",
+        description="A call that the replayed recording lacks: an error that the model reads, or the rollout's end, "
+        "unscored.",
     )
 
     short_groups: Literal["smaller", "whole"] = Field(
@@ -151,6 +165,12 @@ class BaseEnvConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _a_recording_to_replay(self) -> Self:
+        if self.world in ("replay", "fill") and not self.world_file:
+            raise ConfigError(f"world {self.world} needs world_file: a recording, or the folder of a run that has one")
+        return self
+
+    @model_validator(mode="after")
     def _a_group_of_one_is_kept(self) -> Self:
         """All scores of a group of one are equal, so by default that must not drop it."""
         if self.group_size == 1 and "ensure_scores_are_not_same" not in self.model_fields_set:
@@ -167,7 +187,7 @@ class BaseEnvConfig(Settings):
         return isolation
 
 
-class HermesAgentEnvConfig(BaseEnvConfig):
+class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     """What environments with a tool-using agent have besides: tools, the agent's limits, slots, the data set."""
 
     enabled_toolsets: list[str] | None = Field(

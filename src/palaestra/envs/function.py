@@ -95,15 +95,25 @@ class FunctionForm:
     def tool(self, function: UserFunction, /) -> TypedTool: ...
     @overload
     def tool(
-        self, /, *, name: str | None = None, parallel_safe: bool = False
+        self, /, *, name: str | None = None, parallel_safe: bool = False, touches_world: bool = False
     ) -> Callable[[UserFunction], TypedTool]: ...
     def tool(
-        self, function: UserFunction | None = None, /, *, name: str | None = None, parallel_safe: bool = False
+        self,
+        function: UserFunction | None = None,
+        /,
+        *,
+        name: str | None = None,
+        parallel_safe: bool = False,
+        touches_world: bool = False,
     ) -> TypedTool | Callable[[UserFunction], TypedTool]:
-        """Declare a tool of this environment: a typed function with a docstring, which may also ask for the `task`."""
+        """Declare a tool of this environment: a typed function with a docstring, which may also ask for the `task`.
+
+        Calls of one that `touches_world` are recorded and can be played without a network.
+        """
 
         def keep(given: UserFunction) -> TypedTool:
             made = declare_tool(given, name=name, toolset=self.name, parallel_safe=parallel_safe)
+            made = replace(made, touches_world=touches_world)
             self.tools.append(made)
             return made
 

@@ -1,7 +1,8 @@
 """Where a run writes: its folder, and the projections of its journal.
 
-The folder holds the journal, the settings and `metrics.jsonl`. The groups file (JSONL in the Atropos shape) and the
-report lie beside each other: in the folder, or at the path that was asked for, numbered rather than overwritten.
+The folder holds the journal, the settings, `metrics.jsonl` and, once a tool has touched the world, `world.jsonl`. The
+groups file (JSONL in the Atropos shape) and the report lie beside each other: in the folder, or at the path that was
+asked for, numbered rather than overwritten.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from palaestra.rollouts.export.html import write_report
 from palaestra.rollouts.journal import Journal, RunEnded, RunStarted, read_groups
 from palaestra.rollouts.metrics import MetricsFile, summarise
 from palaestra.rollouts.resume import Finished
+from palaestra.rollouts.world.recording import WORLD_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def world(self) -> Path:
+        return self.path / WORLD_NAME
 
     @property
     def config(self) -> Path:

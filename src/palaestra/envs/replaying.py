@@ -1,7 +1,8 @@
 """Playing a recorded run again: the environment of the run, fresh slots of it, and nobody who samples.
 
 Not for going on with a run (`--resume`), and not for the policy `replay:FILE`, which makes a new run. Invariant: no
-model server is asked, and slots have no network unless the caller says otherwise; the run's folder is only read.
+model server is asked, tools that touch the world answer from the run's own recording of it, and slots have no network
+unless the caller says otherwise; the run's folder is only read.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from palaestra.core.config import DEFAULT
+from palaestra.core.config import DEFAULT, is_secret
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Network
 from palaestra.envs.batch import concurrency
@@ -21,7 +22,7 @@ from palaestra.envs.collected import CollectedEnvironment
 from palaestra.envs.evaluation import Evaluation
 from palaestra.envs.forms import Form, form_of
 from palaestra.envs.loading import load_environment
-from palaestra.envs.running import opened
+from palaestra.envs.running import closed, opened
 from palaestra.envs.settings import make_pool
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.scripted import ScriptedEngine
@@ -35,6 +36,7 @@ from palaestra.rollouts.progress import Observer
 from palaestra.rollouts.replay import Comparison, Playback
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.trajectory import Group
+from palaestra.rollouts.world.modes import world_of_run
 from palaestra.sandbox.base import Slot, SlotSpec, Snapshot
 
 
@@ -70,7 +72,8 @@ class _Replay:
 
     async def run(self, observer: Observer) -> Comparison:
         recorded = self.recording.meta.config
-        config = self.form.config_type()(**_said(recorded, "env"))
+        said = _said(recorded, "env") | {"world": "replay", "world_file": str(self.recording.path.parent)}
+        config = self.form.config_type()(**said)
         config.data_dir_to_save_evals = None
         server = APIServerConfig(server_type="scripted", model_name="replay")
         engine = ScriptedEngine(server, self.playback)
@@ -78,7 +81,8 @@ class _Replay:
         workers = self.settings.concurrency or concurrency(config)
         with TemporaryDirectory(prefix="palaestra-replay-") as folder:
             journal = Journal(Path(folder) / "journal.jsonl")
-            async with make_pool(config) as pool:
+            world = world_of_run(self.recording.path.parent)
+            async with make_pool(config) as pool, closed(world):
                 environment = _playable(self.form.build(config, [server], engine))
                 slots = (AdmittedSlots if self.settings.network else _Offline)(pool, pool.total_slots)
                 services = Services(
@@ -90,6 +94,7 @@ class _Replay:
                     seed=self.recording.meta.seed,
                     group_size=config.group_size,
                     infra_retries=config.infra_retries,
+                    world=world,
                 )
                 try:
                     async with opened(environment):
@@ -154,10 +159,14 @@ def _playable(environment: Environment) -> Environment:
 
 
 def _said(recorded: Mapping[str, JSON], group: str) -> dict[str, JSON]:
-    """The settings that somebody had made; what was a default is left to be one."""
+    """The settings that somebody had made; what was a default is left to be one, and secrets were not recorded."""
     sources = recorded.get("sources") or {}
     values = recorded.get(group) or {}
-    return {name: value for name, value in values.items() if sources.get(f"{group}.{name}", DEFAULT) != DEFAULT}
+    return {
+        name: value
+        for name, value in values.items()
+        if sources.get(f"{group}.{name}", DEFAULT) != DEFAULT and not is_secret(name)
+    }
 
 
 @contextlib.contextmanager

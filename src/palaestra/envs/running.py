@@ -27,13 +27,14 @@ from palaestra.envs.flags import Answer, CommandLine, set_fields
 from palaestra.envs.forms import Form, form_of
 from palaestra.envs.loading import load_environment, reference_of
 from palaestra.envs.output import Output, claim_folder, resumed_folder
-from palaestra.envs.settings import make_pool, server_settings
+from palaestra.envs.settings import make_pool, make_world, server_settings
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.servers import ServerGroup
 from palaestra.rollouts.base import Environment
 from palaestra.rollouts.journal import RunResumed, without_secrets
 from palaestra.rollouts.resume import read_finished, repair
 from palaestra.rollouts.runner import Totals
+from palaestra.rollouts.world.modes import RunWorld
 from palaestra.sandbox.ladder import warning
 
 
@@ -97,13 +98,15 @@ async def run(
     servers = server_settings(config, parsed.server_configs)
     async with started(ServerGroup(servers)) as engine, make_pool(config) as pool:
         environment = form.build(config, servers, engine)
-        async with opened(environment):
+        async with opened(environment), closed(make_world(config)) as world:
             output = _open_output(form, parsed, engine, root, reference)
+            if config.world != "live":
+                world.keep(output.folder.world)
             stream.write(f"run {output.folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")
             if weak := warning(pool.rung):
                 stream.write(f"WARNING: isolation {pool.rung.label}: {weak}\n")
             stops = make_stops(config, output, parsed.resume is not None)
-            totals = await recorded(Batch(environment, parsed, engine, pool, output, stops), stream)
+            totals = await recorded(Batch(environment, parsed, engine, pool, output, stops, world), stream)
     return RunReport(
         exit_code=stops.exit_code if stops.reason else TOO_MANY_FAILURES if _unfinished(totals, config) else DONE,
         totals=totals,
@@ -122,6 +125,15 @@ async def started(engine: ServerGroup) -> AsyncIterator[ServerGroup]:
         yield engine
     finally:
         await engine.aclose()
+
+
+@asynccontextmanager
+async def closed(world: RunWorld) -> AsyncIterator[RunWorld]:
+    """The world of a run, in the end closed."""
+    try:
+        yield world
+    finally:
+        world.close()
 
 
 @asynccontextmanager

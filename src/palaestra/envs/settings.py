@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from palaestra.agent.budget import Budget
 from palaestra.core.types import Network, NetworkPolicy, Prices
 from palaestra.envs.config import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.base import AgentSettings, Kit
+from palaestra.rollouts.world.modes import RunWorld, open_world
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.tools.distributions import sample_toolsets_from_distribution
@@ -49,7 +51,14 @@ def kit(
         enabled: Sequence[str] | None = sample_toolsets_from_distribution(config.distribution, rng)
     else:
         enabled = config.enabled_toolsets if config.enabled_toolsets is not None else toolsets
-    registry = build_tool_registry(enabled, config.disabled_toolsets, extra=extra, strict=config.strict_tools)
+    registry = build_tool_registry(
+        enabled,
+        config.disabled_toolsets,
+        extra=extra,
+        strict=config.strict_tools,
+        settings=config,
+        replayed=config.world == "replay",
+    )
     return Kit(registry, tuple(enabled or ()))
 
 
@@ -70,6 +79,12 @@ def network_policy(allowed: bool) -> NetworkPolicy:
     """The same network for preparation and agent; grading never has one unless its task says so."""
     network = Network.ON if allowed else Network.OFF
     return NetworkPolicy(prepare=network, agent=network, grade=Network.OFF)
+
+
+def make_world(config: BaseEnvConfig) -> RunWorld:
+    """What answers for the tools that touch the world. Raises `ConfigError` for a recording that cannot be read."""
+    recording = Path(config.world_file) if config.world_file else None
+    return open_world(config.world, recording, strict=config.world_miss == "fail")
 
 
 def make_pool(config: BaseEnvConfig) -> SlotPool:

@@ -75,11 +75,13 @@ class Grading:
 
     def tools(self, timeout_s: float) -> SlotTools:
         """All tools, pointing at the grading slot: what `exec_tool` and `ToolContext` call."""
+        world = self.rollout.world
         return SlotTools(
             unrestricted(self.rollout.kit.registry),
             self.slot,
             task_id=f"{self.rollout.rollout_id}:grade",
             timeout_s=timeout_s,
+            world=world.beside("grade") if world is not None else None,
         )
 
     async def aclose(self) -> None:

@@ -28,6 +28,7 @@ from palaestra.rollouts.progress import Observer
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.stages import IDLE_LIMITS, Stages
 from palaestra.rollouts.trajectory import Group, Trajectory
+from palaestra.rollouts.world.modes import RunWorld
 from palaestra.sandbox.base import Slot, Snapshot
 from palaestra.tools.registry import schema_hash
 
@@ -58,6 +59,7 @@ class Services:
     finished: Mapping[str, Mapping[int, Trajectory]] = field(default_factory=dict)
     idle_limits: Mapping[str, float] = field(default_factory=lambda: IDLE_LIMITS)
     whole_groups: bool = False
+    world: RunWorld = field(default_factory=RunWorld)
     reported: set[str] = field(default_factory=set)
 
     def report_missing(self, missing: Mapping[str, str]) -> None:
@@ -218,6 +220,7 @@ class GroupRun:
             self.services.observer.attempt_discarded(trajectory)
             await self._restore()
         self.group.trajectories.append(trajectory)
+        await self.services.world.commit()
         await journal.commit()
         self.services.observer.rollout_finished(trajectory)
 
@@ -253,6 +256,7 @@ class GroupRun:
             on_turn=self._journal_turn,
             on_stage=self.services.observer.stage,
             idle_limits=self.services.idle_limits,
+            world=self.services.world.rollout(rollout_id),
         )
 
     def _journal_turn(self, rollout: Rollout, turn: Turn, messages: list[Message]) -> None:

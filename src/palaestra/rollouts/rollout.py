@@ -19,6 +19,7 @@ from palaestra.inference.ledger import Ledger, LedgerRecord
 from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.base import AgentSettings, Kit
 from palaestra.rollouts.stages import Stages, Tell
+from palaestra.rollouts.world.rollout import RolloutWorld
 from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.binding import SlotTools
 
@@ -29,7 +30,10 @@ RolloutTool = Callable[[str, Mapping[str, JSON], str | None], Awaitable[str]]
 
 
 class Rollout:
-    """A rollout in flight. `meta` is whatever the environment wants to carry from set-up to scoring."""
+    """A rollout in flight. `meta` is whatever the environment wants to carry from set-up to scoring.
+
+    `world` answers for the tools that touch the world; an environment that binds tools itself passes it on.
+    """
 
     def __init__(
         self,
@@ -48,6 +52,7 @@ class Rollout:
         on_turn: TurnRecorder | None = None,
         on_stage: Tell | None = None,
         idle_limits: Mapping[str, float] | None = None,
+        world: RolloutWorld | None = None,
     ) -> None:
         self.rollout_id = rollout_id
         self.group_id = group_id
@@ -60,6 +65,7 @@ class Rollout:
         self.spec = spec
         self.snapshot = snapshot
         self.settings = settings
+        self.world = world
         self.meta: dict[str, JSON] = {}
         self.result: AgentResult | None = None
         self.at = Stages(rollout_id, on_stage, idle_limits)
@@ -113,6 +119,7 @@ class Rollout:
                 task_id=self.rollout_id,
                 user_task=_first_user_text(self.task.messages()),
                 timeout_s=self.settings.tool_timeout_s,
+                world=self.world,
             )
         return self._tools
 

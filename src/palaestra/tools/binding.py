@@ -20,7 +20,8 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
 from palaestra.tools.arguments import InvalidArguments, parse_arguments
 from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.schema import StateT, ToolMistake, ToolReply
+from palaestra.tools.schema import StateT, Tool, ToolMistake, ToolReply, ToolRun
+from palaestra.tools.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class SlotTools:
     """The tools of a registry, bound to one rollout. Implements `ToolRun`.
 
     `slot_source` hands out the rollout's slot; it is awaited at most once. `timeout_s` is the default time limit of a
-    command.
+    command. `world` answers for the tools that touch the world; without one they are simply run.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class SlotTools:
         task_id: str,
         user_task: str = "",
         timeout_s: float = 120.0,
+        world: World | None = None,
     ) -> None:
         self.registry = registry
+        self.world = world
         self.parallel_safe: frozenset[str] = registry.parallel_safe()
         self._slot_source = slot_source
         self._slot: Slot | None = None
@@ -88,15 +91,24 @@ class SlotTools:
             return {"error": f"Unknown tool '{name}'. Available tools: {self.registry.list_tools()}"}
         try:
             checked = parse_arguments(arguments, tool.schema)
-            return await tool.run(checked, self if timeout_s is None else _Timed(self, timeout_s))
         except InvalidArguments as mistake:
+            return {"error": str(mistake)}
+        run: ToolRun = self if timeout_s is None else _Timed(self, timeout_s)
+        if self.world is not None and tool.touches_world:
+            return await self.world.call(tool, checked, run, lambda: self._run(tool, checked, run))
+        return await self._run(tool, checked, run)
+
+    async def _run(self, tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+        try:
+            return await tool.run(arguments, run)
+        except InvalidArguments as mistake:  # what the schema could not say
             return {"error": str(mistake)}
         except ToolMistake as mistake:
             return {"error": str(mistake), **mistake.details}
         except PalaestraError:
             raise
         except Exception as error:
-            logger.warning("tool %s failed in task %s", name, self._task_id, exc_info=True)
+            logger.warning("tool %s failed in task %s", tool.name, self._task_id, exc_info=True)
             return {"error": f"Tool execution failed: {type(error).__name__}: {error}"}
 
     async def handle(self, name: str, args: Mapping[str, JSON], task_id: str | None = None) -> str:

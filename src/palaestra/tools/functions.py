@@ -57,6 +57,8 @@ class TypedTool(Tool):
     parallel_safe: bool = False
     missing: Callable[[], str | None] = lambda: None
     task: Task | None = None
+    touches_world: bool = False
+    world_session: str = ""
 
     def __call__(self, *args: JSON, **kwargs: JSON) -> JSON:
         return self.function(*args, **kwargs)
@@ -100,6 +102,8 @@ def tool(
     toolset: str = "custom",
     parallel_safe: bool = False,
     missing: Callable[[], str | None] | None = None,
+    touches_world: bool = False,
+    world_session: str = "",
 ) -> Callable[[UserFunction], TypedTool]: ...
 def tool(
     function: UserFunction | None = None,
@@ -109,14 +113,19 @@ def tool(
     toolset: str = "custom",
     parallel_safe: bool = False,
     missing: Callable[[], str | None] | None = None,
+    touches_world: bool = False,
+    world_session: str = "",
 ) -> TypedTool | Callable[[UserFunction], TypedTool]:
     """Make a tool of a typed function. `missing` says why it cannot be used here, or None when it can.
+
+    `touches_world` and `world_session` are those of `Tool`: whether its calls are recorded and played.
 
     Raises `ConfigError` for a function without docstring or annotations, or whose types have no JSON schema.
     """
 
     def make(given: UserFunction) -> TypedTool:
         made = declare(given, name=name, toolset=toolset, parallel_safe=parallel_safe, missing=missing)
+        made = replace(made, touches_world=touches_world, world_session=world_session)
         if "task" in made.context.values():
             raise ConfigError(f"tool {made.name} asks for the task, which only an environment's own tools can have")
         return made

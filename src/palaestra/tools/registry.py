@@ -20,6 +20,7 @@ from palaestra.core.types import JSON
 from palaestra.tools.arguments import InvalidArguments, parse_arguments
 from palaestra.tools.installed import Installed, installed_tools
 from palaestra.tools.schema import NoRollout, Tool, ToolMistake, ToolSchema
+from palaestra.tools.settings import ToolSettings
 from palaestra.tools.toolsets import ALIASES, TOOL_ALIASES, TOOLSETS, Toolset, resolve_toolsets
 from palaestra.tools.wire import ToolCall, ToolResult, result_of
 
@@ -27,10 +28,19 @@ logger = logging.getLogger(__name__)
 
 
 class ToolRegistry:
-    """Tools by name, in the order in which they were registered. `missing` names those asked for but not here."""
+    """Tools by name, in the order in which they were registered. `missing` names those asked for but not here.
 
-    def __init__(self, tools: Iterable[Tool] = (), missing: Mapping[str, str] | None = None) -> None:
+    `settings` are what its tools were made with.
+    """
+
+    def __init__(
+        self,
+        tools: Iterable[Tool] = (),
+        missing: Mapping[str, str] | None = None,
+        settings: ToolSettings | None = None,
+    ) -> None:
         self._tools: dict[str, Tool] = {}
+        self.settings = settings
         self.missing: Mapping[str, str] = dict(missing or {})
         for tool in tools:
             self.register(tool)
@@ -94,12 +104,16 @@ def build_tool_registry(
     *,
     strict: bool = False,
     installed: Sequence[Installed] | None = None,
+    settings: ToolSettings | None = None,
+    replayed: bool = False,
 ) -> ToolRegistry:
     """The tools of the enabled toolsets (None: all that work here) without those of the disabled ones.
 
     `extra` are tools that an environment brings along: they are in unless their toolset is disabled. `installed` are
     those of other packages, by default what their entry points offer. Tools that cannot be used here are left out and
-    named in the registry's `missing`; with `strict` they are an error, and the toolsets must be named.
+    named in the registry's `missing`; with `strict` they are an error, and the toolsets must be named. `settings` are
+    what the package's own tools are told. With `replayed`, tools that touch the world are there whatever they lack: the
+    world is a recording.
 
     Raises `ConfigError` for unknown toolsets, for two tools of one name, and with `strict`.
     """
@@ -113,24 +127,27 @@ def build_tool_registry(
     brought, disabled = list(extra), list(disabled_toolsets or ())
     others = usable_packages(installed)
     names = resolve_toolsets(enabled, disabled, {**_toolsets_of(brought, others), **TOOLSETS})
-    known = {tool.name: tool for tool in (*(tool for each in others for tool in each.tools), *builtin_tools())}
+    known = {tool.name: tool for tool in (*(tool for each in others for tool in each.tools), *builtin_tools(settings))}
     own = [tool for tool in brought if tool.toolset not in disabled]
     chosen = [known[name] for name in names]
-    missing = _reasons(own) | (_reasons(chosen) | _problems(others, enabled) if enabled is not None else {})
+    missing = _reasons(own, replayed)
+    if enabled is not None:
+        missing |= _reasons(chosen, replayed) | _problems(others, enabled)
     if strict and missing:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
         raise ConfigError(f"Tools that were asked for are missing: {reasons}")
-    return ToolRegistry((tool for tool in [*chosen, *own] if tool.missing() is None), missing)
+    return ToolRegistry((tool for tool in [*chosen, *own] if _reason(tool, replayed) is None), missing, settings)
 
 
 def unrestricted(registry: ToolRegistry | None = None) -> ToolRegistry:
     """Every tool there is, those of `registry` before others of their name: for code, never to be shown to a model.
 
-    What is missing here is in it and answers with its reason.
+    What is missing here is in it and answers with its reason. The others have the settings of `registry`.
     """
     own = [] if registry is None else [tool for name in registry.list_tools() if (tool := registry.get(name))]
+    settings = None if registry is None else registry.settings
     names = {tool.name for tool in own}
-    return ToolRegistry([*own, *(tool for tool in all_tools() if tool.name not in names)])
+    return ToolRegistry([*own, *(tool for tool in all_tools(settings) if tool.name not in names)], settings=settings)
 
 
 def get_tool_definitions(
@@ -159,8 +176,11 @@ def schema_hash(schemas: Sequence[Mapping[str, JSON]]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def builtin_tools() -> tuple[Tool, ...]:
-    """All tools that the package knows, in the order in which models see them; those that are missing say so."""
+def builtin_tools(settings: ToolSettings | None = None) -> tuple[Tool, ...]:
+    """All tools that the package knows, in the order in which models see them; those that are missing say so.
+
+    Some are missing because of `settings`; without any, those that need a key are.
+    """
     from palaestra.tools.absent.assistant import ASSISTANT
     from palaestra.tools.absent.models import MODELS
     from palaestra.tools.absent.training import TRAINING
@@ -178,9 +198,9 @@ def builtin_tools() -> tuple[Tool, ...]:
     return (*here, *WEB, *BROWSER, *MODELS, *ASSISTANT, *TRAINING)
 
 
-def all_tools() -> list[Tool]:
+def all_tools(settings: ToolSettings | None = None) -> list[Tool]:
     """Every tool of the package, then those of installed packages; those that are missing too."""
-    return [*builtin_tools(), *(tool for each in usable_packages() for tool in each.tools)]
+    return [*builtin_tools(settings), *(tool for each in usable_packages() for tool in each.tools)]
 
 
 def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed]:
@@ -212,9 +232,13 @@ def _toolsets_of(brought: Sequence[Tool], others: Sequence[Installed]) -> dict[s
     return made
 
 
-def _reasons(tools: Iterable[Tool]) -> dict[str, str]:
+def _reasons(tools: Iterable[Tool], replayed: bool) -> dict[str, str]:
     """Why some of the tools cannot be used here, by name."""
-    return {tool.name: reason for tool in tools if (reason := tool.missing()) is not None}
+    return {tool.name: reason for tool in tools if (reason := _reason(tool, replayed)) is not None}
+
+
+def _reason(tool: Tool, replayed: bool) -> str | None:
+    return None if replayed and tool.touches_world else tool.missing()
 
 
 def _problems(others: Sequence[Installed], enabled: Iterable[str]) -> dict[str, str]:

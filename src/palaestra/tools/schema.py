@@ -96,11 +96,16 @@ ToolFunction: TypeAlias = Callable[[Mapping[str, JSON], ToolRun], Awaitable[Tool
 class Tool(ABC):
     """One thing the agent can call. Subclass it with `schema` and `execute`; `is_available` where it may be missing.
 
-    `parallel_safe` calls of one turn may run at the same time.
+    `parallel_safe` calls of one turn may run at the same time. `touches_world` is true of a tool whose reply comes from
+    beyond the machine (a search engine, a web page, another model): a run records its calls and can be played without a
+    network. Where a reply depends on the calls before it, as a browser's does, the tools that share what is out there
+    name the same `world_session`.
     """
 
     toolset: str = "custom"
     parallel_safe: bool = False
+    touches_world: bool = False
+    world_session: str = ""
 
     @property
     @abstractmethod
@@ -124,6 +129,13 @@ class Tool(ABC):
         available, reason = self.is_available()
         return None if available else reason or "it says that it is not available"
 
+    def world_key(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[JSON]:
+        """What decides the reply of a tool that touches the world: its arguments, unless it says more.
+
+        A tool that is given the path of a file in the slot adds the file's hash, for example.
+        """
+        return given_arguments(arguments, run)
+
     def run(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[ToolReply]:
         """Run for a rollout. Raises `ToolMistake` for what the model can mend."""
 
@@ -131,6 +143,11 @@ class Tool(ABC):
             return reply_of(await self.execute(**arguments))
 
         return reply()
+
+
+async def given_arguments(arguments: Mapping[str, JSON], run: ToolRun, /) -> JSON:
+    """The arguments alone: what decides the reply of most tools that touch the world."""
+    return arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +159,9 @@ class FunctionTool(Tool):
     toolset: str = "custom"
     parallel_safe: bool = False
     missing: Callable[[], str | None] = lambda: None
+    touches_world: bool = False
+    world_session: str = ""
+    world_key: Callable[[Mapping[str, JSON], ToolRun], Awaitable[JSON]] = given_arguments
 
     def is_available(self) -> tuple[bool, str | None]:
         reason = self.missing()

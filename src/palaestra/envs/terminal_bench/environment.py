@@ -177,6 +177,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             task_id=rollout.rollout_id,
             user_task=work.task.instruction[:500],
             timeout_s=rollout.settings.tool_timeout_s,
+            world=rollout.world,
         )
         self._choose_server(rollout)
         return await rollout.run_agent(tool_handler=tools.handle)

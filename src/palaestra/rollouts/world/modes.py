@@ -1,0 +1,154 @@
+"""What a run does about the world: `live`, `record`, `replay` or `fill`.
+
+A run that is not `live` keeps what its rollouts were told in its own folder, so that `palaestra replay` needs
+nothing else. Not for naming calls (`rollout.py`).
+
+Invariant: `replay` never asks the world. A failure of the world raises and is not recorded: it is nobody's reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+from weakref import WeakValueDictionary
+
+from palaestra.core.errors import ToolUnavailable
+from palaestra.rollouts.world.recording import WORLD_NAME, Reader, Writer, recording_at
+from palaestra.rollouts.world.rollout import Answers, Call, RolloutWorld
+from palaestra.tools.schema import ToolReply
+from palaestra.tools.world import Ask
+
+End: TypeAlias = Callable[[], None]
+
+
+class RunWorld:
+    """The world of one run; without anything, the world itself. `close` ends its files."""
+
+    def __init__(self, answers: Answers | None = None, *, added: Writer | None = None, end: End = lambda: None) -> None:
+        self._answers = answers or Live()
+        self._writers = [added] if added is not None else []
+        self._end = end
+
+    def keep(self, path: Path) -> None:
+        """Record there what the rollouts are told from now on. The file is made with its first line."""
+        kept = Writer(path)
+        self._writers.append(kept)
+        self._answers = Recorded(self._answers, kept)
+
+    def rollout(self, rollout_id: str) -> RolloutWorld:
+        """The world as the attempt at a rollout that starts now sees it."""
+        return RolloutWorld(rollout_id, self._answers)
+
+    async def commit(self) -> None:
+        """Return once everything recorded so far is on the disk."""
+        for writer in self._writers:
+            await writer.commit()
+
+    def close(self) -> None:
+        """Flush and close. Idempotent."""
+        for writer in self._writers:
+            writer.close()
+        self._end()
+
+
+class Live:
+    """The world itself; nothing is kept."""
+
+    async def reply(self, call: Call, ask: Ask) -> ToolReply:
+        return await ask()
+
+
+class Recorded:
+    """The replies of `answers`, kept."""
+
+    def __init__(self, answers: Answers, kept: Writer) -> None:
+        self._answers = answers
+        self._kept = kept
+
+    async def reply(self, call: Call, ask: Ask) -> ToolReply:
+        reply = await self._answers.reply(call, ask)
+        self._kept.append(call.heard(reply))
+        return reply
+
+
+class Replayed:
+    """A recording, and nothing else. `None` stands for the recording of a run that made none.
+
+    What it lacks is an error for the model, or with `strict` the rollout's end.
+    """
+
+    def __init__(self, recording: Reader | None, *, strict: bool, name: Path) -> None:
+        self._recording = recording
+        self._strict = strict
+        self._name = name
+
+    async def reply(self, call: Call, ask: Ask) -> ToolReply:
+        heard = self._recording.find(call.key, call.rollout, call.n) if self._recording is not None else None
+        if heard is not None:
+            reply: ToolReply = heard.reply
+            return reply
+        why = f"{self._name} has no reply to this call of {call.tool}"
+        after = " after these calls before it" if call.session else ""
+        if self._strict:
+            raise ToolUnavailable(
+                f"{why}{after} ({call.rollout}): record it with world `fill`, or allow it to be missing"
+            )
+        return {"error": f"{call.tool} is not available for this call{after}: no reply to it was recorded"}
+
+
+class Filled:
+    """A recording that grows: the world is asked for what it lacks, once for equal calls at the same time.
+
+    Calls of a session are always asked for: a browser that was never opened cannot go on where a recording ends.
+    """
+
+    def __init__(self, recording: Reader, added: Writer) -> None:
+        self._recording = recording
+        self._added = added
+        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def reply(self, call: Call, ask: Ask) -> ToolReply:
+        if call.session:
+            return await self._ask(call, ask)
+        lock = self._asking.setdefault(call.key, asyncio.Lock())
+        async with lock:
+            heard = self._recording.find(call.key, call.rollout, call.n, failures=False)
+            if heard is None:
+                self._recording.catch_up()
+                heard = self._recording.find(call.key, call.rollout, call.n, failures=False)
+            if heard is not None:
+                reply: ToolReply = heard.reply
+                return reply
+            return await self._ask(call, ask)
+
+    async def _ask(self, call: Call, ask: Ask) -> ToolReply:
+        reply = await ask()
+        self._added.append(call.heard(reply))
+        return reply
+
+
+def open_world(mode: str, recording: Path | None = None, *, strict: bool = False) -> RunWorld:
+    """The world of a run in one of the modes; `keep` it, unless the mode is live. Raises `ConfigError`.
+
+    `recording` is what replay and fill answer from: a file, or for replay the folder of a run too. `strict` is for
+    calls that the replayed one lacks.
+    """
+    if mode in ("live", "record"):
+        return RunWorld()
+    assert recording is not None, f"{mode} needs a recording"
+    if mode == "replay":
+        reader = Reader(recording_at(recording))
+        return RunWorld(Replayed(reader, strict=strict, name=recording), end=reader.close)
+    added = Writer(recording / WORLD_NAME if recording.is_dir() else recording)
+    added.open()
+    reader = Reader(added.path)
+    return RunWorld(Filled(reader, added), added=added, end=reader.close)
+
+
+def world_of_run(folder: Path) -> RunWorld:
+    """The world as a run recorded it, for playing the run again. What it lacks ends the rollout, blamed on the tool."""
+    path = folder / WORLD_NAME
+    reader = Reader(path) if path.is_file() else None
+    return RunWorld(Replayed(reader, strict=True, name=path), end=reader.close if reader is not None else lambda: None)
