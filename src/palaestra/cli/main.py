@@ -17,6 +17,8 @@ from palaestra.core.errors import ConfigError
 
 COMMANDS = {
     "run": "Roll out an environment and write its groups.",
+    "eval": "Say how many of an environment's tasks are solved, and how sure that is.",
+    "feed": "Serve an environment's rollouts to a trainer.",
     "env": "List environments.",
     "tasks": "Make verifiable tasks.",
     "model": "Make a tiny real model.",

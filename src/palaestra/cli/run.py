@@ -7,14 +7,34 @@ import click
 from palaestra.core.errors import ConfigError
 
 
-@click.command(
+def front_door(verb: str, help_text: str, *words: str) -> click.Command:
+    """A command that runs an environment, with these words at the start of the environment's own command line."""
+
+    @click.command(
+        verb,
+        context_settings={
+            "ignore_unknown_options": True,
+            "allow_interspersed_args": False,
+            "help_option_names": ["-h", "--help"],
+        },
+        help=help_text,
+    )
+    @click.argument("environment", metavar="ENV")
+    @click.argument("settings", nargs=-1, type=click.UNPROCESSED)
+    @click.pass_context
+    def command(context: click.Context, environment: str, settings: tuple[str, ...]) -> None:
+        if environment.startswith("-"):
+            raise ConfigError(f"settings come after the environment: palaestra {verb} ENV {environment} …")
+        from palaestra.envs.running import run_environment
+
+        context.exit(run_environment(environment, [*words, *settings], prog=f"palaestra {verb} {environment}"))
+
+    return command
+
+
+command = front_door(
     "run",
-    context_settings={
-        "ignore_unknown_options": True,
-        "allow_interspersed_args": False,
-        "help_option_names": ["-h", "--help"],
-    },
-    help="""Roll out an environment and write its groups.
+    """Roll out an environment and write its groups.
 
     \b
       palaestra run my_env.py --policy oracle                  # play the reference solutions
@@ -38,12 +58,3 @@ from palaestra.core.errors import ConfigError
       --env.FIELD V, --openai.FIELD V, --config FILE.yaml, --show-config
     """,
 )
-@click.argument("environment", metavar="ENV")
-@click.argument("settings", nargs=-1, type=click.UNPROCESSED)
-@click.pass_context
-def command(context: click.Context, environment: str, settings: tuple[str, ...]) -> None:
-    if environment.startswith("-"):
-        raise ConfigError(f"settings come after the environment: palaestra run ENV {environment} …")
-    from palaestra.envs.running import run_environment
-
-    context.exit(run_environment(environment, list(settings), prog=f"palaestra run {environment}"))

@@ -89,6 +89,9 @@ class BaseEnv(ABC):
         slurm: bool = False,
         testing: bool = False,
     ) -> None:
+        if not isinstance(config, type(self).env_config_cls):
+            wanted = type(self).env_config_cls.__name__
+            raise ConfigError(f"{type(self).__name__} takes a {wanted}, not {type(config).__name__}")
         self.config = config
         self.server_configs = list(server_configs)
         self.slurm = slurm

@@ -13,12 +13,12 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from palaestra.core.config import DEFAULT
-from palaestra.envs.class_environment import ClassEnvironment
 from palaestra.envs.config import BaseEnvConfig
-from palaestra.envs.evaluation import Evaluation
+from palaestra.envs.evaluation import Evaluation, in_short, save_evaluation
 from palaestra.envs.flags import Parsed
 from palaestra.envs.metrics_port import serving_metrics
 from palaestra.envs.output import Output
@@ -144,8 +144,8 @@ class Batch:
         services = self._services(observer)
         workers = concurrency(config)
         try:
-            if command == "evaluate" and isinstance(environment, ClassEnvironment):
-                totals = await Evaluation(environment, services, workers, self._keep, self.stops.gate).run()
+            if command == "evaluate":
+                totals = await self._evaluate(services, workers, limit, observer)
             else:
                 finished = self.output.finished
                 ended = finished.ended if finished is not None else {}
@@ -173,6 +173,17 @@ class Batch:
         finally:
             observer.run_finished()
             await services.foundations.aclose()
+
+    async def _evaluate(self, services: Services, workers: int, limit: int | None, observer: Observer) -> Totals:
+        """Evaluate, and save what was logged: where the settings say, else in the run's own folder."""
+        evaluation = Evaluation(self.environment, services, workers, self._keep, self.stops.gate, limit)
+        totals = await evaluation.run()
+        if evaluation.logged:
+            asked = self.parsed.env_config.data_dir_to_save_evals
+            folder = Path(asked) if asked else self.output.folder.path / "evaluation"
+            save_evaluation(evaluation.logged, folder, self.parsed.server_configs[0].model_name)
+            observer.note(f"evaluation in {folder}: {in_short(evaluation.logged['metrics'])}".removesuffix(": "))
+        return totals
 
     def _services(self, observer: Observer) -> Services:
         config = self.parsed.env_config

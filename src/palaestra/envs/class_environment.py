@@ -61,11 +61,10 @@ class ClassEnvironment(Environment):
 
     async def ended(self, task: Task, group: Group) -> None:
         self.inner.curr_step += 1
-        line = group_line(group, env=self.name, model="")
-        if line is None:
-            return
         try:
-            await self.inner.add_rollouts_for_wandb(line, task.data)
+            line = group_line(group, env=self.name, model="")
+            if line is not None:
+                await self.inner.add_rollouts_for_wandb(line, task.data)
         except Exception:
             logger.warning("%s.add_rollouts_for_wandb failed on group %s", self.name, group.group_id, exc_info=True)
 

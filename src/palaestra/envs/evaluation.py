@@ -1,50 +1,96 @@
-"""`evaluate` of a class environment: its own method decides what to roll out, the one runner does it."""
+"""`evaluate`: what is rolled out, and the files that say what it came to.
+
+A class environment's own method decides; of a function environment the tasks that are held out are rolled out, or all
+where none is, each as often as a group is large. The one runner does it. Invariant: figures are those of a whole
+evaluation; one that was stopped leaves none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from palaestra.envs.base_env import BaseEnv, Item
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.envs import estimates
+from palaestra.envs.base_env import Item
 from palaestra.envs.class_environment import ClassEnvironment
+from palaestra.envs.function import FunctionEnvironment
+from palaestra.rollouts.base import Environment
+from palaestra.rollouts.export.atropos import encode_line
 from palaestra.rollouts.group import Services
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.stops import RunStopped
 from palaestra.rollouts.trajectory import Group, Trajectory
 
+Logged = Mapping[str, JSON]
+
 
 class Evaluation:
-    """One call of a class environment's `evaluate`."""
+    """One evaluation of an environment. `limit` is how many tasks of a function environment are taken, at most."""
 
     def __init__(
         self,
-        environment: ClassEnvironment,
+        environment: Environment,
         services: Services,
         concurrency: int,
         on_group: Callable[[Group], None],
         gate: Callable[[], Awaitable[bool]] | None = None,
+        limit: int | None = None,
     ) -> None:
         self.environment = environment
         self.services = services
         self.concurrency = concurrency
         self.on_group = on_group
         self.gate = gate
+        self.limit = limit
         self.totals = Totals()
+        self.logged: Logged = {}
+        """What `evaluate_log` was given: task, metrics, samples."""
         self._rolled_out = 0
 
     async def run(self) -> Totals:
-        """Call it, with `evaluate_items` at its disposal, and save what it logged."""
-        inner = self.environment.inner
-        inner._run_items = self.run_items
-        await inner.evaluate()
-        save_evaluation(inner)
+        """Roll out what is to be evaluated; `logged` then says what it came to. Raises `RunStopped`, `ConfigError`."""
+        environment = self.environment
+        if isinstance(environment, ClassEnvironment):
+            environment.inner._run_items = self.run_items
+            await environment.inner.evaluate()
+            self.logged = environment.inner._evaluation
+        else:
+            assert isinstance(environment, FunctionEnvironment)
+            self.logged = await self._tasks_of(environment)
         return self.totals
 
     async def run_items(self, items: Sequence[Item], samples: int) -> list[Trajectory]:
         """Roll every item out `samples` times; the trajectories come in item order."""
+        assert isinstance(self.environment, ClassEnvironment)
+        over = self.environment.over(items, self._rolled_out)
+        done = await self._roll_out(over, samples, self._rolled_out)
+        self._rolled_out += len(items)
+        if len(done) < len(items):
+            raise RunStopped("the evaluation was stopped: its figures would be those of a part")
+        return [trajectory for group in done for trajectory in group.trajectories]
+
+    async def _tasks_of(self, environment: FunctionEnvironment) -> Logged:
+        attempts = self.services.group_size
+        done = await self._roll_out(environment.evaluating(), attempts, limit=self.limit)
+        if self.gate is not None and not await self.gate():
+            raise RunStopped("the evaluation was stopped: its figures would be those of a part")
+        if not done:
+            raise ConfigError(
+                f"{environment.name} has no task to evaluate; held_out is {environment.config.held_out:g}"
+            )
+        trajectories = [trajectory for group in done for trajectory in group.trajectories]
+        metrics = estimates.figures(trajectories, attempts, tasks=len(done))
+        return {"task": environment.name, "metrics": metrics, "samples": list(map(estimates.sample, trajectories))}
+
+    async def _roll_out(
+        self, environment: Environment, samples: int, first: int = 0, limit: int | None = None
+    ) -> list[Group]:
+        """The groups of an environment's tasks, in order."""
         done: list[Group] = []
 
         def keep(group: Group) -> None:
@@ -53,31 +99,33 @@ class Evaluation:
             self.on_group(group)
 
         runner = Runner(
-            self.environment.over(items, self._rolled_out),
+            environment,
             replace(self.services, group_size=samples),
             concurrency=self.concurrency,
-            first=self._rolled_out,
+            limit=limit,
+            first=first,
             on_group=keep,
             gate=self.gate,
         )
-        self._rolled_out += len(items)
         await runner.run()
-        if len(done) < len(items):
-            raise RunStopped("the evaluation was stopped: its figures would be those of a part")
-        done.sort(key=lambda group: group.number)
-        return [trajectory for group in done for trajectory in group.trajectories]
+        return sorted(done, key=lambda group: group.number)
 
 
-def save_evaluation(inner: BaseEnv) -> None:
-    """Write what `evaluate_log` was given: `metrics.json` and `samples.jsonl` in `data_dir_to_save_evals`."""
-    logged, folder = inner._evaluation, inner.config.data_dir_to_save_evals
-    if not logged or folder is None:
-        return
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
+def save_evaluation(logged: Logged, folder: Path, model: str) -> None:
+    """Write what was logged: `metrics.json` and `samples.jsonl`."""
+    folder.mkdir(parents=True, exist_ok=True)
     results = {f"atropos|{logged['task']}|0": logged["metrics"], "all": logged["metrics"]}
-    document = {"config_general": {"model_name": inner.server_configs[0].model_name}, "results": results}
-    (path / "metrics.json").write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
-    with (path / "samples.jsonl").open("wb") as lines:
+    document = {"config_general": {"model_name": model}, "results": results}
+    (folder / "metrics.json").write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+    with (folder / "samples.jsonl").open("wb") as lines:
         for sample in logged["samples"]:
-            lines.write(msgspec.json.encode(sample) + b"\n")
+            lines.write(encode_line(sample))
+
+
+def in_short(metrics: Mapping[str, JSON]) -> str:
+    """The figures that everybody asks for first, in a line; empty where the evaluation has none of them."""
+    names = [name for name in metrics if name.startswith("pass@") and f"{name}/low" in metrics]
+    parts = [
+        f"{name} {metrics[name]:.3f} ({metrics[f'{name}/low']:.3f} to {metrics[f'{name}/high']:.3f})" for name in names
+    ]
+    return f"{', '.join(parts)} over {metrics['tasks']} tasks" if parts else ""

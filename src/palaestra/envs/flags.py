@@ -33,6 +33,8 @@ SHORT_FORMS = {
     "--base-url": "openai.base_url",
     "--tasks": "env.total_steps",
     "--group": "env.group_size",
+    "--samples": "env.group_size",
+    "--to": "env.rollout_server_url",
     "--concurrency": "env.max_num_workers",
     "--backend": "env.tool_pool_mode",
     "--max-cost": "env.max_cost",

@@ -19,14 +19,15 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, overload
+from typing import Any, Self, TypeVar, overload
 
 from pydantic import Field, create_model
 
 from palaestra.core.errors import ConfigError, GraderError, TaskError
 from palaestra.core.types import JSON, NetworkPolicy, Score, Task
-from palaestra.envs.config import HermesAgentEnvConfig
+from palaestra.envs.held_out import HeldOutConfig, serves
 from palaestra.envs.hooks import Hook, HookFunction, Source, declare
 from palaestra.envs.settings import agent_settings, kit, network_policy
 from palaestra.rollouts.base import AgentSettings, Environment, Kit
@@ -41,7 +42,7 @@ F = TypeVar("F", bound=HookFunction)
 TaskSource = Callable[..., Iterable[Task] | AsyncIterator[Task]]
 
 
-class FunctionEnvConfig(HermesAgentEnvConfig):
+class FunctionEnvConfig(HeldOutConfig):
     """Settings of a function environment: those of every agent environment, with each task once and no network."""
 
     group_size: int = Field(default=1, ge=1, description="Rollouts per task.")
@@ -149,6 +150,13 @@ class FunctionEnvironment(Environment):
         self.config = config
         self._settings = agent_settings(config)
         self._policy = network_policy(config.allow_network)
+        self._evaluating = False
+
+    def evaluating(self) -> Self:
+        """The same environment, over the tasks of `evaluate`."""
+        other = copy(self)
+        other._evaluating = True
+        return other
 
     @property
     def name(self) -> str:
@@ -163,7 +171,9 @@ class FunctionEnvironment(Environment):
         produced = self.form.source(**{name: getattr(self.config, name) for name in own})
         seen: set[str] = set()
         async for task in _each(produced):
-            yield self._checked(task, seen)
+            checked = self._checked(task, seen)
+            if serves(checked.id, self.config, evaluating=self._evaluating):
+                yield checked
 
     def _checked(self, task: Task, seen: set[str]) -> Task:
         if not isinstance(task, Task):

@@ -17,7 +17,6 @@ from palaestra.core.config import DEFAULT, is_secret
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Network
 from palaestra.envs.batch import concurrency
-from palaestra.envs.class_environment import ClassEnvironment
 from palaestra.envs.collected import CollectedEnvironment
 from palaestra.envs.evaluation import Evaluation
 from palaestra.envs.forms import Form, form_of
@@ -99,8 +98,8 @@ class _Replay:
                 try:
                     async with opened(environment):
                         observer.run_started(limit, config.group_size)
-                        if recorded.get("command") == "evaluate" and isinstance(environment, ClassEnvironment):
-                            await Evaluation(environment, services, workers, self._compare).run()
+                        if recorded.get("command") == "evaluate":
+                            await Evaluation(environment, services, workers, self._compare, limit=limit).run()
                         else:
                             runner = Runner(
                                 environment, services, concurrency=workers, limit=limit, on_group=self._compare

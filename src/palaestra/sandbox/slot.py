@@ -9,7 +9,6 @@ import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import overload
 
 from palaestra.core.types import JSON, AllowList
 from palaestra.sandbox.base import (
@@ -28,6 +27,7 @@ from palaestra.sandbox.client import CommandNotStarted, SlotServer
 from palaestra.sandbox.process import LocalProcess
 from palaestra.sandbox.shell import LocalShell
 from palaestra.sandbox.slotd.allowlist import PROXY_PORT
+from palaestra.sandbox.texts import TextFiles
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -41,7 +41,7 @@ def _proxies(spec: SlotSpec) -> dict[str, str]:
     return {**dict.fromkeys(names, f"http://127.0.0.1:{PROXY_PORT}"), **own}
 
 
-class LocalSlot:
+class LocalSlot(TextFiles):
     """One slot of one server, for as long as its lease lasts. Made by `LocalBackend.create`."""
 
     def __init__(
@@ -155,27 +155,6 @@ class LocalSlot:
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         """Write atomically, creating parent directories. A link is followed, inside the slot."""
         await self.server.upload({**self.lease(), "path": path, "mode": mode}, data)
-
-    @overload
-    async def read_text(self, path: str) -> str: ...
-    @overload
-    async def read_text(self, path: str, *, missing: str) -> str: ...
-    async def read_text(self, path: str, *, missing: str | None = None) -> str:
-        """The file as UTF-8, undecodable bytes replaced; `missing`, if given, where there is no file."""
-        try:
-            return (await self.read_bytes(path)).decode(errors="replace")
-        except FileNotFoundError:
-            if missing is None:
-                raise
-            return missing
-
-    async def write_text(self, path: str, text: str, *, mode: int | None = None) -> None:
-        """Write as UTF-8; surrogates, which have no place in it, are written as the bytes they stand for."""
-        try:
-            data = text.encode(errors="surrogateescape")
-        except UnicodeEncodeError:  # lone surrogates, as models write them in JSON
-            data = text.encode(errors="surrogatepass")
-        await self.write_bytes(path, data, mode=mode)
 
     async def list_dir(self, path: str = ".") -> list[FileInfo]:
         """The entries of a directory, sorted by name; their paths are absolute."""

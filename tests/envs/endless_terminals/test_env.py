@@ -66,7 +66,7 @@ def test_a_file_of_tasks_is_played_and_its_bad_rows_are_named(
     (tmp_path / "tasks.jsonl").write_bytes(rows[0] + b"{}\n" + rows[1])
     with caplog.at_level(logging.WARNING):
         assert run(tmp_path, "--env.dataset_name=tasks.jsonl", "--env.group_size=2", "--policy=oracle") == 0
-    assert "tasks.jsonl, line 2: not a terminal task" in caplog.text
+    assert "row 2: not a terminal task" in caplog.text
     assert [group["scores"] for group in groups(tmp_path)] == [[1.0, 1.0]] * 2
     metrics = groups(tmp_path)[0]["rollouts"][0]["metrics"]
     assert metrics == {"checks_held": 1.0, "level_1": 1.0}
@@ -82,20 +82,16 @@ def test_an_evaluation_tells_what_was_solved_by_level(tmp_path: Path, monkeypatc
     command += ["--env.data_dir_to_save_evals=evals", "--policy=oracle"]
     assert run_guarded(lambda: cli.main(command, standalone_mode=False)) == 0
     figures = json.loads((tmp_path / "evals" / "metrics.json").read_text())["results"]["all"]
-    assert figures["solved"] == pytest.approx(2 / 3)
-    low, high = figures["solved_interval"]
-    assert low < 2 / 3 < high
-    assert {key: figures[key] for key in ("solved_level_1", "solved_level_2")} == {
-        "solved_level_1": 1.0,
-        "solved_level_2": 0.5,
-    }
-    assert (figures["rollouts"], figures["unscored"]) == (3, 0)
+    assert figures["pass_rate"] == figures["eval/percent_correct"] == pytest.approx(2 / 3)
+    assert figures["mean_reward/low"] < 2 / 3 < figures["mean_reward/high"]
+    assert (figures["level/1/pass_rate"], figures["level/2/pass_rate"]) == (1.0, 0.5)
+    assert (figures["attempts"], figures["unscored"]) == (3, 0)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["--env.dataset_name=absent.jsonl"], "cannot read the tasks absent.jsonl"),
+        (["--env.dataset_name=absent.jsonl"], "there is no data set absent.jsonl"),
         (["--env.dataset_name=empty.jsonl"], "no task that can be used"),
         (["--env.local_tasks_dir=empty"], "empty has no task"),
         (["--env.level=9"], "level"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from palaestra.core.errors import ConfigError, TaskError
 from palaestra.envs.endless_terminals.compose import HIGHEST_LEVEL, Choice, generate
 from palaestra.envs.endless_terminals.families.index import AREAS, FAMILIES
 from palaestra.envs.endless_terminals.stream import Stream
-from palaestra.envs.endless_terminals.tasks import TerminalTask, from_line, read_tasks, to_line
+from palaestra.envs.endless_terminals.tasks import TerminalTask, from_row, read_tasks, to_line
 
 COUNT = len(FAMILIES)
 DIGEST = "be80838f99a54e64c43b641786483d2a462271fb04638244a678da25502cc765"
@@ -108,18 +109,18 @@ def test_what_cannot_be_chosen(choice: Choice, message: str) -> None:
 
 def test_rows_go_to_a_file_and_back_and_a_bad_row_hides_no_other(tmp_path) -> None:
     tasks = list(generate(Choice(9), 20))
-    assert [from_line(to_line(task)) for task in tasks] == tasks
+    assert [from_row(json.loads(to_line(task))) for task in tasks] == tasks
     path = tmp_path / "tasks.jsonl"
     old = to_line(tasks[1]).replace(b"terminal-task/1", b"terminal-task/9")
     unknown = to_line(tasks[2]).replace(b'"check":', b'"chick":')
     path.write_bytes(to_line(tasks[0]) + b"{}\n\nnot json\n" + old + unknown + to_line(tasks[3]))
-    read = list(read_tasks(path))
+    read = list(read_tasks(str(path)))
     assert [task.id for task in read if isinstance(task, TerminalTask)] == [tasks[0].id, tasks[3].id]
     problems = [str(problem) for problem in read if isinstance(problem, TaskError)]
-    assert [problem.partition(", ")[2][:6] for problem in problems] == ["line 2", "line 4", "line 5", "line 6"]
+    assert [problem[:5] for problem in problems] == ["row 2", "row 3", "row 4", "row 5"]
     assert "terminal-task/9" in problems[2]
-    with pytest.raises(ConfigError, match="tasks build terminal"):
-        list(read_tasks(tmp_path / "absent.jsonl"))
+    with pytest.raises(ConfigError, match="there is no data set"):
+        list(read_tasks(str(tmp_path / "absent.jsonl")))
 
 
 def test_a_stream_is_fair_and_named() -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.envs.swe import edits
-from palaestra.envs.swe.rows import Install, RowKind, parse_row
+from palaestra.envs.swe.rows import Install, RowKind, SweRow, parse_row
 from palaestra.envs.swe.sources import load_rows
 
 BUG = edits.between("pkg/a.py", "def f(x):\n    return x + 1\n", "def f(x):\n    return x - 1\n")
@@ -102,38 +102,35 @@ def test_bad_rows_are_collected_and_the_rest_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     lines = [json.dumps(SMITH), "{torn", json.dumps(without(SMITH, "repo")), json.dumps({**SMITH, "instance_id": "b"})]
     path.write_text("\n".join(lines))
-    loaded = load_rows(path)
-    assert [row.instance_id for row in loaded.rows] == [SMITH["instance_id"], "b"]
-    assert ["row 2" in str(loaded.errors[0]), "row 3" in str(loaded.errors[1])] == [True, True]
+    found = list(load_rows(path))
+    assert [row.instance_id for row in found if isinstance(row, SweRow)] == [SMITH["instance_id"], "b"]
+    errors = [str(error) for error in found if isinstance(error, TaskError)]
+    assert errors[0].startswith("row 2: not JSON")
+    assert "row 3" in errors[1]
 
 
 def test_repositories_lie_beside_the_file_that_names_them(tmp_path: Path) -> None:
     path = tmp_path / "tasks.json"
     path.write_text(json.dumps([{**SMITH, "repo_path": "r/x.git"}]))
-    assert load_rows(path).rows[0].repo_path == str(tmp_path / "r" / "x.git")
-
-
-def test_limit_and_select(tmp_path: Path) -> None:
-    path = tmp_path / "tasks.jsonl"
-    path.write_text("".join(json.dumps({**SMITH, "instance_id": name}) + "\n" for name in "abcd"))
-    assert [row.instance_id for row in load_rows(path, limit=2, skip=1).rows] == ["b", "c"]
-    assert [row.instance_id for row in load_rows(path, select=["d", "a"]).rows] == ["a", "d"]
+    (row,) = load_rows(path)
+    assert isinstance(row, SweRow)
+    assert row.repo_path == str(tmp_path / "r" / "x.git")
 
 
 def test_parquet_rows_are_the_same_rows(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist([SMITH]), tmp_path / "tasks.parquet")
-    assert load_rows(tmp_path / "tasks.parquet").rows == (parse_row(SMITH),)
+    assert list(load_rows(tmp_path / "tasks.parquet")) == [parse_row(SMITH)]
 
 
 @pytest.mark.parametrize(("name", "text"), [("t.json", "{}"), ("t.json", "[")])
 def test_a_file_of_another_shape_is_one_clear_error(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=name):
-        load_rows(tmp_path / name)
+        list(load_rows(tmp_path / name))
 
 
 def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such task file"):
-        load_rows(tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match="there is no data set"):
+        list(load_rows(tmp_path / "none.jsonl"))

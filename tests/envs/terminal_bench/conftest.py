@@ -18,6 +18,7 @@ from palaestra.envs.terminal_bench.config import TerminalBench2EvalConfig
 from palaestra.envs.terminal_bench.env import TerminalBench2EvalEnv
 from palaestra.envs.terminal_bench.environment import TerminalBenchEnvironment
 from palaestra.envs.terminal_bench.proving import Line, Proving
+from palaestra.envs.terminal_bench.sources import LeftOut
 from palaestra.sandbox.base import Mount
 
 collect_ignore = ["tasks"]
@@ -69,9 +70,11 @@ def try_tasks(installed_pytest: DependencyCache, tmp_path: Path) -> Try:
         async def main() -> dict[str, Line]:
             async with make_pool(config) as pool:
                 inner = TerminalBench2EvalEnv(config, [])
-                inner.load()
+                await inner.sort_out()
                 environment = TerminalBenchEnvironment(inner, config, installed_pytest)
-                report = await Proving(environment, pool).run(inner.left_out)
+                report = await Proving(environment, pool).run(
+                    [each for each in inner.left_out if isinstance(each, LeftOut)]
+                )
             return {line.name: line for line in report.lines}
 
         return asyncio.run(main())

@@ -15,8 +15,8 @@ from envs.terminal_bench.conftest import Try
 from envs.terminal_bench.mini import HARBOR, LEGACY, TASKS, copied
 from envs.terminal_bench.roots import make_root
 from palaestra.core.errors import ImageError, TaskError
+from palaestra.envs.images.builder import Builder, content_key, read_config
 from palaestra.envs.terminal_bench import harbor, task_yaml
-from palaestra.envs.terminal_bench.builder import Builder, content_key, read_config
 from palaestra.envs.terminal_bench.proving import Finding
 from sandbox.containers import Docker, docker
 
@@ -91,8 +91,8 @@ def test_the_key_is_the_content_of_the_build_folder(tmp_path: Path) -> None:
 def test_without_a_builder_a_task_is_refused_with_the_reason(tmp_path: Path) -> None:
     task = task_yaml.read_task(LEGACY / "hello")
     with pytest.raises(TaskError, match="none of palaestra-no-such-tool is installed"):
-        asyncio.run(Builder(tmp_path, tool="palaestra-no-such-tool").root(task))
+        asyncio.run(Builder(tmp_path, tool="palaestra-no-such-tool").root(task.recipe))
     broken = shutil.which("false")
     assert broken is not None
     with pytest.raises(TaskError, match="false does not answer"):
-        asyncio.run(Builder(tmp_path, tool=broken).root(task))
+        asyncio.run(Builder(tmp_path, tool=broken).root(task.recipe))

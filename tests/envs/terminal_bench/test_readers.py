@@ -9,9 +9,10 @@ import pytest
 from envs.terminal_bench.mini import HARBOR, LEGACY, copied
 from palaestra.core.errors import TaskError
 from palaestra.core.types import AllowList, Network
+from palaestra.envs.images.base import Unsupported
 from palaestra.envs.terminal_bench import harbor, task_yaml
 from palaestra.envs.terminal_bench.sources import read_folder
-from palaestra.envs.terminal_bench.tasks import Format, Unsupported
+from palaestra.envs.terminal_bench.tasks import Format
 
 MINUTE = 60.0
 

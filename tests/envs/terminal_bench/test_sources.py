@@ -125,7 +125,7 @@ def test_a_row_without_instruction_names_the_column(tmp_path: Path) -> None:
     reasons = [str(each) for each in load_tasks(str(path), tmp_path / "cache").left_out]
     assert reasons == [
         "empty: row 1: column 'instruction' is missing or empty",
-        "row 2: row 2: column 'instruction' is missing or empty",
+        "row 2: not JSON: Expecting value: line 1 column 1 (char 0)",
     ]
 
 

@@ -1,17 +1,12 @@
-"""Rewards that verifiers write, what of a change is left out, and what an evaluation comes to. No slots."""
+"""Rewards that verifiers write, and what of a change is left out. No slots."""
 
 from __future__ import annotations
 
 import pytest
 
-from envs.terminal_bench.mini import HARBOR
 from palaestra.core.errors import GraderError
-from palaestra.core.types import Blame, Outcome
-from palaestra.envs.terminal_bench import harbor
-from palaestra.envs.terminal_bench.evaluation import evaluation
 from palaestra.envs.terminal_bench.guard import ALWAYS, left_out
 from palaestra.envs.terminal_bench.rewards import read_rewards, single
-from palaestra.rollouts.trajectory import Trajectory
 from palaestra.sandbox.base import Change
 
 
@@ -92,33 +87,3 @@ def test_start_up_files_are_left_out_where_the_verifier_reads_them() -> None:
 def test_a_program_that_a_task_is_about_can_be_kept() -> None:
     changes = [Change("/usr/bin/git", "file")]
     assert left_out(changes, programs=PROGRAMS, script="", workspace="/", kept=["git"]) == ALWAYS
-
-
-def attempt(task: str, index: int, reward: float | None) -> Trajectory:
-    return Trajectory(
-        rollout_id=f"{task}/{index}",
-        group_id=task,
-        task_id=task,
-        index=index,
-        messages=[],
-        outcome=Outcome.INFRA_ERROR if reward is None else Outcome.NATURAL,
-        reward=reward,
-        blame=Blame.GRADER if reward is None else None,
-    )
-
-
-def test_an_evaluation_counts_attempts_apart_from_tasks() -> None:
-    tasks = [harbor.read_task(HARBOR / name) for name in ("greeting", "word-counts", "in-tmp")]
-    rewards: dict[str, list[float | None]] = {"greeting": [1.0, 0.0, 1.0, 0.0], "word-counts": [0.5, 0.0, None, 0.0]}
-    done = [attempt(name, index, reward) for name, row in rewards.items() for index, reward in enumerate(row)]
-    metrics, samples = evaluation(tasks, done, 4)
-    assert (metrics["tasks"], metrics["tasks_not_run"], metrics["attempts"]) == (3, 1, 8)
-    assert (metrics["unscored"], metrics["unscored/grader"]) == (1, 1)
-    assert metrics["pass_rate"] == pytest.approx(2 / 7)
-    assert metrics["pass@1"] == pytest.approx((0.5 + 0) / 2)
-    assert metrics["pass@2"] == pytest.approx((5 / 6 + 0) / 2)
-    assert (metrics["pass@4"], metrics["pass@4/tasks"]) == (1.0, 1)
-    assert metrics["pass@1/low"] < metrics["pass@1"] < metrics["pass@1/high"]
-    assert metrics["category/files/pass@1"] == 0.5
-    assert metrics["category/text/pass_rate"] == 0
-    assert [sample["passed"] for sample in samples] == [True, False, True, False, False, False, None, False]

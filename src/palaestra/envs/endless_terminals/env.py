@@ -7,8 +7,7 @@ generated tasks the share of checks that hold is recorded beside it.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -17,10 +16,9 @@ from pydantic import Field
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.config import later
-from palaestra.core.errors import ConfigError, PrepareError, TaskError
+from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.types import JSON, Score, Task
 from palaestra.envs.base_env import Item
-from palaestra.envs.config import HermesAgentEnvConfig
 from palaestra.envs.contract import ContractEnvironment
 from palaestra.envs.endless_terminals import folder_grading
 from palaestra.envs.endless_terminals.checks.index import faults, first_fault
@@ -28,22 +26,18 @@ from palaestra.envs.endless_terminals.compose import Choice, generate
 from palaestra.envs.endless_terminals.folders import FolderTask, read_folder
 from palaestra.envs.endless_terminals.tasks import TerminalTask, read_tasks
 from palaestra.envs.endless_terminals.trial import GRADED
-from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
+from palaestra.envs.listed_env import ListedEnv, ListedEnvConfig
 from palaestra.envs.swe.build.manifest import load_manifest
 from palaestra.envs.swe.install import DependencyCache, Toolchain
 from palaestra.envs.swe.rows import Install
-from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.base import Phase
 from palaestra.rollouts.context import ToolContext
 from palaestra.rollouts.grading import Grading
-from palaestra.rollouts.intervals import mean_interval
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.base import Slot, SlotSpec
 
-logger = logging.getLogger(__name__)
 
-
-class EndlessTerminalsEnvConfig(HermesAgentEnvConfig):
+class EndlessTerminalsEnvConfig(ListedEnvConfig):
     """Settings of the environment. `seed` is also the seed that tasks are generated from."""
 
     dataset_name: str | None = Field(
@@ -78,7 +72,7 @@ class EndlessEnvironment(ContractEnvironment):
 
     def __init__(self, inner: EndlessTerminalsEnv) -> None:
         super().__init__(inner)
-        self.settings = inner.settings
+        self.settings = inner.config
         self._dependencies = DependencyCache(Path(self.settings.cache_dir).expanduser() / "dependencies")
         self._toolchain: Toolchain | None = None
         self._tests: dict[str, frozenset[str]] = {}
@@ -132,60 +126,32 @@ def _score(task: TerminalTask, found: Sequence[str]) -> Score:
     return Score(float(not wrong), metrics, {"faults": wrong[:20], "families": task.families, "level": task.level})
 
 
-class EndlessTerminalsEnv(HermesAgentBaseEnv):
+class EndlessTerminalsEnv(ListedEnv):
     """Terminal work over files, text, data, archives, permissions, processes, git, databases and scripts.
 
     Without a data set, tasks are generated from the seed; nothing touches the network.
     """
 
     name: ClassVar[str | None] = "endless_terminals"
-    env_config_cls: ClassVar[type[HermesAgentEnvConfig]] = EndlessTerminalsEnvConfig
-
-    def __init__(
-        self,
-        config: HermesAgentEnvConfig,
-        server_configs: Sequence[APIServerConfig],
-        slurm: bool = False,
-        testing: bool = False,
-    ) -> None:
-        super().__init__(config, server_configs, slurm, testing)
-        if not isinstance(config, EndlessTerminalsEnvConfig):
-            raise ConfigError(f"EndlessTerminalsEnv takes an EndlessTerminalsEnvConfig, not {type(config).__name__}")
-        self.settings = config
-        self.items: list[TerminalTask | FolderTask] = []
-        self._given = 0
+    env_config_cls: ClassVar[type[ListedEnvConfig]] = EndlessTerminalsEnvConfig
+    config: EndlessTerminalsEnvConfig
 
     def as_environment(self) -> EndlessEnvironment:
         return EndlessEnvironment(self)
 
-    async def setup(self) -> None:
-        for item in self._source():
-            if isinstance(item, TaskError):
-                logger.warning("left out: %s", item)
-            else:
-                self.items.append(item)
-        if not self.items:
-            raise ConfigError("there is no task that can be used; the lines above say why")
-
-    def _source(self) -> Iterable[TerminalTask | FolderTask | TaskError]:
-        settings = self.settings
-        source = settings.dataset_name or settings.local_tasks_dir
+    async def load(self) -> Iterable[Item | TaskError]:
+        config = self.config
+        source = config.dataset_name or config.local_tasks_dir
         if source is None:
-            levels = () if settings.level is None else (settings.level,)
-            choice = Choice(settings.seed, levels, tuple(settings.families), tuple(settings.areas))
-            return generate(choice, settings.n)
-        path = Path(source)
-        if path.is_dir():
-            return read_folder(path, Path(settings.roots) if settings.roots else None)
-        return read_tasks(path)
+            levels = () if config.level is None else (config.level,)
+            choice = Choice(config.seed, levels, tuple(config.families), tuple(config.areas))
+            return generate(choice, config.n)
+        if Path(source).is_dir():
+            return read_folder(Path(source), Path(config.roots) if config.roots else None)
+        return read_tasks(source, split=config.dataset_split, fields=config.dataset_fields)
 
-    async def get_next_item(self) -> Item:
-        """The tasks in order, again and again; once only when `total_steps` is -1."""
-        if self._given >= len(self.items) and self.settings.total_steps < 0:
-            return None
-        item = self.items[self._given % len(self.items)]
-        self._given += 1
-        return item
+    def labels(self, item: Item) -> Collection[str]:
+        return (f"level/{item.level}",) if isinstance(item, TerminalTask) else ()
 
     def item_id(self, item: Item, number: int) -> str:
         return str(item.id)
@@ -199,33 +165,5 @@ class EndlessTerminalsEnv(HermesAgentBaseEnv):
     async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
         raise NotImplementedError("rollouts of this environment are graded by EndlessEnvironment.score")
 
-    async def evaluate(self, *args: JSON, **kwargs: JSON) -> JSON:
-        """Roll every task out `group_size` times and log the share that was solved, whole and by level.
-
-        `solved_interval` is its 95 % interval, with the rollouts of one task taken together; None for a single task.
-        """
-        done = await self.evaluate_items(self.items, self.settings.group_size)
-        scored = [trajectory for trajectory in done if trajectory.reward is not None]
-        by_task: dict[str, list[float]] = {}
-        for trajectory in scored:
-            by_task.setdefault(trajectory.task_id, []).append(trajectory.reward or 0.0)
-        metrics: dict[str, JSON] = {
-            "solved": _mean([trajectory.reward for trajectory in scored]),
-            "solved_interval": mean_interval(list(by_task.values())),
-            "rollouts": len(done),
-            "unscored": len(done) - len(scored),
-        }
-        for level in sorted({item.level for item in self.items if isinstance(item, TerminalTask)}):
-            ids = {item.id for item in self.items if isinstance(item, TerminalTask) and item.level == level}
-            metrics[f"solved_level_{level}"] = _mean([each.reward for each in scored if each.task_id in ids])
-        samples = [
-            {"task_id": each.task_id, "index": each.index, "reward": each.reward, "outcome": each.outcome.value}
-            for each in done
-        ]
-        await self.evaluate_log(metrics, samples, task_name=self.name)
-        return metrics
-
-
-def _mean(rewards: Sequence[float | None]) -> float | None:
-    known = [reward for reward in rewards if reward is not None]
-    return sum(known) / len(known) if known else None
+    def own_figures(self, metrics: Mapping[str, JSON]) -> Mapping[str, JSON]:
+        return {"eval/percent_correct": metrics.get("pass_rate")}

@@ -7,12 +7,12 @@ equal bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.errors import TaskError
+from palaestra.envs.datasets import Row, read_rows
 from palaestra.envs.endless_terminals.checks.index import Check
 
 SCHEMA = "palaestra.terminal-task/1"
@@ -41,7 +41,6 @@ class TerminalTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder(TerminalTask)
 
 
 def to_line(task: TerminalTask) -> bytes:
@@ -49,31 +48,25 @@ def to_line(task: TerminalTask) -> bytes:
     return _ENCODER.encode(task) + b"\n"
 
 
-def from_line(line: bytes) -> TerminalTask:
+def from_row(row: Row) -> TerminalTask:
     """The task of a row. Raises `TaskError` for what is none."""
     try:
-        task = _DECODER.decode(line)
-    except msgspec.MsgspecError as error:
+        task = msgspec.convert(row, TerminalTask)
+    except msgspec.ValidationError as error:
         raise TaskError(f"not a terminal task: {error}") from None
     if task.schema != SCHEMA:
         raise TaskError(f"task {task.id} has the schema {task.schema}; this version reads {SCHEMA}")
     return task
 
 
-def read_tasks(path: Path) -> Iterator[TerminalTask | TaskError]:
-    """The tasks of a file, and an error in place of each row that is none. Raises `ConfigError` without the file."""
-    try:
-        lines = path.open("rb")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the tasks {path}: {error.strerror}; make some with `palaestra tasks build terminal --out "
-            f"{path}`"
-        ) from None
-    with lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                yield from_line(line)
-            except TaskError as error:
-                yield TaskError(f"{path}, line {number}: {error}")
+def read_tasks(
+    source: str, *, split: str = "train", fields: Mapping[str, str] | None = None
+) -> Iterator[TerminalTask | TaskError]:
+    """The tasks of a data set, and an error in place of each row that is none; see `datasets.read_rows`."""
+    for number, row in read_rows(source, split=split, fields=fields):
+        try:
+            if isinstance(row, TaskError):
+                raise row
+            yield from_row(row)
+        except TaskError as error:
+            yield TaskError(f"row {number}: {error}")

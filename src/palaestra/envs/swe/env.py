@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -19,13 +18,12 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import ConfigError, PrepareError, TaskError
+from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
 from palaestra.envs.base_env import Item
 from palaestra.envs.class_environment import numbers
-from palaestra.envs.config import HermesAgentEnvConfig
 from palaestra.envs.contract import ContractEnvironment
-from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
+from palaestra.envs.listed_env import ListedEnv, ListedEnvConfig
 from palaestra.envs.swe import diff
 from palaestra.envs.swe.builtin import built_tasks, selection
 from palaestra.envs.swe.controls import tampering
@@ -37,17 +35,11 @@ from palaestra.envs.swe.solution import solution_steps
 from palaestra.envs.swe.sources import load_rows
 from palaestra.envs.swe.testing import run_tests, verdict
 from palaestra.envs.swe.workspace import add_tests, agent_texts, prepare_repository, restore_files, unpack
-from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.base import Phase
 from palaestra.rollouts.context import ToolContext
 from palaestra.rollouts.grading import Grading
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.base import WORKSPACE, Slot, SlotSpec, View
-
-logger = logging.getLogger(__name__)
-
-MOST_SHOWN = 10
-"""How many bad rows are named one by one."""
 
 REPOSITORY = WORKSPACE
 """Where the repository lies in a slot: the agent's commands start in it."""
@@ -70,12 +62,12 @@ Find the cause and fix it in the source. Do not change the tests: they are resto
 hidden run of the test suite decides. Say briefly what you changed when you are done."""
 
 
-class SweSmithOracleEnvConfig(HermesAgentEnvConfig):
+class SweSmithOracleEnvConfig(ListedEnvConfig):
     """Settings of the environment; the data set's columns are those of SWE-smith or SWE-bench."""
 
     dataset_name: str | None = Field(
         default=BUILT_IN,
-        description=f"A JSONL, JSON or Parquet file, a hub name, or {BUILT_IN}: tasks made from real packages.",
+        description=f"A JSONL, CSV or Parquet file, a folder of them, a hub name, or {BUILT_IN}: real packages' tasks.",
     )
     max_items: int = Field(default=0, ge=0, description="Tasks to take from the data set, at most; 0 means all.")
     shuffle: bool = Field(default=True, description="Take the tasks in an order drawn from the seed.")
@@ -120,7 +112,7 @@ class SweEnvironment(ContractEnvironment):
 
     def __init__(self, inner: SweSmithOracleEnv) -> None:
         super().__init__(inner)
-        self.settings = inner.settings
+        self.settings = inner.config
         cache = Path(self.settings.cache_dir).expanduser()
         timeout_s = self.settings.install_timeout_s
         self.repositories = RepositoryCache(cache / "repositories", self.settings.repo_base_url, timeout_s=timeout_s)
@@ -244,93 +236,59 @@ async def _patch_of(slot: Slot) -> str:
     return done.output if done.success else ""
 
 
-class SweSmithOracleEnv(HermesAgentBaseEnv):
+class SweSmithOracleEnv(ListedEnv):
     """Fix bugs in real repositories, scored by the repositories' own tests.
 
     Without a data set it makes tasks from real packages (the first run asks the package index for them).
     """
 
     name: ClassVar[str | None] = "swe_smith_oracle"
-    env_config_cls: ClassVar[type[HermesAgentEnvConfig]] = SweSmithOracleEnvConfig
-
-    def __init__(
-        self,
-        config: HermesAgentEnvConfig,
-        server_configs: Sequence[APIServerConfig],
-        slurm: bool = False,
-        testing: bool = False,
-    ) -> None:
-        super().__init__(config, server_configs, slurm, testing)
-        if not isinstance(config, SweSmithOracleEnvConfig):
-            raise ConfigError(f"SweSmithOracleEnv takes a SweSmithOracleEnvConfig, not {type(config).__name__}")
-        self.settings = config
-        self.rows: list[SweRow] = []
-        self._given = 0
+    env_config_cls: ClassVar[type[ListedEnvConfig]] = SweSmithOracleEnvConfig
+    config: SweSmithOracleEnvConfig
 
     def as_environment(self) -> SweEnvironment:
         return SweEnvironment(self)
 
-    async def setup(self) -> None:
-        source = self.settings.dataset_name or BUILT_IN
-        self.rows = await self._built() if source == BUILT_IN else self._chosen(self._load(source))
-        if not self.rows:
-            raise ConfigError(f"{source} has no task that can be used")
+    @property
+    def source(self) -> str:
+        return self.config.dataset_name or BUILT_IN
+
+    async def load(self) -> Iterable[Item | TaskError]:
+        if self.source == BUILT_IN:
+            return await self._built()
+        found = list(self._read(self.source))
+        rows = self._chosen([row for row in found if isinstance(row, SweRow)])
+        return [*rows, *(error for error in found if isinstance(error, TaskError))]
 
     async def _built(self) -> list[SweRow]:
         """The built-in tasks that the settings choose; only those are built."""
-        settings = self.settings
-        ids = selection(shuffle=settings.shuffle, seed=settings.seed, max_items=settings.max_items)
-        rows = self._load(str(await built_tasks(Path(settings.cache_dir).expanduser(), ids, settings)))
+        config = self.config
+        ids = selection(shuffle=config.shuffle, seed=config.seed, max_items=config.max_items)
+        built = await built_tasks(Path(config.cache_dir).expanduser(), ids, config)
+        rows = [row for row in self._read(str(built)) if isinstance(row, SweRow)]
         return sorted(rows, key=lambda row: ids.index(row.instance_id.rpartition(".")[2]))
 
-    def _load(self, source: str) -> list[SweRow]:
-        loaded = load_rows(source, split=self.settings.dataset_split)
-        for error in loaded.errors[:MOST_SHOWN]:
-            logger.warning("left out: %s", error)
-        if len(loaded.errors) > MOST_SHOWN:
-            logger.warning("left out: %d more rows that cannot be used", len(loaded.errors) - MOST_SHOWN)
-        return list(loaded.rows)
+    def _read(self, source: str) -> Iterable[SweRow | TaskError]:
+        return load_rows(source, split=self.config.dataset_split, fields=self.config.dataset_fields)
 
     def _chosen(self, rows: list[SweRow]) -> list[SweRow]:
-        if self.settings.python_only:
+        if self.config.python_only:
             rows = [row for row in rows if all(path.endswith(".py") for path in row.test_files)]
-        if self.settings.shuffle:
-            random.Random(self.settings.seed).shuffle(rows)
-        return rows[: self.settings.max_items] if self.settings.max_items else rows
-
-    async def get_next_item(self) -> Item:
-        """The rows in order, again and again; once only when `total_steps` is -1."""
-        if self._given >= len(self.rows) and self.settings.total_steps < 0:
-            return None
-        row = self.rows[self._given % len(self.rows)]
-        self._given += 1
-        return row
+        if self.config.shuffle:
+            random.Random(self.config.seed).shuffle(rows)
+        return rows[: self.config.max_items] if self.config.max_items else rows
 
     def item_id(self, item: Item, number: int) -> str:
         return str(item.instance_id)
 
     def format_prompt(self, item: Item) -> str:
         problem = item.problem_statement
-        if self.settings.prompt_mode == "problem_statement+text" and item.text and item.text != problem:
+        if self.config.prompt_mode == "problem_statement+text" and item.text and item.text != problem:
             problem = f"{problem}\n\n{item.text}"
         return PROMPT.format(repository=REPOSITORY, problem=problem.strip())
 
     async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
         raise NotImplementedError("rollouts of this environment are graded by SweEnvironment.score")
 
-    async def evaluate(self, *args: JSON, **kwargs: JSON) -> JSON:
-        """Roll every task out `group_size` times and log the share that was resolved."""
-        done = await self.evaluate_items(self.rows, self.settings.group_size)
-        scored = [trajectory for trajectory in done if trajectory.reward is not None]
-        resolved = sum(trajectory.reward == 1.0 for trajectory in scored)
-        metrics = {
-            "resolved": resolved / len(scored) if scored else None,
-            "rollouts": len(done),
-            "unscored": len(done) - len(scored),
-        }
-        samples = [
-            {"task_id": each.task_id, "index": each.index, "reward": each.reward, "outcome": each.outcome.value}
-            for each in done
-        ]
-        await self.evaluate_log(metrics, samples, task_name=self.name)
-        return metrics
+    def own_figures(self, metrics: Mapping[str, JSON]) -> Mapping[str, JSON]:
+        return {"resolved": metrics.get("pass_rate")}

@@ -11,6 +11,7 @@ from palaestra.envs.settings import make_pool
 from palaestra.envs.terminal_bench.config import TerminalBench2EvalConfig
 from palaestra.envs.terminal_bench.env import TerminalBench2EvalEnv
 from palaestra.envs.terminal_bench.proving import Line, Proving, Report
+from palaestra.envs.terminal_bench.sources import LeftOut
 from palaestra.inference.config import APIServerConfig
 
 
@@ -34,5 +35,6 @@ def import_tasks(
 async def _import(config: TerminalBench2EvalConfig, progress: Callable[[Line], None]) -> Report:
     async with make_pool(config) as pool:
         inner = TerminalBench2EvalEnv(config, [])
-        inner.load()
-        return await Proving(inner.as_environment(), pool, progress=progress).run(inner.left_out)
+        await inner.sort_out()
+        refused = [error for error in inner.left_out if isinstance(error, LeftOut)]
+        return await Proving(inner.as_environment(), pool, progress=progress).run(refused)

@@ -8,7 +8,7 @@ import yaml
 
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
-from palaestra.envs.terminal_bench.tasks import Unsupported
+from palaestra.envs.images.base import Unsupported
 
 
 def single_service(path: Path) -> dict[str, JSON]:

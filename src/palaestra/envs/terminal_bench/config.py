@@ -5,10 +5,10 @@ from __future__ import annotations
 from pydantic import Field
 
 from palaestra.core.config import later
-from palaestra.envs.config import HermesAgentEnvConfig
+from palaestra.envs.listed_env import ListedEnvConfig
 
 
-class TerminalBench2EvalConfig(HermesAgentEnvConfig):
+class TerminalBench2EvalConfig(ListedEnvConfig):
     """Settings of the environment. Times that a task itself says go before those given here."""
 
     dataset_name: str | None = Field(

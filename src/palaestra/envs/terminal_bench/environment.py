@@ -18,18 +18,18 @@ from palaestra.core.types import Network, NetworkPolicy, Score, Task
 from palaestra.envs.class_environment import numbers
 from palaestra.envs.contract import ContractEnvironment
 from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
+from palaestra.envs.images.builder import Builder
+from palaestra.envs.images.roots import Root, Roots
+from palaestra.envs.images.slot_build import build_in_slot
+from palaestra.envs.images.users import UserSlot, home_of, is_root
 from palaestra.envs.swe.install import DependencyCache
 from palaestra.envs.terminal_bench import guard
-from palaestra.envs.terminal_bench.builder import Builder
 from palaestra.envs.terminal_bench.config import TerminalBench2EvalConfig
 from palaestra.envs.terminal_bench.harness import HARNESS_DIR
-from palaestra.envs.terminal_bench.roots import Root, Roots
 from palaestra.envs.terminal_bench.scripts import Script, offline, with_others
-from palaestra.envs.terminal_bench.slot_build import build_in_slot
 from palaestra.envs.terminal_bench.solution import solution_steps
 from palaestra.envs.terminal_bench.tasks import TerminalTask
 from palaestra.envs.terminal_bench.toolchain import TestTools, find_test_tools, working_command
-from palaestra.envs.terminal_bench.users import UserSlot, home_of, is_root
 from palaestra.envs.terminal_bench.verifier import SYSTEM_PATH, Setting, tampering, verify
 from palaestra.rollouts.base import Phase
 from palaestra.rollouts.grading import LIVE, SEALED, Grading
@@ -101,7 +101,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
 
     async def resolve(self, task: Task) -> Task:
         terminal: TerminalTask = task.data
-        root = await self.roots.of(terminal)
+        root = await self.roots.of(terminal.name, terminal.recipe)
         script = _script(terminal)
         tools = await find_test_tools(self.packages, script.requirements) if script.pytest else TestTools()
         work = Work(terminal, root, script, tools)

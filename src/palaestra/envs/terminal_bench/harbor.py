@@ -16,9 +16,10 @@ from pathlib import Path
 
 from palaestra.core.errors import TaskError
 from palaestra.core.types import AllowList, Limits, Network
+from palaestra.envs.images.base import ImageRecipe, Unsupported
 from palaestra.envs.terminal_bench.compose import single_service
 from palaestra.envs.terminal_bench.sections import Section
-from palaestra.envs.terminal_bench.tasks import Format, Recipe, Solution, TerminalTask, Unsupported, Verifier
+from palaestra.envs.terminal_bench.tasks import Format, Solution, TerminalTask, Verifier
 
 CONFIG_NAME = "task.toml"
 _VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
@@ -110,7 +111,7 @@ def _read_text(path: Path) -> str:
         raise TaskError(f"{path.name} cannot be read: {error}") from None
 
 
-def _recipe(folder: Path, environment: Section) -> Recipe:
+def _recipe(folder: Path, environment: Section) -> ImageRecipe:
     single_service(folder / "docker-compose.yaml")
     if (folder / "singularity-compose.yaml").is_file() and not (folder / "Dockerfile").is_file():
         raise Unsupported("it needs singularity-compose, which slots do not have")
@@ -118,7 +119,7 @@ def _recipe(folder: Path, environment: Section) -> Recipe:
     image = environment.text("docker_image")
     if not dockerfile.is_file() and image is None:
         raise TaskError("environment/Dockerfile is missing, and environment.docker_image names no image")
-    return Recipe(
+    return ImageRecipe(
         folder=folder,
         dockerfile=dockerfile if dockerfile.is_file() else None,
         docker_image=image,

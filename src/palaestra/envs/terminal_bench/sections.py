@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
-from palaestra.envs.terminal_bench.tasks import Unsupported
+from palaestra.envs.images.base import Unsupported
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}

@@ -13,9 +13,9 @@ import shlex
 
 from palaestra.core.errors import TaskError
 from palaestra.core.types import ToolStep
+from palaestra.envs.images.users import is_root
 from palaestra.envs.terminal_bench import task_yaml
 from palaestra.envs.terminal_bench.tasks import Solution, TerminalTask
-from palaestra.envs.terminal_bench.users import is_root
 
 LONGEST_COMMAND_S = 600
 """What the terminal tool allows one command."""

@@ -17,29 +17,25 @@ import json
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON
-from palaestra.envs.swe.sources import read_raw
+from palaestra.envs.datasets import SUFFIXES, read_rows
 from palaestra.envs.terminal_bench import harbor, task_yaml
 from palaestra.envs.terminal_bench.tasks import TerminalTask
 
 MAX_UNPACKED_BYTES = 1 << 30
-_ROW_FILES = (".jsonl", ".ndjson", ".json", ".parquet")
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
+class LeftOut(TaskError):
     """A task that cannot be used, and why."""
 
-    name: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name, self.reason = name, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +46,14 @@ class Loaded:
     left_out: tuple[LeftOut, ...]
 
 
-def load_tasks(source: str, cache: Path, *, split: str = "train") -> Loaded:
+def load_tasks(source: str, cache: Path, *, split: str = "train", fields: Mapping[str, str] | None = None) -> Loaded:
     """Read every task of a source. Raises `ConfigError` where the source itself cannot be read or holds no task."""
     path = Path(source).expanduser()
     tasks: dict[str, TerminalTask] = {}
     left_out: list[LeftOut] = []
-    folders = _folders(path) if path.is_dir() else _unpacked_rows(source, cache, split)
+    folders: Iterable[tuple[str, Path | TaskError]] = list(_folders(path)) if path.is_dir() else ()
+    if not folders and not (path.is_dir() and not _holds_rows(path)):
+        folders = _unpacked_rows(source, cache, split, fields)
     for name, folder in folders:
         if isinstance(folder, TaskError):
             left_out.append(LeftOut(name, str(folder)))
@@ -97,15 +95,21 @@ def _folders(path: Path) -> Iterator[tuple[str, Path]]:
             yield from _folders(folder)
 
 
+def _holds_rows(path: Path) -> bool:
+    return any(entry.suffix.lower() in SUFFIXES for entry in path.rglob("*"))
+
+
 def _is_task(folder: Path) -> bool:
     return harbor.is_task(folder) or task_yaml.is_task(folder)
 
 
-def _unpacked_rows(source: str, cache: Path, split: str) -> Iterator[tuple[str, Path | TaskError]]:
-    path = Path(source).expanduser()
-    if not path.is_file() and (path.suffix.lower() in _ROW_FILES or source.startswith(("/", ".", "~"))):
-        raise ConfigError(f"there is no {path}")
-    for number, row in enumerate(read_raw(str(path) if path.is_file() else source, split), 1):
+def _unpacked_rows(
+    source: str, cache: Path, split: str, fields: Mapping[str, str] | None
+) -> Iterator[tuple[str, Path | TaskError]]:
+    for number, row in read_rows(source, split=split, fields=fields):
+        if isinstance(row, TaskError):
+            yield f"row {number}", row
+            continue
         name = str(row.get("task_name") or row.get("path") or f"row {number}").rstrip("/").rpartition("/")[2]
         try:
             yield name, _unpacked(row, name, cache)

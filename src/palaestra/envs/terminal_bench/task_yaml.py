@@ -15,16 +15,15 @@ import yaml
 
 from palaestra.core.errors import TaskError
 from palaestra.core.types import Limits
+from palaestra.envs.images.base import ImageRecipe, Unsupported
 from palaestra.envs.terminal_bench.compose import single_service
 from palaestra.envs.terminal_bench.sections import Section
 from palaestra.envs.terminal_bench.tasks import (
     LOGS_DIR,
     TESTS_DIR,
     Format,
-    Recipe,
     Solution,
     TerminalTask,
-    Unsupported,
     Verifier,
 )
 
@@ -61,7 +60,7 @@ def read_task(folder: Path) -> TerminalTask:
         format=Format.TERMINAL_BENCH_1,
         path=folder,
         instruction=instruction,
-        recipe=Recipe(folder=folder, dockerfile=folder / "Dockerfile"),
+        recipe=ImageRecipe(folder=folder, dockerfile=folder / "Dockerfile"),
         verifier=_verifier(folder, config),
         solution=_solution(folder),
         category=config.text("category") or "uncategorized",

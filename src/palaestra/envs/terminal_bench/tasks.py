@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from palaestra.core.errors import TaskError
 from palaestra.core.types import AllowList, Limits, Network
+from palaestra.envs.images.base import ImageRecipe
 
 TESTS_DIR = "/tests"
 """Where a verifier's files lie, from the moment it runs."""
@@ -24,25 +24,11 @@ AGENT_LOGS = f"{LOGS_DIR}/agent"
 ARTIFACT_LOGS = f"{LOGS_DIR}/artifacts"
 
 
-class Unsupported(TaskError):
-    """A task that is well-formed and asks for something that slots do not have."""
-
-
 class Format(StrEnum):
     """The format a task is written in; it decides how a verifier says its verdict."""
 
     HARBOR = "harbor"
     TERMINAL_BENCH_1 = "terminal-bench-1"
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What a task's root file system is made from: a Dockerfile in its folder, or an image that is there by name."""
-
-    folder: Path
-    dockerfile: Path | None = None
-    docker_image: str | None = None
-    build_timeout_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +63,7 @@ class TerminalTask:
     format: Format
     path: Path
     instruction: str
-    recipe: Recipe
+    recipe: ImageRecipe
     verifier: Verifier
     solution: Solution | None = None
     category: str = "uncategorized"

@@ -23,13 +23,13 @@ from pathlib import Path
 
 from palaestra.core.errors import GraderError, InfraError
 from palaestra.core.types import JSON
+from palaestra.envs.images.users import as_user
 from palaestra.envs.swe.controls import failing_copy
 from palaestra.envs.swe.testing import Status, TestRun, read_records, read_run
 from palaestra.envs.terminal_bench.harness import install, place_tests, script_name
 from palaestra.envs.terminal_bench.rewards import read_rewards, single
 from palaestra.envs.terminal_bench.scripts import Script, offline_at
 from palaestra.envs.terminal_bench.tasks import TESTS_DIR, VERIFIER_LOGS, Format, TerminalTask
-from palaestra.envs.terminal_bench.users import as_user
 from palaestra.sandbox.base import ExecutionResult, Slot
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from palaestra.core.errors import ImageError
-from palaestra.envs.terminal_bench.builder import Builder, content_key, read_config
-from palaestra.envs.terminal_bench.dockerfile import ImageConfig, image_config, parse
-from palaestra.envs.terminal_bench.tasks import Recipe, TerminalTask, Unsupported
+from palaestra.envs.images.base import ImageRecipe, Unsupported
+from palaestra.envs.images.builder import Builder, content_key, read_config
+from palaestra.envs.images.dockerfile import ImageConfig, image_config, parse
 
 HOST = "host"
 """As a base: the allow-list of this machine's system directories."""
@@ -42,14 +42,14 @@ class Roots:
     image_dir: Path | None = None
     base_image: str | None = None
 
-    async def of(self, task: TerminalTask) -> Root:
-        """The task's root. Raises `TaskError` or `ImageError` saying why there is none."""
-        ready = self._ready(task.name)
+    async def of(self, name: str, recipe: ImageRecipe) -> Root:
+        """The root of the task of that name. Raises `TaskError` or `ImageError` saying why there is none."""
+        ready = self._ready(name)
         if ready is not None:
-            return Root(str(ready), _described(ready, task.recipe))
+            return Root(str(ready), _described(ready, recipe))
         if self.base_image is not None:
-            return self._over_base(task, self.base_image)
-        archive, config = await self.builder.root(task)
+            return self._over_base(recipe, self.base_image)
+        archive, config = await self.builder.root(recipe)
         return Root(str(archive), config)
 
     def _ready(self, name: str) -> Path | None:
@@ -65,8 +65,7 @@ class Roots:
             raise ImageError(f"the root file system {path} is not there")
         return path
 
-    def _over_base(self, task: TerminalTask, base: str) -> Root:
-        recipe = task.recipe
+    def _over_base(self, recipe: ImageRecipe, base: str) -> Root:
         if recipe.dockerfile is None:
             raise Unsupported(f"it has no Dockerfile that could be followed, only the image {recipe.docker_image}")
         instructions = parse(recipe.dockerfile.read_text(encoding="utf-8", errors="replace"))
@@ -74,7 +73,7 @@ class Roots:
         return Root(image, image_config(instructions), f"{base}+{content_key(recipe)}")
 
 
-def _described(image: Path, recipe: Recipe) -> ImageConfig:
+def _described(image: Path, recipe: ImageRecipe) -> ImageConfig:
     """From the file beside a ready root, else from the task's Dockerfile as far as one stage says it."""
     beside = image.with_name(f"{image.name.removesuffix('.tar')}.json")
     if beside.is_file() or recipe.dockerfile is None:

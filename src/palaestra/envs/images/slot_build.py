@@ -16,9 +16,9 @@ from pathlib import Path
 from posixpath import basename, join, normpath
 
 from palaestra.core.errors import PrepareError, TaskError
-from palaestra.envs.terminal_bench.dockerfile import Heredoc, ImageConfig, Instruction, expand, follow, parse
-from palaestra.envs.terminal_bench.tasks import Recipe, Unsupported
-from palaestra.envs.terminal_bench.users import as_user
+from palaestra.envs.images.base import ImageRecipe, Unsupported
+from palaestra.envs.images.dockerfile import Heredoc, ImageConfig, Instruction, expand, follow, parse
+from palaestra.envs.images.users import as_user
 from palaestra.sandbox.base import Slot
 
 _CONFIGURED = frozenset({"ENV", "ARG", "USER", "WORKDIR"})
@@ -26,7 +26,7 @@ _SKIPPED = frozenset({"FROM", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINE
 _SHELL = ("/bin/sh", "-c")
 
 
-async def build_in_slot(slot: Slot, recipe: Recipe) -> ImageConfig:
+async def build_in_slot(slot: Slot, recipe: ImageRecipe) -> ImageConfig:
     """Follow the recipe's Dockerfile in the slot. Raises `TaskError`, or `PrepareError` with a command's last words."""
     if recipe.dockerfile is None:
         raise Unsupported(f"it has no Dockerfile, and its image {recipe.docker_image} is not here")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import overload
 
 from palaestra.core.errors import PrepareError
 from palaestra.sandbox.base import (
@@ -24,6 +23,7 @@ from palaestra.sandbox.base import (
     Slot,
     TerminalSize,
 )
+from palaestra.sandbox.texts import TextFiles
 
 _FILE_S = 60.0
 
@@ -59,7 +59,7 @@ async def home_of(slot: Slot, user: str) -> str:
     return "/"
 
 
-class UserSlot:
+class UserSlot(TextFiles):
     """A slot as one of its users has it. A stateful shell is not available."""
 
     def __init__(self, slot: Slot, user: str, home: str) -> None:
@@ -141,21 +141,6 @@ class UserSlot:
         """Through the user's own shell, so what it makes is the user's. Raises PermissionError with its words."""
         script = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"' + (f' && chmod {mode:o} -- "$1"' if mode else "")
         await self._do(["/bin/sh", "-c", script, "write", path], path, data)
-
-    @overload
-    async def read_text(self, path: str) -> str: ...
-    @overload
-    async def read_text(self, path: str, *, missing: str) -> str: ...
-    async def read_text(self, path: str, *, missing: str | None = None) -> str:
-        try:
-            return (await self.read_bytes(path)).decode(errors="replace")
-        except FileNotFoundError:
-            if missing is None:
-                raise
-            return missing
-
-    async def write_text(self, path: str, text: str, *, mode: int | None = None) -> None:
-        await self.write_bytes(path, text.encode(errors="surrogatepass"), mode=mode)
 
     async def list_dir(self, path: str = ".") -> list[FileInfo]:
         await self._allowed(path, "-r")

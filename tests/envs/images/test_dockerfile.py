@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from palaestra.core.errors import TaskError
-from palaestra.envs.terminal_bench.dockerfile import expand, image_config, parse
-from palaestra.envs.terminal_bench.tasks import Unsupported
+from palaestra.envs.images.base import Unsupported
+from palaestra.envs.images.dockerfile import expand, image_config, parse
 
 LONG = """\
 # syntax=docker/dockerfile:1

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from posixpath import join, normpath
 
 from palaestra.core.errors import TaskError
-from palaestra.envs.terminal_bench.tasks import Unsupported
+from palaestra.envs.images.base import Unsupported
 
 _HEREDOC = re.compile(r"<<(-?)\s*(['\"]?)(\w+)\2")
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-+])([^}]*))?\})")

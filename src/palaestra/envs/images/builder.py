@@ -20,10 +20,10 @@ from pathlib import Path
 
 from palaestra.core.errors import ImageError, TaskError
 from palaestra.core.types import JSON
+from palaestra.envs.images.base import ImageRecipe
+from palaestra.envs.images.dockerfile import ImageConfig
 from palaestra.envs.swe.files import locked
 from palaestra.envs.swe.process import ProcessResult, run_process
-from palaestra.envs.terminal_bench.dockerfile import ImageConfig
-from palaestra.envs.terminal_bench.tasks import Recipe, TerminalTask
 
 TOOLS = ("docker", "podman", "buildah")
 SCHEMA, VERSION = "palaestra.root", 1
@@ -46,10 +46,9 @@ class Builder:
         self._force = force
         self._tool: list[str] | None = None
 
-    async def root(self, task: TerminalTask) -> tuple[Path, ImageConfig]:
-        """The task's root file system and how commands start in it. Raises `TaskError` saying why there is none."""
+    async def root(self, recipe: ImageRecipe) -> tuple[Path, ImageConfig]:
+        """The recipe's root file system and how commands start in it. Raises `TaskError` saying why there is none."""
         tool = await self._found()
-        recipe = task.recipe
         key = content_key(recipe)
         self._folder.mkdir(parents=True, exist_ok=True)
         archive = self._folder / f"{key}.tar"
@@ -77,7 +76,7 @@ class Builder:
             f"or a base for its Dockerfile with --env.base_image"
         )
 
-    async def _make(self, tool: list[str], recipe: Recipe, tag: str, archive: Path) -> None:
+    async def _make(self, tool: list[str], recipe: ImageRecipe, tag: str, archive: Path) -> None:
         image = await self._prebuilt(tool, recipe)
         if image is None:
             image = tag
@@ -93,7 +92,7 @@ class Builder:
             if image == tag:
                 await run_process([*tool, "rmi", tag], timeout_s=_ASK_S)
 
-    async def _prebuilt(self, tool: list[str], recipe: Recipe) -> str | None:
+    async def _prebuilt(self, tool: list[str], recipe: ImageRecipe) -> str | None:
         """The image that the task names, where it is here or can be pulled; None where one is to be built."""
         if recipe.docker_image is None or (self._force and recipe.dockerfile is not None):
             return None
@@ -105,7 +104,7 @@ class Builder:
             return None
         return recipe.docker_image
 
-    async def _build(self, tool: list[str], recipe: Recipe, tag: str) -> None:
+    async def _build(self, tool: list[str], recipe: ImageRecipe, tag: str) -> None:
         network = ["--network", "host" if self._network else "none"]
         tidy = ["--force-rm"] if Path(tool[0]).name == "docker" else []  # the others leave no failed container
         command = [*tool, "build", *tidy, *network, "-t", tag, "-f", str(recipe.dockerfile), str(recipe.folder)]
@@ -150,7 +149,7 @@ def _config(found: JSON) -> ImageConfig:
     return ImageConfig(env, (found or {}).get("WorkingDir") or "/", (found or {}).get("User") or "")
 
 
-def content_key(recipe: Recipe) -> str:
+def content_key(recipe: ImageRecipe) -> str:
     """What tells a build from every other: the folder's files with their modes, or the image's name."""
     digest = hashlib.sha256(f"{VERSION}\0{recipe.docker_image or ''}\0".encode())
     if recipe.dockerfile is not None:
@@ -168,7 +167,7 @@ def _beside(image: Path) -> Path:
     return image.with_name(f"{image.name.removesuffix('.tar')}.json")
 
 
-def _write_config(image: Path, config: ImageConfig, recipe: Recipe) -> None:
+def _write_config(image: Path, config: ImageConfig, recipe: ImageRecipe) -> None:
     record = {"schema": SCHEMA, "version": VERSION, "source": str(recipe.folder), **asdict(config)}
     _beside(image).write_text(json.dumps(record), encoding="utf-8")
 

@@ -1,0 +1,20 @@
+"""`palaestra feed ENV [flags]`: an environment's rollouts to a trainer, as they finish."""
+
+from __future__ import annotations
+
+from palaestra.cli.run import front_door
+
+command = front_door(
+    "feed",
+    """Serve an environment's rollouts to a trainer, as fast as the trainer takes them.
+
+    \b
+      palaestra serve api &                                                       # where a trainer takes them from
+      palaestra feed my_env.py --base-url http://localhost:9001/v1 --model NAME
+      palaestra feed my_env.py --to http://trainer:8000 --group 8 --base-url http://localhost:9001/v1 --model NAME
+
+    It is `palaestra run ENV serve`, and takes the same settings; --to URL is the trajectory server, by default
+    http://localhost:8000. It goes on until the trainer has what it wants, or for --tasks N groups.
+    """,
+    "serve",
+)

@@ -1,0 +1,166 @@
+"""Rows of a data set: a local JSONL, JSON, CSV or Parquet file, a folder of them, or a data set of the hub by its name.
+
+For: every environment that has a data set. Not for: what the columns mean, which is the environment's. Rows come one
+after another, so a data set need not fit in memory; only a `.json` file is read whole.
+
+Invariant: one bad row never hides the others. In its place comes its error, and the caller decides.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+from palaestra.core.config import nearest
+from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.types import JSON
+
+Row: TypeAlias = Mapping[str, JSON]
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+
+_MAX_CSV_FIELD = 1 << 28
+
+
+def read_rows(
+    source: str | Path, *, split: str = "train", fields: Mapping[str, str] | None = None
+) -> Iterator[tuple[int, Row | TaskError]]:
+    """The rows with their numbers, from 1, and an error in place of what is none.
+
+    `fields` gives columns the names that an environment knows, NAME: COLUMN.
+    A path is a file, or a folder whose files are read in the order of their names (only those of the split, where some
+    are named by it). What is no path is the name of a data set of the hub: the one case that uses the network. Raises
+    `ConfigError` where the source cannot be read at all.
+    """
+    for number, row in enumerate(_read(source, split), 1):
+        if isinstance(row, str):
+            yield number, TaskError(row)
+        else:
+            yield number, _renamed(row, fields or {})
+
+
+def is_local(source: str | Path) -> bool:
+    """Whether the source is meant as a path rather than as a name of the hub."""
+    path = Path(source).expanduser()
+    return path.exists() or path.suffix.lower() in SUFFIXES or str(source).startswith(("/", "./", "../", "~"))
+
+
+def _renamed(row: Row, fields: Mapping[str, str]) -> Row | TaskError:
+    for name, column in fields.items():
+        if column not in row:
+            return TaskError(
+                f"no column {column!r}, which is to be {name!r}.{nearest(column, row)} It has "
+                f"{', '.join(map(repr, row))}"
+            )
+    return {**row, **{name: row[column] for name, column in fields.items()}} if fields else row
+
+
+def _read(source: str | Path, split: str) -> Iterator[Row | str]:
+    """The rows as they are; in place of what is none, what is wrong with it."""
+    if not is_local(source):
+        yield from _read_hub(str(source), split)
+        return
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise ConfigError(
+            f"there is no data set {path}: give a {', '.join(SUFFIXES)} file, a folder of them, or a name"
+        )
+    for file in _files(path, split) if path.is_dir() else [path]:
+        yield from _read_file(file)
+
+
+def _files(folder: Path, split: str) -> list[Path]:
+    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    if not found:
+        raise ConfigError(f"{folder} holds no data set: no {', '.join(SUFFIXES)} file is in it")
+    named = [path for path in found if path.name.startswith(split) or path.parent.name == split]
+    return named or found
+
+
+def _read_file(path: Path) -> Iterator[Row | str]:
+    match path.suffix.lower():
+        case ".parquet":
+            return _read_parquet(path)
+        case ".json":
+            return _read_json(path)
+        case ".csv":
+            return _read_csv(path)
+        case _:
+            return _read_lines(path)
+
+
+def _read_lines(path: Path) -> Iterator[Row | str]:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.strip():
+                    yield _object(line)
+    except OSError as problem:
+        raise ConfigError(f"{path} cannot be read: {problem.strerror}") from None
+
+
+def _object(line: str) -> Row | str:
+    try:
+        value = json.loads(line)
+    except ValueError as problem:
+        return f"not JSON: {problem}"
+    return value if isinstance(value, dict) else f"not an object: {type(value).__name__}"
+
+
+def _read_json(path: Path) -> Iterator[Row | str]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{path} is not JSON: {problem}") from None
+    if not isinstance(value, list):
+        raise ConfigError(f"{path} must hold a list of rows")
+    return (row if isinstance(row, dict) else f"not an object: {type(row).__name__}" for row in value)
+
+
+def _read_csv(path: Path) -> Iterator[Row | str]:
+    """All values are text; the first line names the columns."""
+    csv.field_size_limit(_MAX_CSV_FIELD)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            for row in reader:
+                if None in row or None in row.values():
+                    count = len(reader.fieldnames or ())
+                    yield f"line {reader.line_num} of {path.name} has not the {count} fields of its first line"
+                else:
+                    yield row
+    except (OSError, csv.Error, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{path} is not a readable CSV file: {problem}") from None
+
+
+def _read_parquet(path: Path) -> Iterator[Row | str]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise ConfigError(f"reading {path.name} needs the 'data' extra: pip install 'palaestra[data]'") from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                yield from batch.to_pylist()
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{path} is not a readable Parquet file: {problem}") from problem
+
+
+def _read_hub(name: str, split: str) -> Iterable[Row]:
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            f"{name!r} is no local file, and data sets by hub name need the 'hub' extra: pip install 'palaestra[hub]'"
+        ) from None
+    try:
+        yield from datasets.load_dataset(name, split=split, streaming=True)
+    except Exception as problem:  # the library raises its own, requests' and plain ones for the same missing network
+        raise ConfigError(
+            f"the data set {name!r} (split {split!r}) cannot be read from the hub: "
+            f"{type(problem).__name__}: {problem}. "
+            "Check the name and the network, or give a local .jsonl, .csv or .parquet file."
+        ) from problem

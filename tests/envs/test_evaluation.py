@@ -1,0 +1,72 @@
+"""`evaluate` of both forms: which tasks, how often, what is said of them, and where it is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from envs import scripts
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import cli
+from palaestra.envs.held_out import HeldOutConfig, is_held_out
+
+pytestmark = pytest.mark.slots
+
+
+def palaestra(*argv: str) -> int:
+    return run_guarded(lambda: cli.main(list(argv), standalone_mode=False))
+
+
+def figures(folder: Path) -> dict:
+    return json.loads((folder / "metrics.json").read_text())["results"]["all"]
+
+
+@pytest.fixture
+def lines_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("lines_env.py").write_text(scripts.COUNT_LINES)
+    return "lines_env.py"
+
+
+def test_a_function_environment_is_evaluated(lines_env: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert palaestra("eval", lines_env, "--samples", "2", "--env.n", "3", "--policy", "oracle") == 0
+    (folder,) = Path("runs").glob("*/*/evaluation")
+    found = figures(folder)
+    assert (found["tasks"], found["attempts"], found["unscored"]) == (3, 6, 0)
+    assert (found["pass@1"], found["pass@2"], found["mean_reward"]) == (1.0, 1.0, 1.0)
+    assert 0.2 < found["pass@1/low"] < 1.0
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert [(each["task_id"], each["index"], each["passed"]) for each in samples] == [
+        (f"lines-{task}", index, True) for task in range(3) for index in range(2)
+    ]
+    assert "pass@1 1.000 (" in capsys.readouterr().err
+
+
+def test_no_task_is_both_trained_on_and_evaluated(lines_env: str) -> None:
+    config = HeldOutConfig(held_out=0.4, seed=3)
+    wanted = {f"lines-{n}" for n in range(8) if is_held_out(f"lines-{n}", config)}
+    assert 0 < len(wanted) < 8
+    settings = ["--env.n=8", "--env.held_out=0.4", "--env.seed=3", "--policy=noop"]
+    assert palaestra("eval", lines_env, *settings, "--env.data_dir_to_save_evals=evals") == 0
+    evaluated = {json.loads(line)["task_id"] for line in Path("evals/samples.jsonl").read_text().splitlines()}
+    assert palaestra("run", lines_env, *settings) == 0
+    given = {json.loads(line)["task_id"] for line in Path("data/count_lines.jsonl").read_text().splitlines()}
+    assert evaluated == wanted
+    assert given == {f"lines-{n}" for n in range(8)} - wanted
+
+
+def test_nothing_held_out_is_one_message(lines_env: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert palaestra("eval", lines_env, "--env.n=2", "--env.held_out=0.001", "--policy=noop") == 2
+    assert "count_lines has no task to evaluate; held_out is 0.001" in capsys.readouterr().err
+
+
+def test_what_is_held_out_is_drawn_by_id_and_seed_alone() -> None:
+    ids = [f"task-{number}" for number in range(2000)]
+    half = {each for each in ids if is_held_out(each, HeldOutConfig(held_out=0.5))}
+    assert 900 < len(half) < 1100
+    fewer = {each for each in ids if is_held_out(each, HeldOutConfig(held_out=0.1))}
+    assert fewer < half
+    assert half != {each for each in ids if is_held_out(each, HeldOutConfig(held_out=0.5, seed=1))}
+    assert not any(is_held_out(each, HeldOutConfig()) for each in ids)
