@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -50,6 +50,8 @@ class CommandNotStarted(Exception):
 
 class _Call:
     """One request in flight."""
+
+    __slots__ = ("answer", "answered", "failure", "on_data", "reply", "taken")
 
     def __init__(self, on_data: OnData | None) -> None:
         self.answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -175,9 +177,11 @@ class SlotServer(asyncio.BufferedProtocol):
         if self._log is not None:
             self._log.close()
 
-    async def call(self, op: str, fields: dict[str, JSON], data: bytes = b"", on_data: OnData | None = None) -> Reply:
+    def call(
+        self, op: str, fields: dict[str, JSON], data: bytes = b"", on_data: OnData | None = None
+    ) -> Coroutine[None, None, Reply]:
         """One request, to its answer."""
-        return await self.request(Kind.REQUEST, {"op": op, **fields}, data, on_data)
+        return self.request(Kind.REQUEST, {"op": op, **fields}, data, on_data)
 
     async def request(
         self, kind: Kind, fields: dict[str, JSON], data: bytes = b"", on_data: OnData | None = None
@@ -186,9 +190,15 @@ class SlotServer(asyncio.BufferedProtocol):
         number, call = self._open(on_data)
         try:
             self._send(kind, number, fields, data)
-            return await self._answer(number, call)
+            reply = await call.answer
+        except asyncio.CancelledError:
+            await self._abandon(number, call)
+            raise
         finally:
             del self._calls[number]
+        if call.failure is not None:
+            raise call.failure
+        return reply
 
     async def create(self, fields: dict[str, JSON]) -> dict[str, JSON]:
         """A new slot's name and epoch. Cancelled, it leaves no slot behind."""
@@ -226,7 +236,7 @@ class SlotServer(asyncio.BufferedProtocol):
                     break
                 self._send(Kind.DATA, number, None, piece)
             self._send(Kind.END, number)
-            await self._answer(number, call)
+            await call.answer
         except asyncio.CancelledError:
             await self._abandon(number, call)
             raise
@@ -239,16 +249,6 @@ class SlotServer(asyncio.BufferedProtocol):
         number = next(self._numbers)
         call = self._calls[number] = _Call(on_data)
         return number, call
-
-    async def _answer(self, number: int, call: _Call) -> Reply:
-        try:
-            reply = await call.answer
-        except asyncio.CancelledError:
-            await self._abandon(number, call)
-            raise
-        if call.failure is not None:
-            raise call.failure
-        return reply
 
     async def _abandon(self, number: int, call: _Call) -> None:
         if not call.answered:

@@ -32,6 +32,12 @@ from palaestra.sandbox.slotd.allowlist import PROXY_PORT
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
+def environment(spec: SlotSpec, bin_dir: str) -> dict[str, JSON]:
+    """What the commands of a slot have besides what a call adds; `bin_dir` comes first in PATH where it is given."""
+    path = f"{bin_dir}:{_SYSTEM_PATH}" if bin_dir and bin_dir not in _SYSTEM_PATH.split(":") else _SYSTEM_PATH
+    return {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **_proxies(spec), **dict(spec.env)}
+
+
 def _proxies(spec: SlotSpec) -> dict[str, str]:
     """How programs learn of the one way out of a slot with a list of hosts."""
     if not isinstance(spec.network, AllowList):
@@ -45,14 +51,12 @@ class LocalSlot:
     """One slot of one server, for as long as its lease lasts. Made by `LocalBackend.create`."""
 
     def __init__(
-        self, server: SlotServer, spec: SlotSpec, trajectory_id: str, rung: Rung, lease: tuple[str, int], bin_dir: str
+        self, server: SlotServer, spec: SlotSpec, trajectory_id: str, rung: Rung, lease: tuple[str, int]
     ) -> None:
         self.server, self.spec, self._trajectory_id = server, spec, trajectory_id
         self.lost = False
         """Set when the server has reported that the slot died."""
-        path = f"{bin_dir}:{_SYSTEM_PATH}" if bin_dir and bin_dir not in _SYSTEM_PATH.split(":") else _SYSTEM_PATH
-        env = {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **_proxies(spec), **dict(spec.env)}
-        self._lease = Lease(server, *lease, rung, env)
+        self._lease = Lease(server, *lease, rung)
 
     @property
     def slot_id(self) -> str:
@@ -109,7 +113,7 @@ class LocalSlot:
             **limits(timeout_s, max_output_bytes, stdin),
             **self.lease(),
             "cwd": cwd,
-            "env": self._lease.environment(env),
+            "env": env and dict(env),
             "stream": on_output is not None,
             "verdict": verdict,
             "spill": spill,

@@ -28,12 +28,20 @@ class Link:
         loop.watch(stream.fileno(), self._ready)
 
     def send(self, kind: Kind, request: int, fields: Fields | None = None, data: bytes = b"") -> None:
-        """Queue one frame and send what the socket takes at once."""
-        self._outgoing.append(memoryview(encode(kind, request, fields, data)))
-        if len(self._outgoing) == 1:
-            self._flush()
-            if self._outgoing:
-                self._loop.watch_for(self._stream.fileno(), READ | WRITE, self._ready)
+        """Send one frame: what the socket takes at once, the rest when it can."""
+        frame = encode(kind, request, fields, data)
+        sent = 0
+        if not self._outgoing:
+            try:
+                sent = self._stream.send(frame)
+            except BlockingIOError:
+                pass
+            except OSError:
+                return  # the end is noticed when reading
+            if sent == len(frame):
+                return
+            self._loop.watch_for(self._stream.fileno(), READ | WRITE, self._ready)
+        self._outgoing.append(memoryview(frame)[sent:])
 
     def _ready(self) -> None:
         if self._outgoing:
