@@ -111,7 +111,7 @@ class LocalSlot:
         fields: dict[str, JSON] = {
             **program(command),
             **limits(timeout_s, max_output_bytes, stdin),
-            **self.lease(),
+            **self._lease.fields(),
             "cwd": cwd,
             "env": env and dict(env),
             "stream": on_output is not None,
@@ -152,13 +152,13 @@ class LocalSlot:
         """The file from `offset` to its end; OSError (EFBIG) where that is more than `max_bytes`."""
         require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")
         pieces: list[bytes] = []
-        fields = {**self.lease(), "path": path, "offset": offset, "max_bytes": max_bytes}
+        fields = {**self._lease.fields(), "path": path, "offset": offset, "max_bytes": max_bytes}
         last = await self.server.call("read", fields, on_data=pieces.append)
         return b"".join((*pieces, last.data))
 
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         """Write atomically, creating parent directories. A link is followed, inside the slot."""
-        await self.server.upload({**self.lease(), "path": path, "mode": mode}, data)
+        await self.server.upload({**self._lease.fields(), "path": path, "mode": mode}, data)
 
     @overload
     async def read_text(self, path: str) -> str: ...
