@@ -15,21 +15,27 @@ from palaestra.sandbox.client import CommandNotStarted, SlotServer
 MAX_OUTPUT_BYTES = 16 << 20
 MAX_STDIN_BYTES = 32 << 20
 
+_OF_A_COMMAND: Mapping[str, JSON] = {
+    "exit_code": 0, "returncode": 0, "timeout": False, "cancelled": False, "swept": False, "oom": False,
+    "truncated": False, "output_total_bytes": 0,
+}  # fmt: skip
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _ENOENT = 2
 
 
 @dataclass
 class Lease:
-    """One lease of one slot at its server. `env` is what commands have besides what a call adds."""
+    """One lease of one slot at its server."""
 
     server: SlotServer
     slot_id: str
     epoch: int
     rung: Rung
-    env: Mapping[str, str]
     released: bool = False
     names: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def __post_init__(self) -> None:
+        self._defaults = {**_OF_A_COMMAND, "rung": self.rung.label}
 
     def fields(self) -> dict[str, JSON]:
         """What names this lease in a request. Raises `StaleLease` after release."""
@@ -37,42 +43,32 @@ class Lease:
             raise StaleLease(f"the lease of {self.slot_id} (epoch {self.epoch}) has ended")
         return {"slot": self.slot_id, "epoch": self.epoch}
 
-    def environment(self, env: Mapping[str, str] | None) -> dict[str, JSON]:
-        """The environment of a command."""
-        return {**self.env, **(env or {})}
-
     def name(self) -> str:
         """The next execution id."""
         return f"{self.slot_id}.{next(self.names)}"
 
     def result(self, name: str, fields: dict[str, JSON], data: bytes, timeout_s: float) -> ExecutionResult:
-        """What a command did, from its RESULT: `data` is head, tail and verdict."""
-        head, tail = fields.pop("head"), fields.pop("tail")
+        """What a command did, from its RESULT, which leaves out zeros: `data` is head, tail and verdict."""
+        head, tail = fields.pop("head", 0), fields.pop("tail", 0)
+        fields = {**self._defaults, **fields}
         missing = fields["output_total_bytes"] - head - tail
         if missing > 0:
             gap = f"\n… {missing} of {fields['output_total_bytes']} bytes left out{_where(fields)} …\n"
             output = data[:head].decode(errors="replace") + gap + data[head : head + tail].decode(errors="replace")
         else:
             output = data[: head + tail].decode(errors="replace")
-        code = fields["exit_code"]
-        error = f"Command timed out after {timeout_s:g}s" if fields["timeout"] else f"Exit code: {code}"
-        return ExecutionResult(
-            success=code == 0,
-            output=output,
-            error="" if code == 0 else error,
-            execution_id=name,
-            slot_id=self.slot_id,
-            metadata={**fields, "returncode": code, "rung": self.rung.label},
-            verdict=data[head + tail :],
-        )
+        code = fields["returncode"] = fields["exit_code"]
+        error = ""
+        if code:
+            error = f"Command timed out after {timeout_s:g}s" if fields["timeout"] else f"Exit code: {code}"
+        return ExecutionResult(code == 0, output, error, name, self.slot_id, fields, data[head + tail :])
 
     def not_started(self, name: str, command: str | Sequence[str], error: CommandNotStarted) -> ExecutionResult:
         """The result of a program that could not be run, as a shell would tell it."""
         code = _NOT_FOUND if error.errno == _ENOENT else _NOT_EXECUTABLE
         program = command if isinstance(command, str) else command[0]
         fields: dict[str, JSON] = {
-            "exit_code": code, "timeout": False, "cancelled": False, "swept": False, "duration_s": 0.0, "oom": False,
-            "truncated": False, "shell": None, "cpu_s": 0.0, "max_rss_bytes": 0, "tail": 0,
+            "exit_code": code, "duration_s": 0.0, "shell": None, "cpu_s": 0.0, "max_rss_bytes": 0
         }  # fmt: skip
         text = f"{program[:200]}: {error}\n".encode(errors="backslashreplace")
         return self.result(name, {**fields, "head": len(text), "output_total_bytes": len(text)}, text, 0)
@@ -80,9 +76,12 @@ class Lease:
 
 def limits(timeout_s: float, max_output_bytes: int, stdin: bytes) -> dict[str, JSON]:
     """The bounds of a command as fields. Raises ValueError for those that are none."""
-    require(math.isfinite(timeout_s) and timeout_s > 0, f"timeout_s must be positive, not {timeout_s}")
-    require(0 <= max_output_bytes <= MAX_OUTPUT_BYTES, f"max_output_bytes must be within 0 and {MAX_OUTPUT_BYTES}")
-    require(len(stdin) <= MAX_STDIN_BYTES, f"stdin is limited to {MAX_STDIN_BYTES} bytes; write a file instead")
+    if not 0 < timeout_s < math.inf:  # also false for what is no number
+        raise ValueError(f"timeout_s must be positive, not {timeout_s}")
+    if not 0 <= max_output_bytes <= MAX_OUTPUT_BYTES:
+        raise ValueError(f"max_output_bytes must be within 0 and {MAX_OUTPUT_BYTES}")
+    if len(stdin) > MAX_STDIN_BYTES:
+        raise ValueError(f"stdin is limited to {MAX_STDIN_BYTES} bytes; write a file instead")
     return {"timeout_s": timeout_s, "max_output_bytes": max_output_bytes}
 
 

@@ -16,14 +16,15 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 from palaestra.core.errors import IsolationUnavailable, SandboxError, SlotLost, StaleLease
 from palaestra.core.types import JSON
 from palaestra.sandbox.slotd import frames
-from palaestra.sandbox.slotd.frames import CHUNK, RECEIVE_BYTES, WINDOW, Decoder, Frame, Kind
+from palaestra.sandbox.slotd.frames import CHUNK, WINDOW, Frame, Kind
+from palaestra.sandbox.wire import Wire
 
 _SLOTD = Path(__file__).parent / "slotd"
 _CLOSE_PATIENCE_S = 15.0
@@ -33,11 +34,8 @@ OnData = Callable[[bytes], object]
 OnLost = Callable[[str, int], None]
 
 
-class Reply(NamedTuple):
-    """The answer to a request."""
-
-    fields: dict[str, JSON]
-    data: bytes
+Reply = Frame
+"""The answer to a request: its `fields` and `data`."""
 
 
 class CommandNotStarted(Exception):
@@ -51,9 +49,10 @@ class CommandNotStarted(Exception):
 class _Call:
     """One request in flight."""
 
-    def __init__(self, on_data: OnData | None) -> None:
-        self.answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self.on_data = on_data
+    __slots__ = ("answer", "answered", "failure", "on_data", "reply", "taken")
+
+    def __init__(self, answer: asyncio.Future[Reply], on_data: OnData | None) -> None:
+        self.answer, self.on_data = answer, on_data
         self.taken = 0
         self.failure: Exception | None = None
         self.answered = False
@@ -79,18 +78,15 @@ class _Call:
             await _settle(self.answer)
 
 
-class SlotServer(asyncio.BufferedProtocol):
+class SlotServer:
     """One running slot server. Made by `start`; ends with `aclose`, or with this process."""
 
     def __init__(self, on_lost: OnLost) -> None:
         self._on_lost = on_lost
-        self._decoder = Decoder()
-        self._buffer = memoryview(bytearray(RECEIVE_BYTES))
+        self._loop = asyncio.get_running_loop()
+        self._wire: Wire | None = None
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
-        self._writable = asyncio.Event()
-        self._writable.set()
-        self._transport: asyncio.Transport | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._log: IO[bytes] | None = None
         self._over: Exception | None = None
@@ -111,7 +107,14 @@ class SlotServer(asyncio.BufferedProtocol):
     async def attach(cls, path: str, on_lost: OnLost) -> SlotServer:
         """The server behind a socket, which goes on after `aclose`. Raises `SandboxError` while another one has it."""
         server = cls(on_lost)
-        await asyncio.get_running_loop().create_unix_connection(lambda: server, path)
+        stream = socket.socket(socket.AF_UNIX)
+        try:
+            stream.setblocking(False)
+            await server._loop.sock_connect(stream, path)
+        except BaseException:
+            stream.close()
+            raise
+        server._wire = Wire(stream, server._on_frame, server._on_end)
         try:
             server.hello = (await server.request(Kind.HELLO, {"version": frames.VERSION})).fields
         except BaseException:
@@ -127,11 +130,11 @@ class SlotServer(asyncio.BufferedProtocol):
         try:
             with theirs:
                 await server._spawn(theirs, rung)
-            await asyncio.get_running_loop().create_unix_connection(lambda: server, sock=ours)
+            server._wire = Wire(ours, server._on_frame, server._on_end)
             await server.request(Kind.HELLO, {"version": frames.VERSION, **settings})
         except BaseException:
-            ours.close()
             await server.aclose()
+            ours.close()
             raise
         return server
 
@@ -161,11 +164,11 @@ class SlotServer(asyncio.BufferedProtocol):
 
     async def aclose(self) -> None:
         """End the server, and with it every slot, or leave a service. Returns when that is done. Idempotent."""
-        if self._transport is not None:
-            if self._process is None and not self._transport.is_closing():
-                self._transport.write_eof()  # the service lets go, then the next one can attach
+        if self._wire is not None:
+            if self._process is None:
+                self._wire.write_eof()  # the service lets go, then the next one can attach
                 await _settle(asyncio.ensure_future(self._gone.wait()), _CLOSE_PATIENCE_S)
-            self._transport.abort()
+            self._wire.close()
         if self._process is not None:
             waiting = asyncio.ensure_future(self._process.wait())
             await _settle(waiting, _CLOSE_PATIENCE_S)
@@ -175,9 +178,11 @@ class SlotServer(asyncio.BufferedProtocol):
         if self._log is not None:
             self._log.close()
 
-    async def call(self, op: str, fields: dict[str, JSON], data: bytes = b"", on_data: OnData | None = None) -> Reply:
+    def call(
+        self, op: str, fields: dict[str, JSON], data: bytes = b"", on_data: OnData | None = None
+    ) -> Coroutine[None, None, Reply]:
         """One request, to its answer."""
-        return await self.request(Kind.REQUEST, {"op": op, **fields}, data, on_data)
+        return self.request(Kind.REQUEST, {"op": op, **fields}, data, on_data)
 
     async def request(
         self, kind: Kind, fields: dict[str, JSON], data: bytes = b"", on_data: OnData | None = None
@@ -186,9 +191,15 @@ class SlotServer(asyncio.BufferedProtocol):
         number, call = self._open(on_data)
         try:
             self._send(kind, number, fields, data)
-            return await self._answer(number, call)
+            reply = await call.answer
+        except asyncio.CancelledError:
+            await self._abandon(number, call)
+            raise
         finally:
             del self._calls[number]
+        if call.failure is not None:
+            raise call.failure
+        return reply
 
     async def create(self, fields: dict[str, JSON]) -> dict[str, JSON]:
         """A new slot's name and epoch. Cancelled, it leaves no slot behind."""
@@ -218,15 +229,17 @@ class SlotServer(asyncio.BufferedProtocol):
 
     async def _upload(self, fields: dict[str, JSON], pieces: AsyncIterator[bytes]) -> None:
         number, call = self._open(None)
+        wire = self._wire
+        assert wire is not None
         try:
             self._send(Kind.REQUEST, number, {"op": "write", **fields, "whole": False})
             async for piece in pieces:
-                await self._writable.wait()
                 if call.answered:
                     break
                 self._send(Kind.DATA, number, None, piece)
+                await wire.drained()
             self._send(Kind.END, number)
-            await self._answer(number, call)
+            await call.answer
         except asyncio.CancelledError:
             await self._abandon(number, call)
             raise
@@ -237,18 +250,8 @@ class SlotServer(asyncio.BufferedProtocol):
         if self._over is not None:
             raise self._over
         number = next(self._numbers)
-        call = self._calls[number] = _Call(on_data)
+        call = self._calls[number] = _Call(self._loop.create_future(), on_data)
         return number, call
-
-    async def _answer(self, number: int, call: _Call) -> Reply:
-        try:
-            reply = await call.answer
-        except asyncio.CancelledError:
-            await self._abandon(number, call)
-            raise
-        if call.failure is not None:
-            raise call.failure
-        return reply
 
     async def _abandon(self, number: int, call: _Call) -> None:
         if not call.answered:
@@ -256,31 +259,12 @@ class SlotServer(asyncio.BufferedProtocol):
         await call.settled()
 
     def _send(self, kind: Kind, number: int, fields: dict[str, JSON] | None = None, data: bytes = b"") -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frames.encode(kind, number, fields, data))
+        if self._wire is not None and self._over is None:
+            self._wire.link.send(kind, number, fields, data)
 
-    # What asyncio calls
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer
-
-    def buffer_updated(self, nbytes: int) -> None:
-        for frame in self._decoder.feed(self._buffer[:nbytes]):
-            self._on_frame(frame)
-
-    def pause_writing(self) -> None:
-        self._writable.clear()
-
-    def resume_writing(self) -> None:
-        self._writable.set()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._over = self._over or SlotLost(f"the slot server has ended{self._last_words()}")
-        self._writable.set()
+    def _on_end(self, error: Exception | None) -> None:
+        why = f": {error}" if error is not None else self._last_words()
+        self._over = self._over or SlotLost(f"the slot server has ended{why}")
         self._gone.set()
         for call in self._calls.values():
             call.fail(self._over)
@@ -298,7 +282,7 @@ class SlotServer(asyncio.BufferedProtocol):
             elif frame.kind is Kind.ERROR:
                 call.fail(_error(frame.fields))
             else:
-                call.succeed(Reply(frame.fields, frame.data))
+                call.succeed(frame)
 
     def _take(self, frame: Frame, call: _Call) -> None:
         if call.on_data is not None and call.failure is None:

@@ -37,7 +37,7 @@ class LocalProcess:
         extra = {} if terminal is None else {"TERM": "xterm-256color"}
         fields = {**lease.fields(), **program(command), "cwd": cwd, "stdin": stdin, "terminal": size}
         try:
-            reply = await lease.server.call("spawn", {**fields, "env": lease.environment({**extra, **(env or {})})})
+            reply = await lease.server.call("spawn", {**fields, "env": {**extra, **(env or {})}})
         except CommandNotStarted as error:
             name = command if isinstance(command, str) else command[0]
             raise OSError(error.errno, str(error), name[:200]) from None

@@ -37,6 +37,12 @@ async def prove(slot: Slot) -> None:
     failures = [name for name, held in _claims(facts, slot.rung).items() if not held]
     if failures:
         raise IsolationUnavailable(f"a throw-away slot shows: {', '.join(failures)}")
+    await _prove_files(slot)
+
+
+async def _prove_files(slot: Slot) -> None:
+    """That the server reaches the slot's files, and nothing but them. Commands do not need what this needs."""
+    await slot.read_bytes(".proof", max_bytes=0)
 
 
 async def _prove_confined(slot: Slot) -> None:
@@ -52,6 +58,7 @@ async def _prove_confined(slot: Slot) -> None:
     failures = [name for name, held in claims.items() if not held]
     if failures:
         raise IsolationUnavailable(f"a throw-away slot shows: {', '.join(failures)}")
+    await _prove_files(slot)
 
 
 def _claims(facts: dict[str, str], rung: Rung) -> dict[str, bool]:

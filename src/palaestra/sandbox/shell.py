@@ -38,7 +38,7 @@ class LocalShell:
     @classmethod
     async def open(cls, lease: Lease, cwd: str, env: Mapping[str, str] | None, state: bytes) -> LocalShell:
         """A new shell of the slot."""
-        fields = {**lease.fields(), "cwd": cwd, "env": lease.environment(env)}
+        fields = {**lease.fields(), "cwd": cwd, "env": dict(env or {})}
         reply = await lease.server.call("shell", fields)
         return cls(lease, reply.fields["shell"], state)
 

@@ -32,6 +32,12 @@ from palaestra.sandbox.texts import TextFiles
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
+def environment(spec: SlotSpec, bin_dir: str) -> dict[str, JSON]:
+    """What the commands of a slot have besides what a call adds; `bin_dir` comes first in PATH where it is given."""
+    path = f"{bin_dir}:{_SYSTEM_PATH}" if bin_dir and bin_dir not in _SYSTEM_PATH.split(":") else _SYSTEM_PATH
+    return {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **_proxies(spec), **dict(spec.env)}
+
+
 def _proxies(spec: SlotSpec) -> dict[str, str]:
     """How programs learn of the one way out of a slot with a list of hosts."""
     if not isinstance(spec.network, AllowList):
@@ -45,14 +51,12 @@ class LocalSlot(TextFiles):
     """One slot of one server, for as long as its lease lasts. Made by `LocalBackend.create`."""
 
     def __init__(
-        self, server: SlotServer, spec: SlotSpec, trajectory_id: str, rung: Rung, lease: tuple[str, int], bin_dir: str
+        self, server: SlotServer, spec: SlotSpec, trajectory_id: str, rung: Rung, lease: tuple[str, int]
     ) -> None:
         self.server, self.spec, self._trajectory_id = server, spec, trajectory_id
         self.lost = False
         """Set when the server has reported that the slot died."""
-        path = f"{bin_dir}:{_SYSTEM_PATH}" if bin_dir and bin_dir not in _SYSTEM_PATH.split(":") else _SYSTEM_PATH
-        env = {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **_proxies(spec), **dict(spec.env)}
-        self._lease = Lease(server, *lease, rung, env)
+        self._lease = Lease(server, *lease, rung)
 
     @property
     def slot_id(self) -> str:
@@ -107,9 +111,9 @@ class LocalSlot(TextFiles):
         fields: dict[str, JSON] = {
             **program(command),
             **limits(timeout_s, max_output_bytes, stdin),
-            **self.lease(),
+            **self._lease.fields(),
             "cwd": cwd,
-            "env": self._lease.environment(env),
+            "env": env and dict(env),
             "stream": on_output is not None,
             "verdict": verdict,
             "spill": spill,
@@ -148,13 +152,13 @@ class LocalSlot(TextFiles):
         """The file from `offset` to its end; OSError (EFBIG) where that is more than `max_bytes`."""
         require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")
         pieces: list[bytes] = []
-        fields = {**self.lease(), "path": path, "offset": offset, "max_bytes": max_bytes}
+        fields = {**self._lease.fields(), "path": path, "offset": offset, "max_bytes": max_bytes}
         last = await self.server.call("read", fields, on_data=pieces.append)
         return b"".join((*pieces, last.data))
 
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         """Write atomically, creating parent directories. A link is followed, inside the slot."""
-        await self.server.upload({**self.lease(), "path": path, "mode": mode}, data)
+        await self.server.upload({**self._lease.fields(), "path": path, "mode": mode}, data)
 
     async def list_dir(self, path: str = ".") -> list[FileInfo]:
         """The entries of a directory, sorted by name; their paths are absolute."""

@@ -21,14 +21,14 @@ _places = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9)), max_size=8)
 def test_a_command_arrives_as_it_was_sent(
     command: int, program: str, rest: list[str], cwd: str, env: dict[str, str], places: list[tuple[int, int]], tty: bool
 ) -> None:
-    spawn = Spawn(command, [program, *rest], cwd, env, places, tty)
+    spawn = Spawn(command, [program, *rest], cwd, orders.environment(env), places, tty)
     data = orders.encode_spawn(spawn)
     assert orders.decode_order(data) == (Order.SPAWN, command, int(tty))
     assert orders.decode_spawn(data) == spawn
 
 
 def test_bytes_that_are_no_text_survive() -> None:
-    spawn = Spawn(1, ["echo", "\udcff"], "/\udc80", {"A": "\udcfe"}, [(0, 0)])
+    spawn = Spawn(1, ["echo", "\udcff"], "/\udc80", orders.environment({"A": "\udcfe"}), [(0, 0)])
     assert b"\xff" in orders.encode_spawn(spawn)
     assert orders.decode_spawn(orders.encode_spawn(spawn)) == spawn
 
@@ -42,7 +42,7 @@ def test_bytes_that_are_no_text_survive() -> None:
 )  # fmt: skip
 def test_what_no_system_call_takes_is_refused(argv: list[str], cwd: str, env: dict[str, str]) -> None:
     with pytest.raises(ValueError):
-        orders.encode_spawn(Spawn(1, argv, cwd, env, []))
+        orders.encode_spawn(Spawn(1, argv, cwd, orders.environment(env), []))
 
 
 def test_orders_without_strings() -> None:

@@ -53,7 +53,7 @@ from palaestra.sandbox.client import SlotServer
 from palaestra.sandbox.images.store import ImageStore
 from palaestra.sandbox.proof import prove
 from palaestra.sandbox.reasons import explain
-from palaestra.sandbox.slot import LocalSlot
+from palaestra.sandbox.slot import LocalSlot, environment
 from palaestra.sandbox.slotd import allowlist
 
 BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)
@@ -173,8 +173,7 @@ class LocalBackend:
         server, found = self._running(), []
         for lease in server.hello.get("leases", ()):
             trajectory_id, spec = specs.decode(lease["about"])
-            bin_dir = self._bin_dir if spec.image is None else ""
-            slot = LocalSlot(server, spec, trajectory_id, self.rung, (lease["slot"], lease["epoch"]), bin_dir)
+            slot = LocalSlot(server, spec, trajectory_id, self.rung, (lease["slot"], lease["epoch"]))
             found.append(self._slots.setdefault(slot.epoch, slot))
         return list(found)
 
@@ -218,14 +217,13 @@ class LocalBackend:
             "allow": _allowed(spec),
             "limits": asdict(spec.limits),
             "mounts": _mounts(spec),
+            "env": environment(spec, self._bin_dir if image is None else ""),
         }
         if self._service is not None:
             fields["about"] = specs.encode(trajectory_id, spec)
         server = await self._living()
         reply = await server.create(fields)
-        bin_dir = self._bin_dir if image is None else ""
-        lease = (reply["slot"], reply["epoch"])
-        slot = LocalSlot(server, spec, trajectory_id, self.rung, lease, bin_dir)
+        slot = LocalSlot(server, spec, trajectory_id, self.rung, (reply["slot"], reply["epoch"]))
         self._slots[slot.epoch] = slot
         self._last_epoch = max(self._last_epoch, slot.epoch)
         return slot

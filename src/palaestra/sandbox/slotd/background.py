@@ -20,8 +20,8 @@ from .frames import Fields, Frame, Kind
 from .inputs import Input
 from .link import Link
 from .loop import Loop, Timer
+from .orders import Environment, Report, Spawn
 from .orders import Kind as ReportKind
-from .orders import Report, Spawn
 from .pipes import PIPE_BYTES
 from .rings import Ring
 from .slots import Slot, start_error
@@ -69,7 +69,7 @@ class Background:
         self._on_start: Callable[[Fields | None], None] = lambda _: None
 
     def start(
-        self, argv: list[str], cwd: str, env: dict[str, str], size: tuple[int, int] | None, stdin: bool,
+        self, argv: list[str], cwd: str, env: Environment, size: tuple[int, int] | None, stdin: bool,
         on_start: Callable[[Fields | None], None],
     ) -> None:  # fmt: skip
         """Start it; `on_start` is called with None, or with the ERROR why not. Raises OSError, ValueError."""

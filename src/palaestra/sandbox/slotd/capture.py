@@ -39,9 +39,10 @@ class Capture:
 
     def parts(self) -> tuple[bytes, bytes]:
         """The head and the tail. Together they are the whole stream when nothing was dropped."""
+        if not self._tail:
+            return bytes(self._head), b""
         self._join()
-        tail = self._tail[0] if self._tail else b""
-        return bytes(self._head), tail
+        return bytes(self._head), self._tail[0]
 
     def _join(self) -> None:
         """Many small pieces become one, so that a stream of single bytes costs no more than its bound."""

@@ -1,7 +1,9 @@
 """One running command as the server sees it: its pipes, its bounded capture, its time limit, its end.
 
 A command has ended when its main process has; then what is in the pipe is taken and nobody waits for the pipe's end,
-since a daemon may hold it. Such a daemon must still be able to write, so its pipe is kept and emptied slowly.
+since a daemon may hold it. Such a daemon must still be able to write, so its pipe is kept and emptied slowly. Until the
+command has ended the server holds the writing end too: the pipe's end, which comes a little before the report of the
+command's, would only wake it twice.
 """
 
 from __future__ import annotations
@@ -10,16 +12,15 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import pipes
 from .capture import Capture
 from .frames import WINDOW, Fields, Kind
 from .link import Link
 from .loop import Loop, Timer
+from .orders import Environment, Report
 from .orders import Kind as ReportKind
-from .orders import Report
 from .pipes import PIPE_BYTES, READ_BYTES
 from .spills import Spill
 
@@ -27,8 +28,7 @@ MAX_VERDICT_BYTES = 16 << 20
 TIMEOUT_EXIT_CODE = 124
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """What a client asked to run.
 
     `stream` sends the output as it comes, besides capturing it; `spill` keeps what is too long in a file of the slot.
@@ -37,7 +37,7 @@ class Request:
     argv: list[str]
     shell: str | None
     cwd: str
-    env: dict[str, str]
+    env: Environment
     stdin: bytes
     timeout_s: float
     max_output_bytes: int
@@ -49,7 +49,8 @@ class Request:
 class Execution:
     """From the spawn message to the RESULT frame. `kill` is how the slot is asked to act.
 
-    `output` is where a command that runs in a process which was there before writes; `spill` takes what is too long.
+    `output` is where a command that runs in a process which was there before writes; what `open_spill` gives takes what
+    is too long.
     """
 
     def __init__(
@@ -60,30 +61,33 @@ class Execution:
         link: Link,
         kill: Callable[[], None],
         output: int | None = None,
-        spill: Spill | None = None,
+        open_spill: Callable[[], Spill] | None = None,
     ) -> None:
-        self.number = number
-        self._request, self._loop, self._link, self._kill = request, loop, link, kill
+        self.number, self.request = number, request
+        self._loop, self._link, self._kill = loop, link, kill
         self._output, self.child_output = pipes.pipe() if output is None else (output, -1)
         self._verdict, self.child_verdict = pipes.pipe() if request.verdict else (-1, -1)
-        self._spill = spill
+        self.open_spill = open_spill if request.spill else None
+        self._spill: Spill | None = None
         self._capture = Capture(request.max_output_bytes)
         self._verdict_data = bytearray()
         self._credit = WINDOW
         self._started = time.monotonic()
         self._timer: Timer | None = None
-        self._killing = self._timed_out = self._cancelled = self._swept = False
+        self.killing = self._timed_out = self._cancelled = self._swept = False
         self._exit: Report | None = None
         self.leftover: int | None = None
-        """The output pipe that a daemon still holds after the end; the slot empties it from then on."""
+        """The output pipe that a daemon still holds after the end, watched until somebody else empties it."""
 
     def start(self) -> None:
         """The command is on its way to the slot's init."""
-        self._close_child_ends()
+        if self.child_verdict >= 0:
+            os.close(self.child_verdict)
+            self.child_verdict = -1
         self._loop.watch(self._output, self._read_output)
         if self._verdict >= 0:
             self._loop.watch(self._verdict, self._read_verdict)
-        self._timer = self._loop.later(self._request.timeout_s, self._time_out)
+        self._timer = self._loop.later(self.request.timeout_s, self._time_out)
 
     def cancel(self) -> None:
         """The caller has given up: kill; the RESULT comes when everything is dead."""
@@ -98,10 +102,12 @@ class Execution:
 
     def take(self, data: bytes) -> None:
         """The next piece of the output."""
-        if self._spill is not None:
+        if self.open_spill is not None and self._capture.total + len(data) > self.request.max_output_bytes:
+            if self._spill is None:
+                self._spill = self.open_spill()
             self._spill.add(data, self._capture)
         self._capture.add(data)
-        if self._request.stream:
+        if self.request.stream:
             self._link.send(Kind.DATA, self.number, None, data)
             self._credit -= len(data)
             if self._credit <= 0:
@@ -110,7 +116,7 @@ class Execution:
     def on_exit(self, report: Report) -> bool:
         """The main process has ended. True when the command is over."""
         self._exit = report
-        return not self._killing
+        return not self.killing
 
     def on_killed(self, swept: bool) -> None:
         """Everything the command started is dead."""
@@ -127,27 +133,29 @@ class Execution:
         return self._exit is not None and _shell_status(self._exit.value) == 128 + signal.SIGKILL
 
     def finish(self, oom: bool, **more: object) -> None:
-        """Take what is left in the pipes and send the RESULT; `more` are fields of it."""
+        """Take what is left in the pipes and send the RESULT; `more` are fields of it.
+
+        What is 0 or false is left out of it, but for the exit code (see `calls.Lease.result`).
+        """
         self._stop()
+        self._close_child_ends()
         self._drain()
         head, tail = self._capture.parts()
         end = self._exit or Report(ReportKind.EXIT, self.number, -signal.SIGKILL)
         fields: dict[str, Any] = {
             "exit_code": TIMEOUT_EXIT_CODE if self._timed_out else _shell_status(end.value),
-            "timeout": self._timed_out,
-            "cancelled": self._cancelled,
-            "swept": self._swept,
             "duration_s": round(time.monotonic() - self._started, 6),
-            "output_total_bytes": self._capture.total,
-            "truncated": self._capture.truncated,
-            "oom": oom,
-            "shell": self._request.shell,
-            "head": len(head),
-            "tail": len(tail),
+            "shell": self.request.shell,
             "cpu_s": end.cpu_s,
             "max_rss_bytes": end.max_rss_bytes,
             **more,
         }
+        if self._capture.total:
+            fields |= {"output_total_bytes": self._capture.total, "truncated": self._capture.truncated}
+            fields |= {"head": len(head), "tail": len(tail)}
+        if oom or self.killing:
+            fields |= {"oom": oom, "swept": self._swept}
+            fields |= {"timeout": self._timed_out, "cancelled": self._cancelled}
         if self._spill is not None:
             self._spill.close()
             fields |= self._spill.fields()
@@ -155,18 +163,23 @@ class Execution:
 
     def fail(self, fields: Fields) -> None:
         """The command could not be started, or its slot is gone."""
+        self.drop()
+        self._link.send(Kind.ERROR, self.number, fields)
+
+    def drop(self) -> None:
+        """Let go of everything, without an answer."""
         self._stop()
         self._close_child_ends()
+        self._close_verdict()
         if self._spill is not None:
             self._spill.close()
         if self._output >= 0:
-            os.close(self._output)
+            self._loop.close(self._output)
             self._output = -1
-        self._link.send(Kind.ERROR, self.number, fields)
 
     def _begin_kill(self) -> None:
-        if not self._killing:
-            self._killing = True
+        if not self.killing:
+            self.killing = True
             self._kill()
 
     def _time_out(self) -> None:
@@ -179,8 +192,7 @@ class Execution:
         if data is None:
             return
         if not data:
-            self._loop.unwatch(self._output)
-            os.close(self._output)
+            self._loop.close(self._output)
             self._output = -1
             return
         self.take(data)
@@ -207,7 +219,7 @@ class Execution:
             if data is None:
                 break
             if not data:
-                os.close(self._output)
+                self._loop.close(self._output)
                 self._output = -1
                 break
             taken += len(data)
@@ -218,13 +230,10 @@ class Execution:
     def _stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._output >= 0:
-            self._loop.unwatch(self._output)
 
     def _close_verdict(self) -> None:
         if self._verdict >= 0:
-            self._loop.unwatch(self._verdict)
-            os.close(self._verdict)
+            self._loop.close(self._verdict)
             self._verdict = -1
 
     def _close_child_ends(self) -> None:

@@ -33,11 +33,12 @@ def absolute(path: str) -> str:
     """The path as seen from the slot's root. Raises OSError for one that no file can have."""
     if not path:
         raise FileNotFoundError(errno.ENOENT, "the path is empty", path)
-    try:
-        nul = b"\0" in os.fsencode(path)
-    except UnicodeEncodeError:
-        raise OSError(errno.EINVAL, "the path cannot be encoded", ascii(path)) from None
-    if nul:
+    if not path.isascii():
+        try:
+            os.fsencode(path)
+        except UnicodeEncodeError:
+            raise OSError(errno.EINVAL, "the path cannot be encoded", ascii(path)) from None
+    if "\0" in path:
         raise OSError(errno.EINVAL, "a path cannot hold a NUL character", ascii(path))
     return path if path.startswith("/") else f"{WORKSPACE}/{path}"
 
@@ -55,18 +56,20 @@ def open_for_reading(root: int, path: str, offset: int, max_bytes: int) -> tuple
 
     Raises OSError EFBIG where there are more than `max_bytes`.
     """
-    path = absolute(path)
     handle = open_at(root, path, os.O_PATH)
     try:
-        _require_regular(handle, path)
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise _not_regular(status, path)
+        _refuse_proc(handle, path)
+        size = max(0, status.st_size - offset)
+        if size > max_bytes:
+            raise OSError(errno.EFBIG, f"{size} bytes is more than the limit of {max_bytes} bytes for one call", path)
         fd = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     finally:
         os.close(handle)
-    size = max(0, os.fstat(fd).st_size - offset)
-    if size > max_bytes:
-        os.close(fd)
-        raise OSError(errno.EFBIG, f"{size} bytes is more than the limit of {max_bytes} bytes for one call", path)
-    os.lseek(fd, offset, os.SEEK_SET)
+    if offset:
+        os.lseek(fd, offset, os.SEEK_SET)
     return fd, size
 
 
@@ -74,14 +77,11 @@ class Writing:
     """One file that is being written. Nothing is seen of it before `finish`; `discard` forgets it."""
 
     def __init__(self, root: int, path: str, mode: int | None, owner: int) -> None:
-        self._path = path = _real_path(root, absolute(path))
-        folder, self._name = posixpath.split(path)
-        self._folder = _make_folders(root, folder, owner)
-        self._status = _status(self._folder, self._name)
+        self._folder, self._status, path = _at_end_of_links(root, path, owner)
+        self._path, self._name = path, path.rpartition("/")[2]
         if self._status is not None and not stat.S_ISREG(self._status.st_mode):
             os.close(self._folder)
-            code = errno.EISDIR if stat.S_ISDIR(self._status.st_mode) else errno.EPERM
-            raise OSError(code, "not a regular file" if code == errno.EPERM else os.strerror(code), path)
+            raise _not_regular(self._status, path)
         old_mode = 0o644 if self._status is None else stat.S_IMODE(self._status.st_mode)
         self._mode = old_mode if mode is None else mode & 0o7777
         self._owner = owner
@@ -241,22 +241,26 @@ def _remove_files(parent: int, name: str) -> tuple[int, list[str]]:
     return fd, [child for child, is_directory in children if is_directory]
 
 
-def _real_path(root: int, path: str) -> str:
-    """The path that writing to `path` should replace: links in its last component are followed, inside the root."""
+def _at_end_of_links(root: int, path: str, owner: int) -> tuple[int, os.stat_result | None, str]:
+    """Where writing to `path` should: links in its last component are followed, inside the root.
+
+    The directory, opened and made where it is missing; what is there; the path without links at its end.
+    """
     for _ in range(_MAX_LINKS):
-        folder, name = posixpath.split(path.rstrip("/"))
-        if not name or path.endswith("/") or name in (".", ".."):
+        folder, _, name = path.rpartition("/")
+        if name in ("", ".", ".."):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        parent = _make_folders(root, folder or "/", owner)
         try:
-            parent = open_at(root, folder, os.O_PATH | os.O_DIRECTORY)
-        except FileNotFoundError:
-            return path
-        try:
-            target = os.readlink(name, dir_fd=parent)
-        except OSError:
-            return path
-        finally:
+            status = _status(parent, name)
+            is_link = status is not None and stat.S_ISLNK(status.st_mode)
+            target = os.readlink(name, dir_fd=parent) if is_link else ""
+        except OSError as error:
             os.close(parent)
+            raise OSError(error.errno, error.strerror, path) from None
+        if not is_link:
+            return parent, status, path
+        os.close(parent)
         path = target if target.startswith("/") else f"{folder}/{target}"
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
 
@@ -278,13 +282,10 @@ def _make_folders(root: int, path: str, owner: int) -> int:
     return open_at(root, path, os.O_RDONLY | os.O_DIRECTORY)
 
 
-def _require_regular(handle: int, path: str) -> None:
-    mode = os.fstat(handle).st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    if not stat.S_ISREG(mode):
-        raise PermissionError(errno.EPERM, "not a regular file", path)
-    _refuse_proc(handle, path)
+def _not_regular(status: os.stat_result, path: str) -> OSError:
+    if stat.S_ISDIR(status.st_mode):
+        return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    return PermissionError(errno.EPERM, "not a regular file", path)
 
 
 def _refuse_proc(fd: int, path: str) -> None:

@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-VERSION = 3
+VERSION = 4
 """Both sides must agree; the server is started from the same package, so a mismatch is a broken installation."""
 
 WINDOW = 256 << 10
@@ -43,7 +42,7 @@ _HEADER = struct.Struct("!IBII")
 Fields = dict[str, Any]
 """The JSON object of a frame."""
 
-_to_json, _from_json = json.JSONEncoder(separators=(",", ":")).encode, json.JSONDecoder().decode
+_to_json, _from_json = json.JSONEncoder(separators=(",", ":")).encode, json.JSONDecoder().raw_decode
 """Made once: what `json.dumps` makes per call for these separators costs as much as encoding a frame."""
 
 
@@ -77,6 +76,10 @@ class Frame(NamedTuple):
     data: bytes
 
 
+_new = tuple.__new__
+"""Makes a `Frame` without the call in between that a named tuple's class has."""
+
+
 def encode(kind: Kind, request: int, fields: Fields | None = None, data: bytes = b"") -> bytes:
     """One frame as bytes."""
     text = _to_json(fields).encode() if fields else b""
@@ -91,15 +94,13 @@ class Decoder:
         self._needed = 0
         """How much the buffer must hold before there is anything to take from it."""
 
-    def feed(self, data: bytes | memoryview) -> Iterator[Frame]:
-        """The frames that `data` completes. Raises `ProtocolError` for a stream that cannot be ours.
-
-        `data` must stay as it is until the last frame was taken.
-        """
+    def feed(self, data: bytes | memoryview) -> list[Frame]:
+        """The frames that `data` completes. Raises `ProtocolError` for a stream that cannot be ours."""
+        found: list[Frame] = []
         if self._buffer:
             self._buffer += data
             if len(self._buffer) < self._needed:
-                return
+                return found
         view = memoryview(self._buffer if self._buffer else data)
         position = 0
         self._needed = _HEADER.size
@@ -112,6 +113,8 @@ class Decoder:
                 self._needed = _HEADER.size + length
                 break
             position, text_end = start + length, start + text_length
-            fields = _from_json(str(view[start:text_end], "utf-8")) if text_length else {}
-            yield Frame(_KINDS[kind], request, fields, bytes(view[text_end:position]))
-        self._buffer = bytearray(view[position:])
+            fields = _from_json(str(view[start:text_end], "utf-8"))[0] if text_length else {}
+            found.append(_new(Frame, (_KINDS[kind], request, fields, bytes(view[text_end:position]))))
+        if position < len(view) or self._buffer:
+            self._buffer = bytearray(view[position:])
+        return found

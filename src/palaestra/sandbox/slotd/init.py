@@ -186,10 +186,11 @@ def start_command(spawn: orders.Spawn, fds: list[int]) -> int:
     """The pid of a new process. Raises OSError; its `filename` is the directory's where that is what failed."""
     try:
         os.chdir(spawn.cwd)
-        path = find(spawn.argv[0], spawn.env)
+        env = spawn.env.variables()
+        path = find(spawn.argv[0], env)
         actions = _terminal(spawn, fds) + [(os.POSIX_SPAWN_DUP2, fds[i], target) for i, target in spawn.places]
         return os.posix_spawn(
-            path, spawn.argv, spawn.env, file_actions=actions, setsid=True, setsigmask=(), setsigdef=SPAWN_SIGNALS
+            path, spawn.argv, env, file_actions=actions, setsid=True, setsigmask=(), setsigdef=SPAWN_SIGNALS
         )
     finally:
         with contextlib.suppress(OSError):  # a root that the slot may not enter fails its commands, not init

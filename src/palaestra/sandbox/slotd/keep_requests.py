@@ -54,6 +54,8 @@ class KeepRequests:
 
     def hold(self, frame: Frame) -> bool:
         """Whether a request has to wait for a checkpoint of its slot; it is handled again then. Thaws a frozen slot."""
+        if not self._waiting and not self._frozen:
+            return False
         name, op = frame.fields.get("slot", ""), frame.fields["op"]
         if name in self._waiting and op in _HELD_UP:
             self._waiting[name].append(frame)

@@ -1,7 +1,8 @@
-"""The server's end of the stream to its client: frames in, frames out, nothing blocking.
+"""One end of the stream between server and client: frames in, frames out, nothing blocking.
 
-What the server sends before a client has asked for more is bounded by the window of each request, so the outgoing
-buffer is bounded by the number of requests in flight.
+It is the server's; the client has the same on its own event loop (`wire.py`). What the server sends before a client has
+asked for more is bounded by the window of each request, so its outgoing buffer is bounded by the number of requests in
+flight.
 """
 
 from __future__ import annotations
@@ -9,16 +10,27 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from .frames import RECEIVE_BYTES, Decoder, Fields, Frame, Kind, encode
-from .loop import READ, WRITE, Loop
+from .loop import READ, WRITE, Callback
+
+
+class Watcher(Protocol):
+    """What tells a link that its stream is ready: the server's `Loop`, or the client's."""
+
+    def watch(self, fd: int, call: Callback) -> None: ...
+
+    def watch_for(self, fd: int, events: int, call: Callback) -> None: ...
+
+    def unwatch(self, fd: int) -> None: ...
 
 
 class Link:
-    """Calls `on_frame` for each frame, and `on_end` once when the client is gone."""
+    """Calls `on_frame` for each frame, and `on_end` once when the other side is gone."""
 
     def __init__(
-        self, loop: Loop, stream: socket.socket, on_frame: Callable[[Frame], None], on_end: Callable[[], None]
+        self, loop: Watcher, stream: socket.socket, on_frame: Callable[[Frame], None], on_end: Callable[[], None]
     ) -> None:
         self._loop, self._stream, self._on_frame, self._on_end = loop, stream, on_frame, on_end
         self._decoder = Decoder()
@@ -28,12 +40,25 @@ class Link:
         loop.watch(stream.fileno(), self._ready)
 
     def send(self, kind: Kind, request: int, fields: Fields | None = None, data: bytes = b"") -> None:
-        """Queue one frame and send what the socket takes at once."""
-        self._outgoing.append(memoryview(encode(kind, request, fields, data)))
-        if len(self._outgoing) == 1:
-            self._flush()
-            if self._outgoing:
-                self._loop.watch_for(self._stream.fileno(), READ | WRITE, self._ready)
+        """Send one frame: what the socket takes at once, the rest when it can."""
+        frame = encode(kind, request, fields, data)
+        sent = 0
+        if not self._outgoing:
+            try:
+                sent = self._stream.send(frame)
+            except BlockingIOError:
+                pass
+            except OSError:
+                return  # the end is noticed when reading
+            if sent == len(frame):
+                return
+            self._loop.watch_for(self._stream.fileno(), READ | WRITE, self._ready)
+        self._outgoing.append(memoryview(frame)[sent:])
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something has not been sent yet."""
+        return bool(self._outgoing)
 
     def _ready(self) -> None:
         if self._outgoing:

@@ -20,6 +20,7 @@ All carry the lease. `output`, `wait` and `input` can be cancelled; they are the
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import os
 from collections.abc import Callable
@@ -77,9 +78,9 @@ class ModeRequests:
         }  # fmt: skip
         self.operations = {name: _checked(operation) for name, operation in operations.items()}
 
-    def spill(self, slot: Slot, number: int, request: Request) -> Spill | None:
+    def spill(self, slot: Slot, number: int, request: Request) -> Spill:
         """What takes a command's output beyond its bound."""
-        return Spill(self._of(slot).shelf, f"{number}", request.max_output_bytes) if request.spill else None
+        return Spill(self._of(slot).shelf, f"{number}", request.max_output_bytes)
 
     # Background processes
 
@@ -97,7 +98,8 @@ class ModeRequests:
 
         argv = fields.get("argv") or [f"/bin/{modes.slot.shell()}", "-c", fields["command"]]
         size = fields["terminal"] and (fields["terminal"][0], fields["terminal"][1])
-        process.start(argv, files.absolute(fields["cwd"]), fields["env"], size, fields["stdin"], started)
+        env = modes.slot.with_variables(fields["env"])
+        process.start(argv, files.absolute(fields["cwd"]), env, size, fields["stdin"], started)
 
     def _make_room(self, modes: _Modes) -> None:
         if len(modes.processes) >= MAX_PROCESSES:
@@ -147,7 +149,7 @@ class ModeRequests:
         name = next(self._numbers)
         shell = Shell(
             modes.slot, self._loop, self._link, self._numbers, self._talks,
-            files.absolute(fields["cwd"]), fields["env"],
+            files.absolute(fields["cwd"]), modes.slot.with_variables(fields["env"]),
         )  # fmt: skip
         modes.shells[name] = shell
         self._reply(frame, {"shell": name})
@@ -158,12 +160,14 @@ class ModeRequests:
         if shell is None:
             raise OSError(errno.ESRCH, "the shell has been closed")
         request = Request(
-            argv=[], shell=shell.kind, cwd="", env={}, stdin=frame.data, timeout_s=fields["timeout_s"],
-            max_output_bytes=fields["max_output_bytes"], stream=fields["stream"], verdict=False, spill=fields["spill"],
+            argv=[], shell=shell.kind, cwd="", env=modes.slot.environment, stdin=frame.data,
+            timeout_s=fields["timeout_s"], max_output_bytes=fields["max_output_bytes"],
+            stream=fields["stream"], verdict=False, spill=fields["spill"],
         )  # fmt: skip
         try:
             command = _bytes(fields["command"])
-            shell.run(request, frame.request, command, self.spill(modes.slot, frame.request, request))
+            open_spill = functools.partial(self.spill, modes.slot, frame.request, request)
+            shell.run(request, frame.request, command, open_spill)
         except ShellBusy as error:
             raise OSError(errno.EBUSY, str(error)) from None
         except ValueError:  # as when a fresh shell is given the same

@@ -18,13 +18,16 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
+from typing import NamedTuple
 
 VERSION = 4
 """Of these structs. The native init says which one it was built for, and is not used when it is another."""
 
 MAX_DATAGRAM = 96 << 10
+MAX_REPORT = 1024
+"""An init's reports are shorter."""
 
 TERMINAL, ANNOUNCE = 1, 2
 """Flags of SPAWN: the descriptor at place 0 becomes the controlling terminal of the command's session; STARTED is
@@ -59,21 +62,36 @@ class Kind(IntEnum):
     STARTED = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Spawn:
+Places = Sequence[tuple[int, int]]
+"""Which descriptor of an order's message, and the number that the command has it at."""
+
+_KINDS = {int(kind): kind for kind in Kind}
+
+
+class Environment(NamedTuple):
+    """The variables of a command as they are sent: how many, and NUL-terminated `NAME=value` texts."""
+
+    size: int
+    text: bytes
+
+    def variables(self) -> dict[str, str]:
+        """By name."""
+        return dict(os.fsdecode(variable).split("=", 1) for variable in self.text.split(b"\0")[:-1])
+
+
+class Spawn(NamedTuple):
     """A command to start. `places` are pairs: which descriptor of the message, and the number the command has it at."""
 
     command: int
     argv: list[str]
     cwd: str
-    env: Mapping[str, str]
-    places: Sequence[tuple[int, int]]
+    env: Environment
+    places: Places
     terminal: bool = False
     announce: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """READY comes with the slot's root as a descriptor.
 
     `value` is the exit code of EXIT (negative: the signal), the pid of STARTED, the errno of NOT_STARTED and FAILED;
@@ -89,17 +107,23 @@ class Report:
     text: str = ""
 
 
-def encode_spawn(spawn: Spawn) -> bytes:
+def environment(variables: Mapping[str, str]) -> Environment:
     """Raises ValueError for what no system call takes: a NUL, a lone surrogate, a variable without a name."""
-    variables = [f"{_name(name)}={value}" for name, value in spawn.env.items()]
-    strings = [spawn.cwd, *spawn.argv, *variables]
-    text = os.fsencode("\0".join(strings))
-    if not spawn.argv[0] or len(strings) > _MAX_STRINGS or text.count(b"\0") != len(strings) - 1:
+    text = os.fsencode("".join(f"{_name(name)}={value}\0" for name, value in variables.items()))
+    if text.count(b"\0") != len(variables):
+        raise ValueError("a variable cannot hold a NUL character")
+    return Environment(len(variables), text)
+
+
+def encode_spawn(spawn: Spawn) -> bytes:
+    """Raises ValueError for what no system call takes: no program, a NUL, a lone surrogate, too many arguments."""
+    command, argv, cwd, env, places, terminal, announce = spawn
+    text = "\0".join((cwd, *argv)).encode("utf-8", "surrogateescape")
+    if not argv[0] or len(argv) + env.size >= _MAX_STRINGS or text.count(b"\0") != len(argv):
         raise ValueError("no program, a NUL, or too many arguments")
-    flags = (TERMINAL if spawn.terminal else 0) | (ANNOUNCE if spawn.announce else 0)
-    head = _ORDER.pack(Order.SPAWN, flags, len(spawn.places), spawn.command, len(spawn.argv), len(variables))
-    places = bytes(number for place in spawn.places for number in place)
-    return b"".join((head, places, text, b"\0"))
+    flags = (TERMINAL if terminal else 0) | (ANNOUNCE if announce else 0)
+    head = _ORDER.pack(Order.SPAWN, flags, len(places), command, len(argv), env.size)
+    return b"".join((head, bytes(chain.from_iterable(places)), text, b"\0", env.text))
 
 
 def encode(order: Order, command: int = 0, number: int = 0) -> bytes:
@@ -126,25 +150,27 @@ def decode_order(data: bytes) -> tuple[Order, int, int]:
 
 def decode_spawn(data: bytes) -> Spawn:
     """The inverse of `encode_spawn`."""
-    _, flags, places, command, arguments, _ = _ORDER.unpack_from(data)
+    _, flags, places, command, arguments, variables = _ORDER.unpack_from(data)
     start = _ORDER.size + 2 * places
     pairs = list(zip(data[_ORDER.size : start : 2], data[_ORDER.size + 1 : start : 2], strict=True))
-    cwd, *texts = (os.fsdecode(text) for text in data[start:-1].split(b"\0"))
-    env = dict(text.split("=", 1) for text in texts[arguments:])
-    return Spawn(command, texts[:arguments], cwd, env, pairs, bool(flags & TERMINAL), bool(flags & ANNOUNCE))
+    cwd, *rest = data[start:].split(b"\0", arguments + 1)
+    env, argv = Environment(variables, rest.pop()), [os.fsdecode(text) for text in rest]
+    return Spawn(command, argv, os.fsdecode(cwd), env, pairs, bool(flags & TERMINAL), bool(flags & ANNOUNCE))
 
 
 def encode_report(report: Report) -> bytes:
     """One report as a datagram."""
     cpu_us = round(report.cpu_s * 1e6)
     fields = (report.kind, report.flag, 0, report.command, report.value, 0, cpu_us, report.max_rss_bytes)
-    return _REPORT.pack(*fields) + report.text.encode(errors="replace")
+    return (_REPORT.pack(*fields) + report.text.encode(errors="replace"))[:MAX_REPORT]
 
 
 def decode_report(data: bytes) -> Report:
     """The inverse of `encode_report`."""
     kind, flag, _, command, value, _, cpu_us, rss = _REPORT.unpack_from(data)
-    return Report(Kind(kind), command, value, bool(flag), cpu_us / 1e6, rss, data[_REPORT.size :].decode())
+    return Report(
+        _KINDS[kind], command, value, bool(flag), cpu_us / 1e6, rss, data[_REPORT.size :].decode(errors="replace")
+    )
 
 
 def _name(name: str) -> str:

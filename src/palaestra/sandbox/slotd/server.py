@@ -7,6 +7,8 @@ beside the others. A request that fails is answered with an ERROR and harms nobo
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import itertools
 import logging
 import os
@@ -15,14 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 from . import cgroups, files, frames
 from .executions import Request
-from .frames import Fields, Frame, Kind
+from .frames import CHUNK, Fields, Frame, Kind
 from .gates import Gates
 from .keep_requests import Books, KeepRequests
 from .keeping import Keeper
 from .link import Link
 from .loop import Job, Loop
 from .modes import ModeRequests
-from .slots import Lease, Slot, State
+from .orders import Kind as ReportKind
+from .orders import Report, environment
+from .slots import Lease, Slot, State, start_error
 from .transfers import Conversation, Download, Upload
 from .workshop import CannotMake, Layer, Place, Workshop
 
@@ -74,15 +78,20 @@ class Server:
     # Frames
 
     def _on_frame(self, frame: Frame) -> None:
-        self._guard(frame, lambda: self._handle(frame))
+        """One bad request must not end the others."""
+        try:
+            if frame.kind is not Kind.REQUEST:
+                self._on_other(frame)
+            elif not self._keep.hold(frame):
+                job = self._operations[frame.fields["op"]](frame)
+                if job is not None:
+                    self.loop.start(self._guarded(frame, job))
+        except Exception as error:
+            self._fail(frame, error)
 
-    def _handle(self, frame: Frame) -> None:
+    def _on_other(self, frame: Frame) -> None:
         if frame.kind is Kind.HELLO:
             self._hello(frame)
-        elif frame.kind is Kind.REQUEST and not self._keep.hold(frame):
-            job = self._operations[frame.fields["op"]](frame)
-            if job is not None:
-                self.loop.start(self._guarded(frame, job))
         elif frame.kind is Kind.CANCEL and frame.request in self._commands:
             self._commands[frame.request].cancel(frame.request)
         elif frame.request in self._transfers:
@@ -91,7 +100,7 @@ class Server:
             self._commands[frame.request].give_credit(frame.request, frame.fields["bytes"])
 
     def _guard(self, frame: Frame, action: Callable[[], object]) -> None:
-        """One bad request must not end the others."""
+        """The same for what comes after the request."""
         try:
             action()
         except Exception as error:
@@ -132,6 +141,10 @@ class Server:
 
     def _create(self, frame: Frame) -> None:
         layers = tuple(self._layer(name) for name in frame.fields["layers"])
+        try:
+            variables = environment(frame.fields["env"])
+        except ValueError as error:
+            raise OSError(errno.EINVAL, f"a slot's environment: {error}") from None
         epoch = next(self._epochs)
         made = self._workshop.make(f"{epoch}", frame.fields, layers)
         slot = Slot(
@@ -142,6 +155,7 @@ class Server:
             self._link,
             on_ready=lambda slot: self._on_created(frame, slot),
             on_end=lambda slot: self._on_lost(frame, slot),
+            environment=variables,
         )
         self._slots[slot.lease.name] = slot
         slot.start(made.body)
@@ -199,32 +213,58 @@ class Server:
         slot, fields = self._leased(frame), frame.fields
         argv, shell = fields.get("argv"), None
         if argv is None:
-            shell = slot.shell()
+            shell = slot.likely_shell()
             argv = [f"/bin/{shell}", "-c", fields["command"]]
         request = Request(
-            argv=argv, shell=shell, cwd=files.absolute(fields["cwd"]), env=fields["env"], stdin=frame.data,
-            timeout_s=fields["timeout_s"], max_output_bytes=fields["max_output_bytes"],
-            stream=fields["stream"], verdict=fields["verdict"], spill=fields.get("spill", False),
+            argv=argv, shell=shell, cwd=files.absolute(fields["cwd"]), env=slot.environment,
+            stdin=frame.data, timeout_s=fields["timeout_s"], max_output_bytes=fields["max_output_bytes"],
+            stream=fields["stream"], verdict=fields["verdict"], spill=fields["spill"],
         )  # fmt: skip
+        if fields["env"]:
+            try:
+                request = request._replace(env=slot.with_variables(fields["env"]))
+            except ValueError:  # a NUL, a lone surrogate, a variable without a name
+                invalid = start_error(Report(ReportKind.NOT_STARTED, frame.request, errno.EINVAL))
+                self._link.send(Kind.ERROR, frame.request, invalid)
+                return
         if len(self._commands) >= _PRUNE_COMMANDS:
             self._commands = {number: held for number, held in self._commands.items() if held.runs(number)}
         self._commands[frame.request] = slot
-        slot.execute(frame.request, request, self._modes.spill(slot, frame.request, request))
+        slot.execute(frame.request, request, functools.partial(self._modes.spill, slot, frame.request, request))
 
     def _read(self, frame: Frame) -> None:
         slot, fields = self._leased(frame), frame.fields
-        with self._at(slot, fields["path"]) as place:
+        place = self._locate(slot, fields["path"])
+        try:
             fd, size = files.open_for_reading(place.root, place.path, fields["offset"], fields["max_bytes"])
-        transfer = Download(frame.request, fd, size, self._link, self._transfers)
-        transfer.pump()
+        except OSError as error:
+            raise place.error(error) from None
+        if size > CHUNK:
+            Download(frame.request, fd, size, self._link, self._transfers).pump()
+            return
+        try:
+            data = os.read(fd, size)
+        finally:
+            os.close(fd)
+        self._link.send(Kind.RESULT, frame.request, None, data)
 
     def _write(self, frame: Frame) -> None:
         slot, fields = self._leased(frame), frame.fields
-        with self._at(slot, fields["path"], writing=True) as place:
+        place = self._locate(slot, fields["path"], writing=True)
+        try:
             writing = files.Writing(place.root, place.path, fields["mode"], place.owner)
-        upload = Upload(frame.request, writing, self._link, self._transfers)
-        if fields["whole"]:
-            upload.whole(frame.data)
+        except OSError as error:
+            raise place.error(error) from None
+        if not fields["whole"]:
+            Upload(frame.request, writing, self._link, self._transfers)
+            return
+        try:
+            writing.add(frame.data)
+        except OSError:
+            writing.discard()
+            raise
+        writing.finish()
+        self._link.send(Kind.RESULT, frame.request)
 
     def _stat(self, frame: Frame) -> None:
         with self._at(self._leased(frame), frame.fields["path"]) as place:
@@ -254,14 +294,17 @@ class Server:
     @contextlib.contextmanager
     def _at(self, slot: Slot, path: str, writing: bool = False) -> Iterator[Place]:
         """Where a path of a slot is found; errors name it as the slot sees it."""
-        place = self._workshop.locate(slot.ground, slot.root, files.absolute(path), writing)
+        place = self._locate(slot, path, writing)
         try:
             yield place
         except OSError as error:
-            raise OSError(error.errno, error.strerror, f"{place.prefix}{error.filename or path}") from None
+            raise place.error(error) from None
+
+    def _locate(self, slot: Slot, path: str, writing: bool = False) -> Place:
+        return self._workshop.locate(slot.ground, slot.root, files.absolute(path), writing)
 
     def _for_writing(self, slot: Slot, path: str) -> Place:
-        return self._workshop.locate(slot.ground, slot.root, files.absolute(path), writing=True)
+        return self._locate(slot, path, writing=True)
 
     # Layers
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from . import killing, pipes
@@ -27,8 +27,8 @@ from .executions import Execution, Request
 from .frames import Fields, Frame, Kind
 from .link import Link
 from .loop import Loop, Timer
+from .orders import Environment, Report, Spawn
 from .orders import Kind as ReportKind
-from .orders import Report, Spawn
 from .slots import Slot, start_error
 from .spills import Spill
 from .transfers import Conversation
@@ -56,9 +56,7 @@ _BASH = _Dialect(
     "set +o history +H; unset HISTFILE MAILCHECK\n",
 )
 _SH = _Dialect(["/bin/sh", "-i"], (6, 7, 8, 9), "")
-_REPORT = (
-    '__slot(){{ local s=$? p; read -r _ _ _ _ p </proc/loadavg; printf "\\n$1 $s $p\\n" >&{status}; return $s; }}\n'
-)
+_REPORT = '__slot(){{ local s=$? p; read -r _ _ _ _ p </proc/loadavg; printf " $1 $s $p\\n" >&{status}; return $s; }}\n'
 _RUN = ". /proc/self/fd/{command} </proc/self/fd/{stdin} 2>&{errors}\n__slot {number}\n"
 
 
@@ -71,7 +69,7 @@ class Shell:
 
     def __init__(
         self, slot: Slot, loop: Loop, link: Link, numbers: Iterator[int], talks: dict[int, Conversation],
-        cwd: str, env: dict[str, str],
+        cwd: str, env: Environment,
     ) -> None:  # fmt: skip
         self._slot, self._loop, self._link, self._numbers, self._talks = slot, loop, link, numbers, talks
         self._cwd, self._env = cwd, env
@@ -88,7 +86,7 @@ class Shell:
         self._after = killing.ALWAYS
         self._patience: Timer | None = None
 
-    def run(self, request: Request, number: int, command: bytes, spill: Spill | None) -> None:
+    def run(self, request: Request, number: int, command: bytes, open_spill: Callable[[], Spill]) -> None:
         """Run a command; its RESULT follows. Raises `ShellBusy`."""
         if self._execution is not None:
             raise ShellBusy("the shell is busy with another command")
@@ -96,12 +94,12 @@ class Shell:
             self._start()
         self._command.put(command)
         self._input.put(request.stdin)
-        execution = Execution(number, request, self._loop, self._link, self._interrupt, self._output, spill)
+        execution = Execution(number, request, self._loop, self._link, self._interrupt, self._output, open_spill)
         self._execution, self._output = execution, -1
         self._talks[number] = self
-        before, self._between = self._between, Capture(_BETWEEN_BYTES)
-        for part in before.parts():
-            if part:
+        if self._between.total:
+            before, self._between = self._between, Capture(_BETWEEN_BYTES)
+            for part in before.parts():
                 execution.take(part)
         execution.start()
         self._after = (killing.now(), self._last_pid)
@@ -180,7 +178,7 @@ class Shell:
         if data == b"":
             self._loop.unwatch(self._status)
         for line in (data or b"").splitlines():
-            words = line.split()
+            words = line.split()[-3:]
             if len(words) == 3 and words[0] == b"%d" % self._sequence and words[1].isdigit() and words[2].isdigit():
                 self._last_pid = int(words[2])
                 self._on_status(int(words[1]))

@@ -6,6 +6,7 @@ while other processes of the slot still run.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import errno
 import functools
@@ -17,19 +18,22 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from . import cgroups, descriptors, files, killing, orders
+from . import cgroups, descriptors, files, killing, orders, pipes
 from .executions import Execution, Request
 from .frames import Fields
 from .link import Link
 from .loop import Loop
 from .orders import Kind, Order, Report, Spawn
-from .roots import HOST
 from .spills import Spill
 from .workshop import Body, Ground
 
 _DRAIN_EVERY_S, _DRAIN_BYTES, _MAX_LEFTOVERS = 0.05, 256 << 10, 32
 _KILL_PATIENCE_S = 10.0
 _GONE_EVERY_S = 0.002
+
+_STANDARD: orders.Places = ((0, 0), (1, 1), (1, 2))
+_WITH_VERDICT: orders.Places = (*_STANDARD, (2, 3))
+"""Places of a command: input, output, errors with the output, and the verdict's descriptor."""
 
 
 class State(Enum):
@@ -71,6 +75,8 @@ class Slot:
     link: Link
     on_ready: Callable[[Slot], None]
     on_end: Callable[[Slot], None]
+    environment: orders.Environment
+    """What commands have besides what a call adds."""
     state: State = State.STARTING
     failure: Fields = field(default_factory=dict)
     root: int = -1
@@ -86,6 +92,7 @@ class Slot:
         self._oom_kills = 0
         self._children: dict[int, Child] = {}
         self._dying: set[int] = set()
+        self._has_bash = True
 
     def start(self, body: Body) -> None:
         """Fork the init. `on_ready` or `on_end` follows."""
@@ -105,17 +112,16 @@ class Slot:
         else:
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
-    def execute(self, number: int, request: Request, spill: Spill | None = None) -> None:
+    def execute(self, number: int, request: Request, open_spill: Callable[[], Spill] | None = None) -> None:
         """Start a command; its RESULT or ERROR is sent when it is over."""
         stdin = descriptors.memory_file(request.stdin) if request.stdin else -1
         try:
             kill = functools.partial(self._kill_command, number)
-            execution = Execution(number, request, self.loop, self.link, kill, spill=spill)
+            execution = Execution(number, request, self.loop, self.link, kill, open_spill=open_spill)
             self._executions[number] = execution
-            fds = [stdin if stdin >= 0 else _nothing(), execution.child_output]
-            places = [(0, 0), (1, 1), (1, 2)]
+            fds, places = [stdin if stdin >= 0 else pipes.nothing(), execution.child_output], _STANDARD
             if request.verdict:
-                fds, places = [*fds, execution.child_verdict], [*places, (2, 3)]
+                fds, places = [*fds, execution.child_verdict], _WITH_VERDICT
             self._ask(orders.encode_spawn(Spawn(number, request.argv, request.cwd, request.env, places)), fds)
         except ValueError:  # a NUL, a lone surrogate, a variable without a name
             del self._executions[number]
@@ -159,6 +165,7 @@ class Slot:
 
     def empty(self, fd: int) -> None:
         """Read an output pipe that nobody waits for any more, so that who still holds it can write."""
+        self.loop.unwatch(fd)
         self._leftovers.append(fd)
         if len(self._leftovers) == 1:
             self.loop.later(_DRAIN_EVERY_S, self._drain_leftovers)
@@ -174,9 +181,19 @@ class Slot:
         """Whether a command is still on."""
         return number in self._executions
 
+    def with_variables(self, variables: dict[str, str] | None) -> orders.Environment:
+        """The environment of a command. Raises ValueError for what cannot be in one."""
+        if not variables:
+            return self.environment
+        return orders.environment({**self.environment.variables(), **variables})
+
     def shell(self) -> str:
         """`bash`, or `sh` in a root that has no bash. Looked for each time: what runs in the slot may remove it."""
         return "bash" if files.describe(self.root, "/bin/bash") is not None else "sh"
+
+    def likely_shell(self) -> str:
+        """The same for a command that can be started again with `sh`: looked for once bash was not there."""
+        return "bash" if self._has_bash else self.shell()
 
     def cancel(self, number: int) -> None:
         """Kill a command, if it still runs."""
@@ -203,13 +220,13 @@ class Slot:
 
     def _ask(self, order: bytes, fds: list[int] | None = None) -> None:
         assert self._channel is not None
-        extra = list(fds or [])
+        extra = fds or []
         memory = -1
         if len(order) > orders.MAX_DATAGRAM:
             memory = descriptors.memory_file(order)
             order, extra = orders.encode(Order.LONG), [memory, *extra]
         try:
-            socket.send_fds(self._channel, [order], extra)
+            self._channel.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", extra))])
         except OSError:
             # An init that does not take messages is as good as dead; what waits for it hears of it when it is.
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
@@ -220,23 +237,27 @@ class Slot:
     def _on_message(self) -> bool:
         """Take one message of the init's; False when there is none."""
         assert self._channel is not None
+        fds: list[int] = []
         try:
-            data, fds = descriptors.receive(self._channel, 65536, 4)
+            if self.root >= 0:
+                data = self._channel.recv(orders.MAX_REPORT)
+            else:
+                data, fds = descriptors.receive(self._channel, orders.MAX_REPORT, 1)
         except BlockingIOError:
             return False
         except OSError:
-            data, fds = b"", []
+            data = b""
         if not data:
             self.loop.unwatch(self._channel.fileno())
             return False
         report = orders.decode_report(data)
-        if report.kind is Kind.READY:
+        if report.command in self._executions:
+            self._on_command(self._executions[report.command], report)
+        elif report.kind is Kind.READY:
             self.root, self.state = fds[0], State.LIVE
             self.on_ready(self)
         elif report.kind is Kind.FAILED:
             self.failure = {"failed": report.text}
-        elif report.command in self._executions:
-            self._on_command(self._executions[report.command], report)
         else:
             if report.kind is Kind.KILLED:
                 self._dying.discard(report.command)
@@ -245,14 +266,26 @@ class Slot:
         return True
 
     def _on_command(self, execution: Execution, report: Report) -> None:
-        if report.kind is Kind.NOT_STARTED:
-            del self._executions[execution.number]
-            execution.fail(start_error(report))
+        if report.kind is Kind.EXIT:
+            if execution.on_exit(report):
+                self._finish(execution)
+        elif report.kind is Kind.NOT_STARTED:
+            self._on_not_started(execution, report)
         elif report.kind is Kind.KILLED:
             execution.on_killed(report.flag)
             self._finish(execution)
-        elif execution.on_exit(report):
-            self._finish(execution)
+
+    def _on_not_started(self, execution: Execution, report: Report) -> None:
+        """A command line is tried once more with `sh` where there was no bash."""
+        del self._executions[execution.number]
+        request = execution.request
+        if request.shell == "bash" and report.value == errno.ENOENT and not report.flag and not execution.killing:
+            self._has_bash = False
+            execution.drop()
+            again = request._replace(argv=["/bin/sh", *request.argv[1:]], shell="sh")  # noqa: S604
+            self.execute(execution.number, again, execution.open_spill)
+        else:
+            execution.fail(start_error(report))
 
     def _finish(self, execution: Execution) -> None:
         del self._executions[execution.number]
@@ -305,13 +338,6 @@ class Slot:
             self.ending()
         else:
             self.on_end(self)
-
-
-@functools.cache
-def _nothing() -> int:
-    """/dev/null for reading, opened once."""
-    host = HOST if os.path.isdir(HOST) else ""  # a server without a root of its own
-    return os.open(f"{host}/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def start_error(report: Report) -> Fields:

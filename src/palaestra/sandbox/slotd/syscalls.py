@@ -29,6 +29,9 @@ MNT_DETACH = 2
 
 RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, RESOLVE_IN_ROOT = 0x02, 0x04, 0x10
 
+_HOW, _LONG = struct.Struct("=QQQ"), struct.Struct("@l")
+_STATFS = ctypes.create_string_buffer(256)
+
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
 _OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH = 1, 4
 _MOUNT_ATTR_IDMAP = 0x100000
@@ -114,8 +117,8 @@ def close_from(first: int, last: int = 0xFFFFFFFF) -> None:
 
 def openat2(directory: int, path: str | bytes, flags: int, resolve: int, mode: int = 0) -> int:
     """openat2(2); the descriptor is close-on-exec. Races that the kernel asks to repeat (EAGAIN) are repeated."""
-    name = os.fsencode(path)
-    how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, resolve)
+    name = path if isinstance(path, bytes) else path.encode("utf-8", "surrogateescape")
+    how = _HOW.pack(flags | os.O_CLOEXEC, mode, resolve)
     for _ in range(128):
         fd: int = _libc.syscall(_OPENAT2, directory, name, how, len(how))
         if fd >= 0:
@@ -175,9 +178,9 @@ def _configure(context: int, options: str) -> None:
 
 def filesystem_type(fd: int) -> int:
     """The magic number of the file system that `fd` lies on (statfs(2))."""
-    buffer = ctypes.create_string_buffer(256)
-    _check(_libc.fstatfs(fd, buffer), "fstatfs")
-    return int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], "little")
+    if _libc.fstatfs(fd, _STATFS) < 0:
+        _check(-1, "fstatfs")
+    return int(_LONG.unpack_from(_STATFS)[0])
 
 
 def install_filter(program: bytes) -> None:

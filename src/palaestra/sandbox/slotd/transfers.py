@@ -1,4 +1,7 @@
-"""Files on their way: a download sends as much as the client has asked for, an upload takes what comes."""
+"""Files on their way: a download sends as much as the client has asked for, an upload takes what comes.
+
+Not for files of one piece, which come or go with the request and are no conversation.
+"""
 
 from __future__ import annotations
 
@@ -65,11 +68,6 @@ class Upload:
     def __init__(self, number: int, writing: Writing, link: Link, transfers: dict[int, Conversation]) -> None:
         self._number, self._writing, self._link, self._transfers = number, writing, link, transfers
         transfers[number] = self
-
-    def whole(self, data: bytes) -> None:
-        """All there is, which came with the request."""
-        self.on_frame(Frame(Kind.DATA, self._number, {}, data))
-        self.on_frame(Frame(Kind.END, self._number, {}, b""))
 
     def on_frame(self, frame: Frame) -> None:
         """The next piece, or the end. After an error the rest of the client's frames name nobody and are dropped."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .frames import Fields
 
@@ -63,8 +63,7 @@ class Made:
     body: Body
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where the server finds a path of a slot: `path` below `root`, an open directory that the slot knows as `prefix`.
 
     What is written there belongs to `owner`.
@@ -78,6 +77,10 @@ class Place:
     def seen(self, entry: Fields) -> Fields:
         """A directory entry as the slot sees it."""
         return {**entry, "path": f"{self.prefix}{entry['path']}"} if self.prefix else entry
+
+    def error(self, error: OSError) -> OSError:
+        """An error that names a path as the slot sees it."""
+        return OSError(error.errno, error.strerror, f"{self.prefix}{error.filename or self.path}")
 
 
 class Workshop(Protocol):

@@ -20,7 +20,7 @@ import socket
 import struct
 import termios
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 from .. import capabilities, init, killing, orders, seccomp, syscalls
@@ -144,7 +144,8 @@ def _start(plan: Plan, spawn: orders.Spawn, fds: list[int]) -> int:
 
     Becoming a user takes a fork of this whole process, which is twice as slow as starting a program as it is.
     """
-    asked, spawn = spawn, replace(spawn, cwd=real_path(plan.home, spawn.cwd), env=_environment(plan, spawn.env))
+    env = orders.environment(_environment(plan, spawn.env.variables()))
+    asked, spawn = spawn, spawn._replace(cwd=real_path(plan.home, spawn.cwd), env=env)
     if not plan.user:
         try:
             return init.start_command(spawn, fds)
@@ -176,7 +177,8 @@ def _become(plan: Plan, spawn: orders.Spawn, fds: list[int], writer: int) -> NoR
         in_directory = True
         os.chdir(spawn.cwd)
         in_directory = False
-        path = init.find(spawn.argv[0], spawn.env)
+        env = spawn.env.variables()
+        path = init.find(spawn.argv[0], env)
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, base.WORKSPACE_FD + 1) for fd in (*fds, writer)]
         writer = high.pop()
         for index, target in spawn.places:
@@ -189,7 +191,7 @@ def _become(plan: Plan, spawn: orders.Spawn, fds: list[int], writer: int) -> NoR
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         for number in init.SPAWN_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        os.execve(path, spawn.argv, dict(spawn.env))  # noqa: S606
+        os.execve(path, spawn.argv, env)  # noqa: S606
     except BaseException as error:
         os.write(writer, struct.pack("=i?", getattr(error, "errno", None) or 22, in_directory))
     finally:
