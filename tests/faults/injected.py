@@ -14,6 +14,7 @@ from pathlib import Path
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import GraderError
+from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import Blame, Limits, Score, Task
 from palaestra.inference.base import SessionContext
 from palaestra.inference.config import APIServerConfig
@@ -21,7 +22,6 @@ from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.engines.policies import OraclePolicy
 from palaestra.inference.engines.scripted import ScriptedEngine
 from palaestra.inference.loopback import Answer, LoopbackServer, completion
-from palaestra.inference.retry import RetryPolicy
 from palaestra.rollouts.base import Environment, Kit
 from palaestra.rollouts.grading import Grading
 from palaestra.rollouts.rollout import Rollout

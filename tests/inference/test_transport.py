@@ -11,9 +11,9 @@ from yarl import URL
 
 from palaestra.core.clock import ManualClock
 from palaestra.core.errors import ContextExceeded, EngineRefused, EngineUnavailable
+from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON
 from palaestra.inference.loopback import Answer, LoopbackServer
-from palaestra.inference.retry import RetryPolicy
 from palaestra.inference.transport import Transport
 
 OK = Answer({"ok": True})

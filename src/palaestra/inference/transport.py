@@ -19,10 +19,10 @@ from yarl import URL
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import EngineUnavailable
+from palaestra.core.retry import AT_START, RETRIED_STATUSES, Passing, RetryPolicy, persist, retry_after_s
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.refusals import overloaded, refused, shown, unreachable
-from palaestra.inference.retry import AT_START, RETRIED_STATUSES, RetryPolicy, retry_after_s
 from palaestra.inference.wire import encode_json
 
 logger = logging.getLogger(__name__)
@@ -140,28 +140,29 @@ class Transport:
         read: Reader | None = None,
     ) -> Response:
         """Send until there is a reply that trying again would not change. Raises `EngineUnavailable`."""
-        retry, timeout_s = retry or self.retry, timeout_s or self.timeout_s
-        started_s, left_s, tries = self._clock.monotonic(), timeout_s, 0
-        while True:
-            tries += 1
-            asked_s: float | None = None
-            problem: EngineUnavailable
+        whole_s = timeout_s or self.timeout_s
+
+        async def send(tries: int, left_s: float) -> Response:
             try:
                 response = await self._send(method, url, body, lane, left_s, read)
-                if response.status not in RETRIED_STATUSES:
-                    return response
-                asked_s = retry_after_s(response.retry_after, self._clock.wall())
-                problem = overloaded(url, response.status, response.body, self.model, tries)
             except (aiohttp.ClientError, OSError) as error:
-                problem = unreachable(url, error, self.model, tries, timeout_s)
-            wait_s = retry.wait_s(tries, asked_s, self._rng)
-            left_s = timeout_s - (self._clock.monotonic() - started_s) - wait_s
-            if tries >= retry.attempts or left_s <= 0:
-                self.failures += 1
-                raise problem
+                raise Passing(unreachable(url, error, self.model, tries, whole_s)) from error
+            if response.status in RETRIED_STATUSES:
+                asked_s = retry_after_s(response.retry_after, self._clock.wall())
+                raise Passing(overloaded(url, response.status, response.body, self.model, tries), asked_s)
+            return response
+
+        def again(wait_s: float, problem: Exception) -> None:
             self.retries += 1
             logger.info("Trying %s again in %.1f s: %s", shown(url), wait_s, problem)
-            await self._clock.sleep(wait_s)
+
+        try:
+            return await persist(
+                send, retry=retry or self.retry, timeout_s=whole_s, clock=self._clock, rng=self._rng, again=again
+            )
+        except EngineUnavailable:
+            self.failures += 1
+            raise
 
     async def _send(
         self, method: str, url: URL, body: bytes | None, lane: str, timeout_s: float, read: Reader | None

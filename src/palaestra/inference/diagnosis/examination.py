@@ -14,6 +14,7 @@ import msgspec
 from yarl import URL
 
 from palaestra.core.errors import ConfigError, EngineError
+from palaestra.core.retry import AT_START
 from palaestra.core.types import JSON
 from palaestra.inference.base import TokenEngine
 from palaestra.inference.config import APIServerConfig
@@ -27,7 +28,6 @@ from palaestra.inference.engines.transformers import TransformersEngine
 from palaestra.inference.engines.vllm import VLLMEngine
 from palaestra.inference.listing import Listed, listed_models, server_kind
 from palaestra.inference.refusals import refused, shown
-from palaestra.inference.retry import AT_START
 from palaestra.inference.tokens import Tokenizer, load_tokenizer
 
 REACHABLE, SERVER, CHAT, AGREES = "reachable", "server", "chat with tools", "tokenizer agrees"

@@ -17,12 +17,12 @@ from yarl import URL
 
 from palaestra.core.clock import Clock
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused
+from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Message
 from palaestra.inference.base import ChatCompletion, ChatServer, SessionContext, TextCompletion
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.listing import listed_models, server_kind
 from palaestra.inference.refusals import shown
-from palaestra.inference.retry import RetryPolicy
 from palaestra.inference.streaming import Delta, DeltaHook, ReplyReader
 from palaestra.inference.transport import Transport
 from palaestra.inference.wire import decode_completion, decode_text, plainer_history

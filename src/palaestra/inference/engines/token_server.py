@@ -15,13 +15,13 @@ from yarl import URL
 
 from palaestra.core.clock import Clock
 from palaestra.core.errors import ConfigError, EngineReplyError, EngineUnavailable
+from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.openai import parse_base_url
 from palaestra.inference.engines.token_chat import TokenChat
 from palaestra.inference.ledger.prompts import ids_json
 from palaestra.inference.refusals import shown
-from palaestra.inference.retry import RetryPolicy
 from palaestra.inference.tokens import Tokenizer
 from palaestra.inference.transport import Response, Transport
 from palaestra.inference.wire import encode_json

@@ -13,8 +13,8 @@ import msgspec
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import TrainerUnavailable
+from palaestra.core.retry import retry_after_s
 from palaestra.core.types import JSON
-from palaestra.inference.retry import retry_after_s
 from palaestra.inference.wire import encode_json
 
 PACKED_BYTES = 1024

@@ -20,8 +20,8 @@ from contextlib import asynccontextmanager, suppress
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import TrainerRefused, TrainerUnavailable
+from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON
-from palaestra.inference.retry import RetryPolicy
 from palaestra.trainers.atropos.client import Answer, TrajectoryClient
 from palaestra.trainers.atropos.link import Link
 from palaestra.trainers.atropos.outgoing import Deliveries

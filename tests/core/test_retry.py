@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.inference.retry import RetryPolicy, retry_after_s
+from palaestra.core.retry import RetryPolicy, retry_after_s
 
 
 @given(st.integers(1, 50), st.integers())

@@ -1,4 +1,4 @@
-"""When to try a request again, and how long to wait before. Pure: no I/O, no sleeping.
+"""When to try a request again, and how long to wait before: no I/O here, and time comes from a clock.
 
 Invariant: only what can pass by itself is tried again (rate limits, server errors, connection failures); what the
 server understood and refused is not.
@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import email.utils
 import random
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
+
+from palaestra.core.clock import Clock
+
+T = TypeVar("T")
 
 RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529})
 """Rate limits, server errors and the gateway errors that proxies add (520 to 529)."""
@@ -52,3 +58,40 @@ def retry_after_s(header: str | None, now: float) -> float | None:
         except (ValueError, OverflowError):
             return None
     return max(0.0, seconds) if seconds < 1e9 else None
+
+
+class Passing(Exception):
+    """What may pass by itself. `problem` is raised in the end if it does not; `asked_s` is when the server wants to be
+    asked again."""
+
+    def __init__(self, problem: Exception, asked_s: float | None = None) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+        self.asked_s = asked_s
+
+
+async def persist(
+    send: Callable[[int, float], Awaitable[T]],
+    *,
+    retry: RetryPolicy,
+    timeout_s: float,
+    clock: Clock,
+    rng: random.Random,
+    again: Callable[[float, Exception], None] = lambda wait_s, problem: None,
+) -> T:
+    """What `send` gives, tried again for as long as it raises `Passing`, within `timeout_s` for all tries together.
+
+    `send` is told which try it is (from 1) and the seconds left; `again` is told of each wait. Raises the last problem.
+    """
+    started_s, left_s, tries = clock.monotonic(), timeout_s, 0
+    while True:
+        tries += 1
+        try:
+            return await send(tries, left_s)
+        except Passing as passing:
+            wait_s = retry.wait_s(tries, passing.asked_s, rng)
+            left_s = timeout_s - (clock.monotonic() - started_s) - wait_s
+            if tries >= retry.attempts or left_s <= 0:
+                raise passing.problem from passing.__cause__
+            again(wait_s, passing.problem)
+        await clock.sleep(wait_s)
