@@ -21,7 +21,7 @@ PARAMETERS: Mapping[str, str] = {
     "search_files": "pattern! target path file_glob limit offset output_mode context",
     "todo": "todos merge",
     "web_search": "query! limit",
-    "web_extract": "urls!",
+    "web_extract": "urls! offset",
     "browser_navigate": "url!",
     "browser_snapshot": "full",
     "browser_click": "ref!",
@@ -149,6 +149,13 @@ SCENES: Mapping[str, tuple[Step, ...]] = {
             lambda r: r["summary"]["completed"] == 1 and len(r["todos"]) == 1,
         ),
         step({}, "todos summary", lambda r: r["todos"][0]["content"] == "read"),
+    ),
+    "web_extract": (
+        step(
+            {"urls": ["http://127.0.0.1:1/", "file:///etc/passwd"]},
+            "results error",
+            lambda r: all(each["url"] and each["error"] for each in r["results"]),
+        ),
     ),
 }
 """In this order, in one slot: what a tool leaves behind is what the next one finds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 
 import click
@@ -22,15 +23,19 @@ from palaestra.core.types import JSON
 )
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable, with the full schemas.")
 def command(as_json: bool) -> None:
+    from palaestra.core.config import merge
+    from palaestra.envs.config import HermesAgentEnvConfig
+    from palaestra.envs.sources import read_environ
     from palaestra.tools.catalog import get_available_toolsets
     from palaestra.tools.distributions import list_distributions
     from palaestra.tools.registry import all_tools
 
+    settings = merge(HermesAgentEnvConfig, [read_environ(os.environ, "env", HermesAgentEnvConfig)]).value
     tools: list[dict[str, JSON]] = [
         {"name": tool.name, "toolset": tool.toolset, "missing": tool.missing(), **_schema(tool.schema.to_dict())}
-        for tool in all_tools()
+        for tool in all_tools(settings)
     ]
-    toolsets = [{"name": name, **each} for name, each in get_available_toolsets().items()]
+    toolsets = [{"name": name, **each} for name, each in get_available_toolsets(settings).items()]
     distributions = [{"name": name, **each} for name, each in list_distributions().items()]
     if as_json:
         everything = {"tools": tools, "toolsets": toolsets, "distributions": distributions}

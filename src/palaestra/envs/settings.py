@@ -57,6 +57,7 @@ def kit(
         extra=extra,
         strict=config.strict_tools,
         settings=config,
+        world=config.allow_network,
         replayed=config.world == "replay",
     )
     return Kit(registry, tuple(enabled or ()))

@@ -16,6 +16,7 @@ from palaestra.core.config import Layer, nearest
 from palaestra.core.errors import ConfigError
 from palaestra.core.literals import read_words
 from palaestra.core.types import JSON
+from palaestra.tools.settings import WEB_KEYS, WEB_URLS
 
 _TOP_KEYS = ("env", "openai", "slurm", "testing")
 
@@ -27,6 +28,11 @@ _CONTRACT_VARIABLES = {
     "ATROPOS_TOKENIZER_NAME": "tokenizer_name",
 }
 """Names that existing scripts and job files export for the model server."""
+
+_PROVIDERS = {variable: f"web_api_keys.{name}" for name, variable in WEB_KEYS.items()} | {
+    variable: f"web_urls.{name}" for name, variable in WEB_URLS.items()
+}
+"""Names under which users of these providers have their keys already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +67,32 @@ def read_file(path: Path) -> FileSettings:
 
 
 def read_environ(environ: Mapping[str, str], prefix: str, model_type: type[BaseModel]) -> Layer:
-    """The layer of `PALAESTRA_<PREFIX>_<FIELD>` variables; `openai` also has the contract's. Raises `ConfigError`."""
+    """The layer of `PALAESTRA_<PREFIX>_<FIELD>` variables; `openai` also has the contract's, and `env` the keys of web
+    providers. Raises `ConfigError`."""
     start = f"PALAESTRA_{prefix.upper()}_"
-    named = dict(_CONTRACT_VARIABLES) if prefix == "openai" else {}
+    named = dict(_CONTRACT_VARIABLES if prefix == "openai" else _known(_PROVIDERS, model_type))
     named |= {variable: variable.removeprefix(start).lower() for variable in environ if variable.startswith(start)}
     values: dict[str, JSON] = {}
     spelled: dict[str, str] = {}
     for variable, name in named.items():
         if not environ.get(variable):
             continue
-        if name not in model_type.model_fields:
+        field_name, _, entry = name.partition(".")
+        if field_name not in model_type.model_fields:
             known = [start + known_name.upper() for known_name in model_type.model_fields]
             raise ConfigError(f"environment: {variable} sets nothing.{nearest(variable, known)}")
         try:
-            values[name] = read_words(model_type.model_fields[name].annotation, [environ[variable]])
+            annotation = model_type.model_fields[field_name].annotation
+            values[name] = environ[variable] if entry else read_words(annotation, [environ[variable]])
         except ValueError as error:
             raise ConfigError(f"environment: {variable}: {error}") from None
         spelled[name] = variable
     return Layer("environment", values, spelled)
+
+
+def _known(named: Mapping[str, str], model_type: type[BaseModel]) -> dict[str, str]:
+    """Those of the names whose field this configuration has."""
+    return {each: name for each, name in named.items() if name.partition(".")[0] in model_type.model_fields}
 
 
 def _load(path: Path) -> dict[str, JSON]:

@@ -119,11 +119,19 @@ class ToolContext:
 
     def web_search(self, query: str) -> dict[str, JSON]:
         """Ask the tool `web_search`: its reply, or `{"error"}` where it is missing."""
-        return _object(self.call_tool("web_search", {"query": query}))
+        return self._wait(self.web_search_async(query), "web_search_async")
+
+    async def web_search_async(self, query: str) -> dict[str, JSON]:
+        """`web_search`, to be awaited."""
+        return _object(await self.call_tool_async("web_search", {"query": query}))
 
     def web_extract(self, urls: Sequence[str]) -> dict[str, JSON]:
         """Ask the tool `web_extract`: its reply, or `{"error"}` where it is missing."""
-        return _object(self.call_tool("web_extract", {"urls": list(urls)}))
+        return self._wait(self.web_extract_async(urls), "web_extract_async")
+
+    async def web_extract_async(self, urls: Sequence[str]) -> dict[str, JSON]:
+        """`web_extract`, to be awaited."""
+        return _object(await self.call_tool_async("web_extract", {"urls": list(urls)}))
 
     def browser_navigate(self, url: str) -> dict[str, JSON]:
         """Ask the tool `browser_navigate`: its reply, or `{"error"}` where it is missing."""

@@ -14,6 +14,7 @@ from palaestra.core.types import JSON
 from palaestra.tools.installed import Installed
 from palaestra.tools.registry import all_tools, builtin_tools, usable_packages
 from palaestra.tools.schema import Tool
+from palaestra.tools.settings import ToolSettings
 from palaestra.tools.toolsets import TOOL_ALIASES, TOOLSETS, resolve_toolsets
 
 logger = logging.getLogger(__name__)
@@ -38,12 +39,12 @@ def get_toolset_for_tool(tool_name: str) -> str | None:
     return next((tool.toolset for tool in all_tools() if tool.name == name), None)
 
 
-def get_available_toolsets() -> dict[str, dict[str, JSON]]:
+def get_available_toolsets(settings: ToolSettings | None = None) -> dict[str, dict[str, JSON]]:
     """Each toolset: `available` (has at least one tool that works here), `tools`, `description`, `missing`.
 
-    `missing` has the tools that do not work here, with the reason.
+    `missing` has the tools that do not work here, with the reason; `settings` are what the tools are told.
     """
-    known = {tool.name: tool for tool in all_tools()}
+    known = {tool.name: tool for tool in all_tools(settings)}
     return {
         name: _toolset(description, [known[tool] for tool in tools])
         for name, description, tools in (*_builtin(), *((e.toolset, _about(e), _names(e)) for e in usable_packages()))

@@ -105,6 +105,7 @@ def build_tool_registry(
     strict: bool = False,
     installed: Sequence[Installed] | None = None,
     settings: ToolSettings | None = None,
+    world: bool = True,
     replayed: bool = False,
 ) -> ToolRegistry:
     """The tools of the enabled toolsets (None: all that work here) without those of the disabled ones.
@@ -112,8 +113,10 @@ def build_tool_registry(
     `extra` are tools that an environment brings along: they are in unless their toolset is disabled. `installed` are
     those of other packages, by default what their entry points offer. Tools that cannot be used here are left out and
     named in the registry's `missing`; with `strict` they are an error, and the toolsets must be named. `settings` are
-    what the package's own tools are told. With `replayed`, tools that touch the world are there whatever they lack: the
-    world is a recording.
+    what the package's own tools are told.
+
+    Without `world`, tools that touch it are only for who names their toolset: an agent without a network is not to get
+    one by another way. With `replayed` they are there whatever they lack, since the world is a recording.
 
     Raises `ConfigError` for unknown toolsets, for two tools of one name, and with `strict`.
     """
@@ -129,7 +132,7 @@ def build_tool_registry(
     names = resolve_toolsets(enabled, disabled, {**_toolsets_of(brought, others), **TOOLSETS})
     known = {tool.name: tool for tool in (*(tool for each in others for tool in each.tools), *builtin_tools(settings))}
     own = [tool for tool in brought if tool.toolset not in disabled]
-    chosen = [known[name] for name in names]
+    chosen = [known[name] for name in names if world or enabled is not None or not known[name].touches_world]
     missing = _reasons(own, replayed)
     if enabled is not None:
         missing |= _reasons(chosen, replayed) | _problems(others, enabled)
@@ -184,7 +187,7 @@ def builtin_tools(settings: ToolSettings | None = None) -> tuple[Tool, ...]:
     from palaestra.tools.absent.assistant import ASSISTANT
     from palaestra.tools.absent.models import MODELS
     from palaestra.tools.absent.training import TRAINING
-    from palaestra.tools.absent.web import BROWSER, WEB
+    from palaestra.tools.absent.web import BROWSER
     from palaestra.tools.builtin.edits import PATCH
     from palaestra.tools.builtin.files import READ_FILE, WRITE_FILE
     from palaestra.tools.builtin.process import PROCESS
@@ -193,9 +196,10 @@ def builtin_tools(settings: ToolSettings | None = None) -> tuple[Tool, ...]:
     from palaestra.tools.builtin.terminal_stateful import TERMINAL_STATEFUL
     from palaestra.tools.builtin.tmux import TMUX
     from palaestra.tools.builtin.todo import TODO
+    from palaestra.tools.builtin.web import web_tools
 
     here = (TERMINAL, PROCESS, READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES, TODO, TERMINAL_STATEFUL, TMUX)
-    return (*here, *WEB, *BROWSER, *MODELS, *ASSISTANT, *TRAINING)
+    return (*here, *web_tools(settings or ToolSettings()), *BROWSER, *MODELS, *ASSISTANT, *TRAINING)
 
 
 def all_tools(settings: ToolSettings | None = None) -> list[Tool]:

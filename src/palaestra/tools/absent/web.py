@@ -1,31 +1,11 @@
-"""Web search, page reading and the browser, which this version does not have."""
+"""The browser, which this version does not have."""
 
 from __future__ import annotations
 
-from palaestra.tools.absent.base import absent, flag, number, text, texts
+from palaestra.tools.absent.base import absent, flag, text
 
-_NO_WEB = "this version has no web tools; run `curl` in the terminal of a slot with a network"
 _NO_BROWSER = "this version has no browser"
 _REF = text("The element's reference in the latest snapshot, such as @e5.")
-
-WEB = (
-    absent(
-        "web_search",
-        "web",
-        _NO_WEB,
-        "Search the web. The reply lists titles, addresses and short extracts of the best results.",
-        {"query": text("What to search for."), "limit": number("How many results, at most.", default=5, minimum=1)},
-        ("query",),
-    ),
-    absent(
-        "web_extract",
-        "web",
-        _NO_WEB,
-        "Read web pages as text, up to five at once.",
-        {"urls": texts("The addresses of the pages.", maxItems=5)},
-        ("urls",),
-    ),
-)
 
 BROWSER = (
     absent(

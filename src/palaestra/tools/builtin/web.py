@@ -1,0 +1,148 @@
+"""The `web_search` and `web_extract` tools.
+
+Whom they ask is `web/providers`; which addresses may be read is `web/addresses.py`. Names and parameters are the
+contract's. Not for pages that need clicks or scripts: that is a browser's work.
+
+Invariant: a reply is bounded, says what was cut and how to get it, and is nobody's summary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from palaestra.core.types import JSON
+from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.settings import ToolSettings
+from palaestra.tools.web.addresses import Reachable
+from palaestra.tools.web.base import Page, PageReader, Searcher
+from palaestra.tools.web.providers.choosing import Choice, choose_reader, choose_searcher, reader, searcher
+from palaestra.tools.web.reading import Fetcher, Screened
+
+MAX_RESULTS = 20
+MAX_PAGES = 5
+MAX_PAGE_CHARS = 20_000
+_EXTRACT_CHARS = 1_000
+_TITLE_CHARS = 300
+
+SEARCH_SCHEMA = ToolSchema(
+    name="web_search",
+    description=(
+        "Search the web. The reply lists titles, addresses and short extracts of the best results. Read a page whole "
+        "with web_extract."
+    ),
+    parameters={
+        "query": {"type": "string", "description": "What to search for.", "minLength": 1},
+        "limit": {
+            "type": "integer",
+            "description": "How many results, at most.",
+            "default": 5,
+            "minimum": 1,
+            "maximum": MAX_RESULTS,
+        },
+    },
+    required=("query",),
+)
+
+EXTRACT_SCHEMA = ToolSchema(
+    name="web_extract",
+    description=(
+        f"Read web pages as text, up to {MAX_PAGES} at once. A long page is cut after {MAX_PAGE_CHARS} characters; go "
+        "on with the offset that its hint names."
+    ),
+    parameters={
+        "urls": {
+            "type": "array",
+            "items": {"type": "string"},
+            "description": "The addresses of the pages.",
+            "minItems": 1,
+            "maxItems": MAX_PAGES,
+        },
+        "offset": {
+            "type": "integer",
+            "description": "Where to begin in each page, in characters.",
+            "default": 0,
+            "minimum": 0,
+        },
+    },
+    required=("urls",),
+)
+
+
+def web_tools(settings: ToolSettings) -> tuple[FunctionTool, ...]:
+    """Both tools as a configuration has them; one that lacks something says what. Raises `ConfigError`."""
+    asked, read = choose_searcher(settings), choose_reader(settings)
+
+    async def search(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+        _refuse_without(asked, SEARCH_SCHEMA)
+        return await run_search(searcher(asked.name, settings), arguments)
+
+    async def extract(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+        _refuse_without(read, EXTRACT_SCHEMA)
+        return await run_extract(page_reader(read.name, settings), arguments)
+
+    shared = partial(FunctionTool, toolset="web", parallel_safe=True, touches_world=True)
+    return (
+        shared(schema=SEARCH_SCHEMA, run=search, missing=lambda: asked.missing),
+        shared(schema=EXTRACT_SCHEMA, run=extract, missing=lambda: read.missing),
+    )
+
+
+def page_reader(name: str, settings: ToolSettings) -> PageReader:
+    """This machine, or a provider; one's own server of a provider is asked only for what this machine might read."""
+    reachable = Reachable(settings.web_allow)
+    if name == "fetch":
+        return Fetcher(reachable, settings.lane())
+    return Screened(reader(name, settings), reachable) if name in settings.web_urls else reader(name, settings)
+
+
+async def run_search(provider: Searcher, arguments: Mapping[str, JSON]) -> ToolReply:
+    """The results: `success`, and `data.web` with `position`, `title`, `url` and `description` of each."""
+    query, limit = str(arguments["query"]).strip(), int(arguments.get("limit", 5))
+    if not query:
+        raise ToolMistake("The query is empty; say what to search for")
+    found = (await provider.search(query, limit))[:limit]
+    results = [
+        {
+            "position": position,
+            "title": _cut(each.title, _TITLE_CHARS),
+            "url": each.url,
+            "description": _cut(each.description, _EXTRACT_CHARS),
+        }
+        for position, each in enumerate(found, start=1)
+    ]
+    return {"success": True, "data": {"web": results}}
+
+
+async def run_extract(pages: PageReader, arguments: Mapping[str, JSON]) -> ToolReply:
+    """`results`: for each address its `title` and `content` or its `error`, with `total_chars` and a `hint` where it is
+    cut; and an `error` of the whole where no page could be read."""
+    urls, offset = [str(url) for url in arguments["urls"]], int(arguments.get("offset", 0))
+    results = [_shown(page, offset) for page in await pages.read(urls)]
+    if all("error" in each for each in results):
+        return {"results": results, "error": "No page could be read; each result says why"}
+    return {"results": results}
+
+
+def _refuse_without(choice: Choice, schema: ToolSchema) -> None:
+    """Code may call what no model is shown."""
+    if choice.missing is not None:
+        raise ToolMistake(f"{schema.name} cannot be used here: {choice.missing}")
+
+
+def _shown(page: Page, offset: int) -> dict[str, JSON]:
+    if page.error:
+        return {"url": page.url, "error": page.error}
+    total = len(page.content)
+    if offset and offset >= total:
+        return {"url": page.url, "error": f"offset {offset} is beyond the end: the page has {total} characters"}
+    content = page.content[offset : offset + MAX_PAGE_CHARS]
+    shown: dict[str, JSON] = {"url": page.url, "title": _cut(page.title, _TITLE_CHARS), "content": content}
+    end = offset + len(content)
+    if end < total:
+        shown |= {"total_chars": total, "hint": f"Characters {offset} to {end} are shown; go on with offset={end}"}
+    return {**shown, "note": page.note} if page.note else shown
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}… [{len(text) - most} more characters]"

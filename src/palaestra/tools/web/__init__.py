@@ -1,0 +1,1 @@
+"""The web for tools: `base` is what a provider is, `providers` has a file for each, `reading` does without them."""

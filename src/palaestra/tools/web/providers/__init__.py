@@ -1,0 +1,1 @@
+"""Providers of searches and pages, one file each. `choosing` says which of them a configuration means."""

@@ -1,0 +1,115 @@
+"""Asking a provider's server: what is tried again, what is given up, and whose fault it is then."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+
+import pytest
+
+from palaestra.core.clock import ManualClock
+from palaestra.core.errors import ToolUnavailable
+from palaestra.core.retry import RetryPolicy
+from palaestra.core.types import JSON, Blame
+from palaestra.inference.loopback import Answer, LoopbackServer
+from palaestra.tools.asking import Server, rows, text
+from palaestra.tools.schema import ToolMistake
+
+OK = Answer({"ok": True})
+
+
+def ask(server: LoopbackServer, clock: ManualClock | None = None, **more: JSON) -> JSON:
+    async def main() -> JSON:
+        async with server:
+            provider = Server(
+                "engine",
+                server.url,
+                "web_api_keys.engine",
+                {"X-Key": "secret"},
+                asyncio.Semaphore(2),
+                clock=clock or ManualClock(),
+                rng=random.Random(1),
+                **more,
+            )
+            return await provider.post("/search", {"q": "é"})
+
+    return asyncio.run(main())
+
+
+def test_a_post_carries_json_and_the_key() -> None:
+    server = LoopbackServer(OK)
+    assert ask(server) == {"ok": True}
+    assert server.seen[0].path == "/search"
+    assert server.seen[0].body == {"q": "é"}
+    assert server.seen[0].headers["X-Key"] == "secret"
+
+
+@pytest.mark.parametrize("first", [Answer({}, 429), Answer({}, 503), Answer(cut=True)])
+def test_what_can_pass_by_itself_is_tried_again(first: Answer) -> None:
+    clock = ManualClock()
+    assert ask(LoopbackServer(first, first, OK), clock) == {"ok": True}
+    assert len(clock.slept) == 2
+
+
+def test_a_rate_limit_says_how_long_to_wait() -> None:
+    clock = ManualClock()
+    ask(LoopbackServer(Answer({}, 429, {"Retry-After": "7"}), OK), clock)
+    assert 7.0 <= clock.slept[0] <= 7.5
+
+
+def test_a_rate_limit_that_does_not_pass_is_not_the_models_fault() -> None:
+    server = LoopbackServer(Answer({"message": "slow down"}, 429))
+    with pytest.raises(ToolUnavailable, match=r"engine at http.* HTTP 429, tried 3 times: .*slow down") as caught:
+        ask(server, retry=RetryPolicy(attempts=3))
+    assert caught.value.blame is Blame.TOOL
+    assert len(server.seen) == 3
+
+
+def test_a_server_that_is_silent_or_gone_is_unavailable() -> None:
+    once = RetryPolicy(attempts=1)
+    with pytest.raises(ToolUnavailable, match="cannot be reached"):
+        ask(LoopbackServer(Answer(hang=True)), retry=once, try_timeout_s=0.05)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        gone = Server("engine", f"http://127.0.0.1:{free.getsockname()[1]}", "k", {}, asyncio.Semaphore(1), retry=once)
+        with pytest.raises(ToolUnavailable, match="cannot be reached"):
+            asyncio.run(gone.get("/search", {"q": "x"}))
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (Answer({}, 401), "web_api_keys.engine"),
+        (Answer({}, 404), "look at its address"),
+        (Answer({}, 302, {"Location": "http://127.0.0.1:1/"}), "HTTP 302"),
+        (Answer(b"<html>"), "no JSON"),
+        (Answer(b"[" * 100_000), "no JSON"),
+    ],
+)
+def test_what_will_not_pass_is_not_tried_again(answer: Answer, says: str) -> None:
+    server = LoopbackServer(answer)
+    with pytest.raises(ToolUnavailable, match=says):
+        ask(server)
+    assert len(server.seen) == 1
+
+
+def test_a_reply_without_end_is_cut_off() -> None:
+    with pytest.raises(ToolUnavailable, match="more than 16 MB"):
+        ask(LoopbackServer(Answer(b"x" * ((16 << 20) + 1))))
+
+
+def test_a_request_that_is_refused_is_the_models_to_mend() -> None:
+    with pytest.raises(ToolMistake, match=r"HTTP 422.*no such language"):
+        ask(LoopbackServer(Answer({"detail": "no such language"}, 422)))
+
+
+def test_rows_are_found_where_they_are_promised() -> None:
+    server = Server("engine", "http://engine.example", "k", {}, asyncio.Semaphore(1))
+    assert rows(server, {"web": {"results": [{"a": 1}]}}, "web", "results") == [{"a": 1}]
+    assert rows(server, {"web": None}, "web", "results") == []
+    for told in ([], {"web": {"results": {}}}, {"web": {"results": [1]}}):
+        with pytest.raises(ToolUnavailable, match="shape"):
+            rows(server, told, "web", "results")
+    assert text({"a": None, "b": "", "c": "x"}, "a", "b", "c") == "x"
+    assert text({"a": 1}, "a") == ""
