@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         handle_function_call_async,
         register_task_env_overrides,
     )
+    from palaestra.tools.settings import ToolSettings
     from palaestra.tools.wire import ToolCall, ToolResult
 
 __version__ = "0.1.0"
@@ -100,6 +101,7 @@ __all__ = [
     "ToolRun",
     "ToolSchema",
     "ToolSession",
+    "ToolSettings",
     "ToolStep",
     "build_tool_registry",
     "check_tool_availability",
@@ -167,6 +169,7 @@ _MODULES = {
     "ToolRun": "tools.schema",
     "ToolSchema": "tools.schema",
     "ToolSession": "tools.session",
+    "ToolSettings": "tools.settings",
     "ToolStep": "core.types",
     "build_tool_registry": "tools.registry",
     "check_tool_availability": "tools.catalog",

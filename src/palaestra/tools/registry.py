@@ -142,13 +142,14 @@ def build_tool_registry(
     return ToolRegistry((tool for tool in [*chosen, *own] if _reason(tool, replayed) is None), missing, settings)
 
 
-def unrestricted(registry: ToolRegistry | None = None) -> ToolRegistry:
+def unrestricted(registry: ToolRegistry | None = None, settings: ToolSettings | None = None) -> ToolRegistry:
     """Every tool there is, those of `registry` before others of their name: for code, never to be shown to a model.
 
-    What is missing here is in it and answers with its reason. The others have the settings of `registry`.
+    What is missing here is in it and answers with its reason. The others have `settings`, else those of `registry`.
     """
     own = [] if registry is None else [tool for name in registry.list_tools() if (tool := registry.get(name))]
-    settings = None if registry is None else registry.settings
+    if settings is None and registry is not None:
+        settings = registry.settings
     names = {tool.name for tool in own}
     return ToolRegistry([*own, *(tool for tool in all_tools(settings) if tool.name not in names)], settings=settings)
 

@@ -31,6 +31,7 @@ from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.tools.binding import reply_text
 from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.registry import ToolRegistry, unrestricted
+from palaestra.tools.settings import ToolSettings
 
 T = TypeVar("T")
 
@@ -44,7 +45,8 @@ _CLOSE_S = 30.0
 class ToolSession:
     """A pool of slots by task id, with its own event loop in a thread. Close it, or use it in a `with` statement.
 
-    `registry` has every tool by default, those that are missing with their reason. `config` says what calls may do; its
+    `registry` has every tool by default, those that are missing with their reason, and those that need a key with the
+    ones of `settings`. `config` says what calls may do; its
     default, the contract's, is a network and the best isolation there is.
     """
 
@@ -54,9 +56,10 @@ class ToolSession:
         *,
         config: ToolExecutorConfig | None = None,
         backend: Backend | None = None,
+        settings: ToolSettings | None = None,
     ) -> None:
         self._slots = _TaskSlots(backend or LocalBackend())
-        self._registry = registry if registry is not None else unrestricted()
+        self._registry = registry if registry is not None else unrestricted(settings=settings)
         self._executor = ToolExecutor(self._slots, self._registry, config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tool-session", daemon=True)

@@ -27,6 +27,10 @@ class World(Protocol):
         """The reply to a call of a tool that touches the world. Raises `InfraError`."""
         ...
 
+    def beside(self, name: str) -> World:
+        """The same world for another conversation of the rollout, such as a sub-agent's: its calls count apart."""
+        ...
+
 
 def call_key(tool: str, what: JSON, after: str = "") -> str:
     """The name of a call: a hash (hex) of the tool, what decides its reply, and the calls of its session before it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import re
 
 import pytest
@@ -111,6 +112,11 @@ def test_whom_a_configuration_means(given: dict[str, JSON], name: str) -> None:
 def test_what_is_missing_names_the_way_out(given: dict[str, JSON], says: str) -> None:
     missing = choose_searcher(ToolSettings(**given)).missing
     assert re.search(says, missing or "")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ddgs") is not None, reason="ddgs is installed here")
+def test_ddgs_names_the_extra_that_it_needs() -> None:
+    assert "palaestra[web]" in (choose_searcher(ToolSettings(web_provider="ddgs")).missing or "")
 
 
 def test_reading_by_a_provider_needs_its_key() -> None:

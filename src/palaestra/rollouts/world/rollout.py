@@ -71,5 +71,5 @@ class RolloutWorld:
         return await self._answers.reply(Call(self.rollout, tool, arguments, key, n), ask)
 
     def beside(self, name: str) -> RolloutWorld:
-        """The same world for another part of the rollout, such as its grading or a sub-agent."""
+        """The same world for another part of the rollout, such as its grading or a sub-agent: its calls count apart."""
         return RolloutWorld(f"{self.rollout}:{name}", self._answers)
