@@ -119,7 +119,7 @@ def test_a_recorded_run_plays_again_without_the_web(folder: Path, capsys: pytest
 
     (made / "world.jsonl").unlink()
     assert palaestra("replay", made) == 1
-    assert "no reply to this call of web_search" in capsys.readouterr().out
+    assert "world.jsonl is not there, so nobody answers web_search" in capsys.readouterr().out
 
 
 @pytest.mark.slots

@@ -160,9 +160,34 @@ def test_what_a_session_says_depends_on_the_calls_before_it(tmp_path: Path) -> N
     path = tmp_path / WORLD_NAME
     told = record(path, Outside(), "r/0")[0]
     assert replay(path, "new", calls=CALLS[3:5]) == [told[3:5]]
-    with pytest.raises(ToolUnavailable, match="after these calls"):
+    with pytest.raises(ToolUnavailable, match="after the calls before it"):
         replay(path, "new", calls=(("click", "y"),))
     assert "not available" in str(replay(path, "new", calls=(("open", "x"), ("open", "x")), strict=False)[0][1])
+
+
+def test_a_tool_may_say_what_else_decides_its_reply(tmp_path: Path) -> None:
+    path, outside, picture = tmp_path / WORLD_NAME, Outside(), {"hash": "red"}
+
+    async def key(arguments: Mapping[str, JSON], run: ToolRun) -> JSON:
+        return [arguments, picture["hash"]]
+
+    schema = ToolSchema("look", "Look.", {"query": _TEXT}, ("query",))
+    tool = FunctionTool(schema, outside.ask, touches_world=True, world_key=key)
+
+    async def look(world: RunWorld, picture_hash: str) -> ToolReply:
+        picture["hash"] = picture_hash
+        tools = SlotTools(ToolRegistry([tool]), no_slot, "r/0", world=world.rollout("r/0"))
+        try:
+            return await tools.reply("look", {"query": "a.png"})
+        finally:
+            world.close()
+
+    recorded = open_world("record")
+    recorded.keep(path)
+    told = asyncio.run(look(recorded, "red"))
+    assert asyncio.run(look(open_world("replay", path), "red")) == told
+    with pytest.raises(ToolUnavailable):
+        asyncio.run(look(open_world("replay", path, strict=True), "blue"))
 
 
 def test_what_a_recording_lacks_is_an_error_for_the_model_or_the_end(tmp_path: Path) -> None:
@@ -274,8 +299,26 @@ def test_a_recording_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=WORLD_NAME):
         open_world("replay", tmp_path)
     world = world_of_run(tmp_path)
-    with pytest.raises(ToolUnavailable, match="no reply"):
+    with pytest.raises(ToolUnavailable, match="is not there"):
         asyncio.run(said(agent(world, Outside()), ("search", "a")))
+
+
+def test_what_no_file_can_hold_is_recorded_as_the_model_read_it(tmp_path: Path) -> None:
+    async def odd(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+        return {"found": "caf\udce9 é"}
+
+    async def main(world: RunWorld) -> str:
+        tool = FunctionTool(ToolSchema("odd", "Find."), odd, touches_world=True)
+        try:
+            return await SlotTools(ToolRegistry([tool]), no_slot, "r/0", world=world.rollout("r/0")).handle("odd", {})
+        finally:
+            world.close()
+
+    recorded = open_world("record")
+    recorded.keep(tmp_path / WORLD_NAME)
+    read = asyncio.run(main(recorded))
+    assert json.loads(read) == {"found": "caf? é"}
+    assert asyncio.run(main(open_world("replay", tmp_path))) == read
 
 
 def test_a_failing_tool_is_not_the_worlds_failure(tmp_path: Path) -> None:

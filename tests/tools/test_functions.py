@@ -273,3 +273,18 @@ def test_two_ways_to_declare() -> None:
     assert isinstance(named, TypedTool)
     assert (named.name, named.missing(), named.is_available()) == ("town", "no map", (False, "no map"))
     assert tool(city).name == "city"
+
+
+def test_a_tool_says_whether_its_reply_comes_from_beyond_the_machine() -> None:
+    @tool(touches_world=True, world_session="station")
+    def weather(place: str) -> str:
+        """Ask how the weather is."""
+        return "rain"
+
+    @tool
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    assert (weather.touches_world, weather.world_session) == (True, "station")
+    assert (add.touches_world, add.world_session) == (False, "")

@@ -30,6 +30,7 @@ class Grading:
         self.slots = rollout.slots
         self.spec = spec
         self.live = rollout.task.grading == LIVE
+        self._world = rollout.world.beside("grade") if rollout.world is not None else None
         self._slot: Slot | None = None
         self._sealed: Snapshot | None = None
         self._made: list[Snapshot] = []
@@ -75,13 +76,12 @@ class Grading:
 
     def tools(self, timeout_s: float) -> SlotTools:
         """All tools, pointing at the grading slot: what `exec_tool` and `ToolContext` call."""
-        world = self.rollout.world
         return SlotTools(
             unrestricted(self.rollout.kit.registry),
             self.slot,
             task_id=f"{self.rollout.rollout_id}:grade",
             timeout_s=timeout_s,
-            world=world.beside("grade") if world is not None else None,
+            world=self._world,
         )
 
     async def aclose(self) -> None:

@@ -74,28 +74,27 @@ class Recorded:
 
 
 class Replayed:
-    """A recording, and nothing else. `None` stands for the recording of a run that made none.
+    """A recording at `path`, and nothing else; None stands for one that is not there.
 
     What it lacks is an error for the model, or with `strict` the rollout's end.
     """
 
-    def __init__(self, recording: Reader | None, *, strict: bool, name: Path) -> None:
+    def __init__(self, recording: Reader | None, path: Path, *, strict: bool) -> None:
         self._recording = recording
+        self._path = path
         self._strict = strict
-        self._name = name
 
     async def reply(self, call: Call, ask: Ask) -> ToolReply:
         heard = self._recording.find(call.key, call.rollout, call.n) if self._recording is not None else None
         if heard is not None:
             reply: ToolReply = heard.reply
             return reply
-        why = f"{self._name} has no reply to this call of {call.tool}"
-        after = " after these calls before it" if call.session else ""
-        if self._strict:
-            raise ToolUnavailable(
-                f"{why}{after} ({call.rollout}): record it with world `fill`, or allow it to be missing"
-            )
-        return {"error": f"{call.tool} is not available for this call{after}: no reply to it was recorded"}
+        after = " after the calls before it" if call.session else ""
+        if not self._strict:
+            return {"error": f"{call.tool} is not available for this call{after}: no reply to it was recorded"}
+        if self._recording is None:
+            raise ToolUnavailable(f"{self._path} is not there, so nobody answers {call.tool} ({call.rollout})")
+        raise ToolUnavailable(f"{self._path} has no reply to this call of {call.tool}{after} ({call.rollout})")
 
 
 class Filled:
@@ -140,7 +139,7 @@ def open_world(mode: str, recording: Path | None = None, *, strict: bool = False
     assert recording is not None, f"{mode} needs a recording"
     if mode == "replay":
         reader = Reader(recording_at(recording))
-        return RunWorld(Replayed(reader, strict=strict, name=recording), end=reader.close)
+        return RunWorld(Replayed(reader, reader.path, strict=strict), end=reader.close)
     added = Writer(recording / WORLD_NAME if recording.is_dir() else recording)
     added.open()
     reader = Reader(added.path)
@@ -151,4 +150,4 @@ def world_of_run(folder: Path) -> RunWorld:
     """The world as a run recorded it, for playing the run again. What it lacks ends the rollout, blamed on the tool."""
     path = folder / WORLD_NAME
     reader = Reader(path) if path.is_file() else None
-    return RunWorld(Replayed(reader, strict=True, name=path), end=reader.close if reader is not None else lambda: None)
+    return RunWorld(Replayed(reader, path, strict=True), end=reader.close if reader is not None else lambda: None)

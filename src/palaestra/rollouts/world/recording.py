@@ -11,6 +11,7 @@ took turns. Only where one rollout has two replies to the same call, because it 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -71,7 +72,7 @@ class Writer:
 
     def append(self, heard: Heard) -> None:
         """Hand one line to the kernel. The file is made with its first line. Raises `OSError` when the disk is full."""
-        self.open().append(_encoder.encode(heard) + b"\n")
+        self.open().append(_line(heard) + b"\n")
 
     def open(self) -> AppendedFile:
         """The file, made where there is none. Raises `ConfigError`."""
@@ -154,6 +155,14 @@ class Reader:
             raise ConfigError(f"{self.path} holds {head.schema}, and this version reads {WORLD_SCHEMA}")
         place = _Place(offset, len(line), head.failed)
         self._places.setdefault(head.key, {})[head.rollout, head.n] = place
+
+
+def _line(heard: Heard) -> bytes:
+    """The call as JSON. What UTF-8 cannot hold is replaced, as it is for the model (`tools/binding.py`)."""
+    try:
+        return _encoder.encode(heard)
+    except UnicodeEncodeError:
+        return json.dumps(msgspec.structs.asdict(heard), ensure_ascii=False).encode("utf-8", "replace")
 
 
 def recording_at(path: Path) -> Path:
