@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from palaestra.envs.evaluation import Evaluation, in_short, save_evaluation
 from palaestra.envs.flags import Parsed
 from palaestra.envs.metrics_port import serving_metrics
 from palaestra.envs.output import Output
+from palaestra.envs.reporting import Reporting, asked_for, start_trackers
 from palaestra.envs.serving import Gate, OnGroup, Serving, serve_limit
 from palaestra.envs.settings import prices
 from palaestra.inference.config import APIServerConfig
@@ -31,10 +32,13 @@ from palaestra.rollouts.base import Environment
 from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.group import Services
 from palaestra.rollouts.inflight import InFlight
+from palaestra.rollouts.journal import without_secrets
 from palaestra.rollouts.progress import Observer, Several, make_progress
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.status import RunReader
 from palaestra.rollouts.stops import INTERRUPTED_BY, RunStopped, Stops
+from palaestra.rollouts.trackers.base import RunLabel
+from palaestra.rollouts.trackers.jsonl import MetricsFile
 from palaestra.rollouts.trajectory import Group
 from palaestra.rollouts.world.modes import RunWorld
 from palaestra.sandbox.pool import SlotPool
@@ -58,6 +62,28 @@ def make_stops(config: BaseEnvConfig, output: Output, resumed: bool) -> Stops:
     )
 
 
+async def make_reporting(parsed: RunLine, output: Output, note: Callable[[str], None]) -> Reporting:
+    """The run's trackers: `metrics.jsonl`, and the services that were asked for. `note` hears which are not here."""
+    config, folder, known = parsed.env_config, output.folder, output.finished
+    reporting = Reporting(
+        [MetricsFile(folder.metrics)],
+        prefix="eval/" if parsed.command == "evaluate" else "train/",
+        every=config.min_items_sent_before_logging,
+        known=frozenset(known.ended) if known is not None else (),
+    )
+    reporting.tell(note)
+    label = RunLabel(
+        project=config.tracker_project or output.env,
+        name=config.wandb_name or folder.run_id,
+        run_id=folder.run_id,
+        folder=folder.path,
+        settings={"env": without_secrets(config.model_dump(mode="json")), "model": output.model},
+        mode=config.wandb_mode,
+    )
+    await start_trackers(asked_for(config, parsed.sources), label, reporting)
+    return reporting
+
+
 async def recorded(batch: Batch, stream: TextIO) -> Totals:
     """Run the batch with its progress on `stream`, and finish the output however it ends."""
     reason, stops = "failed", batch.stops
@@ -70,9 +96,21 @@ async def recorded(batch: Batch, stream: TextIO) -> Totals:
         reason = INTERRUPTED_BY
         raise
     finally:
-        _say_where(batch.output, batch.output.close(reason), reason, stream)
+        figures = batch.output.close(reason)
+        _say_where(batch.output, figures, reason, stream)
         if stops.reason:
             stream.write(f"{stops.reason}: {stops.message}; go on with --resume {batch.output.folder.path}\n")
+        batch.reporting.tell(say_on(stream))
+        await batch.reporting.finish(batch.environment, figures)
+
+
+def say_on(stream: TextIO) -> Callable[[str], None]:
+    """Say a line where no progress is shown."""
+
+    def say(text: str) -> None:
+        stream.write(f"{text}\n")
+
+    return say
 
 
 @dataclass(slots=True)
@@ -86,14 +124,17 @@ class Batch:
     output: Output
     stops: Stops
     world: RunWorld
+    reporting: Reporting
 
     async def run(self, progress: Observer) -> Totals:
         """Run the command's groups, for as long as the stops let it. Cancelling it cancels what is in flight."""
         inflight = InFlight()
         self.stops.tell(progress.note)
+        self.reporting.tell(progress.note)
         async with self._watched(inflight, progress):
-            running = asyncio.create_task(self._run(Several(progress, inflight, self.stops)), name="run")
-            with self._draining(running):
+            observer = Several(progress, inflight, self.stops, self.reporting)
+            running = asyncio.create_task(self._run(observer), name="run")
+            with self._draining(running), self.reporting.going_on(self.environment):
                 try:
                     return await running
                 except (asyncio.CancelledError, RunStopped):
@@ -168,7 +209,7 @@ class Batch:
                     totals = await Serving(config, self.output, observer.note).run(roll_out, self._keep)
                 else:
                     totals = await roll_out(self._keep)
-            self.output.own.update(await environment.figures())
+            self.output.own.update(await self.reporting.own(environment))
             return totals
         finally:
             observer.run_finished()

@@ -125,9 +125,21 @@ class BaseEnvConfig(Settings):
     min_batch_allocation: float | None = Field(
         default=None, ge=0, le=1, description="Least share of a trainer's batch, 0 to 1."
     )
-    use_wandb: bool = later(True, "Log to Weights & Biases.")
+    use_wandb: bool = Field(
+        default=True,
+        description="Send the run's figures to Weights & Biases (extra `wandb`). Counts where a user or the "
+        "environment says it; the default alone sends nothing.",
+    )
     wandb_name: str | None = Field(
-        default=None, description="The name that a trainer knows the environment by; None: its own."
+        default=None,
+        description="The name that a trainer knows the environment by, and trackers the run; None: its own.",
+    )
+    wandb_mode: Literal["online", "offline"] | None = Field(
+        default=None, description="Whether Weights & Biases is reached at once; None: where a key for it is stored."
+    )
+    use_trackio: bool = Field(default=False, description="Give the run's figures to Trackio (extra `trackio`).")
+    tracker_project: str | None = Field(
+        default=None, description="The project that trackers file the run under; None: the environment's name."
     )
     rollout_server_url: str = Field(
         default="http://localhost:8000", description="The trainer's trajectory server, which `serve` feeds."
@@ -139,7 +151,9 @@ class BaseEnvConfig(Settings):
     num_rollouts_per_group_for_logging: int = Field(
         default=1, ge=-1, description="Rollouts kept of each group; -1 means all."
     )
-    min_items_sent_before_logging: int = later(2, "Groups between log entries.")
+    min_items_sent_before_logging: int = Field(
+        default=2, ge=1, description="Groups that must have ended before the figures are logged again."
+    )
     thinking_mode: bool = later(False, "Ask the model to think in its own tags.")
     reasoning_effort: str | None = later(None, "How hard a reasoning model should think.")
     max_reasoning_tokens: int | None = later(None, "Most tokens of reasoning per model call.")

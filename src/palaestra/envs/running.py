@@ -21,7 +21,7 @@ import msgspec
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import DONE, TOO_MANY_FAILURES, run_guarded
 from palaestra.core.types import JSON
-from palaestra.envs.batch import Batch, RunLine, make_stops, recorded
+from palaestra.envs.batch import Batch, RunLine, make_reporting, make_stops, recorded, say_on
 from palaestra.envs.config import BaseEnvConfig
 from palaestra.envs.flags import Answer, CommandLine, set_fields
 from palaestra.envs.forms import Form, form_of
@@ -106,7 +106,8 @@ async def run(
             if weak := warning(pool.rung):
                 stream.write(f"WARNING: isolation {pool.rung.label}: {weak}\n")
             stops = make_stops(config, output, parsed.resume is not None)
-            totals = await recorded(Batch(environment, parsed, engine, pool, output, stops, world), stream)
+            reporting = await make_reporting(parsed, output, say_on(stream))
+            totals = await recorded(Batch(environment, parsed, engine, pool, output, stops, world, reporting), stream)
     return RunReport(
         exit_code=stops.exit_code if stops.reason else TOO_MANY_FAILURES if _unfinished(totals, config) else DONE,
         totals=totals,
