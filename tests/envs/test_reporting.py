@@ -1,4 +1,4 @@
-"""What trackers hear of a run: the latest groups while it goes on, the whole at its end, and nobody's trouble stops it."""
+"""What trackers hear: the latest groups while a run goes on, the whole at its end; nobody's trouble stops it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from toy import Sums
 
 from palaestra.core.clock import ManualClock
 from palaestra.core.types import Outcome
@@ -21,7 +22,6 @@ from palaestra.envs.running import RunReport, run
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.trackers.base import Shown
 from palaestra.rollouts.trajectory import Group, Trajectory
-from toy import Sums
 
 
 class Heard:

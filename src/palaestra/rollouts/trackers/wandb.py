@@ -13,7 +13,7 @@ import wandb
 
 OFFLINE = "offline"
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "console": "off",
     "disable_git": True,
     "disable_code": True,
