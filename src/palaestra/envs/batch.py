@@ -37,6 +37,7 @@ from palaestra.rollouts.progress import Observer, Several, make_progress
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.status import RunReader
 from palaestra.rollouts.stops import INTERRUPTED_BY, RunStopped, Stops
+from palaestra.rollouts.tracing.base import NO_TRACING, Tracing
 from palaestra.rollouts.trackers.base import RunLabel
 from palaestra.rollouts.trackers.jsonl import MetricsFile
 from palaestra.rollouts.trajectory import Group
@@ -125,6 +126,7 @@ class Batch:
     stops: Stops
     world: RunWorld
     reporting: Reporting
+    tracing: Tracing = NO_TRACING
 
     async def run(self, progress: Observer) -> Totals:
         """Run the command's groups, for as long as the stops let it. Cancelling it cancels what is in flight."""
@@ -177,6 +179,10 @@ class Batch:
                 loop.remove_signal_handler(signal.SIGTERM)
 
     async def _run(self, observer: Observer) -> Totals:
+        with self.tracing.run():
+            return await self._traced(observer)
+
+    async def _traced(self, observer: Observer) -> Totals:
         config, environment, command = self.parsed.env_config, self.environment, self.parsed.command
         limit = config.total_steps if config.total_steps >= 0 else None
         if command == "serve":
@@ -241,6 +247,7 @@ class Batch:
             idle_limits=config.idle_limits,
             whole_groups=config.short_groups == "whole",
             world=self.world,
+            tracing=self.tracing,
             finished=self.output.finished.rollouts if self.output.finished is not None else {},
         )
 

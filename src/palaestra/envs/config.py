@@ -109,6 +109,13 @@ class BaseEnvConfig(Settings):
         default=None, ge=0, le=65535, description="Serve the run's numbers as Prometheus text on this port; 0: any."
     )
     metrics_host: str = Field(default="127.0.0.1", description="The address on which metrics_port listens.")
+    otel_endpoint: str | None = Field(
+        default=None,
+        description="Send OpenTelemetry spans to this collector (OTLP over HTTP, http://localhost:4318; extra `otel`).",
+    )
+    otel_content: bool = Field(
+        default=False, description="Put prompts, replies, arguments and results on the spans; off, they hold no text."
+    )
 
     max_eval_workers: int = later(16, "Evaluation rollouts in flight at once.")
     max_num_workers_per_node: int = later(8, "Groups in flight per model server.")
