@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.group import Services
 from palaestra.rollouts.inflight import InFlight
 from palaestra.rollouts.journal import without_secrets
+from palaestra.rollouts.ordering import read_timings
 from palaestra.rollouts.progress import Observer, Several, make_progress
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.status import RunReader
@@ -248,8 +249,16 @@ class Batch:
             whole_groups=config.short_groups == "whole",
             world=self.world,
             tracing=self.tracing,
+            timings=self._timings(),
             finished=self.output.finished.rollouts if self.output.finished is not None else {},
         )
+
+    def _timings(self) -> Mapping[str, float]:
+        """How long tasks took: in the run that was named, else in the parts of this one that are over."""
+        named = self.parsed.env_config.timings_from
+        if named is not None:
+            return read_timings(Path(named))
+        return {} if self.output.finished is None else read_timings(self.output.folder.journal)
 
     def _keep(self, group: Group) -> None:
         rewards = {trajectory.reward for trajectory in group.scored}

@@ -105,6 +105,10 @@ class BaseEnvConfig(Settings):
     drain_s: float = Field(
         default=60, ge=0, description="Seconds that rollouts in flight have to finish after SIGTERM."
     )
+    timings_from: str | None = Field(
+        default=None,
+        description="An earlier run's folder: tasks that were slow there begin first. A resumed run has its own.",
+    )
     metrics_port: int | None = Field(
         default=None, ge=0, le=65535, description="Serve the run's numbers as Prometheus text on this port; 0: any."
     )
@@ -222,6 +226,18 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         default=False, description="Refuse to run without a tool that was asked for, instead of leaving it out."
     )
     max_agent_turns: int = Field(default=30, ge=1, description="Model calls per rollout, at most.")
+    max_rollout_tokens: int | None = Field(
+        default=None, gt=0, description="Tokens that one rollout may read and write, over all its model calls."
+    )
+    max_rollout_completion_tokens: int | None = Field(
+        default=None, gt=0, description="Tokens that one rollout may write."
+    )
+    max_rollout_output_bytes: int | None = Field(
+        default=None, gt=0, description="Bytes of tool results that one rollout may read."
+    )
+    max_rollout_cost: float | None = Field(
+        default=None, gt=0, description="What one rollout may cost; needs the two prices."
+    )
     system_prompt: str | None = Field(default=None, description="The system message; tools need not be named in it.")
     agent_temperature: float = Field(default=1.0, ge=0, description="Sampling temperature of rollouts.")
     extra_body: dict[str, JSON] | None = Field(
@@ -296,6 +312,12 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         if name is not None:
             find_distribution(name)
         return name
+
+    @model_validator(mode="after")
+    def _rollout_cost_needs_prices(self) -> Self:
+        if self.max_rollout_cost is not None and self.prompt_price is None:
+            raise ConfigError("max_rollout_cost needs prompt_price and completion_price, per million tokens")
+        return self
 
     @model_validator(mode="after")
     def _one_source_of_toolsets(self) -> Self:

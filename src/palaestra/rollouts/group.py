@@ -63,6 +63,7 @@ class Services:
     world: RunWorld = field(default_factory=RunWorld)
     reported: set[str] = field(default_factory=set)
     tracing: Tracing = NO_TRACING
+    timings: Mapping[str, float] = field(default_factory=dict)
 
     def report_missing(self, missing: Mapping[str, str]) -> None:
         """Say once per run which tools were asked for and are not here."""
