@@ -280,11 +280,17 @@ def _say_where(output: Output, figures: dict[str, float], reason: str, stream: T
     groups, failed, rollouts, scored = (int(figures.get(name, 0)) for name in names)
     mean = figures.get("reward/mean")
     reward = "no reward" if mean is None else f"mean reward {mean:.3f}"
-    if "reward/mean/low" in figures:
-        reward += f" ({figures['reward/mean/low']:.3f} to {figures['reward/mean/high']:.3f})"
+    if mean is not None:
+        reward += _within(figures, "reward/mean")
     if mean is not None and scored < rollouts:
-        reward += f", {figures['reward/mean_with_unscored']:.3f} with the unscored as 0"
+        name = "reward/mean_with_unscored"
+        reward += f", {figures[name]:.3f}{_within(figures, name)} with the unscored as 0"
     stream.write(
         f"{reason}: {groups} groups ({failed} not run), {rollouts} rollouts ({rollouts - scored} unscored), {reward}\n"
         f"  groups  {output.groups.path}\n  report  {output.report}\n  run     {output.folder.path}\n"
     )
+
+
+def _within(figures: dict[str, float], name: str) -> str:
+    """The interval of a figure, where it has one."""
+    return f" ({figures[f'{name}/low']:.3f} to {figures[f'{name}/high']:.3f})" if f"{name}/low" in figures else ""

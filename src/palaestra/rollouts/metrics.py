@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Protocol
 
 from palaestra.rollouts.intervals import mean_interval, rate_interval
 from palaestra.rollouts.trajectory import Group, Trajectory
@@ -48,7 +49,8 @@ class Figures:
             self._seconds["prepare"].append(group.prepare_s)
         for trajectory in group.trajectories:
             self._count(trajectory)
-            self._time(trajectory)
+            for stage, seconds in stage_seconds(trajectory.beside):
+                self._seconds[stage].append(seconds)
 
     def _count(self, trajectory: Trajectory) -> None:
         self._totals.update(
@@ -70,15 +72,6 @@ class Figures:
             self._costs.append(trajectory.cost)
         for name, value in trajectory.metrics.items():
             self._metrics[name].append(float(value))
-
-    def _time(self, trajectory: Trajectory) -> None:
-        beside = trajectory.beside
-        if beside.turn_s:
-            self._seconds["model"].append(sum(model_s for model_s, _ in beside.turn_s))
-        for stage, seconds in beside.stages.items():
-            self._seconds[stage].append(seconds)
-        if beside.duration_s:
-            self._seconds["rollout"].append(beside.duration_s)
 
     def numbers(self) -> dict[str, float]:
         """`reward/*` and `percent_correct` (the share, 0 to 1, of rewards of at least 1) are over scored rollouts, but
@@ -159,6 +152,23 @@ _TOTALS = (
     "tool_calls_attempted",
     "tool_calls_valid",
 )
+
+
+class Timed(Protocol):
+    """What is known of a rollout's times, as `Beside` has it."""
+
+    duration_s: float
+    stages: dict[str, float]
+    turn_s: list[tuple[float, float]]
+
+
+def stage_seconds(beside: Timed) -> Iterator[tuple[str, float]]:
+    """The seconds of a rollout by stage: those that it recorded, all its model calls, and the whole of it."""
+    if beside.turn_s:
+        yield "model", sum(model_s for model_s, _ in beside.turn_s)
+    yield from beside.stages.items()
+    if beside.duration_s:
+        yield "rollout", beside.duration_s
 
 
 def summarise(groups: Iterable[Group]) -> dict[str, float]:
