@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from palaestra.core.config import DEFAULT
+from palaestra.envs.class_environment import numbers
 from palaestra.envs.config import BaseEnvConfig
 from palaestra.envs.evaluation import Evaluation, in_short, save_evaluation
 from palaestra.envs.flags import Parsed
@@ -230,6 +231,8 @@ class Batch:
             asked = self.parsed.env_config.data_dir_to_save_evals
             folder = Path(asked) if asked else self.output.folder.path / "evaluation"
             save_evaluation(evaluation.logged, folder, self.parsed.server_configs[0].model_name)
+            found = numbers(evaluation.logged["metrics"])
+            self.output.own.update({f"eval/{name.removeprefix('eval/')}": value for name, value in found.items()})
             observer.note(f"evaluation in {folder}: {in_short(evaluation.logged['metrics'])}".removesuffix(": "))
         return totals
 
