@@ -58,7 +58,8 @@ class Reporting(NullObserver):
         """Whom to tell of trouble."""
         self._tell = note
 
-    def note(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Tell of trouble. What others note is not this observer's to pass on."""
         self._tell(text)
 
     def add(self, tracker: Tracker) -> None:
@@ -124,6 +125,6 @@ def asked_for(config: BaseEnvConfig, sources: Mapping[str, str]) -> list[str]:
 async def start_trackers(services: Collection[str], label: RunLabel, reporting: Reporting) -> None:
     """Start the trackers of these services; what cannot be started is said."""
     for service in services:
-        tracker = await start_tracker(service, label, reporting.note)
+        tracker = await start_tracker(service, label, reporting.say)
         if tracker is not None:
             reporting.add(tracker)

@@ -110,7 +110,7 @@ async def run(
             reporting = await make_reporting(parsed, output, say_on(stream))
             async with traced(
                 config.otel_endpoint,
-                reporting.note,
+                reporting.say,
                 env=form.name,
                 model=engine.name,
                 provider=servers[0].server_type,
