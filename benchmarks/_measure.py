@@ -145,14 +145,29 @@ class Meter:
     def start(self) -> None:
         """Begin: garbage collected, the peak of memory set back to what is resident now."""
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")
-        self._rss_kb = _status_kb("VmRSS")
+        forget_peak()
+        self._rss_kb = resident_kb()
         self._cpu_s, self._wall_s = time.process_time(), time.perf_counter()
 
     def sample(self) -> dict[str, float]:
         """`cpu_s`, `wall_s` and `peak_kb`: how far resident memory rose above where it started."""
         cpu_s, wall_s = time.process_time() - self._cpu_s, time.perf_counter() - self._wall_s
-        return {"cpu_s": cpu_s, "wall_s": wall_s, "peak_kb": float(max(0, _status_kb("VmHWM") - self._rss_kb))}
+        return {"cpu_s": cpu_s, "wall_s": wall_s, "peak_kb": float(max(0, peak_kb() - self._rss_kb))}
+
+
+def resident_kb() -> int:
+    """Resident memory of this process."""
+    return _status_kb("VmRSS")
+
+
+def peak_kb() -> int:
+    """Its peak, since the start or since it was last forgotten."""
+    return _status_kb("VmHWM")
+
+
+def forget_peak() -> None:
+    """Let the peak begin anew at what is resident now. Source: proc(5), clear_refs."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _status_kb(field: str) -> int:

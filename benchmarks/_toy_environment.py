@@ -69,9 +69,12 @@ class Adding(Environment):
 
 
 @asynccontextmanager
-async def services(url: str) -> AsyncIterator[Services]:
-    """What a run shares, with a journal in a temporary folder. The pool is never started: nobody asks for a slot."""
-    engine = ServerGroup(APIServerConfig(base_url=url, model_name="m", health_check=False))
+async def services(url: str, **kind: JSON) -> AsyncIterator[Services]:
+    """What a run shares, with a journal in a temporary folder. The pool is never started: nobody asks for a slot.
+
+    `kind` are further settings of the model server.
+    """
+    engine = ServerGroup(APIServerConfig(base_url=url, model_name="m", health_check=False, **kind))
     await engine.start()
     slots = AdmittedSlots(SlotPool(SlotPoolConfig(), LocalBackend()), 1)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,10 @@
 """What the agent loop costs when nothing else does: python benchmarks/rollout_floor.py [--quick] [--json FILE]
 
 A rollout of five turns with a tool that runs in this process, against a server that answers at once, at concurrency
-1, 64 and 512. Four cases take turns: `bare` is an aiohttp loop that calls the same server and knows nothing of
+1, 64 and 512. Five cases take turns: `bare` is an aiohttp loop that calls the same server and knows nothing of
 limits, validation, retries or records; `palaestra` is `HermesAgentLoop` over the chat completions engine; `whole` is
 a group of one as a run has it: the same loop with the tool registry, outcome and score, all of it in the journal on
-disk; `no http` is the loop over a server object in the same process, which is what the loop alone costs.
+disk; `exact` is that against a server that continues token ids, with the ledger of exact tokens; `no http` is the loop over a server object in the same process, which is what the loop alone costs.
 
 The server runs in a process of its own; CPU and memory are those of the client. Memory is how far the resident set
 rises above where it was when the rollouts began, divided by how many are in flight: connections and tasks included.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -105,6 +106,29 @@ async def whole(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None
         await work(Adding(shared, PROMPT, ADD, tool_reply).roll_out)
 
 
+async def exact(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
+    """The same, token-exactly: what was sampled is kept with its log-probabilities."""
+    from _exact import saved_tokenizer
+    from _toy_environment import Adding, services
+
+    with tempfile.TemporaryDirectory() as folder:
+        async with services(url, server_type="sglang", tokenizer_name=saved_tokenizer(folder)) as shared:
+            await work(Adding(shared, PROMPT, ADD, tool_reply).roll_out)
+
+
+async def model_server() -> None:
+    """The replies as chat completions, and as tokens of the tiny model's tokenizer."""
+    from _exact import said, saved_tokenizer, turn_counter
+
+    from palaestra.inference.tokens import load_tokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = load_tokenizer(saved_tokenizer(folder))
+    call = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    tokens = said(tokenizer, [call] * (TURNS - 1), "The answer is 3.")
+    await serve([completion(turn) for turn in range(TURNS)], tokens, turn_counter(tokenizer))
+
+
 async def no_http(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
     """The agent loop over a server object that decodes the same bytes without a connection."""
     from palaestra.inference.wire import decode_completion, encode_json
@@ -130,7 +154,7 @@ def _looping(server: Callable[[], ChatServer]) -> OneRollout:
     return one
 
 
-CASES = {"bare": bare, "palaestra": palaestra, "whole": whole, "no http": no_http}
+CASES = {"bare": bare, "palaestra": palaestra, "whole": whole, "exact": exact, "no http": no_http}
 
 
 async def sample(case: str, url: str, concurrency: int, rollouts: int) -> measure.Sample:
@@ -171,6 +195,8 @@ def rows(found: dict[str, dict[str, float]]) -> list[measure.Row]:
         memory = measure.Row(f"{key}: memory", numbers["kb"], "KB/rollout", numbers["kb"] / max(floor["kb"], 0.1))
         if case == "no http":
             table.append(cpu)
+        elif case == "exact":  # its turns have a target of their own, in managed_overhead
+            table += [cpu, rate] if concurrency == "1" else [cpu, rate, measure.with_ceiling(memory, MEMORY_TARGET_KB)]
         elif concurrency == "1":  # one rollout's memory drowns in what the interpreter allocates for itself
             table += [cpu, rate]
         elif case == "bare":
@@ -200,7 +226,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        asyncio.run(serve([completion(turn) for turn in range(TURNS)]))
+        asyncio.run(model_server())
     elif sys.argv[1:2] == ["--sample"]:
         name, url, concurrency, rollouts = sys.argv[2:]
         print(json.dumps(asyncio.run(sample(name, url, int(concurrency), int(rollouts)))))

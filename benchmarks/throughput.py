@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import _measure as measure
-from _instant_server import chat_reply, serve, token_reply
+from _instant_server import chat_reply, serve
 from _throughput_peers import CHECK, PROMPT, shell
 
 COMMANDS = ("seq 200 > a.txt", "wc -l < a.txt", "sort -rn a.txt | head -3", "grep -c 7 a.txt", "echo done > answer.txt")
@@ -57,6 +56,8 @@ async def commands(url: str, concurrency: int, rollouts: int) -> float:
 
 async def palaestra(url: str, concurrency: int, rollouts: int, *, exact: bool = False) -> float:
     """A run of groups of one, from its first task to its last line on disk."""
+    from _exact import saved_tokenizer
+
     from palaestra import Task, environment
     from palaestra.inference.config import APIServerConfig
     from palaestra.inference.servers import ServerGroup
@@ -79,7 +80,7 @@ async def palaestra(url: str, concurrency: int, rollouts: int, *, exact: bool = 
         return (await sandbox.execute(CHECK)).output.strip() == "done"
 
     with tempfile.TemporaryDirectory() as folder:
-        kind = {"server_type": "sglang", "tokenizer_name": _tokenizer(folder)} if exact else {}
+        kind = {"server_type": "sglang", "tokenizer_name": saved_tokenizer(folder)} if exact else {}
         engine = ServerGroup(APIServerConfig(base_url=url, model_name="m", health_check=False, **kind))
         await engine.start()
         async with SlotPool(SlotPoolConfig(), LocalBackend()) as pool:
@@ -98,36 +99,18 @@ async def palaestra(url: str, concurrency: int, rollouts: int, *, exact: bool = 
     return rollouts / took
 
 
-def _tokenizer(folder: str) -> str:
-    from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
-
-    path = Path(folder, "tokenizer")
-    path.mkdir()
-    save_tokenizer(train_tokenizer(), path)
-    return str(path)
-
-
 async def model_server() -> None:
     """The six replies, as chat completions and as tokens of the tiny model's tokenizer."""
+    from _exact import said, saved_tokenizer, turn_counter
+
     from palaestra.inference.tokens import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = load_tokenizer(_tokenizer(folder))
+        tokenizer = load_tokenizer(saved_tokenizer(folder))
     calls = [{"name": "terminal", "arguments": {"command": command}} for command in COMMANDS]
-    texts = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls] + ["All done."]
-    (turn_end,) = tokenizer.stop_ids[:1]
-    tokens = [token_reply([*tokenizer.encode(text), turn_end]) for text in texts]
-    chat = [chat_reply(None, [("terminal", call["arguments"])], turn) for turn, call in enumerate(calls)]
-    opening = re.compile(rb"\b%d\b" % tokenizer.encode("<|im_start|>")[0])
-    at_first: list[int] = []
-
-    def turns(body: bytes) -> int:
-        """Each turn adds the beginnings of two messages to the prompt: a result, and the next reply."""
-        count = len(opening.findall(body))
-        at_first[:] = [min(count, *at_first)] if at_first else [count]
-        return (count - at_first[0]) // 2
-
-    await serve([*chat, chat_reply("All done.")], tokens, turns)
+    chat = [chat_reply(None, [("terminal", {"command": command})], turn) for turn, command in enumerate(COMMANDS)]
+    tokens = said(tokenizer, calls, "All done.")
+    await serve([*chat, chat_reply("All done.")], tokens, turn_counter(tokenizer))
 
 
 def peer(interpreter: str, name: str, url: str, concurrency: int, rollouts: int) -> measure.Sample:

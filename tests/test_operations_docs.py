@@ -15,7 +15,7 @@ from recorded import sky, write_run
 from palaestra.envs.config import HermesAgentEnvConfig
 from palaestra.rollouts.prometheus import exposition
 from palaestra.rollouts.stages import IDLE_LIMITS
-from palaestra.rollouts.status import RunReader
+from palaestra.rollouts.status import Latency, RunReader
 
 PAGE = (Path(__file__).parents[1] / "docs" / "operations.md").read_text()
 
@@ -32,7 +32,7 @@ def test_the_commands_work_one_after_the_other(tmp_path: Path) -> None:
     argv = ["bash", "-euc", "\n".join(blocks("bash"))]
     done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "reward     1.000 over 12 scored" in done.stdout
+    assert "reward     1.000 (1.000 to 1.000) over 12 scored, 100.0 % full" in done.stdout
     assert "rewards       12 of 12 equal" in done.stdout
     assert "; cost 0." in done.stdout
     assert "metrics at http://127.0.0.1:" in done.stderr
@@ -41,6 +41,7 @@ def test_the_commands_work_one_after_the_other(tmp_path: Path) -> None:
 def test_every_alarm_asks_for_a_metric_that_there_is_and_has_its_paragraph(tmp_path: Path) -> None:
     status = RunReader(write_run(tmp_path, sky()) / "journal.jsonl").read()
     status.cost = 1.0
+    status.stages = {"grade": Latency.of([2.0])}
     served = set(re.findall(r"# TYPE (\w+)", exposition(status, 0.0)))
     (rules,) = (yaml.safe_load(block)["groups"][0]["rules"] for block in blocks("yaml"))
     for rule in rules:

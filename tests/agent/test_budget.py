@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import pytest
 
-from palaestra.agent.budget import Budget, estimated_tokens
+from palaestra.agent.budget import Budget, Used, estimated_tokens
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import Prices
+
+PRICES = Prices(prompt=1_000_000, completion=2_000_000)
 
 
 @pytest.mark.parametrize(
     ("budget", "used", "word"),
     [
-        (Budget(), (10**6, 10**9, 10.0**9), ""),
-        (Budget(turns=3), (2, 0, 0.0), ""),
-        (Budget(turns=3), (3, 0, 0.0), "3 turns"),
-        (Budget(completion_tokens=10), (0, 9, 0.0), ""),
-        (Budget(completion_tokens=10), (0, 12, 0.0), "10 completion tokens used up (12)"),
-        (Budget(wall_s=1.5), (0, 0, 1.4), ""),
-        (Budget(wall_s=1.5), (0, 0, 1.5), "1.5 seconds"),
+        (Budget(), Used(10**6, 10**9, 10**9, 10**9, 10.0**9), ""),
+        (Budget(turns=3), Used(turns=2), ""),
+        (Budget(turns=3), Used(turns=3), "3 turns"),
+        (Budget(tokens=10), Used(prompt_tokens=5, completion_tokens=4), ""),
+        (Budget(tokens=10), Used(prompt_tokens=5, completion_tokens=6), "10 tokens used up (11)"),
+        (Budget(completion_tokens=10), Used(prompt_tokens=99, completion_tokens=9), ""),
+        (Budget(completion_tokens=10), Used(completion_tokens=12), "10 completion tokens used up (12)"),
+        (Budget(output_bytes=10), Used(output_bytes=9), ""),
+        (Budget(output_bytes=10), Used(output_bytes=30), "10 bytes of tool output used up (30)"),
+        (Budget(cost=7, prices=PRICES), Used(prompt_tokens=2, completion_tokens=2), ""),
+        (Budget(cost=7, prices=PRICES), Used(prompt_tokens=3, completion_tokens=2), "budget of 7 used up (it cost 7)"),
+        (Budget(wall_s=1.5), Used(elapsed_s=1.4), ""),
+        (Budget(wall_s=1.5), Used(elapsed_s=1.5), "1.5 seconds"),
     ],
 )
-def test_which_ceiling_is_reached(budget: Budget, used: tuple[int, int, float], word: str) -> None:
-    found = budget.used_up(*used)
+def test_which_ceiling_is_reached(budget: Budget, used: Used, word: str) -> None:
+    found = budget.used_up(used)
     assert word in found
     assert bool(found) is bool(word)
+
+
+def test_a_cost_needs_prices() -> None:
+    with pytest.raises(ConfigError, match="needs the prices"):
+        Budget(cost=1.0)
 
 
 def test_a_reply_may_use_what_is_left() -> None:

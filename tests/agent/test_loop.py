@@ -19,7 +19,7 @@ from palaestra.core.errors import (
     SlotLost,
     TaskError,
 )
-from palaestra.core.types import JSON, Blame, Message, Outcome
+from palaestra.core.types import JSON, Blame, Message, Outcome, Prices
 
 ADD = {
     "type": "function",
@@ -380,6 +380,21 @@ def test_budgets() -> None:
     assert (by_tokens.outcome, by_tokens.turns_used) == (Outcome.BUDGET, 3)
     assert [request["max_tokens"] for request in server.requests] == [8, 7, 2]
     assert "12 completion tokens" in by_tokens.error
+
+
+@pytest.mark.parametrize(
+    ("budget", "turns", "says"),
+    [
+        (Budget(tokens=31), 3, "31 tokens used up (45)"),
+        (Budget(cost=40, prices=Prices(1e6, 2e6)), 2, "budget of 40 used up (it cost 40)"),
+        (Budget(output_bytes=25), 3, "25 bytes of tool output used up (30)"),
+    ],
+)
+def test_budgets_of_tokens_cost_and_output(budget: Budget, turns: int, says: str) -> None:
+    """A call reads 10 tokens and writes 5; each result has 10 bytes."""
+    result = run(make(calls(("add", '{"a": 1}')), budget=budget)[0])
+    assert (result.outcome, result.turns_used) == (Outcome.BUDGET, turns)
+    assert says in result.error
 
 
 def test_the_wall_clock_budget_is_looked_at_between_turns() -> None:

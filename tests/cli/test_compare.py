@@ -66,7 +66,8 @@ def test_two_runs_in_words_and_as_data(tmp_path: Path, capsys: pytest.CaptureFix
     told = capsys.readouterr()
     lines = told.out.splitlines()
     assert lines[0] == "  +0.500  1.000 against 0.500  a"
-    assert lines[-1] == "+0.500 (-0.742 to +1.742) over 3 tasks: better on 2, worse on 0"
+    assert lines[-2] == "+0.500 (-0.742 to +1.742) over 3 tasks: better on 2, worse on 0"
+    assert lines[-1] == "+0.333 (-0.384 to +1.050) with the unscored as 0, over 3 tasks"
     assert f"1 tasks have a reward only in {other}" in told.err
     assert said(other, first, "--json") == 0
     assert json.loads(capsys.readouterr().out)["difference"] == pytest.approx(-0.5)

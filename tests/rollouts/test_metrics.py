@@ -3,7 +3,9 @@ import json
 import pytest
 
 from palaestra.core.types import Blame, Outcome
-from palaestra.rollouts.metrics import MetricsFile, quantile, summarise
+from palaestra.rollouts.intervals import mean_interval
+from palaestra.rollouts.metrics import quantile, summarise
+from palaestra.rollouts.trackers.jsonl import MetricsFile
 from palaestra.rollouts.trajectory import Beside, Group, ToolErrorRecord, Trajectory, TurnRecord
 
 
@@ -67,6 +69,9 @@ def test_what_a_run_amounts_to():
         "percent_correct": 0.5,
         "percent_correct/low": pytest.approx(0.0945, abs=1e-4),
         "percent_correct/high": pytest.approx(0.9055, abs=1e-4),
+        "percent_correct_with_unscored": pytest.approx(1 / 3),
+        "percent_correct_with_unscored/low": pytest.approx(0.0615, abs=1e-4),
+        "percent_correct_with_unscored/high": pytest.approx(0.7923, abs=1e-4),
         "turns/mean": pytest.approx(2 / 3),
         "tokens/prompt": 100,
         "tokens/completion": 10,
@@ -89,6 +94,16 @@ def test_intervals_costs_and_stages_where_there_is_enough_to_know():
     assert (numbers["stage/model/p50"], numbers["stage/tool/p50"], numbers["stage/prepare/p50"]) == (3.0, 5.0, 3.0)
     assert numbers["reward/mean/low"] < numbers["reward/mean"] < numbers["reward/mean/high"]
     assert numbers["reward/mean"] == numbers["reward/mean_with_unscored"] == 0.5
+    assert numbers["reward/mean/low"] == numbers["reward/mean_with_unscored/low"]
+
+
+def test_the_interval_with_the_unscored_takes_them_as_zeros_of_their_group():
+    lost = {"outcome": Outcome.INFRA_ERROR, "blame": Blame.SANDBOX}
+    numbers = summarise([group(trajectory(0, 1.0), trajectory(1, None, **lost)), group(trajectory(0, 1.0))])
+    assert (numbers["reward/mean/low"], numbers["reward/mean/high"]) == (1.0, 1.0)
+    low, high = mean_interval([[1.0, 0.0], [1.0]])
+    assert numbers["reward/mean_with_unscored/low"] == pytest.approx(low)
+    assert numbers["reward/mean_with_unscored/high"] == pytest.approx(high)
 
 
 def test_nothing_measured_is_left_out_rather_than_zero():
@@ -105,7 +120,7 @@ def test_quantiles(values, q, expected):
 def test_lines_are_added_and_readable_at_once(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     with MetricsFile(path, clock=FixedClock()) as file:
-        file.append(3, {"reward/mean": 0.5})
+        file.log(3, {"reward/mean": 0.5})
         assert json.loads(path.read_text()) == {
             "schema": "palaestra.metrics/1",
             "time": 1_700_000_000.5,
@@ -118,11 +133,11 @@ def test_a_torn_last_line_does_not_swallow_the_next(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"ste')
     with MetricsFile(path) as file:
-        file.append(2, {})
+        file.log(2, {})
     assert [line[:6] for line in path.read_text().splitlines()] == ['{"step', '{"ste', '{"sche']
 
 
 def test_a_number_json_cannot_hold_is_null(tmp_path):
     with MetricsFile(tmp_path / "m.jsonl") as file:
-        file.append(0, {"loss": float("nan")})
+        file.log(0, {"loss": float("nan")})
         assert json.loads(file.path.read_text())["loss"] is None

@@ -45,10 +45,36 @@ def test_an_ended_run(tmp_path: Path) -> None:
     rate = status.blame["sandbox"]
     assert (rate.count, rate.share) == (1, 0.25)
     assert 0 < rate.low < 0.25 < rate.high < 1
+    assert (status.full.count, status.full.share) == (1, pytest.approx(1 / 3))
+    assert status.mean_interval is None, "one group with a reward says nothing of others"
     assert status.in_flight == {}
     assert status.cost is None
     assert status.disk_free_bytes > 0
     json.dumps(status.to_dict())
+
+
+def test_how_sure_the_score_is_and_how_long_the_stages_took(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, ended=False)
+    journal = Journal(folder / "journal.jsonl")
+    for number, rewards in enumerate([(1.0, 1.0), (0.0, None)]):
+        name = f"g{number}"
+        journal.append(GroupStarted(group=Group(group_id=name, number=number, task_id=name, prepare_s=2.0)))
+        for index, reward in enumerate(rewards):
+            one = rollout(index, [], reward, rollout_id=f"{name}/{index}", group_id=name)
+            one.beside = Beside(started_at=1.0, duration_s=9.0, stages={"tool": 3.0}, turn_s=[(1.0, 3.0), (4.0, 0.0)])
+            one.blame = None if reward is not None else Blame.SANDBOX
+            journal.append(RolloutEnded(trajectory=one))
+    journal.close()
+    status = RunReader(journal.path).read()
+    assert status.mean_interval == pytest.approx(mean_interval([[1.0, 1.0], [0.0]]))
+    assert status.mean_with_unscored_interval == pytest.approx(mean_interval([[1.0, 1.0], [0.0, 0.0]]))
+    stages = {name: (each.count, each.total_s, each.p50_s) for name, each in status.stages.items()}
+    assert stages == {
+        "model": (4, 20.0, 5.0),
+        "prepare": (2, 4.0, 2.0),
+        "rollout": (4, 36.0, 9.0),
+        "tool": (4, 12.0, 3.0),
+    }
 
 
 def test_what_a_resumed_run_writes_again_is_counted_once(tmp_path: Path) -> None:

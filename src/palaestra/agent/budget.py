@@ -8,30 +8,62 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from palaestra.core.types import JSON, Message
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON, Message, Prices
 
 BYTES_PER_TOKEN = 4
 """The usual stand-in where no engine has counted yet: English and code come to three to five bytes per token."""
 
 
 @dataclass(frozen=True, slots=True)
+class Used:
+    """What a rollout has used so far. Tokens are summed over its model calls, each of which reads the whole
+    conversation; `output_bytes` are those of tool results, as the model reads them."""
+
+    turns: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    output_bytes: int = 0
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """Ceilings for a whole rollout; None means none. Reaching one ends it with outcome `budget`, which is scored.
 
-    `wall_s` also cuts off a model call or tool call that is under way; the others are looked at between turns.
+    `tokens` are those read and those written. `cost` is in the currency of `prices`, which it needs. `wall_s` also cuts
+    off a model call or tool call that is under way; the others are looked at between turns, so that the last turn may
+    go beyond them. Raises `ConfigError` for a cost without prices.
     """
 
     turns: int | None = None
+    tokens: int | None = None
     completion_tokens: int | None = None
+    output_bytes: int | None = None
+    cost: float | None = None
     wall_s: float | None = None
+    prices: Prices | None = None
 
-    def used_up(self, turns: int, completion_tokens: int, elapsed_s: float) -> str:
+    def __post_init__(self) -> None:
+        if self.cost is not None and self.prices is None:
+            raise ConfigError("a budget of a cost needs the prices of tokens")
+
+    def used_up(self, used: Used) -> str:
         """Which ceiling has been reached, as a sentence, or the empty string."""
-        if self.turns is not None and turns >= self.turns:
+        tokens = used.prompt_tokens + used.completion_tokens
+        if self.turns is not None and used.turns >= self.turns:
             return f"budget of {self.turns} turns used up"
-        if self.completion_tokens is not None and completion_tokens >= self.completion_tokens:
-            return f"budget of {self.completion_tokens} completion tokens used up ({completion_tokens})"
-        if self.wall_s is not None and elapsed_s >= self.wall_s:
+        if self.tokens is not None and tokens >= self.tokens:
+            return f"budget of {self.tokens} tokens used up ({tokens})"
+        if self.completion_tokens is not None and used.completion_tokens >= self.completion_tokens:
+            return f"budget of {self.completion_tokens} completion tokens used up ({used.completion_tokens})"
+        if self.output_bytes is not None and used.output_bytes >= self.output_bytes:
+            return f"budget of {self.output_bytes} bytes of tool output used up ({used.output_bytes})"
+        if self.cost is not None and self.prices is not None:
+            cost = self.prices.cost(used.prompt_tokens, used.completion_tokens)
+            if cost >= self.cost:
+                return f"budget of {self.cost:g} used up (it cost {cost:.4g})"
+        if self.wall_s is not None and used.elapsed_s >= self.wall_s:
             return f"budget of {self.wall_s:g} seconds used up"
         return ""
 

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from palaestra.agent.budget import Budget, estimated_tokens
+from palaestra.agent.budget import Budget, Used, estimated_tokens
 from palaestra.agent.calls import ToolCalls, ToolHandler
 from palaestra.agent.replies import Reply, read_reply
 from palaestra.agent.result import AgentResult, Turn
@@ -89,6 +89,7 @@ class HermesAgentLoop:
         self._clock = clock or SystemClock()
         self._started_s = 0.0
         self._context_tokens = 0
+        self._output_bytes = 0
         self._unreported: tuple[Turn, int] | None = None
 
     async def run(self, messages: list[Message]) -> AgentResult:
@@ -99,6 +100,7 @@ class HermesAgentLoop:
         """
         result = self.result = AgentResult(messages=messages, outcome=Outcome.CANCELLED)
         self._started_s, self._context_tokens, self._unreported = self._clock.monotonic(), 0, None
+        self._output_bytes = 0
         try:
             result.outcome, result.error, result.blame = await self._within_time(result)
             await self._report()
@@ -151,8 +153,15 @@ class HermesAgentLoop:
         return None
 
     def _budget_used_up(self, result: AgentResult) -> str:
-        elapsed_s = self._clock.monotonic() - self._started_s
-        return self.budget.used_up(result.turns_used, result.usage.completion_tokens, elapsed_s)
+        return self.budget.used_up(
+            Used(
+                turns=result.turns_used,
+                prompt_tokens=result.usage.prompt_tokens,
+                completion_tokens=result.usage.completion_tokens,
+                output_bytes=self._output_bytes,
+                elapsed_s=self._clock.monotonic() - self._started_s,
+            )
+        )
 
     async def _turn(self, result: AgentResult) -> _End | None:
         """One model call and its tool calls. Says how the rollout ended, if it did."""
@@ -210,6 +219,8 @@ class HermesAgentLoop:
         finally:
             turn.tool_s = self._clock.monotonic() - started_s
             result.messages.extend(answer.message() for answer in answers)
+            if self.budget.output_bytes is not None:
+                self._output_bytes += sum(len((answer.text or "").encode(errors="replace")) for answer in answers)
             result.tool_errors.extend(answer.tool_error(turn.number) for answer in answers if answer.error)
         return valid > 0
 

@@ -21,6 +21,7 @@ _SHOWN = 20
 
     Tasks are paired by their id, each with the mean reward of its rollouts; the difference is RUN minus OTHER, with the
     95 % interval of its mean over the tasks. An interval that holds 0 says that these tasks cannot tell the two apart.
+    Rollouts that the world broke are left out; where there are any, a second line counts them as 0.
     """,
 )
 @click.argument("run", type=click.Path(path_type=Path))
@@ -33,20 +34,23 @@ def command(run: Path, other: Path, as_json: bool) -> None:
 
     first, second = open_recording(run), open_recording(other)
     try:
-        found = compare(first.groups(), second.groups())
+        found = compare(first, second)
+        whole = compare(first, second, unscored=0.0)
     except ValueError as error:
         raise ConfigError(f"{run} and {other} cannot be compared: {error}") from None
     if as_json:
-        click.echo(json.dumps(found.to_json(), indent=2))
+        beside = {"difference": whole.difference, "low": whole.low, "high": whole.high, "tasks": len(whole.pairs)}
+        click.echo(json.dumps(found.to_json() | {"with_unscored": beside}, indent=2))
         return
     changed = sorted((pair for pair in found.pairs if pair.difference), key=lambda pair: pair.difference)
     for pair in changed if len(changed) <= _SHOWN else [*changed[: _SHOWN // 2], *changed[-_SHOWN // 2 :]]:
         click.echo(f"{pair.difference:+8.3f}  {pair.first:.3f} against {pair.other:.3f}  {pair.task}")
     if len(changed) > _SHOWN:
         click.echo(f"          the {_SHOWN} tasks that differ most are shown, of {len(changed)}")
-    interval = "" if found.low is None or found.high is None else f" ({found.low:+.3f} to {found.high:+.3f})"
     counts = f"{len(found.pairs)} tasks: better on {found.better}, worse on {found.worse}"
-    click.echo(f"{found.difference:+.3f}{interval} over {counts}")
+    click.echo(f"{found.difference:+.3f}{found.interval} over {counts}")
+    if whole.pairs != found.pairs:
+        click.echo(f"{whole.difference:+.3f}{whole.interval} with the unscored as 0, over {len(whole.pairs)} tasks")
     for where, tasks in ((run, found.only_first), (other, found.only_other)):
         if tasks:
             click.echo(f"{len(tasks)} tasks have a reward only in {where}", err=True)

@@ -27,8 +27,9 @@ _SHOWN = 5
       palaestra status RUN --json | jq .in_flight
 
     RUN is a run's folder or its journal. It is only read, and the run does not notice. Shown: what is in flight by
-    stage, who was longest without a sign of life, rewards with and without the rollouts that the world broke, whose
-    fault those were (with 95 % intervals), tokens, cost and disk. --watch shows it again until the run has ended.
+    stage, who was longest without a sign of life, rewards with and without the rollouts that the world broke and whose
+    fault those were (with 95 % intervals), how long each stage takes, tokens, cost and disk. --watch shows it again
+    until the run has ended.
     """,
 )
 @click.argument("run", type=click.Path(path_type=Path))
@@ -72,6 +73,9 @@ def _lines(status: RunStatus, now: float) -> list[str]:
     for name, rate in status.blame.items():
         share = f"{100 * rate.share:.1f} % ({100 * rate.low:.1f} to {100 * rate.high:.1f} %)"
         lines.append(f"blame      {name} {rate.count}: {share}")
+    if status.stages:
+        times = (f"{name} {duration(each.p50_s)}/{duration(each.p95_s)}" for name, each in status.stages.items())
+        lines.append(f"stages     {', '.join(times)} (median/95 %)")
     cost = "" if status.cost is None else f"; cost {status.cost:.4f}"
     lines.append(f"tokens     {status.prompt_tokens:,} read, {status.completion_tokens:,} written{cost}")
     lines.append(f"disk       {_megabytes(status.disk_bytes)} taken, {_megabytes(status.disk_free_bytes)} free")
@@ -82,8 +86,15 @@ def _reward(status: RunStatus) -> str:
     if status.mean_reward is None:
         return "none yet"
     lost = status.rollouts - status.scored
-    without = f"; {status.mean_with_unscored:.3f} with the {lost} unscored as 0" if lost else ""
-    return f"{status.mean_reward:.3f} over {status.scored} scored{without}"
+    scored = f"{status.mean_reward:.3f}{_within(status.mean_interval)} over {status.scored} scored"
+    with_unscored = f"{status.mean_with_unscored:.3f}{_within(status.mean_with_unscored_interval)}"
+    full = status.full
+    share = "" if full is None else f", {100 * full.share:.1f} % full{_within((100 * full.low, 100 * full.high), 1)}"
+    return f"{scored}{share}" + (f"; {with_unscored} with the {lost} unscored as 0" if lost else "")
+
+
+def _within(interval: tuple[float, float] | None, digits: int = 3) -> str:
+    return "" if interval is None else f" ({interval[0]:.{digits}f} to {interval[1]:.{digits}f})"
 
 
 def _counts(counts: dict[str, int]) -> str:

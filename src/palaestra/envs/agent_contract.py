@@ -32,11 +32,13 @@ class AgentEnvironment(ContractEnvironment):
         self._choose_server(rollout)
 
         async def execute(call: ToolCall) -> CallResult:
-            with rollout.stage("tool"):
-                return result_of(await rollout.tools.reply(call.name, call.arguments))
+            with rollout.calling(call.name, call.arguments) as answered:
+                reply = await rollout.tools.reply(call.name, call.arguments)
+                answered(reply)
+                return result_of(reply)
 
         agent = AtroposAgent(
-            rollout.server,
+            rollout.tracing.served(rollout.server, rollout.rollout_id),
             rollout.kit.registry,
             self.inner.build_agent_config(rollout.task.data),
             execute_tool=execute,

@@ -235,7 +235,8 @@ class BaseEnv(ABC):
         return Path(self.checkpoint_dir, "env_checkpoints", self.config.wandb_name or self.name or type(self).__name__)
 
     async def wandb_log(self, wandb_metrics: dict[str, JSON] | None = None) -> None:
-        """Add numbers to the run's metrics. Called once at the end of a run; a subclass may add its own and pass on."""
+        """Add numbers to the run's metrics. Called while a run goes on, each time that there are new ones
+        (`min_items_sent_before_logging`), and at its end; a subclass may add its own and pass on."""
         self._logged.update(wandb_metrics or {})
 
     async def evaluate_log(

@@ -10,18 +10,20 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from palaestra.core.config import DEFAULT
+from palaestra.envs.class_environment import numbers
 from palaestra.envs.config import BaseEnvConfig
 from palaestra.envs.evaluation import Evaluation, in_short, save_evaluation
 from palaestra.envs.flags import Parsed
 from palaestra.envs.metrics_port import serving_metrics
 from palaestra.envs.output import Output
+from palaestra.envs.reporting import Reporting, asked_for, start_trackers
 from palaestra.envs.serving import Gate, OnGroup, Serving, serve_limit
 from palaestra.envs.settings import prices
 from palaestra.inference.config import APIServerConfig
@@ -31,10 +33,15 @@ from palaestra.rollouts.base import Environment
 from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.group import Services
 from palaestra.rollouts.inflight import InFlight
+from palaestra.rollouts.journal import without_secrets
+from palaestra.rollouts.ordering import read_timings
 from palaestra.rollouts.progress import Observer, Several, make_progress
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.status import RunReader
 from palaestra.rollouts.stops import INTERRUPTED_BY, RunStopped, Stops
+from palaestra.rollouts.tracing.base import NO_TRACING, Tracing
+from palaestra.rollouts.trackers.base import RunLabel
+from palaestra.rollouts.trackers.jsonl import MetricsFile
 from palaestra.rollouts.trajectory import Group
 from palaestra.rollouts.world.modes import RunWorld
 from palaestra.sandbox.pool import SlotPool
@@ -58,6 +65,28 @@ def make_stops(config: BaseEnvConfig, output: Output, resumed: bool) -> Stops:
     )
 
 
+async def make_reporting(parsed: RunLine, output: Output, note: Callable[[str], None]) -> Reporting:
+    """The run's trackers: `metrics.jsonl`, and the services that were asked for. `note` hears which are not here."""
+    config, folder, known = parsed.env_config, output.folder, output.finished
+    reporting = Reporting(
+        [MetricsFile(folder.metrics)],
+        prefix="eval/" if parsed.command == "evaluate" else "train/",
+        every=config.min_items_sent_before_logging,
+        known=frozenset(known.ended) if known is not None else (),
+    )
+    reporting.tell(note)
+    label = RunLabel(
+        project=config.tracker_project or output.env,
+        name=config.wandb_name or folder.run_id,
+        run_id=folder.run_id,
+        folder=folder.path,
+        settings={"env": without_secrets(config.model_dump(mode="json")), "model": output.model},
+        mode=config.wandb_mode,
+    )
+    await start_trackers(asked_for(config, parsed.sources), label, reporting)
+    return reporting
+
+
 async def recorded(batch: Batch, stream: TextIO) -> Totals:
     """Run the batch with its progress on `stream`, and finish the output however it ends."""
     reason, stops = "failed", batch.stops
@@ -70,9 +99,21 @@ async def recorded(batch: Batch, stream: TextIO) -> Totals:
         reason = INTERRUPTED_BY
         raise
     finally:
-        _say_where(batch.output, batch.output.close(reason), reason, stream)
+        figures = batch.output.close(reason)
+        _say_where(batch.output, figures, reason, stream)
         if stops.reason:
             stream.write(f"{stops.reason}: {stops.message}; go on with --resume {batch.output.folder.path}\n")
+        batch.reporting.tell(say_on(stream))
+        await batch.reporting.finish(batch.environment, figures)
+
+
+def say_on(stream: TextIO) -> Callable[[str], None]:
+    """Say a line where no progress is shown."""
+
+    def say(text: str) -> None:
+        stream.write(f"{text}\n")
+
+    return say
 
 
 @dataclass(slots=True)
@@ -86,14 +127,18 @@ class Batch:
     output: Output
     stops: Stops
     world: RunWorld
+    reporting: Reporting
+    tracing: Tracing = NO_TRACING
 
     async def run(self, progress: Observer) -> Totals:
         """Run the command's groups, for as long as the stops let it. Cancelling it cancels what is in flight."""
         inflight = InFlight()
         self.stops.tell(progress.note)
+        self.reporting.tell(progress.note)
         async with self._watched(inflight, progress):
-            running = asyncio.create_task(self._run(Several(progress, inflight, self.stops)), name="run")
-            with self._draining(running):
+            observer = Several(progress, inflight, self.stops, self.reporting)
+            running = asyncio.create_task(self._run(observer), name="run")
+            with self._draining(running), self.reporting.going_on(self.environment):
                 try:
                     return await running
                 except (asyncio.CancelledError, RunStopped):
@@ -136,6 +181,10 @@ class Batch:
                 loop.remove_signal_handler(signal.SIGTERM)
 
     async def _run(self, observer: Observer) -> Totals:
+        with self.tracing.run():
+            return await self._traced(observer)
+
+    async def _traced(self, observer: Observer) -> Totals:
         config, environment, command = self.parsed.env_config, self.environment, self.parsed.command
         limit = config.total_steps if config.total_steps >= 0 else None
         if command == "serve":
@@ -168,7 +217,7 @@ class Batch:
                     totals = await Serving(config, self.output, observer.note).run(roll_out, self._keep)
                 else:
                     totals = await roll_out(self._keep)
-            self.output.own.update(await environment.figures())
+            self.output.own.update(await self.reporting.own(environment))
             return totals
         finally:
             observer.run_finished()
@@ -182,6 +231,8 @@ class Batch:
             asked = self.parsed.env_config.data_dir_to_save_evals
             folder = Path(asked) if asked else self.output.folder.path / "evaluation"
             save_evaluation(evaluation.logged, folder, self.parsed.server_configs[0].model_name)
+            found = numbers(evaluation.logged["metrics"])
+            self.output.own.update({f"eval/{name.removeprefix('eval/')}": value for name, value in found.items()})
             observer.note(f"evaluation in {folder}: {in_short(evaluation.logged['metrics'])}".removesuffix(": "))
         return totals
 
@@ -200,8 +251,17 @@ class Batch:
             idle_limits=config.idle_limits,
             whole_groups=config.short_groups == "whole",
             world=self.world,
+            tracing=self.tracing,
+            timings=self._timings(),
             finished=self.output.finished.rollouts if self.output.finished is not None else {},
         )
+
+    def _timings(self) -> Mapping[str, float]:
+        """How long tasks took: in the run that was named, else in the parts of this one that are over."""
+        named = self.parsed.env_config.timings_from
+        if named is not None:
+            return read_timings(Path(named))
+        return {} if self.output.finished is None else read_timings(self.output.folder.journal)
 
     def _keep(self, group: Group) -> None:
         rewards = {trajectory.reward for trajectory in group.scored}
@@ -223,11 +283,17 @@ def _say_where(output: Output, figures: dict[str, float], reason: str, stream: T
     groups, failed, rollouts, scored = (int(figures.get(name, 0)) for name in names)
     mean = figures.get("reward/mean")
     reward = "no reward" if mean is None else f"mean reward {mean:.3f}"
-    if "reward/mean/low" in figures:
-        reward += f" ({figures['reward/mean/low']:.3f} to {figures['reward/mean/high']:.3f})"
+    if mean is not None:
+        reward += _within(figures, "reward/mean")
     if mean is not None and scored < rollouts:
-        reward += f", {figures['reward/mean_with_unscored']:.3f} with the unscored as 0"
+        name = "reward/mean_with_unscored"
+        reward += f", {figures[name]:.3f}{_within(figures, name)} with the unscored as 0"
     stream.write(
         f"{reason}: {groups} groups ({failed} not run), {rollouts} rollouts ({rollouts - scored} unscored), {reward}\n"
         f"  groups  {output.groups.path}\n  report  {output.report}\n  run     {output.folder.path}\n"
     )
+
+
+def _within(figures: dict[str, float], name: str) -> str:
+    """The interval of a figure, where it has one."""
+    return f" ({figures[f'{name}/low']:.3f} to {figures[f'{name}/high']:.3f})" if f"{name}/low" in figures else ""

@@ -72,6 +72,9 @@ class ClassEnvironment(Environment):
         await self.inner.wandb_log({})
         return numbers(self.inner._logged)
 
+    def shown(self) -> Sequence[tuple[str, float]]:
+        return [rollout for group in self.inner.rollouts_for_wandb for rollout in group]
+
 
 def numbers(detail: Mapping[str, JSON]) -> dict[str, float]:
     """What of a detail can be averaged."""

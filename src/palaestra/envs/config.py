@@ -105,10 +105,21 @@ class BaseEnvConfig(Settings):
     drain_s: float = Field(
         default=60, ge=0, description="Seconds that rollouts in flight have to finish after SIGTERM."
     )
+    timings_from: str | None = Field(
+        default=None,
+        description="An earlier run's folder: tasks that were slow there begin first. A resumed run has its own.",
+    )
     metrics_port: int | None = Field(
         default=None, ge=0, le=65535, description="Serve the run's numbers as Prometheus text on this port; 0: any."
     )
     metrics_host: str = Field(default="127.0.0.1", description="The address on which metrics_port listens.")
+    otel_endpoint: str | None = Field(
+        default=None,
+        description="Send OpenTelemetry spans to this collector (OTLP over HTTP, http://localhost:4318; extra `otel`).",
+    )
+    otel_content: bool = Field(
+        default=False, description="Put prompts, replies, arguments and results on the spans; off, they hold no text."
+    )
 
     max_eval_workers: int = later(16, "Evaluation rollouts in flight at once.")
     max_num_workers_per_node: int = later(8, "Groups in flight per model server.")
@@ -125,9 +136,21 @@ class BaseEnvConfig(Settings):
     min_batch_allocation: float | None = Field(
         default=None, ge=0, le=1, description="Least share of a trainer's batch, 0 to 1."
     )
-    use_wandb: bool = later(True, "Log to Weights & Biases.")
+    use_wandb: bool = Field(
+        default=True,
+        description="Send the run's figures to Weights & Biases (extra `wandb`). Counts where a user or the "
+        "environment says it; the default alone sends nothing.",
+    )
     wandb_name: str | None = Field(
-        default=None, description="The name that a trainer knows the environment by; None: its own."
+        default=None,
+        description="The name that a trainer knows the environment by, and trackers the run; None: its own.",
+    )
+    wandb_mode: Literal["online", "offline"] | None = Field(
+        default=None, description="Whether Weights & Biases is reached at once; None: where a key for it is stored."
+    )
+    use_trackio: bool = Field(default=False, description="Give the run's figures to Trackio (extra `trackio`).")
+    tracker_project: str | None = Field(
+        default=None, description="The project that trackers file the run under; None: the environment's name."
     )
     rollout_server_url: str = Field(
         default="http://localhost:8000", description="The trainer's trajectory server, which `serve` feeds."
@@ -139,7 +162,9 @@ class BaseEnvConfig(Settings):
     num_rollouts_per_group_for_logging: int = Field(
         default=1, ge=-1, description="Rollouts kept of each group; -1 means all."
     )
-    min_items_sent_before_logging: int = later(2, "Groups between log entries.")
+    min_items_sent_before_logging: int = Field(
+        default=2, ge=1, description="Groups that must have ended before the figures are logged again."
+    )
     thinking_mode: bool = later(False, "Ask the model to think in its own tags.")
     reasoning_effort: str | None = later(None, "How hard a reasoning model should think.")
     max_reasoning_tokens: int | None = later(None, "Most tokens of reasoning per model call.")
@@ -201,6 +226,18 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         default=False, description="Refuse to run without a tool that was asked for, instead of leaving it out."
     )
     max_agent_turns: int = Field(default=30, ge=1, description="Model calls per rollout, at most.")
+    max_rollout_tokens: int | None = Field(
+        default=None, gt=0, description="Tokens that one rollout may read and write, over all its model calls."
+    )
+    max_rollout_completion_tokens: int | None = Field(
+        default=None, gt=0, description="Tokens that one rollout may write."
+    )
+    max_rollout_output_bytes: int | None = Field(
+        default=None, gt=0, description="Bytes of tool results that one rollout may read."
+    )
+    max_rollout_cost: float | None = Field(
+        default=None, gt=0, description="What one rollout may cost; needs the two prices."
+    )
     system_prompt: str | None = Field(default=None, description="The system message; tools need not be named in it.")
     agent_temperature: float = Field(default=1.0, ge=0, description="Sampling temperature of rollouts.")
     extra_body: dict[str, JSON] | None = Field(
@@ -275,6 +312,12 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         if name is not None:
             find_distribution(name)
         return name
+
+    @model_validator(mode="after")
+    def _rollout_cost_needs_prices(self) -> Self:
+        if self.max_rollout_cost is not None and self.prompt_price is None:
+            raise ConfigError("max_rollout_cost needs prompt_price and completion_price, per million tokens")
+        return self
 
     @model_validator(mode="after")
     def _one_source_of_toolsets(self) -> Self:

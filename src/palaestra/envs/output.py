@@ -20,8 +20,9 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.export.html import write_report
-from palaestra.rollouts.journal import Journal, RunEnded, RunStarted, read_groups
-from palaestra.rollouts.metrics import MetricsFile, summarise
+from palaestra.rollouts.export.recording import Recording
+from palaestra.rollouts.journal import Journal, RunEnded, RunStarted
+from palaestra.rollouts.metrics import summarise
 from palaestra.rollouts.resume import Finished
 from palaestra.rollouts.world.recording import WORLD_NAME
 
@@ -74,7 +75,7 @@ def resumed_folder(path: Path) -> RunFolder:
 
 
 class Output:
-    """The open files of a run. `close` writes what is made from the whole: the report and the last metrics.
+    """The open files of a run. `close` makes what is made from the whole.
 
     With `groups_file` an earlier part of the run is gone on with: that file is written again from its beginning.
     """
@@ -100,7 +101,6 @@ class Output:
         self.journal = Journal(folder.journal)
         path, again = groups_file or groups_path or folder.path / "groups.jsonl", groups_file is not None
         self.groups = GroupsFile(path, env=env, model=model, messages=messages, again=again)
-        self.metrics = MetricsFile(folder.metrics)
         if groups_file is None:
             self._settings["groups_file"] = str(self.groups.path.resolve())
             folder.config.write_bytes(msgspec.json.format(msgspec.json.encode(self._settings), indent=2) + b"\n")
@@ -124,19 +124,20 @@ class Output:
         )
 
     def close(self, reason: str) -> dict[str, float]:
-        """Write the journal's last line, close everything and make the report. Returns the run's figures."""
+        """Write the journal's last line, close everything and make the report. Returns the run's figures.
+
+        The journal is gone through a group at a time, so that a long run's end takes no more memory than its middle.
+        """
         self.journal.append(RunEnded(at=time.time(), reason=reason))
         self.groups.close()
         self.journal.close()
-        finished = read_groups(self.folder.journal)
-        figures = summarise(finished) | self.own
-        self.metrics.append(len(finished), figures)
-        self.metrics.close()
+        recording = Recording(self.folder.journal)
+        figures = summarise(recording) | self.own
         meta = {
             "env": self.env,
             "model": self.model,
             "started_at": self._started_at,
             "run": str(self.folder.path),
         }
-        write_report(self.report, finished, meta)
+        write_report(self.report, recording, meta)
         return figures

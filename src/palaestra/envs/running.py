@@ -21,7 +21,7 @@ import msgspec
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import DONE, TOO_MANY_FAILURES, run_guarded
 from palaestra.core.types import JSON
-from palaestra.envs.batch import Batch, RunLine, make_stops, recorded
+from palaestra.envs.batch import Batch, RunLine, make_reporting, make_stops, recorded, say_on
 from palaestra.envs.config import BaseEnvConfig
 from palaestra.envs.flags import Answer, CommandLine, set_fields
 from palaestra.envs.forms import Form, form_of
@@ -34,6 +34,7 @@ from palaestra.rollouts.base import Environment
 from palaestra.rollouts.journal import RunResumed, without_secrets
 from palaestra.rollouts.resume import read_finished, repair
 from palaestra.rollouts.runner import Totals
+from palaestra.rollouts.tracing.exporting import traced
 from palaestra.rollouts.world.modes import RunWorld
 from palaestra.sandbox.ladder import warning
 
@@ -106,7 +107,18 @@ async def run(
             if weak := warning(pool.rung):
                 stream.write(f"WARNING: isolation {pool.rung.label}: {weak}\n")
             stops = make_stops(config, output, parsed.resume is not None)
-            totals = await recorded(Batch(environment, parsed, engine, pool, output, stops, world), stream)
+            reporting = await make_reporting(parsed, output, say_on(stream))
+            async with traced(
+                config.otel_endpoint,
+                reporting.say,
+                env=form.name,
+                model=engine.name,
+                provider=servers[0].server_type,
+                run_id=output.folder.run_id,
+                content=config.otel_content,
+            ) as tracing:
+                batch = Batch(environment, parsed, engine, pool, output, stops, world, reporting, tracing)
+                totals = await recorded(batch, stream)
     return RunReport(
         exit_code=stops.exit_code if stops.reason else TOO_MANY_FAILURES if _unfinished(totals, config) else DONE,
         totals=totals,

@@ -28,7 +28,19 @@ def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
         system_prompt=config.system_prompt,
         extra_body=config.extra_body,
         tool_timeout_s=float(config.terminal_timeout),
-        budget=Budget(wall_s=config.worker_timeout if config.worker_timeout > 0 else None),
+        budget=budget(config),
+        prices=prices(config),
+    )
+
+
+def budget(config: HermesAgentEnvConfig) -> Budget:
+    """What one rollout may use. Its turns are `max_agent_turns`, whose end has an outcome of its own."""
+    return Budget(
+        tokens=config.max_rollout_tokens,
+        completion_tokens=config.max_rollout_completion_tokens,
+        output_bytes=config.max_rollout_output_bytes,
+        cost=config.max_rollout_cost,
+        wall_s=config.worker_timeout if config.worker_timeout > 0 else None,
         prices=prices(config),
     )
 

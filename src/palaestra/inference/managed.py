@@ -152,7 +152,7 @@ class ManagedChat:
         """The contract's record: `nodes`, one per segment in the order they began; an earlier node is never a part of a
         later one, so a trainer takes them all. `ledger` is the `Ledger` they come from.
         """
-        return {"nodes": sequence_nodes(self.ledger.rows(), self._format.tokenizer), "ledger": self.ledger}
+        return {"nodes": sequence_nodes(self.ledger, self._format.tokenizer), "ledger": self.ledger}
 
     async def _replies(
         self, renderer: TurnRenderer, messages: Sequence[Message], settings: Mapping[str, JSON], n: int

@@ -5,28 +5,47 @@ Wire source: `SequenceNode` of atroposlib 0.4: -100 in the mask and 1.0 as log-p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 from palaestra.core.types import JSON
-from palaestra.inference.ledger import Row
+from palaestra.inference.ledger import Ledger, Row, RowView
 from palaestra.inference.tokens import Tokenizer
 
 
 class SequenceNode:
-    """One row: `tokens[T]`, `masked_tokens[T]`, `logprobs[T]`, `full_text`, `metadata`. Also reads as a dict."""
+    """One row: `tokens[T]`, `masked_tokens[T]`, `logprobs[T]`, `full_text`, `metadata`. Also reads as a dict.
 
-    def __init__(self, row: Row, tokenizer: Tokenizer) -> None:
-        self.tokens: list[int] = row.tokens
-        self.masked_tokens: list[int] = row.masks
-        self.logprobs: list[float] = row.logprobs
+    The lists are made when one of them is first asked for: a rollout whose tokens nobody looks at keeps them packed.
+    """
+
+    def __init__(self, view: RowView, tokenizer: Tokenizer) -> None:
         self.metadata: dict[str, JSON] = {
-            "finish_reason": row.finish_reason,
-            "segment": row.segment,
-            "reason": row.reason,
-            "versions": row.versions,
+            "finish_reason": view.finish_reason,
+            "segment": view.number,
+            "reason": view.reason,
+            "versions": view.versions,
         }
+        self._view = view
         self._tokenizer = tokenizer
+
+    @cached_property
+    def _row(self) -> Row:
+        return self._view.row()
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """The ids."""
+        return self._row.tokens
+
+    @cached_property
+    def masked_tokens(self) -> list[int]:
+        """The ids where the model sampled them, -100 elsewhere."""
+        return self._row.masks
+
+    @cached_property
+    def logprobs(self) -> list[float]:
+        """The engine's log-probabilities, 1.0 where nothing was sampled."""
+        return self._row.logprobs
 
     @cached_property
     def full_text(self) -> str:
@@ -46,6 +65,6 @@ class SequenceNode:
             return default
 
 
-def sequence_nodes(rows: Sequence[Row], tokenizer: Tokenizer) -> list[SequenceNode]:
+def sequence_nodes(ledger: Ledger, tokenizer: Tokenizer) -> list[SequenceNode]:
     """All rows in which anything was sampled, in the order they began."""
-    return [SequenceNode(row, tokenizer) for row in rows if row.versions]
+    return [SequenceNode(view, tokenizer) for view in ledger.views() if view.versions]

@@ -71,6 +71,7 @@ class Attempt:
                 score = await blaming(GraderError, self.env.score(rollout, grading), f"scoring {rollout.rollout_id}")
             if not math.isfinite(score.reward):
                 raise GraderError(f"scoring {rollout.rollout_id} gave {score.reward}, which is no reward")
+            rollout.tracing.graded(score)
             self.score = score
         self._acted(result)
         self.projection = self.env.project(rollout, self.score)

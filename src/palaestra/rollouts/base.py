@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -137,8 +137,13 @@ class Environment(ABC):
         return Projection()
 
     async def figures(self) -> Mapping[str, float]:
-        """Numbers of the environment's own for the run's metrics. Asked once, after the last group."""
+        """Numbers of the environment's own for the run's metrics. Asked while the run goes on, and after the last
+        group."""
         return {}
+
+    def shown(self) -> Sequence[tuple[str, float]]:
+        """Rollouts to look at beside the metrics: each as text, with its score. Asked after the last group."""
+        return ()
 
 
 def network_of(task: Task, phase: Phase) -> Network | AllowList:

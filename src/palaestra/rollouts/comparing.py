@@ -47,6 +47,11 @@ class Comparison:
     high: float | None
 
     @property
+    def interval(self) -> str:
+        """The interval in words, or the empty string."""
+        return "" if self.low is None or self.high is None else f" ({self.low:+.3f} to {self.high:+.3f})"
+
+    @property
     def better(self) -> int:
         """Tasks that the first run did better on."""
         return sum(pair.difference > 0 for pair in self.pairs)
@@ -62,9 +67,12 @@ class Comparison:
         return counts | asdict(self)
 
 
-def compare(first: Iterable[Group], other: Iterable[Group]) -> Comparison:
-    """Compare by task id. Raises `ValueError` where no task has a reward in both."""
-    one, two = _means(first), _means(other)
+def compare(first: Iterable[Group], other: Iterable[Group], *, unscored: float | None = None) -> Comparison:
+    """Compare by task id. A rollout without a reward is left out, or counts as `unscored`.
+
+    Raises `ValueError` where no task has a reward in both.
+    """
+    one, two = _means(first, unscored), _means(other, unscored)
     pairs = tuple(Pair(task, one[task], two[task]) for task in one if task in two)
     if not pairs:
         raise ValueError(f"no task has a reward in both: {len(one)} have one in the first run, {len(two)} in the other")
@@ -82,11 +90,12 @@ def compare(first: Iterable[Group], other: Iterable[Group]) -> Comparison:
     )
 
 
-def _means(groups: Iterable[Group]) -> dict[str, float]:
+def _means(groups: Iterable[Group], unscored: float | None) -> dict[str, float]:
     """The mean reward of every task, over all groups it had."""
     rewards: dict[str, list[float]] = {}
     for group in groups:
-        found = [trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None]
+        given = (unscored if trajectory.reward is None else trajectory.reward for trajectory in group.trajectories)
+        found = [reward for reward in given if reward is not None]
         if found:
             rewards.setdefault(group.task_id, []).extend(found)
     return {task: statistics.fmean(values) for task, values in rewards.items()}

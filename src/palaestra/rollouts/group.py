@@ -27,6 +27,7 @@ from palaestra.rollouts.journal import AttemptDiscarded, GroupEnded, GroupStarte
 from palaestra.rollouts.progress import Observer
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.stages import IDLE_LIMITS, Stages
+from palaestra.rollouts.tracing.base import NO_TRACING, Tracing
 from palaestra.rollouts.trajectory import Group, Trajectory
 from palaestra.rollouts.world.modes import RunWorld
 from palaestra.sandbox.base import Slot, Snapshot
@@ -61,6 +62,8 @@ class Services:
     whole_groups: bool = False
     world: RunWorld = field(default_factory=RunWorld)
     reported: set[str] = field(default_factory=set)
+    tracing: Tracing = NO_TRACING
+    timings: Mapping[str, float] = field(default_factory=dict)
 
     def report_missing(self, missing: Mapping[str, str]) -> None:
         """Say once per run which tools were asked for and are not here."""
@@ -85,6 +88,10 @@ class GroupRun:
 
     async def run(self) -> Group:
         """The finished group, already in the journal. Raises only on cancellation and on our own bugs."""
+        with self.services.tracing.group(self.group):
+            return await self._run()
+
+    async def _run(self) -> Group:
         services, group = self.services, self.group
         services.observer.group_started(group.number, group.task_id)
         try:
@@ -161,7 +168,7 @@ class GroupRun:
     ) -> Snapshot:
         """Do preparation work in a slot and seal it. What goes wrong in it is the task's fault."""
         slots, services = self.services.slots, self.services
-        at = Stages(self.group.group_id, services.observer.stage, services.idle_limits)
+        at = Stages(self.group.group_id, services.observer.stage, services.idle_limits, services.tracing)
         async with at.watched():
             with at.stage("admit"):
                 await slots.admit()
@@ -208,13 +215,15 @@ class GroupRun:
         journal = self.services.journal
         for tried in itertools.count():
             attempt = Attempt(self.env, self._rollout(index, self._snapshot))
-            try:
-                await attempt.run()
-            finally:
-                trajectory = attempt.trajectory()
-                kept = not self._again(trajectory, tried)
-                event = RolloutEnded if kept else AttemptDiscarded
-                journal.append(event(at=time.time(), trajectory=trajectory))
+            with self.services.tracing.rollout(attempt.rollout.rollout_id) as ended:
+                try:
+                    await attempt.run()
+                finally:
+                    trajectory = attempt.trajectory()
+                    ended(trajectory)
+                    kept = not self._again(trajectory, tried)
+                    event = RolloutEnded if kept else AttemptDiscarded
+                    journal.append(event(at=time.time(), trajectory=trajectory))
             if kept:
                 break
             self.services.observer.attempt_discarded(trajectory)
@@ -257,6 +266,7 @@ class GroupRun:
             on_stage=self.services.observer.stage,
             idle_limits=self.services.idle_limits,
             world=self.services.world.rollout(rollout_id),
+            tracing=self.services.tracing,
         )
 
     def _journal_turn(self, rollout: Rollout, turn: Turn, messages: list[Message]) -> None:

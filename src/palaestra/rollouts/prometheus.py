@@ -40,6 +40,11 @@ def _metrics(status: RunStatus, now: float) -> Iterator[tuple[str, str, str, Sam
     shares = {name: rate.share for name, rate in status.blame.items()}
     yield "blame_ratio", "gauge", "Their share of the rollouts.", _by("blame", shares)
     yield "reward_mean", "gauge", "Mean reward of the scored rollouts.", _one(status.mean_reward)
+    yield "reward_mean_with_unscored", "gauge", "The same, the unscored as 0.", _one(status.mean_with_unscored)
+    spent = {name: latency.total_s for name, latency in status.stages.items()}
+    yield "stage_seconds_total", "counter", "Time that rollouts were at a stage.", _by("stage", spent)
+    stayed = {name: latency.count for name, latency in status.stages.items()}
+    yield "stage_rollouts_total", "counter", "Rollouts, and preparations, that were there.", _by("stage", stayed)
     yield "in_flight", "gauge", "Rollouts and preparations in flight.", _by("stage", status.in_flight)
     yield "oldest_idle_seconds", "gauge", "Longest without a sign of life.", _one(idle)
     yield "tokens_total", "counter", "Tokens of ended rollouts.", _by("kind", tokens)

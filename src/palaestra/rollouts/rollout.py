@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult, Turn
@@ -19,9 +19,11 @@ from palaestra.inference.ledger import Ledger, LedgerRecord
 from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.base import AgentSettings, Kit
 from palaestra.rollouts.stages import Stages, Tell
+from palaestra.rollouts.tracing.base import NO_TRACING, Tracing
 from palaestra.rollouts.world.rollout import RolloutWorld
 from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.binding import SlotTools
+from palaestra.tools.schema import ToolReply
 
 TurnRecorder = Callable[["Rollout", Turn, list[Message]], None]
 
@@ -53,6 +55,7 @@ class Rollout:
         on_stage: Tell | None = None,
         idle_limits: Mapping[str, float] | None = None,
         world: RolloutWorld | None = None,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self.rollout_id = rollout_id
         self.group_id = group_id
@@ -68,7 +71,8 @@ class Rollout:
         self.world = world
         self.meta: dict[str, JSON] = {}
         self.result: AgentResult | None = None
-        self.at = Stages(rollout_id, on_stage, idle_limits)
+        self.at = Stages(rollout_id, on_stage, idle_limits, tracing)
+        self.tracing = tracing
         self.rung: Rung | None = None
         self._on_turn = on_turn
         self._slot: Slot | None = None
@@ -155,7 +159,7 @@ class Rollout:
         """The agent loop, set up for this rollout."""
         settings, registry = self.settings, self.kit.registry
         return HermesAgentLoop(
-            server if server is not None else self.server,
+            self.tracing.served(server if server is not None else self.server, self.rollout_id),
             registry.definitions(),
             set(registry.list_tools()),
             max_turns=settings.max_turns,
@@ -174,10 +178,18 @@ class Rollout:
         """The handler of tool calls, with the stage told while a call is under way."""
 
         async def call(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
-            with self.stage("tool"):
-                return await handler(name, arguments, task_id)
+            with self.calling(name, arguments) as answered:
+                text = await handler(name, arguments, task_id)
+                answered(text)
+                return text
 
         return call
+
+    @contextmanager
+    def calling(self, name: str, arguments: Mapping[str, JSON]) -> Iterator[Callable[[ToolReply], None]]:
+        """Time one tool call and tell the display; the block says what the tool answered."""
+        with self.stage("tool"), self.tracing.tool(name, arguments) as answered:
+            yield answered
 
     def record(self, turn: Turn | None, messages: list[Message]) -> None:
         """Note the messages that were added, in the journal."""

@@ -15,6 +15,7 @@ from palaestra.core.errors import ConfigError, EngineUnavailable, PalaestraError
 from palaestra.core.types import Task
 from palaestra.rollouts.base import Environment
 from palaestra.rollouts.group import GroupRun, Services, failed_for_the_engine
+from palaestra.rollouts.ordering import Numbered, numbered, slowest_first
 from palaestra.rollouts.trajectory import Group
 
 GIVE_UP_AFTER = 3
@@ -56,7 +57,7 @@ class Totals:
 
 
 class Runner:
-    """Runs an environment's tasks, numbered from `first`. `on_group` gets every finished group, as they finish.
+    """Runs an environment's tasks, at most `limit`, numbered from `first`. `on_group` gets every group as it finishes.
 
     `ended` are groups that an earlier part of the same run finished: they are handed on and not run again. `gate` is
     asked before each task and may wait; False ends the run.
@@ -83,13 +84,13 @@ class Runner:
         self.ended = ended or {}
         self.gate = gate
         self.totals = Totals()
-        self._taken = 0
+        self._all_taken = False
         self._taking = asyncio.Lock()
         self._engine_failures = 0
 
     async def run(self) -> Totals:
         """Run to the last task. Raises `EngineUnavailable` when the model server is gone for good."""
-        tasks = self.env.tasks()
+        tasks = slowest_first(numbered(self.env.tasks(), self.first, self.limit), self.services.timings)
         try:
             async with asyncio.TaskGroup() as workers:
                 for number in range(self.concurrency):
@@ -98,7 +99,7 @@ class Runner:
             raise _first(failures) from None
         return self.totals
 
-    async def _work(self, tasks: AsyncIterator[Task]) -> None:
+    async def _work(self, tasks: AsyncIterator[Numbered]) -> None:
         while (taken := await self._take(tasks)) is not None:
             number, task = taken
             group = self._ended(number, task)
@@ -119,18 +120,13 @@ class Runner:
             )
         return group
 
-    async def _take(self, tasks: AsyncIterator[Task]) -> tuple[int, Task] | None:
+    async def _take(self, tasks: AsyncIterator[Numbered]) -> Numbered | None:
         async with self._taking:
-            if self.limit is not None and self._taken >= self.limit:
+            if self._all_taken or (self.gate is not None and not await self.gate()):
                 return None
-            if self.gate is not None and not await self.gate():
-                return None
-            try:
-                task = await anext(tasks)
-            except StopAsyncIteration:
-                return None
-            self._taken += 1
-            return self.first + self._taken - 1, task
+            taken = await anext(tasks, None)
+            self._all_taken = taken is None
+            return taken
 
     def _watch_engine(self, group: Group) -> None:
         if not failed_for_the_engine(group):

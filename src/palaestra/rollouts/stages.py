@@ -20,6 +20,7 @@ from palaestra.core.errors import (
     SandboxError,
     ToolStuck,
 )
+from palaestra.rollouts.tracing.base import NO_TRACING, Tracing
 
 WAITING_FOR: Mapping[str, type[InfraError]] = {
     "acquire": SandboxError,
@@ -51,10 +52,17 @@ Tell = Callable[[str, str], None]
 class Stages:
     """The stages of one rollout, or of one group's preparation. `seconds` adds up by name; stages may lie in others."""
 
-    def __init__(self, name: str, tell: Tell | None = None, limits: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        tell: Tell | None = None,
+        limits: Mapping[str, float] | None = None,
+        tracing: Tracing = NO_TRACING,
+    ) -> None:
         self.name = name
         self.seconds: dict[str, float] = {}
         self._tell = tell
+        self._tracing = tracing
         self._limits = limits or {}
         self._at: list[str] = []
         self._waiting = ""
@@ -68,7 +76,8 @@ class Stages:
         self.moved()
         started = time.perf_counter()
         try:
-            yield
+            with self._tracing.stage(self.name, name):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
             self._at.remove(shown)  # calls that run together end in any order

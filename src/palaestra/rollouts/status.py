@@ -6,17 +6,23 @@ run: an export gives those. Invariants: nothing is locked or written; reading ag
 
 from __future__ import annotations
 
+import math
 import os
-from collections import Counter
+import sys
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.inflight import Idle, is_alive, read_stages
-from palaestra.rollouts.intervals import rate_interval
+from palaestra.rollouts.intervals import mean_interval, rate_interval
+from palaestra.rollouts.metrics import quantile, stage_seconds
 
 RUNNING, KILLED, ELSEWHERE = "running", "killed", "elsewhere"
 
@@ -35,13 +41,29 @@ class Rate:
         return cls(count, count / trials, *rate_interval(count, trials))
 
 
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How long rollouts were at a stage, over `count` of them: seconds in all, the median and the 95 % quantile."""
+
+    count: int
+    total_s: float
+    p50_s: float
+    p95_s: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Latency:
+        return cls(len(seconds), math.fsum(seconds), quantile(seconds, 0.5), quantile(seconds, 0.95))
+
+
 @dataclass(slots=True)
 class RunStatus:
     """A run at a moment. `state` is running, killed, the reason with which it ended, or elsewhere (another host has
     it, and this one cannot tell). `in_flight` is by stage; of a run that was killed, what was.
 
     `blame` is over the rollouts that ended. `mean_reward` is over the scored ones, `mean_with_unscored` counts those
-    without a reward as 0. Tokens and `cost` count discarded attempts too; `cost` is None where no prices were given.
+    without a reward as 0, `full` is the share of scored rollouts with a reward of 1 or more, and `…_interval` the 95 %
+    interval of a mean, where there are groups enough for one. Tokens, `cost` and `stages` count discarded attempts too;
+    `cost` is None where no prices were given.
     """
 
     run_id: str = ""
@@ -57,7 +79,11 @@ class RunStatus:
     scored: int = 0
     discarded: int = 0
     mean_reward: float | None = None
+    mean_interval: tuple[float, float] | None = None
     mean_with_unscored: float | None = None
+    mean_with_unscored_interval: tuple[float, float] | None = None
+    full: Rate | None = None
+    stages: dict[str, Latency] = field(default_factory=dict)
     outcomes: dict[str, int] = field(default_factory=dict)
     blame: dict[str, Rate] = field(default_factory=dict)
     in_flight: dict[str, int] = field(default_factory=dict)
@@ -76,6 +102,9 @@ class RunStatus:
 
 class _Beside(msgspec.Struct):
     started_at: float = 0.0
+    duration_s: float = 0.0
+    stages: dict[str, float] = {}
+    turn_s: list[tuple[float, float]] = []
 
 
 class _Rollout(msgspec.Struct):
@@ -94,6 +123,15 @@ class _Rollout(msgspec.Struct):
 
 class _Group(msgspec.Struct):
     group_id: str
+    prepare_s: float = 0.0
+
+
+class _Ended(NamedTuple):
+    """What is kept of a rollout."""
+
+    outcome: str
+    reward: float | None
+    blame: str | None
 
 
 class _Line(msgspec.Struct):
@@ -123,7 +161,8 @@ class RunReader:
         self._offset = 0
         self._status = RunStatus()
         self._ended = ""
-        self._groups: dict[str, dict[str, _Rollout]] = {}
+        self._groups: dict[str, dict[str, _Ended]] = {}
+        self._seconds: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
         self._group_ends: dict[str, bool] = {}
         self._signs: dict[str, float] = {}
         self.paid: set[tuple[str, float]] = set()
@@ -154,6 +193,8 @@ class RunReader:
                 self._signs.clear()
             case "group" if line.group is not None:
                 self._groups[line.group.group_id] = {}
+                if line.group.prepare_s:
+                    self._seconds["prepare"].append(line.group.prepare_s)
                 self._group_ends.pop(line.group.group_id, None)
             case "messages":
                 self._signs.pop(line.rollout_id, None)
@@ -176,18 +217,27 @@ class RunReader:
             status.discarded += not kept
             if rollout.cost is not None:
                 status.cost = (status.cost or 0.0) + rollout.cost
+            for stage, seconds in stage_seconds(rollout.beside):
+                self._seconds[stage].append(seconds)
         if kept:
-            self._groups.setdefault(rollout.group_id, {})[rollout.rollout_id] = rollout
+            ended = _Ended(sys.intern(rollout.outcome), rollout.reward, rollout.blame and sys.intern(rollout.blame))
+            self._groups.setdefault(rollout.group_id, {})[rollout.rollout_id] = ended
 
     def _standing(self) -> RunStatus:
         status = self._status
-        rollouts = [each for group in self._groups.values() for each in group.values()]
-        rewards = [each.reward for each in rollouts if each.reward is not None]
+        groups = [list(group.values()) for group in self._groups.values()]
+        rollouts = [each for group in groups for each in group]
+        scored = [[each.reward for each in group if each.reward is not None] for group in groups]
+        rewards = [reward for group in scored for reward in group]
         status.groups_begun, status.groups_ended = len(self._groups), len(self._group_ends)
         status.groups_failed = sum(self._group_ends.values())
         status.rollouts, status.scored = len(rollouts), len(rewards)
         status.mean_reward = sum(rewards) / len(rewards) if rewards else None
+        status.mean_interval = mean_interval(scored)
         status.mean_with_unscored = sum(rewards) / len(rollouts) if rollouts else None
+        status.mean_with_unscored_interval = mean_interval([[each.reward or 0.0 for each in group] for group in groups])
+        status.full = Rate.of(sum(reward >= 1 for reward in rewards), len(rewards)) if rewards else None
+        status.stages = {stage: Latency.of(self._seconds[stage]) for stage in sorted(self._seconds)}
         status.outcomes = dict(Counter(each.outcome for each in rollouts).most_common())
         blamed = Counter(each.blame for each in rollouts if each.blame)
         status.blame = {name: Rate.of(count, len(rollouts)) for name, count in blamed.most_common()}

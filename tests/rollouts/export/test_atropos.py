@@ -1,10 +1,11 @@
 import json
 import os
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palaestra.core.types import Blame, Outcome
@@ -211,6 +212,22 @@ def test_a_line_is_in_the_file_before_add_returns(tmp_path, group, trajectory):
         assert os.stat(file.path).st_size > 0
 
 
+def test_lines_that_wait_for_an_earlier_group_are_not_in_memory(tmp_path, group, trajectory):
+    with GroupsFile(tmp_path / "x.jsonl", env="e", model="m") as file:
+        long = trajectory(0, messages=[{"role": "user", "content": "x" * 100_000}])
+        file.add(group(long, number=1))  # what a first line takes once
+        tracemalloc.start()
+        for number in range(2, 40):
+            file.add(group(long, number=number))
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert held < 200_000, "38 lines of 100 kB wait"
+        file.add(group(trajectory(0), number=0))
+        assert lines_in(file.path) == [f"task-{number}" for number in range(40)]
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+
+
+@settings(deadline=None)  # it writes to a disk
 @given(st.permutations(range(6)), st.sets(st.integers(0, 5)))
 def test_any_order_of_finishing_gives_the_same_file(tmp_path_factory, group, trajectory, order, skipped):
     folder = tmp_path_factory.mktemp("order")

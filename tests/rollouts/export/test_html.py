@@ -1,11 +1,14 @@
 import re
+import weakref
 from html.parser import HTMLParser
 
+import msgspec
 import pytest
 
 from palaestra.core.types import Blame, Outcome
+from palaestra.rollouts.export.conversation import Page
 from palaestra.rollouts.export.html import write_report
-from palaestra.rollouts.trajectory import Beside, TokenRow, TurnRecord
+from palaestra.rollouts.trajectory import Beside, TokenRow, Trajectory, TurnRecord
 
 HOSTILE = (
     "</script></pre></style></textarea>--><img src=x onerror=alert(1)><script>alert(2)</script>"
@@ -148,8 +151,8 @@ def test_a_megabyte_of_output_is_cut_with_a_note(report, tmp_path, group, trajec
 def test_the_top_of_the_page_says_how_the_run_went(report, group, trajectory):
     lost = trajectory(1, None, blame=Blame.SANDBOX, error="the slot died", outcome=Outcome.INFRA_ERROR)
     page = report(
-        group(number=1, error="pip failed"),
         group(trajectory(0, 0.5), lost, number=0),
+        group(number=1, error="pip failed"),
         started_at=0,
         backend={"name": "local"},
     )
@@ -158,7 +161,7 @@ def test_the_top_of_the_page_says_how_the_run_went(report, group, trajectory):
     for fact in ("0.500mean reward ± 0.000", "2groups", "1/2rollouts scored", "1 natural", "1 blamed on sandbox"):
         assert fact in told
     assert 'backend{"name":"local"}'.replace(":", ": ") in told
-    assert told.index("task-0") < told.index("task-1"), "by number, whatever finished first"
+    assert told.index("task-0") < told.index("task-1")
     assert "not run" in told
     assert "pip failed" in told
     assert "the slot died" in told
@@ -194,3 +197,31 @@ def test_a_failed_write_leaves_the_old_page_and_no_rubbish(tmp_path, group, traj
     with pytest.raises(OSError):
         write_report(occupied, [], {})
     assert sorted(one.name for one in tmp_path.iterdir()) == ["folder", "report.html"]
+
+
+def test_a_page_that_is_full_says_where(tmp_path, group, trajectory):
+    talks = [group(trajectory(0, messages=[{"role": "user", "content": "x" * 1_500}]), number=n) for n in range(3)]
+    write_report(tmp_path / "page.html", talks, {}, Page(page_chars=2_000))
+    text = Reader((tmp_path / "page.html").read_text()).text
+    assert text.count("from here on, long texts are cut short") == 1
+    assert text.index("task-1") < text.index("from here on") < text.index("task-2")
+
+
+class Watched(Trajectory, weakref=True, kw_only=True):
+    """A trajectory that can be seen to have gone."""
+
+
+def test_one_group_at_a_time_is_in_memory(tmp_path, group, trajectory):
+    made = []
+
+    class Groups:
+        def __iter__(self):
+            for number in range(8):
+                one = Watched(**msgspec.structs.asdict(trajectory(0)))
+                made.append(weakref.ref(one))
+                yield group(one, number=number)
+                one = None
+                assert sum(each() is not None for each in made) <= 3, "the one shown, the one before, the one to come"
+
+    write_report(tmp_path / "page.html", Groups(), {})
+    assert len(made) == 16

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from palaestra.agent.budget import Budget
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import InfraError, PrepareError, TaskError
 from palaestra.core.types import Network, NetworkPolicy, Score, Task
@@ -157,7 +156,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
 
     async def begin(self, rollout: Rollout) -> None:
         seconds = self._agent_s(rollout.task.data.task)
-        rollout.settings = replace(rollout.settings, budget=Budget(wall_s=seconds))
+        rollout.settings = replace(rollout.settings, budget=replace(rollout.settings.budget, wall_s=seconds))
 
     def _agent_s(self, task: TerminalTask) -> float:
         return task.agent_timeout_s or self.settings.task_timeout

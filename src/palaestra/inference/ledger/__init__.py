@@ -1,7 +1,7 @@
 """The append-only record of the exact tokens of a rollout: written by `Ledger`, judged by `verify_ledger`."""
 
 from palaestra.inference.ledger.base import LEDGER_SCHEMA, LedgerRecord, Reason, Row, SegmentRecord, Span, Turn
-from palaestra.inference.ledger.ledger import Ledger, Piece
+from palaestra.inference.ledger.ledger import Ledger, Piece, RowView
 from palaestra.inference.ledger.rows import record_rows
 from palaestra.inference.ledger.verify import Verdict, Violation, verify_ledger
 
@@ -12,6 +12,7 @@ __all__ = [
     "Piece",
     "Reason",
     "Row",
+    "RowView",
     "SegmentRecord",
     "Span",
     "Turn",

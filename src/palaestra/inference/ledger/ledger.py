@@ -138,7 +138,11 @@ class Ledger:
 
     def rows(self) -> list[Row]:
         """The training rows, one per segment with anything in it, in the order they began."""
-        return [_row(number, segment) for number, segment in enumerate(self._segments) if segment.tokens]
+        return [view.row() for view in self.views()]
+
+    def views(self) -> list[RowView]:
+        """The same rows, each made when it is asked for: as Python lists they take ten times what they take here."""
+        return [RowView(number, segment) for number, segment in enumerate(self._segments) if segment.tokens]
 
     def record(self) -> LedgerRecord:
         """The ledger as it is stored."""
@@ -164,15 +168,28 @@ def feed(hasher: hashlib.blake2b, kind: str, version: str, tokens: bytes, logpro
     hasher.update(b"".join((f"{kind}\0{version}\0{len(tokens)}\0".encode(), tokens, logprobs)))
 
 
-def _row(number: int, segment: _Segment) -> Row:
-    tokens = segment.tokens.tolist()
-    trained = zip(tokens, segment.mask, strict=True)
-    return Row(
-        segment=number,
-        reason=segment.reason,
-        tokens=tokens,
-        masks=[token if sampled else UNTRAINED for token, sampled in trained],
-        logprobs=segment.logprobs.tolist(),
-        versions=[(span.start, span.stop, span.version) for span in segment.spans if span.kind == "sampled"],
-        finish_reason=segment.finish_reason,
-    )
+class RowView:
+    """A segment as it is now, whatever is appended to it later: history only grows."""
+
+    def __init__(self, number: int, segment: _Segment) -> None:
+        self.number = number
+        self.reason = segment.reason
+        self.finish_reason = segment.finish_reason
+        self.versions = [(span.start, span.stop, span.version) for span in segment.spans if span.kind == "sampled"]
+        self._segment = segment
+        self._count = len(segment.tokens)
+
+    def row(self) -> Row:
+        """The row, as lists."""
+        segment, count = self._segment, self._count
+        tokens = segment.tokens[:count].tolist()
+        trained = zip(tokens, segment.mask[:count], strict=True)
+        return Row(
+            segment=self.number,
+            reason=self.reason,
+            tokens=tokens,
+            masks=[token if sampled else UNTRAINED for token, sampled in trained],
+            logprobs=segment.logprobs[:count].tolist(),
+            versions=self.versions,
+            finish_reason=self.finish_reason,
+        )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 import threading
 from pathlib import Path
 from typing import IO
@@ -153,7 +154,7 @@ class GroupsFile:
 
     `path` is the file that was claimed; with `again` it is the one given, and what was in it is replaced. `add` and
     `skip` block for the write and its fsync, and may be called from worker threads. A line that waits for an earlier
-    group is held in memory, encoded.
+    group lies in a nameless file beside the other, so that a task that takes the night costs no memory.
     """
 
     def __init__(
@@ -164,7 +165,8 @@ class GroupsFile:
         self._model = model
         self._messages = messages
         self._next = first
-        self._waiting: dict[int, bytes] = {}
+        self._waiting: dict[int, tuple[int, int]] = {}
+        self._aside = tempfile.TemporaryFile(dir=self.path.parent, buffering=0)  # noqa: SIM115 - closed in `close`
         self._lock = threading.Lock()
         self._file: IO[bytes] | None = self.path.open("wb")
 
@@ -189,9 +191,11 @@ class GroupsFile:
             if self._file is None:
                 return
             try:
-                self._write(b"".join(self._waiting[number] for number in sorted(self._waiting)))
+                for number in sorted(self._waiting):
+                    self._write(self._fetch(number))
             finally:
                 self._waiting.clear()
+                self._aside.close()
                 self._file.close()
                 self._file = None
 
@@ -201,12 +205,28 @@ class GroupsFile:
                 raise ValueError(f"{self.path} is closed; group {number} came too late")
             if number < self._next or number in self._waiting:
                 raise ValueError(f"group {number} was already given to {self.path}")
-            self._waiting[number] = line
-            ready = bytearray()
+            if number > self._next:
+                self._put_aside(number, line)
+                return
+            ready = bytearray(line)
+            self._next += 1
             while self._next in self._waiting:
-                ready += self._waiting.pop(self._next)
+                ready += self._fetch(self._next)
                 self._next += 1
             self._write(bytes(ready))
+            if not self._waiting:
+                self._aside.truncate(0)
+
+    def _put_aside(self, number: int, line: bytes) -> None:
+        place = self._aside.seek(0, os.SEEK_END)
+        self._waiting[number] = place, len(line)
+        written = 0
+        while written < len(line):
+            written += self._aside.write(line[written:])
+
+    def _fetch(self, number: int) -> bytes:
+        place, size = self._waiting.pop(number)
+        return os.pread(self._aside.fileno(), size, place)
 
     def _write(self, lines: bytes) -> None:
         if lines:

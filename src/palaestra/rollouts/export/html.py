@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,13 +17,12 @@ from importlib import resources
 from pathlib import Path
 
 import jinja2
-import msgspec
 from markupsafe import Markup
 
 from palaestra.core.types import JSON
 from palaestra.rollouts.export.conversation import Block, Entry, Fields, Page, as_json, conversation
 from palaestra.rollouts.export.printable import printable
-from palaestra.rollouts.metrics import summarise
+from palaestra.rollouts.metrics import Figures
 from palaestra.rollouts.tally import duration
 from palaestra.rollouts.trajectory import Group, Trajectory
 
@@ -59,37 +57,34 @@ class RolloutView:
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """One task with its rollouts."""
+    """One task with its rollouts. `cut_short` tells that the page was full before it."""
 
     record: Group
     rollouts: list[RolloutView]
     error: Block | None
     tools: list[tuple[str, str, Block]]
     mean: float | None
+    cut_short: bool
 
 
-def write_report(path: Path, groups: Iterable[Group], meta: Mapping[str, JSON]) -> None:
+def write_report(path: Path, groups: Iterable[Group], meta: Mapping[str, JSON], page: Page | None = None) -> None:
     """Write the page to `path`, all at once. Blocks for as long as that takes: call it from a thread during a run.
 
-    `meta` is shown at the top: `env`, `model` and `started_at` (seconds since the epoch) have places of their own, any
-    other entry is listed. Groups are consumed one by one and shown by their number.
+    `groups` is gone through twice, for the figures at the top and for the page, and shown in its order; one group at a
+    time is in memory. `meta` is shown at the top: `env`, `model` and `started_at` (seconds since the epoch) have places
+    of their own, any other entry is listed. `page` says how much text fits.
     """
-    page, views, light = Page(), [], []
+    figures, page = Figures(), page or Page()
     for group in groups:
-        views.append(_group_view(group, page))
-        light.append(_without_texts(group))
-    views.sort(key=lambda view: view.record.number)
-    numbers = summarise(light)
-    outcomes = Counter(rollout.record.outcome.value for view in views for rollout in view.rollouts)
+        figures.add(group)
     style, script = _own("report.css"), _own("report.js")
     pieces = _template().generate(
         meta=meta,
         facts=_pairs({key: value for key, value in meta.items() if key not in ("env", "model", "started_at")}),
         started=_when(meta.get("started_at")),
-        groups=views,
-        numbers=numbers,
-        outcomes=outcomes.most_common(),
-        page_full=page.full,
+        groups=(_group_view(group, page) for group in groups),
+        numbers=figures.numbers(),
+        outcomes=figures.outcomes.most_common(),
         style=Markup(style),  # noqa: S704 - our own file
         script=Markup(script),  # noqa: S704 - our own file
         policy=f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'",
@@ -99,19 +94,21 @@ def write_report(path: Path, groups: Iterable[Group], meta: Mapping[str, JSON]) 
 
 def _group_view(group: Group, page: Page) -> GroupView:
     rewards = [trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None]
+    full = page.full
     return GroupView(
         record=group,
         rollouts=[_rollout_view(group, trajectory, page) for trajectory in group.trajectories],
         error=page.block(group.error) if group.error else None,
         tools=[_tool(tool, page) for tool in group.tools],
         mean=sum(rewards) / len(rewards) if rewards else None,
+        cut_short=full,
     )
 
 
 def _rollout_view(group: Group, trajectory: Trajectory, page: Page) -> RolloutView:
     return RolloutView(
         anchor=f"r{group.number}-{trajectory.index}",
-        record=_without_text(trajectory),
+        record=trajectory,
         entries=conversation(trajectory.messages, page, len(trajectory.turns)),
         error=page.block(trajectory.error) if trajectory.error else None,
         strip=_strip(trajectory.beside.stages),
@@ -119,15 +116,6 @@ def _rollout_view(group: Group, trajectory: Trajectory, page: Page) -> RolloutVi
         detail=page.fields(trajectory.detail),
         facts=_facts(trajectory),
     )
-
-
-def _without_texts(group: Group) -> Group:
-    return msgspec.structs.replace(group, trajectories=[_without_text(one) for one in group.trajectories], tools=[])
-
-
-def _without_text(trajectory: Trajectory) -> Trajectory:
-    """The record without its bulk, so that a long run's conversations are not in memory twice."""
-    return msgspec.structs.replace(trajectory, messages=[], detail={}, row=None, ledger=None, extra={})
 
 
 def _strip(stages: Mapping[str, float]) -> list[tuple[str, float, float, float]]:

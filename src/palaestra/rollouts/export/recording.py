@@ -78,6 +78,10 @@ class Recording:
         """How many groups had begun and not ended when the journal was read."""
         return len(self._places) - self.finished
 
+    def __iter__(self) -> Iterator[Group]:
+        """The same as `groups`: a recording can be gone through as often as one likes."""
+        return self.groups()
+
     def groups(self) -> Iterator[Group]:
         """The finished groups, in item order, each with its trajectories in index order."""
         finished = [place for place in self._places.values() if place.ended is not None]

@@ -1,0 +1,42 @@
+"""Token-exact chat in benchmarks: the tiny model's tokenizer on disk, and a conversation as an engine's token replies."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from _instant_server import token_reply
+
+from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
+from palaestra.inference.tokens import Tokenizer
+
+
+def saved_tokenizer(folder: str) -> str:
+    """Where the tokenizer of every token-exact case lies, after this."""
+    path = Path(folder, "tokenizer")
+    path.mkdir()
+    save_tokenizer(train_tokenizer(), path)
+    return str(path)
+
+
+def said(tokenizer: Tokenizer, calls: Sequence[Mapping[str, object]], last: str) -> list[bytes]:
+    """A reply for each call, in Hermes form, and the last words."""
+    texts = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls] + [last]
+    (turn_end,) = tokenizer.stop_ids[:1]
+    return [token_reply([*tokenizer.encode(text), turn_end]) for text in texts]
+
+
+def turn_counter(tokenizer: Tokenizer) -> Callable[[bytes], int]:
+    """Says how many replies a request's ids hold already."""
+    opening = re.compile(rb"\b%d\b" % tokenizer.encode("<|im_start|>")[0])
+    at_first: list[int] = []
+
+    def turns(body: bytes) -> int:
+        """Each turn adds the beginnings of two messages to the prompt: a result, and the next reply."""
+        count = len(opening.findall(body))
+        at_first[:] = [min(count, *at_first)] if at_first else [count]
+        return (count - at_first[0]) // 2
+
+    return turns

@@ -1,0 +1,118 @@
+"""Whether a long run's memory stays flat: python benchmarks/memory.py [--quick] [--rollouts N] [--json FILE]
+
+A run of 10,000 short rollouts in groups of four, as its command line starts it: tasks, scripted engine, tool, score,
+the journal on disk, the groups file, metrics, and at the end figures and report. No slot is taken: what is measured is
+what the run itself keeps. Each sample is a whole run in a process of its own.
+
+Resident memory is read at every 25th task. The first fifth settles caches and the allocator and is left out; through
+the rest goes a line. `growth` is its slope, per rollout. `at the end` is how far memory rises above the last reading
+while the run is closed. `journal` says how much there is to keep: that is what would be in memory if nothing were let
+go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import _measure as measure
+
+from palaestra import Task, ToolStep, environment
+
+GROUP = 4
+ROLLOUTS, QUICK = 10_000, 1_000
+READ_EVERY = 25
+SETTLED = 0.2
+GROWTH_TARGET_KB = 0.25
+"""Per rollout, 2.5 MB in all: about a fortieth of a record."""
+END_TARGET_KB = 16_000.0
+"""For one group at a time, whatever the length of the run."""
+
+read_kb: list[float] = []
+
+
+@environment(toolsets=[])
+def sums(n: int = 1) -> Iterator[Task]:
+    """Additions with four calls each."""
+    for number in range(n):
+        if number % READ_EVERY == 0:
+            read_kb.append(measure.resident_kb())
+        call = ToolStep("add", {"a": number, "b": 1})
+        yield Task(id=f"sum-{number}", prompt=f"What is {number} + 1? {'x' * 960}", solution=[call] * 4, answer="")
+    read_kb.append(measure.resident_kb())
+    measure.forget_peak()
+
+
+@sums.tool
+def add(a: int, b: int) -> str:
+    """Add two integers."""
+    return f"{a + b} {'y' * 180}"
+
+
+@sums.score
+async def asked(rollout) -> float:  # type: ignore[no-untyped-def]
+    """Whether the tool was asked."""
+    return float(any(message["role"] == "tool" for message in rollout.messages))
+
+
+async def sample(rollouts: int) -> measure.Sample:
+    """One whole run in this process and in this folder."""
+    from palaestra.envs.flags import CommandLine, Parsed
+    from palaestra.envs.forms import form_of
+    from palaestra.envs.running import run
+    from palaestra.inference.config import APIServerConfig
+
+    form = form_of(sums)
+    line = CommandLine(prog="memory", env_type=form.config_type(), server_type=APIServerConfig)
+    flags = ["--policy", "oracle", "--env.n", str(rollouts // GROUP), "--group", str(GROUP)]
+    parsed = line.parse(["process", *flags, "--env.ensure_scores_are_not_same", "false"], {})
+    assert isinstance(parsed, Parsed)
+    report = await run(form, parsed, stream=io.StringIO())
+    assert (report.totals.scored, report.totals.mean_reward) == (rollouts, 1.0), report.totals.errors
+    settled = read_kb[int(SETTLED * len(read_kb)) : -1]
+    places = [float(READ_EVERY * GROUP * number) for number in range(len(settled))]
+    return {
+        "growth_kb": statistics.linear_regression(places, settled).slope,
+        "end_kb": measure.peak_kb() - read_kb[-1],
+        "resident_kb": settled[-1],
+        "journal_kb": report.journal.stat().st_size / 1024,
+    }
+
+
+def rows(found: dict[str, float], rollouts: int) -> list[measure.Row]:
+    """The table."""
+    growth = measure.Row(f"growth over {rollouts} rollouts", found["growth_kb"], "KB/rollout")
+    end = measure.Row("at the end, above the last reading", found["end_kb"], "KB")
+    return [
+        measure.with_ceiling(growth, GROWTH_TARGET_KB),
+        measure.with_ceiling(end, END_TARGET_KB),
+        measure.Row("resident, last reading", found["resident_kb"], "KB"),
+        measure.Row("journal", found["journal_kb"], "KB"),
+    ]
+
+
+def main() -> int:
+    """Measure and print the table."""
+    parser = measure.options_parser(__doc__)
+    parser.add_argument("--rollouts", type=int, default=None, help=f"how many rollouts (default {ROLLOUTS})")
+    options = parser.parse_args()
+    rollouts = options.rollouts or (QUICK if options.quick else ROLLOUTS)
+    rounds = options.rounds or 1
+    case = {"run": lambda: measure.fresh_process(__file__, "--sample", str(rollouts))}
+    found = measure.interleaved(case, rounds)["run"]
+    return measure.report(f"Memory of a run of {rollouts} rollouts of 5 turns", rows(found, rollouts), options.json)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--sample"]:
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            print(json.dumps(asyncio.run(sample(int(sys.argv[2])))))
+    else:
+        sys.exit(main())

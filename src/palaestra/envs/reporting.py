@@ -1,0 +1,130 @@
+"""The figures of a run on their way to its trackers: `Reporting`.
+
+Those of the latest groups while the run goes on (`train/…`, or `eval/…`), those of the whole at its end, without a
+prefix. Not for computing them (`rollouts/metrics`). Invariant: trackers and the environment's own `wandb_log` cannot
+end a run; the first trouble of each is said and that is all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.config import DEFAULT
+from palaestra.envs.config import BaseEnvConfig
+from palaestra.rollouts.base import Environment
+from palaestra.rollouts.metrics import Figures
+from palaestra.rollouts.progress import NullObserver
+from palaestra.rollouts.trackers.base import RunLabel, Tracker
+from palaestra.rollouts.trackers.child import start_tracker
+from palaestra.rollouts.trajectory import Group
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+"""Trackers hear no more often: enough for a curve, and fast runs do not drown them."""
+
+ROLLOUTS = "rollouts"
+"""What the table of rollouts to look at is called, after the prefix."""
+
+
+class Reporting(NullObserver):
+    """Tells trackers after every `every` groups. `known` are the numbers of groups that they heard of before."""
+
+    def __init__(
+        self,
+        trackers: Collection[Tracker],
+        *,
+        prefix: str = "train/",
+        every: int = 1,
+        known: Collection[int] = (),
+        clock: Clock | None = None,
+    ) -> None:
+        self._trackers = list(trackers)
+        self._prefix = prefix
+        self._every = every
+        self._known = known
+        self._clock = clock or SystemClock()
+        self._latest = Figures()
+        self._step = 0
+        self._enough = asyncio.Event()
+        self._tell: Callable[[str], None] = lambda text: None
+        self._own_failed = False
+
+    def tell(self, note: Callable[[str], None]) -> None:
+        """Whom to tell of trouble."""
+        self._tell = note
+
+    def say(self, text: str) -> None:
+        """Tell of trouble. What others note is not this observer's to pass on."""
+        self._tell(text)
+
+    def add(self, tracker: Tracker) -> None:
+        """One more tracker."""
+        self._trackers.append(tracker)
+
+    def group_finished(self, group: Group) -> None:
+        self._step += 1
+        if group.number in self._known:
+            return
+        self._latest.add(group)
+        if self._latest.groups >= self._every:
+            self._enough.set()
+
+    @contextmanager
+    def going_on(self, environment: Environment) -> Iterator[None]:
+        """Report for as long as the block runs."""
+        reporting = asyncio.create_task(self._report(environment), name="figures")
+        try:
+            yield
+        finally:
+            reporting.cancel()
+
+    async def _report(self, environment: Environment) -> None:
+        while True:
+            await self._enough.wait()
+            self._enough.clear()
+            own = await self.own(environment)
+            latest, self._latest = self._latest, Figures()
+            numbers = {f"{self._prefix}{name}": value for name, value in latest.numbers().items()}
+            self._log({**numbers, **own})
+            await self._clock.sleep(EVERY_S)
+
+    async def own(self, environment: Environment) -> Mapping[str, float]:
+        """The environment's own figures as of now; none where it fails at them."""
+        try:
+            return await environment.figures()
+        except Exception:
+            if not self._own_failed:
+                self._own_failed = True
+                logger.warning("environment %s failed at its own figures", environment.name, exc_info=True)
+            return {}
+
+    async def finish(self, environment: Environment, figures: Mapping[str, float]) -> None:
+        """Tell the trackers what the run came to, and end them."""
+        shown = environment.shown()
+        self._log(figures)
+        for tracker in self._trackers if shown else ():
+            tracker.show(self._step, self._prefix + ROLLOUTS, shown)
+        await asyncio.gather(*(tracker.aclose() for tracker in self._trackers))
+
+    def _log(self, numbers: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.log(self._step, numbers)
+
+
+def asked_for(config: BaseEnvConfig, sources: Mapping[str, str]) -> list[str]:
+    """The services that somebody asked for. That `use_wandb` is on by default is nobody's wish."""
+    wandb = config.use_wandb and sources.get("env.use_wandb", DEFAULT) != DEFAULT
+    return ["wandb"] * wandb + ["trackio"] * config.use_trackio
+
+
+async def start_trackers(services: Collection[str], label: RunLabel, reporting: Reporting) -> None:
+    """Start the trackers of these services; what cannot be started is said."""
+    for service in services:
+        tracker = await start_tracker(service, label, reporting.say)
+        if tracker is not None:
+            reporting.add(tracker)

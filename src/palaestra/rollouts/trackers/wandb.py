@@ -1,0 +1,61 @@
+"""Weights & Biases, in the worker's process: figures as a run's history, rollouts as a table.
+
+Its files lie in the run's folder, under `wandb/`; `wandb sync` sends on what was written offline. Invariant: it asks
+nobody for a key. Where none is stored and no mode was given, it writes offline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import wandb
+
+OFFLINE = "offline"
+
+SETTINGS: dict[str, Any] = {
+    "console": "off",
+    "disable_git": True,
+    "disable_code": True,
+    "x_save_requirements": False,
+    "x_disable_stats": True,
+}
+"""Figures only: the terminal is not captured, and neither code, packages nor this process's load are sent."""
+
+
+class WandbClient:
+    """One run of the service, which a resumed run goes on with."""
+
+    def __init__(self, label: Mapping[str, Any]) -> None:
+        mode = label["mode"]
+        if mode is None and not _key_is_stored():
+            mode = OFFLINE
+        self._run = wandb.init(
+            project=label["project"],
+            name=label["name"],
+            id=label["run_id"],
+            resume="allow",
+            dir=label["folder"],
+            config=dict(label["settings"]),
+            mode=mode,
+            settings=wandb.Settings(**SETTINGS),
+        )
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Add to the history."""
+        self._run.log(dict(numbers), step=step)
+
+    def show(self, step: int, name: str, rows: list[tuple[str, float]]) -> None:
+        """A table of texts and scores."""
+        self._run.log({name: wandb.Table(columns=["text", "score"], data=[list(row) for row in rows])}, step=step)
+
+    def finish(self) -> None:
+        """Hand over what is left."""
+        self._run.finish()
+
+
+def _key_is_stored() -> bool:
+    try:
+        return bool(wandb.login(prompt=False, verify=False))
+    except TypeError:  # releases before `prompt`
+        return bool(wandb.api.api_key)
