@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from palaestra.core.types import JSON
+
+if TYPE_CHECKING:
+    from palaestra.tools.installed import Installed
 
 
 @click.command(
@@ -19,23 +25,30 @@ from palaestra.core.types import JSON
     \b
       palaestra tools
       palaestra tools --json | jq -r '.tools[] | select(.missing == null) | .name'
+      palaestra tools --mcp mcp.json          # with those of MCP servers, which are started for it
+
+    FILE has the mcpServers that other programs read too: command, args, env, cwd, or url and headers. ${NAME} in it
+    stands for a variable of the environment. A server that cannot be had is listed with the reason.
     """,
 )
+@click.option("--mcp", "files", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help="MCP servers too.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable, with the full schemas.")
-def command(as_json: bool) -> None:
+def command(files: tuple[Path, ...], as_json: bool) -> None:
     from palaestra.core.config import merge
     from palaestra.envs.config import HermesAgentEnvConfig
     from palaestra.envs.sources import read_environ
     from palaestra.tools.catalog import get_available_toolsets
     from palaestra.tools.distributions import list_distributions
+    from palaestra.tools.installed import installed_tools
     from palaestra.tools.registry import all_tools
 
+    others = (*installed_tools(), *(asyncio.run(_of_servers(files)) if files else ()))
     settings = merge(HermesAgentEnvConfig, [read_environ(os.environ, "env", HermesAgentEnvConfig)]).value
     tools: list[dict[str, JSON]] = [
         {"name": tool.name, "toolset": tool.toolset, "missing": tool.missing(), **_schema(tool.schema.to_dict())}
-        for tool in all_tools(settings)
+        for tool in all_tools(settings, others)
     ]
-    toolsets = [{"name": name, **each} for name, each in get_available_toolsets(settings).items()]
+    toolsets = [{"name": name, **each} for name, each in get_available_toolsets(settings, others).items()]
     distributions = [{"name": name, **each} for name, each in list_distributions().items()]
     if as_json:
         everything = {"tools": tools, "toolsets": toolsets, "distributions": distributions}
@@ -43,6 +56,18 @@ def command(as_json: bool) -> None:
         return
     for line in (*_tools(tools), "", *_toolsets(toolsets), "", *_distributions(distributions)):
         click.echo(line)
+
+
+async def _of_servers(files: Iterable[Path]) -> tuple[Installed, ...]:
+    """What the MCP servers of these files offer."""
+    from palaestra.tools.mcp.config import MCPServerConfig, read_servers
+    from palaestra.tools.mcp.servers import MCPServers
+
+    configs = {name: MCPServerConfig(**each) for file in files for name, each in read_servers(file).items()}
+    for config in configs.values():
+        config.take_variables(os.environ)
+    async with MCPServers(configs, forgiving=True) as servers:
+        return servers.installed()
 
 
 def _schema(definition: dict[str, JSON]) -> dict[str, JSON]:

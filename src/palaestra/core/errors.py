@@ -20,6 +20,10 @@
         │   └── TrainerRefused (ValueError)           its server will not have this environment or these groups
         ├── ToolUnavailable (ConnectionError)  what a tool asks (a provider, a recording) failed or has no answer
         ├── ToolStuck (TimeoutError)        a tool call that did not come back, nor kept its own time limit
+        ├── ToolServerError                 a server of tools: an MCP server, or `palaestra serve tools`
+        │   ├── ToolServerUnavailable (ConnectionError)  unreachable, ended or too slow
+        │   ├── ToolServerRefused (PermissionError)      wrong token, no such call: retrying cannot help
+        │   └── ToolServerReplyError (ValueError)        the reply is not what the protocol promises
         ├── PrepareError                    a task's set-up failed: the task is to blame, not the agent
         └── GraderError                     the check did not run or did not report: no score, never 0.0
 
@@ -132,6 +136,24 @@ class ToolStuck(InfraError, TimeoutError):
     """A tool call did not come back within the run's limit, which is far above the tool's own."""
 
     blame = Blame.TOOL
+
+
+class ToolServerError(InfraError):
+    """A server of tools failed. The message names the server and the way out."""
+
+    blame = Blame.TOOL
+
+
+class ToolServerUnavailable(ToolServerError, ConnectionError):
+    """It could not be reached or started, ended in the middle, or did not answer in time."""
+
+
+class ToolServerRefused(ToolServerError, PermissionError):
+    """It understood and said no: trying again cannot help."""
+
+
+class ToolServerReplyError(ToolServerError, ValueError):
+    """Its reply does not have the shape that the protocol promises."""
 
 
 class PrepareError(InfraError):

@@ -25,8 +25,16 @@ class AgentEnvironment(ContractEnvironment):
         super().__init__(inner)
         self._takes_meta = _accepts(inner.verify_and_score_trajectory, "workspace_meta")
 
+    async def open(self) -> None:
+        await super().open()
+        if self.inner.config.mcp_servers:
+            self.inner.tools = self.inner.build_tools()
+
     async def aclose(self) -> None:
-        await self.inner.shutdown_tool_backend()
+        try:
+            await self.inner.shutdown_tool_backend()
+        finally:
+            await super().aclose()
 
     async def act(self, rollout: Rollout) -> AgentResult:
         self._choose_server(rollout)

@@ -21,7 +21,7 @@ from palaestra.envs.agent_env_config import AgentEnvConfig
 from palaestra.envs.base_env import Item, ScoredDataGroup, ScoredDataItem
 from palaestra.envs.config import HermesAgentEnvConfig
 from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
-from palaestra.envs.settings import make_pool
+from palaestra.envs.settings import make_pool, tools_with
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.base import Environment, Kit
 from palaestra.rollouts.context import ToolContext
@@ -29,7 +29,7 @@ from palaestra.rollouts.exec_tool import ExecTool
 from palaestra.rollouts.trajectory import Trajectory
 from palaestra.sandbox.pool import SlotPool
 from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
-from palaestra.tools.registry import ToolRegistry, build_tool_registry
+from palaestra.tools.registry import ToolRegistry
 from palaestra.tools.wire import ToolCall
 
 AgentEnvConfigT = TypeVar("AgentEnvConfigT", bound=AgentEnvConfig)
@@ -96,17 +96,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
 
     def build_tools(self) -> ToolRegistry:
         """The tools of every rollout. Raises `ConfigError` for toolsets that there are not."""
-        config = self.config
-        enabled, disabled = config.enabled_toolsets or ["default"], config.disabled_toolsets or None
-        return build_tool_registry(
-            enabled,
-            disabled,
-            config.tool_server_url,
-            self.own_tools(),
-            strict=config.strict_tools,
-            settings=config,
-            replayed=config.world == "replay",
-        )
+        return tools_with(self.mcp, self.config.enabled_toolsets or ["default"], self.config, self.own_tools())
 
     def build_agent_config(self, item: Item) -> AgentConfig:
         """How the agent of an item samples and how long it may go on."""

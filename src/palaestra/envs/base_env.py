@@ -24,6 +24,7 @@ from palaestra.inference.tokens import Tokenizer, load_tokenizer
 from palaestra.rollouts.base import Environment
 from palaestra.rollouts.export.speech import heard
 from palaestra.rollouts.trajectory import Trajectory
+from palaestra.tools.mcp.servers import MCPServers
 
 Item: TypeAlias = JSON
 """One row of whatever the environment draws from; the runner only carries it."""
@@ -81,6 +82,8 @@ class BaseEnv(ABC):
 
     name: ClassVar[str | None] = None
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
+    mcp: MCPServers | None = None
+    """The run's MCP servers. Only there while a run is on."""
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from typing import Self
 
 from palaestra.core.types import JSON, Task
 from palaestra.envs.base_env import BaseEnv, Item
+from palaestra.envs.settings import mcp_servers
 from palaestra.rollouts.base import Environment
 from palaestra.rollouts.export.atropos import group_line
 from palaestra.rollouts.trajectory import Group
@@ -33,7 +34,13 @@ class ClassEnvironment(Environment):
         return self.inner.name or type(self.inner).__name__
 
     async def open(self) -> None:
+        self.inner.mcp = mcp_servers(self.inner.config)
+        await self.inner.mcp.open()
         await self.inner.setup()
+
+    async def aclose(self) -> None:
+        if self.inner.mcp is not None:
+            await self.inner.mcp.aclose()
 
     async def tasks(self) -> AsyncIterator[Task]:
         if self._items is not None:

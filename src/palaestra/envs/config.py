@@ -9,6 +9,7 @@ Sizes are tokens where a name says tokens, else megabytes where the contract say
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import Literal, Self
 
@@ -19,6 +20,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.stages import IDLE_LIMITS
 from palaestra.tools.distributions import find_distribution
+from palaestra.tools.mcp.config import MCPServerConfig
 from palaestra.tools.settings import ToolSettings
 
 AVAILABLE_POOL_MODES = ("default", "local")
@@ -225,6 +227,10 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     strict_tools: bool = Field(
         default=False, description="Refuse to run without a tool that was asked for, instead of leaving it out."
     )
+    mcp_servers: dict[str, MCPServerConfig] = Field(
+        default_factory=dict,
+        description="MCP servers by name, each a toolset mcp-NAME that every agent has. --mcp FILE reads mcpServers.",
+    )
     max_agent_turns: int = Field(default=30, ge=1, description="Model calls per rollout, at most.")
     max_rollout_tokens: int | None = Field(
         default=None, gt=0, description="Tokens that one rollout may read and write, over all its model calls."
@@ -312,6 +318,11 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         if name is not None:
             find_distribution(name)
         return name
+
+    def take_variables(self, environ: Mapping[str, str]) -> None:
+        """Hand over the environment variables that settings name. Raises `ConfigError` for one that is not set."""
+        for server in self.mcp_servers.values():
+            server.take_variables(environ)
 
     @model_validator(mode="after")
     def _rollout_cost_needs_prices(self) -> Self:

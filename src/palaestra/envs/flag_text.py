@@ -51,6 +51,7 @@ def usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
         "  Short: --policy oracle|noop|patch:FILE|replay:FILE  --model  --base-url  --tasks (env.total_steps)",
         "         --group (env.group_size)  --concurrency (env.max_num_workers)  --backend (env.tool_pool_mode)",
         "         --max-cost (env.max_cost)  --max-infra-rate (env.max_infra_rate)  --metrics-port (env.metrics_port)",
+        "         --mcp FILE (env.mcp_servers)  --config FILE",
         "  Lists: `a b`, `a,b` or JSON. Mappings: `k=v`, JSON or --env.field.key V. A boolean alone means true.",
     ]
     for title, fields in _sections(line, everything):

@@ -22,6 +22,7 @@ from palaestra.core.literals import Annotation, read_words, takes_mapping, takes
 from palaestra.core.types import JSON
 from palaestra.envs import flag_text
 from palaestra.envs.sources import FileSettings, read_environ, read_file
+from palaestra.tools.mcp.config import read_servers
 
 EnvT_co = TypeVar("EnvT_co", bound=BaseModel, covariant=True)
 ServerT_co = TypeVar("ServerT_co", bound=BaseModel, covariant=True)
@@ -43,7 +44,7 @@ SHORT_FORMS = {
 }
 """What the short flags abbreviate. `--policy NAME` is short for a scripted server of that model name."""
 
-_OWN = ("--policy", "--resume", "--config", "--slurm", "--testing", "--show-config", "--help", "--help-all")
+_OWN = ("--policy", "--resume", "--config", "--mcp", "--slurm", "--testing", "--show-config", "--help", "--help-all")
 _PROCESS = {"ensure_scores_are_not_same": False, "include_messages": True}
 
 
@@ -137,6 +138,9 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
                 given.switches[written[2:]] = bool(self._read(bool, written, words))
             case "--config":
                 given.files += [read_file(Path(word)) for word in words or [self._read(str, written, words)]]
+            case "--mcp" if "mcp_servers" in self.env_type.model_fields:
+                for word in words or [self._read(str, written, words)]:
+                    self._set_env(given, written, "mcp_servers", read_servers(Path(word)))
             case "--policy":
                 given.policy = self._read(str, written, words)
             case "--resume":
@@ -156,10 +160,11 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         if dot and not takes_mapping(annotation):
             raise ConfigError(f"{written}: {group}.{name} is not a mapping, so nothing can be set below it")
         key = name + dot + rest
-        target = given.values[group]
-        value = self._read(JSON if dot else annotation, written, words)
-        target[key] = _joined(target.get(key), value, annotation)
-        given.spelled[group][key] = given.spelled[group][name] = written
+        given.add(group, key, self._read(JSON if dot else annotation, written, words), written, annotation)
+
+    def _set_env(self, given: _Given, written: str, name: str, value: JSON) -> None:
+        """Add what a flag that is no field of its own says about one."""
+        given.add("env", name, value, written, self.env_type.model_fields[name].annotation)
 
     def _read(self, annotation: Annotation, written: str, words: Sequence[str]) -> JSON:
         try:
@@ -237,6 +242,12 @@ class _Given:
     policy: str | None = None
     resume: Path | None = None
     show_config: bool = False
+
+    def add(self, group: str, key: str, value: JSON, written: str, annotation: Annotation) -> None:
+        """Take what a flag says about a field, or about an entry below it."""
+        target = self.values[group]
+        target[key] = _joined(target.get(key), value, annotation)
+        self.spelled[group][key] = self.spelled[group][key.partition(".")[0]] = written
 
 
 def set_fields(config: BaseModel) -> dict[str, JSON]:

@@ -29,7 +29,7 @@ from palaestra.core.errors import ConfigError, GraderError, TaskError
 from palaestra.core.types import JSON, NetworkPolicy, Score, Task
 from palaestra.envs.held_out import HeldOutConfig, serves
 from palaestra.envs.hooks import Hook, HookFunction, Source, declare
-from palaestra.envs.settings import agent_settings, kit, network_policy
+from palaestra.envs.settings import agent_settings, kit, mcp_servers, network_policy
 from palaestra.rollouts.base import AgentSettings, Environment, Kit
 from palaestra.rollouts.grading import Grading
 from palaestra.rollouts.rollout import Rollout
@@ -150,6 +150,7 @@ class FunctionEnvironment(Environment):
         self.config = config
         self._settings = agent_settings(config)
         self._policy = network_policy(config.allow_network)
+        self._mcp = mcp_servers(config)
         self._evaluating = False
 
     def evaluating(self) -> Self:
@@ -157,6 +158,12 @@ class FunctionEnvironment(Environment):
         other = copy(self)
         other._evaluating = True
         return other
+
+    async def open(self) -> None:
+        await self._mcp.open()
+
+    async def aclose(self) -> None:
+        await self._mcp.aclose()
 
     @property
     def name(self) -> str:
@@ -189,7 +196,7 @@ class FunctionEnvironment(Environment):
 
     def kit(self, task: Task, rng: random.Random) -> Kit:
         own = [tool.for_task(task) for tool in self.form.tools]
-        return kit(self.config, task.toolsets or self.form.toolsets, rng, own)
+        return kit(self.config, task.toolsets or self.form.toolsets, rng, own, self._mcp)
 
     def prepares(self, task: Task) -> bool:
         return self.form.preparation is not None or super().prepares(task)

@@ -92,7 +92,7 @@ class HermesAgentBaseEnv(BaseEnv):
 
     def tool_kit(self, rng: random.Random) -> Kit:
         """The tools of one group as the runner takes them. `rng` is the group's own."""
-        return kit(self.config, None, rng, self.own_tools())
+        return kit(self.config, None, rng, self.own_tools(), self.mcp)
 
     def own_tools(self) -> Sequence[Tool]:
         """Tools that the environment brings along, such as functions with `@tool`. Its agents always have them."""

@@ -22,7 +22,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.exits import DONE, TOO_MANY_FAILURES, run_guarded
 from palaestra.core.types import JSON
 from palaestra.envs.batch import Batch, RunLine, make_reporting, make_stops, recorded, say_on
-from palaestra.envs.config import BaseEnvConfig
+from palaestra.envs.config import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.flags import Answer, CommandLine, set_fields
 from palaestra.envs.forms import Form, form_of
 from palaestra.envs.loading import load_environment, reference_of
@@ -69,6 +69,8 @@ def _main(environment: object, argv: Sequence[str], prog: str | None) -> int:
     if isinstance(parsed, Answer):
         sys.stdout.write(parsed.text)
         return 0
+    if isinstance(parsed.env_config, HermesAgentEnvConfig):
+        parsed.env_config.take_variables(os.environ)
     for notice in parsed.notices:
         sys.stderr.write(f"note: {notice}\n")
     return asyncio.run(run(form, parsed, reference=reference_of(environment))).exit_code
@@ -151,8 +153,8 @@ async def closed(world: RunWorld) -> AsyncIterator[RunWorld]:
 @asynccontextmanager
 async def opened(environment: Environment) -> AsyncIterator[None]:
     """The environment, opened and in the end closed."""
-    await environment.open()
     try:
+        await environment.open()
         yield
     finally:
         await environment.aclose()

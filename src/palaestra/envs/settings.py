@@ -15,7 +15,10 @@ from palaestra.rollouts.world.modes import RunWorld, open_world
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.tools.distributions import sample_toolsets_from_distribution
-from palaestra.tools.registry import build_tool_registry
+from palaestra.tools.installed import installed_tools
+from palaestra.tools.mcp.server import TOOLSET_PREFIX
+from palaestra.tools.mcp.servers import MCPServers
+from palaestra.tools.registry import ToolRegistry, build_tool_registry
 from palaestra.tools.schema import Tool
 
 
@@ -52,27 +55,52 @@ def prices(config: BaseEnvConfig) -> Prices | None:
     return Prices(config.prompt_price, config.completion_price)
 
 
+def mcp_servers(config: BaseEnvConfig) -> MCPServers:
+    """The MCP servers of a run, not yet open; those whose toolset is disabled are none of them."""
+    if not isinstance(config, HermesAgentEnvConfig):
+        return MCPServers({})
+    return MCPServers(config.mcp_servers, without=config.disabled_toolsets or ())
+
+
 def kit(
-    config: HermesAgentEnvConfig, toolsets: Sequence[str] | None, rng: random.Random, extra: Iterable[Tool] = ()
+    config: HermesAgentEnvConfig,
+    toolsets: Sequence[str] | None,
+    rng: random.Random,
+    extra: Iterable[Tool] = (),
+    servers: MCPServers | None = None,
 ) -> Kit:
     """The tools of one group: a draw from the configuration's distribution, its toolsets, or else those given.
 
-    `rng` is the group's own and makes the draw; `extra` are the environment's own tools.
+    `rng` is the group's own and makes the draw; `extra` are the environment's own tools. The tools of `servers` are
+    there besides.
     """
     if config.distribution is not None:
         enabled: Sequence[str] | None = sample_toolsets_from_distribution(config.distribution, rng)
     else:
         enabled = config.enabled_toolsets if config.enabled_toolsets is not None else toolsets
-    registry = build_tool_registry(
+    registry = tools_with(servers, enabled, config, extra)
+    return Kit(registry, tuple(enabled or ()))
+
+
+def tools_with(
+    servers: MCPServers | None, enabled: Sequence[str] | None, config: HermesAgentEnvConfig, extra: Iterable[Tool]
+) -> ToolRegistry:
+    """The tools of the enabled toolsets and those of the run's MCP servers, without what is disabled."""
+    offered = servers.installed() if servers is not None else ()
+    disabled = [name for name in config.disabled_toolsets or () if not name.startswith(TOOLSET_PREFIX)]
+    if enabled is not None:
+        enabled = list(dict.fromkeys([*enabled, *(each.toolset for each in offered)]))
+    installed = (*installed_tools(), *offered) if offered else None
+    return build_tool_registry(
         enabled,
-        config.disabled_toolsets,
+        disabled,
         extra=extra,
         strict=config.strict_tools,
+        installed=installed,
         settings=config,
         world=config.allow_network,
         replayed=config.world == "replay",
     )
-    return Kit(registry, tuple(enabled or ()))
 
 
 def server_settings(config: BaseEnvConfig, servers: Sequence[APIServerConfig]) -> list[APIServerConfig]:

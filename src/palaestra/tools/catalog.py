@@ -7,7 +7,7 @@ of the package and of installed packages; nothing here can be changed by a calle
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from palaestra.core.types import JSON
@@ -39,15 +39,21 @@ def get_toolset_for_tool(tool_name: str) -> str | None:
     return next((tool.toolset for tool in all_tools() if tool.name == name), None)
 
 
-def get_available_toolsets(settings: ToolSettings | None = None) -> dict[str, dict[str, JSON]]:
+def get_available_toolsets(
+    settings: ToolSettings | None = None, others: Iterable[Installed] | None = None
+) -> dict[str, dict[str, JSON]]:
     """Each toolset: `available` (has at least one tool that works here), `tools`, `description`, `missing`.
 
-    `missing` has the tools that do not work here, with the reason; `settings` are what the tools are told.
+    `missing` has the tools that do not work here, with the reason; `settings` are what the tools are told, `others` by
+    default what packages offer.
     """
-    known = {tool.name: tool for tool in all_tools(settings)}
+    known = {tool.name: tool for tool in all_tools(settings, others)}
     return {
         name: _toolset(description, [known[tool] for tool in tools])
-        for name, description, tools in (*_builtin(), *((e.toolset, _about(e), _names(e)) for e in usable_packages()))
+        for name, description, tools in (
+            *_builtin(),
+            *((e.toolset, _about(e), _names(e)) for e in usable_packages(others)),
+        )
     }
 
 

@@ -203,9 +203,9 @@ def builtin_tools(settings: ToolSettings | None = None) -> tuple[Tool, ...]:
     return (*here, *web_tools(settings or ToolSettings()), *BROWSER, *MODELS, *ASSISTANT, *TRAINING)
 
 
-def all_tools(settings: ToolSettings | None = None) -> list[Tool]:
-    """Every tool of the package, then those of installed packages; those that are missing too."""
-    return [*builtin_tools(settings), *(tool for each in usable_packages() for tool in each.tools)]
+def all_tools(settings: ToolSettings | None = None, others: Iterable[Installed] | None = None) -> list[Tool]:
+    """Every tool of the package, then those of others (`usable_packages`); those that are missing too."""
+    return [*builtin_tools(settings), *(tool for each in usable_packages(others) for tool in each.tools)]
 
 
 def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed]:

@@ -27,13 +27,18 @@ StateT = TypeVar("StateT")
 
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
-    """Name, description and JSON-schema parameters of one tool. `parameters` maps argument names to their schemas."""
+    """Name, description and JSON-schema parameters of one tool. `parameters` maps argument names to their schemas.
+
+    `keywords` are what else the schema of the arguments says of them together, such as `$defs` or
+    `additionalProperties`. An `external` tool is run by a tool server (`server.py`), not in a slot.
+    """
 
     name: str
     description: str
     parameters: Mapping[str, JSON] = field(default_factory=dict)
     required: tuple[str, ...] = ()
     external: bool = False
+    keywords: Mapping[str, JSON] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, JSON]:
         """The OpenAI function schema, a fresh copy each time: nobody can change the registry's by accident."""
@@ -43,6 +48,7 @@ class ToolSchema:
                 "name": self.name,
                 "description": self.description,
                 "parameters": {
+                    **copy.deepcopy(dict(self.keywords)),
                     "type": "object",
                     "properties": copy.deepcopy(dict(self.parameters)),
                     "required": list(self.required),

@@ -1,0 +1,309 @@
+"""One session with an MCP server: opened, used by many calls at once, closed. The only user of the package `mcp`.
+
+Not for opening another one when it ends (`server.py`). A server that is a command runs on this machine, outside of
+every slot, with the rights of whoever runs palaestra, behind a leash (`leash.py`) that ends it with us.
+
+Invariant: a task of the session's own enters and leaves the package's scopes, so whoever is cancelled while it waits
+for a server leaves no process behind; what goes wrong is a `ToolServerError` that names the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from palaestra import __version__
+from palaestra.core.errors import ConfigError, ToolServerRefused, ToolServerReplyError, ToolServerUnavailable
+from palaestra.core.types import JSON
+from palaestra.tools.mcp.config import MCPServerConfig
+
+if TYPE_CHECKING:
+    import httpx2
+    from mcp import Client
+    from mcp.client import Transport
+    from mcp.types import CallToolResult, Tool
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 15.0
+_TAIL_BYTES = 4096
+_LEASH = str(Path(__file__).with_name("leash.py"))
+_MOST_PAGES = 100
+_SESSION_GONE = "Session terminated"
+"""How the package tells that an HTTP server knows the session no more; it has not looked at the call then."""
+
+
+class NotCarriedOut(ToolServerUnavailable):
+    """The session had ended before the call was taken: to send it once more does nothing twice."""
+
+
+class Connection:
+    """A live session. Made by `opened`; `aclose` is idempotent."""
+
+    def __init__(self, name: str, config: MCPServerConfig) -> None:
+        self.name = name
+        self._config = config
+        self._client: Client | None = None
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stop = asyncio.Event()
+        self._stderr = _Tail()
+        self._task: asyncio.Task[None] | None = None
+        self._told_of_change = False
+        self._status = 200
+
+    @classmethod
+    async def opened(cls, name: str, config: MCPServerConfig) -> Connection:
+        """A session that is ready for calls; `config` has its variables replaced.
+
+        Raises `ConfigError` where the extra is not installed, `ToolServerUnavailable` and `ToolServerRefused`.
+        """
+        await _need_extra(name)
+        connection = cls(name, config)
+        connection._task = asyncio.create_task(connection._hold(), name=f"mcp {name}")
+        try:
+            async with asyncio.timeout(config.connect_timeout):
+                await asyncio.shield(connection._ready)
+        except TimeoutError:
+            await connection.aclose()
+            raise ToolServerUnavailable(
+                f"MCP server '{name}' was not ready after {config.connect_timeout:g} s; raise its connect_timeout if "
+                f"it needs longer{connection._said()}"
+            ) from None
+        except BaseException:
+            await connection.aclose()
+            raise
+        return connection
+
+    @property
+    def alive(self) -> bool:
+        """Whether the session is not known to have ended."""
+        return self._task is not None and not self._task.done() and not self._stderr.ended and not self._stop.is_set()
+
+    async def list_tools(self) -> list[Tool]:
+        """All tools of the server, page by page. Raises `ToolServerError`."""
+        from mcp import MCPError
+
+        tools: list[Tool] = []
+        cursor: str | None = None
+        try:
+            async with asyncio.timeout(self._config.connect_timeout):
+                for _ in range(_MOST_PAGES):
+                    page = await self._session().list_tools(cursor=cursor)
+                    tools += page.tools
+                    cursor = page.next_cursor
+                    if cursor is None:
+                        return tools
+        except TimeoutError:
+            problem = f"did not list its tools in {self._config.connect_timeout:g} s"
+            raise ToolServerUnavailable(f"MCP server '{self.name}' {problem}{self._said()}") from None
+        except MCPError as error:
+            raise ToolServerUnavailable(
+                f"MCP server '{self.name}' could not list its tools: {error}{self._said()}"
+            ) from None
+        except ValueError as error:
+            raise ToolServerReplyError(f"MCP server '{self.name}' listed what are no tools: {error}") from None
+        raise ToolServerReplyError(f"MCP server '{self.name}' lists its tools without end")
+
+    async def call(self, tool: str, arguments: Mapping[str, JSON]) -> CallToolResult:
+        """One call. Cancelling it tells the server.
+
+        Raises `TimeoutError` after the configured time, `ServerSaid` for what the server answers as an error of the
+        call, `NotCarriedOut` and `ToolServerUnavailable` when the session has ended.
+        """
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+
+        try:
+            return await self._session().call_tool(tool, dict(arguments), read_timeout_seconds=self._config.timeout)
+        except MCPError as error:
+            if error.code == REQUEST_TIMEOUT:
+                raise TimeoutError from None
+            if error.message == _SESSION_GONE:
+                raise NotCarriedOut(f"MCP server '{self.name}' has ended the session{self._said()}") from None
+            if error.code == CONNECTION_CLOSED or not self.alive:
+                self._stop.set()
+                raise ToolServerUnavailable(
+                    f"MCP server '{self.name}' went away during a call of {tool}, which it may have carried out or "
+                    f"not: {error}{self._said()}"
+                ) from None
+            raise ServerSaid(error.message) from None
+        except ValueError as error:  # the package's models refuse the reply
+            raise ToolServerReplyError(
+                f"MCP server '{self.name}' answered {tool} with what is no result: {error}"
+            ) from None
+
+    async def aclose(self) -> None:
+        """End the session and, where it is a command, the server with all that it started."""
+        self._stop.set()
+        task = self._task
+        if task is None or task is asyncio.current_task():
+            return
+        if not self._ready.done():
+            task.cancel()  # still in its handshake
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([task], timeout=_CLOSE_S)
+        if not task.done():
+            task.cancel()
+            logger.warning("MCP server '%s' did not end in %g s", self.name, _CLOSE_S)
+        self._stderr.close()
+
+    def _session(self) -> Client:
+        if self._client is None or not self.alive:
+            raise NotCarriedOut(f"MCP server '{self.name}' has ended{self._said()}")
+        return self._client
+
+    async def _hold(self) -> None:
+        """Enter the session, say that it is ready, wait for the end, leave it."""
+        from mcp import Client
+        from mcp.types import Implementation
+
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                transport = await self._transport(stack)
+                info = Implementation(name="palaestra", version=__version__)
+                client = Client(transport, client_info=info, message_handler=self._hear, cache=None)
+                self._client = await stack.enter_async_context(client)
+                self._stderr.let_go()
+                if not self._ready.done():
+                    self._ready.set_result(None)
+                await self._stop.wait()
+        except asyncio.CancelledError:
+            if not self._stop.is_set():
+                raise
+        except BaseException as error:
+            if self._ready.done():
+                logger.warning("The session with MCP server '%s' ended: %s", self.name, _first(error))
+                return
+            await self._stderr.settled()
+            self._ready.set_exception(self._not_started(_first(error)))
+
+    def _not_started(self, error: BaseException) -> Exception:
+        where = self._config.url or self._config.command
+        if self._status in (401, 403):
+            return ToolServerRefused(
+                f"MCP server '{self.name}' ({where}) refused us with status {self._status}: look at its headers"
+            )
+        status = f" (status {self._status})" if self._status >= 400 else ""
+        problem = f"MCP server '{self.name}' ({where}) could not be opened: {error or type(error).__name__}{status}"
+        return ToolServerUnavailable(f"{problem}{self._said()}")
+
+    async def _transport(self, stack: contextlib.AsyncExitStack) -> Transport:
+        if self._config.url is not None:
+            return await self._http(stack, self._config.url)
+        from mcp import StdioServerParameters, stdio_client
+
+        assert self._config.command is not None
+        leash = ["-I", "-S", _LEASH, str(os.getpid()), self._config.command, *self._config.args]
+        parameters = StdioServerParameters(
+            command=sys.executable, args=leash, env=dict(self._config.env), cwd=self._config.cwd
+        )
+        return stdio_client(parameters, errlog=self._stderr.opened())
+
+    async def _http(self, stack: contextlib.AsyncExitStack, url: str) -> Transport:
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        # A call's own time limit is the session's; the client's only has to be no shorter.
+        timeout = httpx2.Timeout(self._config.connect_timeout, read=self._config.timeout + _CLOSE_S)
+        client = httpx2.AsyncClient(
+            headers=dict(self._config.headers), timeout=timeout, event_hooks={"response": [self._note_status]}
+        )
+        return streamable_http_client(url, http_client=await stack.enter_async_context(client))
+
+    async def _note_status(self, response: httpx2.Response) -> None:
+        """The package's errors do not tell it."""
+        self._status = response.status_code
+
+    async def _hear(self, message: object) -> None:
+        """What the server says unasked. Its tools stay those that the run began with, and that is said once."""
+        method = getattr(message, "method", "")
+        if method == "notifications/tools/list_changed" and not self._told_of_change:
+            self._told_of_change = True
+            logger.warning("MCP server '%s' has other tools now; this run keeps those it began with", self.name)
+        await asyncio.sleep(0)
+
+    def _said(self) -> str:
+        """The end of what the server wrote to stderr, for a message."""
+        text = self._stderr.text()
+        return f"; its last words:\n{text}" if text else ""
+
+
+class ServerSaid(ValueError):
+    """The server answered a call with an error of its own: the model can read it."""
+
+
+class _Tail:
+    """The last few kilobytes that a server wrote to stderr, and whether all who could write there are gone."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._data = b""
+        self._reading: int | None = None
+        self._writing: TextIO | None = None
+        self._at_end = asyncio.Event()
+
+    def opened(self) -> TextIO:
+        """The end for the server to write to."""
+        self._reading, writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        asyncio.get_running_loop().add_reader(self._reading, self._read)
+        self._writing = os.fdopen(writing, "w")
+        return self._writing
+
+    def let_go(self) -> None:
+        """Close our copy of the server's end: from now on its last copy is the server's."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.close()
+
+    async def settled(self, wait_s: float = 1.0) -> None:
+        """Wait a moment for the last words of a server that has ended."""
+        self.let_go()
+        if self._reading is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._at_end.wait()
+
+    def text(self) -> str:
+        return self._data.decode(errors="replace").strip()
+
+    def close(self) -> None:
+        self.let_go()
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            asyncio.get_running_loop().remove_reader(reading)
+            os.close(reading)
+
+    def _read(self) -> None:
+        assert self._reading is not None
+        try:
+            piece = os.read(self._reading, 1 << 16)
+        except BlockingIOError:
+            return
+        self._data = (self._data + piece)[-_TAIL_BYTES:]
+        if not piece:
+            self.ended = True
+            self._at_end.set()
+            self.close()
+
+
+async def _need_extra(name: str) -> None:
+    """Import the package: that takes a second, which the loop must not stand still."""
+    try:
+        await asyncio.to_thread(import_module, "mcp")
+    except ImportError:
+        raise ConfigError(f"MCP server '{name}' needs the extra 'mcp': pip install 'palaestra[mcp]'") from None
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong, out of the groups that task groups make of it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

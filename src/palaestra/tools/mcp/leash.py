@@ -1,0 +1,100 @@
+"""Runs one command, and ends everything that it started when whoever asked for it is gone, even by SIGKILL.
+
+    python -I -S leash.py PARENT_PID COMMAND [ARGUMENT …]
+
+Standard library only: it is run by its path, in a process of its own between us and an MCP server. Input and output are
+the server's. Invariant: when this process ends by itself, no descendant of it lives; the kernel ends the server with it
+when it is killed. A descendant that the server moved out of its process group survives only the kill of all three.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+
+_PDEATHSIG, _SUBREAPER = 1, 36
+_GRACE_S = 1.0
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; its exit code, 128+n after signal n, 127 when it cannot be run."""
+    libc = ctypes.CDLL(None)
+    signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    libc.prctl(_PDEATHSIG, signal.SIGTERM)
+    libc.prctl(_SUBREAPER, 1)
+    if os.getppid() != int(argv[0]):
+        return 0  # whoever asked died before it could be watched
+    child = os.fork()
+    if child == 0:
+        _become(libc, argv[1:])
+    for descriptor in (0, 1):
+        os.close(descriptor)  # the server's alone: its end must be seen, and ours must not hide it
+    status = None
+    while status is None:
+        if signal.sigwait(signals) == signal.SIGCHLD:
+            status = _reaped(child)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGTERM)
+            status = _ended(child, time.monotonic() + _GRACE_S) or 128 + signal.SIGKILL
+    _end_all()
+    return status
+
+
+def _become(libc: ctypes.CDLL, command: list[str]) -> None:
+    """Become the command, to be killed with the leash."""
+    libc.prctl(_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
+    try:
+        os.execvp(command[0], command)  # noqa: S606
+    except OSError as error:
+        os.write(2, f"{command[0]} cannot be run: {error.strerror}\n".encode())
+        os._exit(127)
+
+
+def _reaped(child: int) -> int | None:
+    """Take away what has ended; the command's exit code, once it is among that."""
+    status = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, code = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == child:
+                code = os.waitstatus_to_exitcode(code)
+                status = code if code >= 0 else 128 - code
+    return status
+
+
+def _ended(child: int, deadline: float) -> int | None:
+    """The command's exit code, or None when it has not ended by the deadline."""
+    status = _reaped(child)
+    while status is None and (left := deadline - time.monotonic()) > 0:
+        signal.sigtimedwait({signal.SIGCHLD}, left)
+        status = _reaped(child)
+    return status
+
+
+def _end_all() -> None:
+    """Kill every descendant. What loses its parent becomes a child of this process, so rounds reach all of them."""
+    while children := _children():
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+        return [int(pid) for pid in file.read().split()]
+
+
+if __name__ == "__main__":
+    os._exit(main(sys.argv[1:]))

@@ -1,0 +1,80 @@
+"""What MCP servers can be told, how their tools are called, and what a record of a run keeps of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.tools.mcp.config import MCPServerConfig, checked_names, read_servers
+from palaestra.tools.mcp.server import tool_names
+from palaestra.tools.mcp.servers import MCPServers
+
+
+def test_names_are_what_model_servers_take_and_differ() -> None:
+    names = tool_names("my.files", ["read-file", "read_file", "list", "x" * 80])
+    assert names[2] == "mcp_my_files_list"
+    assert len(set(names)) == 4
+    assert all(
+        name.startswith("mcp_my_files_") and len(name) <= 64 and name.replace("_", "").isalnum() for name in names
+    )
+    assert names == tool_names("my.files", ["read-file", "read_file", "list", "x" * 80])
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({}, "say either command"),
+        ({"command": "a", "url": "http://b"}, "say either command"),
+        ({"command": "a", "headers": {"X": "1"}}, "headers means nothing"),
+        ({"url": "http://b", "cwd": "/"}, "cwd means nothing"),
+        ({"url": "http://b", "type": "stdio"}, "type stdio does not go with url"),
+        ({"url": "http://b", "type": "sse"}, "type"),
+        ({"comand": "a"}, "Did you mean command"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, JSON], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        MCPServerConfig(**settings)
+
+
+def test_variables_are_replaced_when_they_are_used_and_recorded_by_name() -> None:
+    config = MCPServerConfig(url="http://${HOST:-localhost}/", headers={"Authorization": "Bearer ${T}", "Key": "plain"})
+    with pytest.raises(ConfigError, match=r"\$\{T\} is not set"):
+        config.take_variables({})
+    config.take_variables({"T": "secret", "U": "other"})
+    assert config.resolved().url == "http://localhost/"
+    assert config.resolved().headers["Authorization"] == "Bearer secret"
+    kept = config.model_dump(mode="json")
+    assert kept["headers"] == {"Authorization": "Bearer ${T}", "Key": "(hidden)"}
+    assert "plain" not in repr(config)
+    assert "secret" not in repr(config) + config.model_dump_json()
+
+
+def test_a_value_that_nobody_handed_over_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"\$\{T\} has no value here"):
+        MCPServerConfig(command="a", env={"X": "${T}"}).resolved()
+
+
+def test_files_of_other_programs_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "mcp.json"
+    path.write_text('{"mcpServers": {"files": {"command": "npx", "args": ["-y", "x"], "disabled": true}}}')
+    (config,) = (MCPServerConfig(**each) for each in read_servers(path).values())
+    assert (config.command, config.args, config.used) == ("npx", ["-y", "x"], False)
+    path.write_text("web: {url: http://x}")
+    assert list(read_servers(path)) == ["web"]
+    path.write_text("- a")
+    with pytest.raises(ConfigError, match="expected servers by name"):
+        read_servers(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_servers(tmp_path / "none")
+
+
+def test_servers_that_nobody_will_have_are_left_out() -> None:
+    a, b = MCPServerConfig(command="a"), MCPServerConfig(command="b", enabled=False)
+    assert MCPServers({"a": a, "b": b}).toolsets() == ["mcp-a"]
+    assert MCPServers({"a": a}, without=["mcp-a"]).toolsets() == []
+    with pytest.raises(ConfigError, match="cannot be a server's name"):
+        checked_names({"a b": a})
