@@ -306,6 +306,6 @@ def test_settings_of_the_contract() -> None:
         AgentEnvConfig(tool_pool_mode="cloud")
     with pytest.raises(ConfigError, match="nomad"):
         Copying(AgentEnvConfig(tool_pool_mode="nomad"), [])
-    with pytest.raises(ConfigError, match="tool server"):
-        Copying(AgentEnvConfig(tool_server_url="http://127.0.0.1:9"), [])
+    with pytest.raises(ConfigError, match="tool_server_url 'port 9' is neither an http address nor 'inprocess'"):
+        Copying(AgentEnvConfig(tool_server_url="port 9"), [])
     assert Copying(config, []).build_agent_config("one").max_steps == 50

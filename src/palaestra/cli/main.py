@@ -28,7 +28,7 @@ COMMANDS = {
     "verify": "Prove from what is stored that a run trains exactly what was sampled.",
     "status": "Show how a run stands: what is in flight, blame, tokens, cost, disk.",
     "replay": "Play a recorded run again, without a model, and compare every observation.",
-    "serve": "Stand between environments and a trainer.",
+    "serve": "Run servers: between environments and a trainer, for slots, tools and models.",
     "slots": "Show slots, services and prepared workspaces of this machine, and clean up.",
     "doctor": "Show what this machine can isolate, or what a model server can do, and why not more.",
 }

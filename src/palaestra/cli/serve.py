@@ -1,12 +1,14 @@
-"""`palaestra serve`: the server between environments and a trainer, and a model server for development."""
+"""`palaestra serve`: the servers. Here those of trainers and models; `serve_tools.py` has those of tools and slots."""
 
 from __future__ import annotations
 
 import asyncio
-import signal
 from pathlib import Path
 
 import click
+
+from palaestra.cli.serve_tools import executor, tools
+from palaestra.cli.stopping import told_to_stop
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
@@ -19,6 +21,8 @@ _CONTEXT = {"help_option_names": ["-h", "--help"]}
     \b
       palaestra serve api --store groups.jsonl      # between environments and a trainer
       palaestra serve model /tmp/tiny               # a small model, for development
+      palaestra serve executor --slots 32           # slots and tools, for programs elsewhere
+      palaestra serve tools my_tools.py             # tools that need no slot, for executors elsewhere
     """,
 )
 def command() -> None:
@@ -50,7 +54,7 @@ def api(host: str, port: int, store: Path | None, max_groups: int, max_mib: int)
 async def _serve(host: str, port: int, store: Path | None, most_groups: int, most_mib: int) -> None:
     from palaestra.trainers.atropos.server import serving
 
-    stop = _told_to_stop()
+    stop = told_to_stop()
     async with serving(host, port, store=store, most_groups=most_groups, most_bytes=most_mib << 20) as url:
         click.echo(url)
         click.echo(f"kept in {store}" if store else "kept in memory only; --store FILE survives a restart", err=True)
@@ -89,7 +93,7 @@ async def _serve_model(
     from palaestra.inference.engines.transformers import TransformersEngine
     from palaestra.inference.model_server import serve_model
 
-    stop = _told_to_stop()
+    stop = told_to_stop()
     config = APIServerConfig(server_type="transformers", model_name=model, tool_parser=tool_parser)
     engine = TransformersEngine(config, device=device, seed=seed)
     await engine.start()
@@ -99,9 +103,5 @@ async def _serve_model(
         await engine.aclose()
 
 
-def _told_to_stop() -> asyncio.Event:
-    """Set when the process is asked to end."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    return stop
+command.add_command(tools)
+command.add_command(executor)

@@ -15,6 +15,7 @@ from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
     from palaestra.tools.installed import Installed
+    from palaestra.tools.mcp.config import MCPServerConfig
 
 
 @click.command(
@@ -60,14 +61,20 @@ def command(files: tuple[Path, ...], as_json: bool) -> None:
 
 async def _of_servers(files: Iterable[Path]) -> tuple[Installed, ...]:
     """What the MCP servers of these files offer."""
-    from palaestra.tools.mcp.config import MCPServerConfig, read_servers
     from palaestra.tools.mcp.servers import MCPServers
+
+    async with MCPServers(configured_servers(files), forgiving=True) as servers:
+        return servers.installed()
+
+
+def configured_servers(files: Iterable[Path]) -> dict[str, MCPServerConfig]:
+    """The MCP servers of these files, with the variables they name. Raises `ConfigError`."""
+    from palaestra.tools.mcp.config import MCPServerConfig, read_servers
 
     configs = {name: MCPServerConfig(**each) for file in files for name, each in read_servers(file).items()}
     for config in configs.values():
         config.take_variables(os.environ)
-    async with MCPServers(configs, forgiving=True) as servers:
-        return servers.installed()
+    return configs
 
 
 def _schema(definition: dict[str, JSON]) -> dict[str, JSON]:

@@ -145,4 +145,4 @@ def _short(name: str, value: JSON) -> str:
 
 def is_secret(name: str) -> bool:
     """Whether a setting of this name must not be shown or saved."""
-    return name.endswith(("api_key", "api_keys", "secret", "password", "env_vars"))
+    return name.endswith(("api_key", "api_keys", "secret", "password", "env_vars", "server_token"))

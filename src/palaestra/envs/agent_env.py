@@ -30,6 +30,7 @@ from palaestra.rollouts.trajectory import Trajectory
 from palaestra.sandbox.pool import SlotPool
 from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.registry import ToolRegistry
+from palaestra.tools.serving.link import ToolServerLink
 from palaestra.tools.wire import ToolCall
 
 AgentEnvConfigT = TypeVar("AgentEnvConfigT", bound=AgentEnvConfig)
@@ -54,6 +55,9 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
     ) -> None:
         config.check_runnable()
         super().__init__(config, server_configs, slurm, testing)
+        self._tool_server: ToolServerLink | None = None
+        if config.tool_server_url is not None:
+            self._tool_server = ToolServerLink(config.tool_server_url, config.tool_server_token)
         self.tools = self.build_tools()
         self._pool: SlotPool | None = None
         self._tool_executor: ToolExecutor | None = None
@@ -96,7 +100,8 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
 
     def build_tools(self) -> ToolRegistry:
         """The tools of every rollout. Raises `ConfigError` for toolsets that there are not."""
-        return tools_with(self.mcp, self.config.enabled_toolsets or ["default"], self.config, self.own_tools())
+        enabled = self.config.enabled_toolsets or ["default"]
+        return tools_with(self.mcp, enabled, self.config, self.own_tools(), self._tool_server)
 
     def build_agent_config(self, item: Item) -> AgentConfig:
         """How the agent of an item samples and how long it may go on."""
@@ -197,6 +202,8 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         finally:
             if pool is not None:
                 await pool.stop()
+            if self._tool_server is not None:
+                await self._tool_server.aclose()
 
 
 def _scored_item(trajectory: Trajectory) -> ScoredDataItem:

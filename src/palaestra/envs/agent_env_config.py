@@ -35,12 +35,12 @@ class AgentEnvConfig(HermesAgentEnvConfig):
         default=False, description="Refuse slots without process isolation: the same as require_sandbox here."
     )
     tool_server_url: str | None = Field(
-        default=None, description="An external tool server; refused, as this version has none."
+        default=None, description="Where external tools run: an address of `palaestra serve tools`, or inprocess."
     )
+    tool_server_token: str | None = Field(default=None, description="The bearer token of the tool server.")
 
     max_agent_turns: int = later(50, "Use agent_max_steps.")
     max_token_length: int = later(2048, "Use agent_max_tokens.")
-    tool_server_token: str | None = later(None, "The bearer token of the tool server.")
     tool_batch_window_ms: int = later(20, "Milliseconds to wait for a batch; calls are sent one by one, at once.")
     tool_max_batch_size: int = later(200, "Calls in one batch.")
     sandbox_job_id: str = later("atropos-sandbox-agent-env", "Nomad: the job's name.")

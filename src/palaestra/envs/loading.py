@@ -21,12 +21,12 @@ def load_environment(reference: str, start: Path) -> object:
     """The environment that `reference` means. Raises `ConfigError` that says what there is instead."""
     path, _, name = reference.partition(":")
     if path.endswith(".py") or "/" in path:
-        return _pick(_load(Path(path)), name, path)
+        return _pick(load_file(Path(path)), name, path)
     known = known_environments(start)
     if path not in known:
         there_is = f" There are {', '.join(known)}." if known else " No `environments` folder is here or above."
         raise ConfigError(f"no environment is called {path!r}.{nearest(path, known)}{there_is}")
-    return _pick(_load(known[path].path), name, path)
+    return _pick(load_file(known[path].path), name, path)
 
 
 def reference_of(environment: object) -> str:
@@ -43,7 +43,8 @@ def reference_of(environment: object) -> str:
     return ""
 
 
-def _load(path: Path) -> ModuleType:
+def load_file(path: Path) -> ModuleType:
+    """The module that a Python file makes, its neighbours importable. Raises `ConfigError`."""
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
     module_name = f"{_MODULE}{path.stem}"

@@ -20,6 +20,7 @@ from palaestra.tools.mcp.server import TOOLSET_PREFIX
 from palaestra.tools.mcp.servers import MCPServers
 from palaestra.tools.registry import ToolRegistry, build_tool_registry
 from palaestra.tools.schema import Tool
+from palaestra.tools.serving.link import ToolServerLink
 
 
 def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
@@ -83,7 +84,11 @@ def kit(
 
 
 def tools_with(
-    servers: MCPServers | None, enabled: Sequence[str] | None, config: HermesAgentEnvConfig, extra: Iterable[Tool]
+    servers: MCPServers | None,
+    enabled: Sequence[str] | None,
+    config: HermesAgentEnvConfig,
+    extra: Iterable[Tool],
+    tool_server: ToolServerLink | None = None,
 ) -> ToolRegistry:
     """The tools of the enabled toolsets and those of the run's MCP servers, without what is disabled."""
     offered = servers.installed() if servers is not None else ()
@@ -94,7 +99,8 @@ def tools_with(
     return build_tool_registry(
         enabled,
         disabled,
-        extra=extra,
+        tool_server,
+        extra,
         strict=config.strict_tools,
         installed=installed,
         settings=config,

@@ -5,12 +5,14 @@ and lets the executor lease, keep and give back their slots.
 
 Invariant: calls of one trajectory run one at a time in the order they were made; calls of different trajectories never
 wait for each other. A trajectory keeps one slot from its first call to its release. What a call may do (network,
-isolation) comes from the configuration, never from the model's arguments.
+isolation) comes from the configuration, never from the model's arguments. External tools run at the tool server, where
+the configuration names one, and never take a slot.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -18,14 +20,26 @@ from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ConfigDict
 
-from palaestra.core.errors import ConfigError, IsolationUnavailable, StaleLease
+from palaestra.core.errors import ConfigError, IsolationUnavailable, StaleLease, ToolServerError
 from palaestra.core.types import JSON, AllowList, Network
 from palaestra.sandbox.base import Rung, Slot, SlotSource, SlotSpec
 from palaestra.tools.binding import SlotTools
 from palaestra.tools.builtin.terminal import clamp_timeout
 from palaestra.tools.registry import ToolRegistry
 from palaestra.tools.schema import ToolReply
+from palaestra.tools.serving import artifacts
+from palaestra.tools.serving.link import ToolServerLink
+from palaestra.tools.serving.payloads import (
+    ArtifactArchiveRequestPayload,
+    ArtifactArchiveResponsePayload,
+    ArtifactListRequestPayload,
+    ArtifactListResponsePayload,
+    ArtifactReadRequestPayload,
+    ArtifactReadResponsePayload,
+)
 from palaestra.tools.wire import ToolCall, ToolResult, result_of
+
+logger = logging.getLogger(__name__)
 
 POLICY_ARGUMENTS = frozenset({"allow_network", "require_sandbox", "require_stateful_sandbox"})
 """Argument names that are dropped from every call: they are the configuration's to decide."""
@@ -46,11 +60,12 @@ class ToolExecutorConfig(BaseModel):
     require_sandbox: bool = False
     """Refuse slots that are isolated less well than rung userns."""
     require_stateful_sandbox: bool = False
-    """Not supported yet: there is no stateful terminal."""
+    """The same as `require_sandbox`: stateful shells live in the same slots."""
     tool_server_url: str | None = None
-    """Not supported yet: an external tool server."""
+    """Where external tools run: an address of `palaestra serve tools`, `inprocess` for a server without a socket, or
+    None for where the executor is."""
     tool_server_token: str | None = None
-    """Not supported yet: the bearer token of that server."""
+    """The bearer token of that server."""
 
 
 @dataclass(slots=True)
@@ -84,7 +99,11 @@ class ToolExecutor:
         self._source = source
         self._tools = tools if tools is not None else ToolRegistry()
         self._config = config or ToolExecutorConfig()
-        _refuse_unsupported(self._config)
+        self._link: ToolServerLink | None = None
+        self._served: set[str] = set()
+        if self._config.tool_server_url is not None:
+            self._link = ToolServerLink(self._config.tool_server_url, self._config.tool_server_token)
+            self._tools = ToolRegistry(self._link.served(self._tools.tools()), self._tools.missing)
         self._spec = _with_network(spec or SlotSpec(), self._config.allow_network)
         self._bindings: dict[str, _Binding] = {}
         self._in_flight = 0
@@ -144,7 +163,30 @@ class ToolExecutor:
         timeout_s: float | None = None,
     ) -> ToolReply:
         """Run one call as `execute` does, without its statistics, and return what the tool replied."""
+        tool = self._tools.get(name)
+        if self._link is not None and tool is not None and tool.schema.external:
+            self._served.add(trajectory_id)
         return await self._binding(trajectory_id).run(name, arguments, timeout_s)
+
+    async def read_artifact(self, request: ArtifactReadRequestPayload) -> ArtifactReadResponsePayload:
+        """A file of the trajectory's workspace. What cannot be read is a response with `error`."""
+        work = artifacts.read(self.slot_of(request.trajectory_id), request)
+        return await artifacts.told(work, ArtifactReadResponsePayload)
+
+    async def list_artifacts(self, request: ArtifactListRequestPayload) -> ArtifactListResponsePayload:
+        """What lies in a directory of the trajectory's workspace."""
+        work = artifacts.entries(self.slot_of(request.trajectory_id), request)
+        return await artifacts.told(work, ArtifactListResponsePayload)
+
+    async def archive_artifacts(self, request: ArtifactArchiveRequestPayload) -> ArtifactArchiveResponsePayload:
+        """A file or directory of the trajectory's workspace as a compressed tar file."""
+        work = artifacts.archive(self.slot_of(request.trajectory_id), request)
+        return await artifacts.told(work, ArtifactArchiveResponsePayload)
+
+    def slot_of(self, trajectory_id: str) -> Slot | None:
+        """The slot that the trajectory has now; None before its first call that needs one."""
+        binding = self._bindings.get(trajectory_id)
+        return None if binding is None else binding.slot
 
     def _binding(self, trajectory_id: str) -> _Binding:
         if self._closed:
@@ -159,19 +201,35 @@ class ToolExecutor:
         `reset_workspace` is the contract's: a slot that was given back is never handed out again as it was.
         """
         binding = self._bindings.pop(trajectory_id, None)
-        if binding is not None:
-            await binding.release()
+        try:
+            if binding is not None:
+                await binding.release()
+        finally:
+            await self._tell_server(trajectory_id)
+
+    async def _tell_server(self, trajectory_id: str) -> None:
+        """The tool server drops what it holds for a trajectory; where it cannot be told, its lease runs out."""
+        if self._link is None or trajectory_id not in self._served:
+            return
+        self._served.discard(trajectory_id)
+        try:
+            await self._link.release(trajectory_id)
+        except ToolServerError as error:
+            logger.warning("trajectory %s could not be released at the tool server: %s", trajectory_id, error)
 
     async def close(self) -> None:
         """Give all slots back. Unfinished calls raise `StaleLease`. Idempotent."""
         self._closed = True
         while self._bindings:
             await self.release_trajectory(next(iter(self._bindings)))
+        if self._link is not None:
+            await self._link.aclose()
 
     async def lease(self, trajectory_id: str) -> Slot:
         """A fresh slot that meets the configuration."""
         slot = await self._source.acquire(trajectory_id, spec=self._spec)
-        if self._config.require_sandbox and slot.rung < Rung.USERNS:
+        wanted = self._config.require_sandbox or self._config.require_stateful_sandbox
+        if wanted and slot.rung < Rung.USERNS:
             await self._source.release(slot)
             raise IsolationUnavailable(
                 f"require_sandbox asks for rung userns or better, but this slot has rung {slot.rung.label}"
@@ -191,7 +249,7 @@ class _Binding:
         self._trajectory_id = trajectory_id
         self._tools = SlotTools(tools, self._lease, trajectory_id)
         self._turn = asyncio.Lock()  # asyncio locks are first come, first served
-        self._slot: Slot | None = None
+        self.slot: Slot | None = None
         self._released = False
 
     async def run(self, name: str, arguments: Mapping[str, JSON] | str, timeout_s: float | None) -> ToolReply:
@@ -201,7 +259,7 @@ class _Binding:
 
     async def release(self) -> None:
         self._released = True
-        slot, self._slot = self._slot, None
+        slot, self.slot = self.slot, None
         if slot is not None:
             await self._executor.give_back(slot)
 
@@ -210,7 +268,7 @@ class _Binding:
         if self._released:  # while this call waited for a slot
             await self._executor.give_back(slot)
             self._check()
-        self._slot = slot
+        self.slot = slot
         return slot
 
     def _check(self) -> None:
@@ -222,10 +280,3 @@ def _with_network(spec: SlotSpec, allow: bool) -> SlotSpec:
     if allow and isinstance(spec.network, AllowList):
         return spec  # what a call may do is never more than what the slot was made for
     return replace(spec, network=Network.ON if allow else Network.OFF)
-
-
-def _refuse_unsupported(config: ToolExecutorConfig) -> None:
-    if config.require_stateful_sandbox:
-        raise ConfigError("require_stateful_sandbox: there is no stateful terminal yet; leave it off")
-    if config.tool_server_url is not None:
-        raise ConfigError("tool_server_url: external tool servers are not supported yet; leave it unset")

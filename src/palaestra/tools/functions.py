@@ -101,6 +101,7 @@ def tool(
     name: str | None = None,
     toolset: str = "custom",
     parallel_safe: bool = False,
+    external: bool = False,
     missing: Callable[[], str | None] | None = None,
     touches_world: bool = False,
     world_session: str = "",
@@ -112,19 +113,24 @@ def tool(
     name: str | None = None,
     toolset: str = "custom",
     parallel_safe: bool = False,
+    external: bool = False,
     missing: Callable[[], str | None] | None = None,
     touches_world: bool = False,
     world_session: str = "",
 ) -> TypedTool | Callable[[UserFunction], TypedTool]:
     """Make a tool of a typed function. `missing` says why it cannot be used here, or None when it can.
 
-    `touches_world` and `world_session` are those of `Tool`: whether its calls are recorded and played.
+    `touches_world` and `world_session` are those of `Tool`: whether its calls are recorded and played. An `external`
+    tool needs no slot, and runs at a tool server where there is one.
 
-    Raises `ConfigError` for a function without docstring or annotations, or whose types have no JSON schema.
+    Raises `ConfigError` for a function without docstring or annotations, whose types have no JSON schema, or that is
+    external and asks for the sandbox.
     """
 
     def make(given: UserFunction) -> TypedTool:
-        made = declare(given, name=name, toolset=toolset, parallel_safe=parallel_safe, missing=missing)
+        made = declare(
+            given, name=name, toolset=toolset, parallel_safe=parallel_safe, external=external, missing=missing
+        )
         made = replace(made, touches_world=touches_world, world_session=world_session)
         if "task" in made.context.values():
             raise ConfigError(f"tool {made.name} asks for the task, which only an environment's own tools can have")
@@ -139,6 +145,7 @@ def declare(
     name: str | None = None,
     toolset: str = "custom",
     parallel_safe: bool = False,
+    external: bool = False,
     missing: Callable[[], str | None] | None = None,
 ) -> TypedTool:
     """`tool` without its limits: the function may ask for the task too."""
@@ -149,10 +156,12 @@ def declare(
         raise ConfigError(f"tool {called}: its annotations cannot be read: {error}") from error
     told = documented(called, inspect.getdoc(function), set(parameters))
     context = {each.name: what for each in parameters.values() if (what := _context_of(each)) is not None}
+    if external and "sandbox" in context.values():
+        raise ConfigError(f"tool {called} is external, so there is no sandbox that it could ask for")
     arguments = _arguments(called, [each for each in parameters.values() if each.name not in context], told)
     return TypedTool(
         function=function,
-        schema=_schema(called, told.summary, arguments),
+        schema=replace(_schema(called, told.summary, arguments), external=external),
         arguments=arguments,
         context=context,
         toolset=toolset,

@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
@@ -23,6 +24,9 @@ from palaestra.tools.schema import NoRollout, Tool, ToolMistake, ToolSchema
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.toolsets import ALIASES, TOOL_ALIASES, TOOLSETS, Toolset, resolve_toolsets
 from palaestra.tools.wire import ToolCall, ToolResult, result_of
+
+if TYPE_CHECKING:
+    from palaestra.tools.serving.link import ToolServerLink
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +68,10 @@ class ToolRegistry:
         """All names, in order."""
         return list(self._tools)
 
+    def tools(self) -> list[Tool]:
+        """All tools, in order."""
+        return list(self._tools.values())
+
     def get_schemas(self) -> list[ToolSchema]:
         """All schemas, in order."""
         return [tool.schema for tool in self._tools.values()]
@@ -99,7 +107,7 @@ class ToolRegistry:
 def build_tool_registry(
     enabled_toolsets: Iterable[str] | None = None,
     disabled_toolsets: Iterable[str] | None = None,
-    tool_server_url: str | None = None,
+    tool_server_url: str | ToolServerLink | None = None,
     extra: Iterable[Tool] = (),
     *,
     strict: bool = False,
@@ -111,17 +119,16 @@ def build_tool_registry(
     """The tools of the enabled toolsets (None: all that work here) without those of the disabled ones.
 
     `extra` are tools that an environment brings along: they are in unless their toolset is disabled. `installed` are
-    those of other packages, by default what their entry points offer. Tools that cannot be used here are left out and
-    named in the registry's `missing`; with `strict` they are an error, and the toolsets must be named. `settings` are
-    what the package's own tools are told.
+    those of other packages, by default what their entry points offer. External tools run at `tool_server_url` (an
+    address, `inprocess`, or a link) where one is given; what they lack here does not matter then. Tools that cannot be
+    used here are left out and named in the registry's `missing`; with `strict` they are an error, and the toolsets must
+    be named. `settings` are what the package's own tools are told.
 
     Without `world`, tools that touch it are only for who names their toolset: an agent without a network is not to get
     one by another way. With `replayed` they are there whatever they lack, since the world is a recording.
 
     Raises `ConfigError` for unknown toolsets, for two tools of one name, and with `strict`.
     """
-    if tool_server_url is not None:
-        raise ConfigError("External tool servers are not supported yet; leave tool_server_url unset")
     if strict and enabled_toolsets is None:
         raise ConfigError(
             "strict needs the toolsets by name, or a distribution: `all that work here` differs between machines"
@@ -133,6 +140,10 @@ def build_tool_registry(
     known = {tool.name: tool for tool in (*(tool for each in others for tool in each.tools), *builtin_tools(settings))}
     own = [tool for tool in brought if tool.toolset not in disabled]
     chosen = [known[name] for name in names if world or enabled is not None or not known[name].touches_world]
+    if tool_server_url is not None:
+        link = _link(tool_server_url)
+        served = link.served([*chosen, *own])
+        chosen, own = served[: len(chosen)], served[len(chosen) :]
     missing = _reasons(own, replayed)
     if enabled is not None:
         missing |= _reasons(chosen, replayed) | _problems(others, enabled)
@@ -140,6 +151,12 @@ def build_tool_registry(
         reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
         raise ConfigError(f"Tools that were asked for are missing: {reasons}")
     return ToolRegistry((tool for tool in [*chosen, *own] if _reason(tool, replayed) is None), missing, settings)
+
+
+def _link(server: str | ToolServerLink) -> ToolServerLink:
+    from palaestra.tools.serving.link import ToolServerLink
+
+    return ToolServerLink(server) if isinstance(server, str) else server
 
 
 def unrestricted(registry: ToolRegistry | None = None, settings: ToolSettings | None = None) -> ToolRegistry:

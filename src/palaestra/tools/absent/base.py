@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from palaestra.core.types import JSON
 from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
+EXTERNAL = frozenset({"web", "vision", "image_gen", "tts", "moa"})
+"""Toolsets that need no slot: a tool server may have what is not here."""
+
 
 def absent(
     name: str,
@@ -21,9 +24,8 @@ def absent(
     async def refuse(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         raise ToolMistake(f"{name} cannot be used here: {reason}")
 
-    return FunctionTool(
-        ToolSchema(name, description, parameters or {}, required), refuse, toolset, missing=lambda: reason
-    )
+    schema = ToolSchema(name, description, parameters or {}, required, external=toolset in EXTERNAL)
+    return FunctionTool(schema, refuse, toolset, missing=lambda: reason)
 
 
 def text(description: str, *options: str) -> dict[str, JSON]:

@@ -16,10 +16,10 @@ import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from palaestra import __version__
 from palaestra.core.errors import ConfigError, ToolServerRefused, ToolServerReplyError, ToolServerUnavailable
 from palaestra.core.types import JSON
 from palaestra.tools.mcp.config import MCPServerConfig
@@ -167,7 +167,7 @@ class Connection:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 transport = await self._transport(stack)
-                info = Implementation(name="palaestra", version=__version__)
+                info = Implementation(name="palaestra", version=version("palaestra"))
                 client = Client(transport, client_info=info, message_handler=self._hear, cache=None)
                 self._client = await stack.enter_async_context(client)
                 self._stderr.let_go()

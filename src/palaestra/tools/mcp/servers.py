@@ -12,6 +12,7 @@ from palaestra.core.errors import PalaestraError
 from palaestra.tools.installed import Installed
 from palaestra.tools.mcp.config import MCPServerConfig, checked_names
 from palaestra.tools.mcp.server import MCPServer, toolset_of
+from palaestra.tools.schema import FunctionTool
 
 
 class MCPServers:
@@ -61,6 +62,10 @@ class MCPServers:
         """Close all servers. Idempotent."""
         servers, self._servers = self._servers, {}
         await asyncio.gather(*(server.aclose() for server in servers.values()))
+
+    def tools(self) -> list[FunctionTool]:
+        """The tools of all servers."""
+        return [tool for server in self._servers.values() for tool in server.tools]
 
     def toolsets(self) -> list[str]:
         """The toolsets that the servers make, in the order of the settings."""

@@ -1,0 +1,86 @@
+"""Who is using something by trajectory, and since when nobody has: so that what an abandoned client held comes free.
+
+Not for holding it: whoever holds it is told what to end. Invariant: what is in use never expires, and what has expired
+stays refused until it is ended by name, so that no client takes a new workspace for its old one. One whose calls all
+came to nothing has nothing to lose and is only forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.errors import StaleLease
+
+logger = logging.getLogger(__name__)
+
+_MOST_EXPIRED = 10_000
+"""How many expired trajectories are remembered."""
+
+
+class Leases:
+    """Trajectories with a time to live: `ttl_s` seconds after their last call they expire."""
+
+    def __init__(self, ttl_s: float, clock: Clock | None = None) -> None:
+        self.ttl_s = ttl_s
+        self._clock = clock or SystemClock()
+        self._calls: dict[str, int] = {}
+        self._used: dict[str, float] = {}
+        self._worked: set[str] = set()
+        self._expired: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    @contextmanager
+    def in_use(self, trajectory_id: str) -> Iterator[None]:
+        """For the time of a call. Raises `StaleLease` when the trajectory has expired."""
+        if trajectory_id in self._expired:
+            raise StaleLease(
+                f"trajectory {trajectory_id} made no call for {self.ttl_s:g} s, so what it had was given to others: "
+                "release it, then call again to begin anew"
+            )
+        self._calls[trajectory_id] = self._calls.get(trajectory_id, 0) + 1
+        self._used[trajectory_id] = self._clock.monotonic()
+        try:
+            yield
+            self._worked.add(trajectory_id)
+        finally:
+            self._calls[trajectory_id] -= 1
+            if not self._calls[trajectory_id]:
+                del self._calls[trajectory_id]
+            if trajectory_id in self._used:
+                self._used[trajectory_id] = self._clock.monotonic()
+
+    def end(self, trajectory_id: str) -> None:
+        """Forget a trajectory, expired or not."""
+        self._used.pop(trajectory_id, None)
+        self._worked.discard(trajectory_id)
+        self._expired.pop(trajectory_id, None)
+
+    def expire(self) -> list[str]:
+        """Take away the trajectories whose time is over, and say which."""
+        limit = self._clock.monotonic() - self.ttl_s
+        over = [name for name, used in self._used.items() if used <= limit and name not in self._calls]
+        for name in over:
+            del self._used[name]
+            if name in self._worked:
+                self._worked.discard(name)
+                self._expired[name] = None
+        while len(self._expired) > _MOST_EXPIRED:
+            self._expired.popitem(last=False)
+        return over
+
+    async def sweep(self, release: Callable[[str], Awaitable[None]]) -> None:
+        """Expire what is over, again and again until cancelled, and `release` each."""
+        while True:
+            await self._clock.sleep(self.ttl_s / 4)
+            for name in self.expire():
+                logger.warning("trajectory %s made no call for %g s and is released", name, self.ttl_s)
+                try:
+                    await release(name)
+                except Exception:
+                    logger.exception("releasing trajectory %s failed", name)

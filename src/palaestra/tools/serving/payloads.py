@@ -1,0 +1,150 @@
+"""The bodies of the tool server and of the executor service. Names, fields and defaults are the contract's.
+
+Unknown fields are left out rather than refused: clients of other versions send more. Sizes are bytes, times seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, Field
+
+from palaestra.core.types import JSON
+from palaestra.tools.wire import ToolCall, ToolResult
+
+
+class ToolCallPayload(BaseModel):
+    """A call."""
+
+    name: str
+    arguments: dict[str, JSON] = Field(default_factory=dict)
+    uniq_id: str = ""
+
+    @classmethod
+    def from_tool_call(cls, call: ToolCall) -> Self:
+        return cls(name=call.name, arguments=call.arguments, uniq_id=call.uniq_id)
+
+    def to_tool_call(self) -> ToolCall:
+        return ToolCall(self.name, self.arguments, uniq_id=self.uniq_id)
+
+
+class ToolResultPayload(BaseModel):
+    """What came of a call."""
+
+    success: bool
+    output: str = ""
+    error: str = ""
+    metadata: dict[str, JSON] = Field(default_factory=dict)
+    uniq_id: str | None = None
+
+    @classmethod
+    def from_tool_result(cls, result: ToolResult) -> Self:
+        return cls(**result.to_dict())
+
+    def to_tool_result(self) -> ToolResult:
+        return ToolResult(self.success, self.output, self.error, self.metadata, self.uniq_id)
+
+
+class ToolExecutorExecuteRequest(BaseModel):
+    """A call in the slot of a trajectory."""
+
+    trajectory_id: str = Field(min_length=1)
+    tool: ToolCallPayload
+    timeout_s: float | None = Field(default=None, allow_inf_nan=False)
+
+
+class ToolExecutorReleaseRequest(BaseModel):
+    """The end of a trajectory."""
+
+    trajectory_id: str = Field(min_length=1)
+    reset_workspace: bool = False
+
+
+class ToolServerExecuteRequest(BaseModel):
+    """A call of an external tool. `slot_id` and `container_addr` are the contract's; no tool here looks at them."""
+
+    trajectory_id: str | None = None
+    tool: ToolCallPayload
+    timeout_s: float | None = Field(default=None, allow_inf_nan=False)
+    slot_id: str | None = None
+    container_addr: str | None = None
+
+
+class ToolServerResultPayload(ToolResultPayload):
+    """What came of it; `reply` is what the tool replied, for a caller that shows it to a model."""
+
+    reply: JSON = None
+
+
+class ArtifactReadRequestPayload(BaseModel):
+    """A file of a trajectory's workspace."""
+
+    trajectory_id: str = Field(min_length=1)
+    path: str
+    encoding: Literal["text", "base64"] = "text"
+    max_bytes: int | None = Field(default=None, ge=0)
+    include_sha256: bool = False
+
+
+class ArtifactReadResponsePayload(BaseModel):
+    """Its content, from the beginning; `sha256` is of the bytes that are in it, `bytes` how many those are."""
+
+    success: bool
+    content: str = ""
+    error: str = ""
+    encoding: str = "text"
+    truncated: bool = False
+    bytes: int = 0
+    file_size: int | None = None
+    path: str = ""
+    mime: str | None = None
+    sha256: str | None = None
+
+
+class ArtifactListRequestPayload(BaseModel):
+    """What lies in a directory of a trajectory's workspace."""
+
+    trajectory_id: str = Field(min_length=1)
+    path: str = "."
+    recursive: bool = False
+    max_entries: int | None = Field(default=None, ge=0)
+
+
+class ArtifactListEntryPayload(BaseModel):
+    """One entry; its path is relative to the workspace."""
+
+    path: str
+    is_dir: bool
+    size: int
+    mtime: float
+
+
+class ArtifactListResponsePayload(BaseModel):
+    """The entries, sorted by path."""
+
+    success: bool
+    entries: list[ArtifactListEntryPayload] = Field(default_factory=list)
+    truncated: bool = False
+    error: str = ""
+
+
+class ArtifactArchiveRequestPayload(BaseModel):
+    """A file or directory of a trajectory's workspace as a compressed tar file."""
+
+    trajectory_id: str = Field(min_length=1)
+    path: str = "."
+    format: Literal["tar.gz", "tgz"] = "tar.gz"
+    max_bytes: int | None = Field(default=None, ge=0)
+    max_entries: int | None = Field(default=None, ge=0)
+
+
+class ArtifactArchiveResponsePayload(BaseModel):
+    """The archive; `bytes` is its size before base64."""
+
+    success: bool
+    content: str = ""
+    error: str = ""
+    encoding: str = "base64"
+    format: str = "tar.gz"
+    bytes: int = 0
+    entry_count: int = 0

@@ -1,0 +1,151 @@
+"""What the tool server and the executor service share: who may ask, how a body is read, how an error is answered.
+
+Invariant: a token is compared in constant time and is in no message; every failure is answered as JSON with `detail`
+and `error`, the name of its class.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from palaestra.core.errors import (
+    AcquireTimeout,
+    ConfigError,
+    InfraError,
+    IsolationUnavailable,
+    PalaestraError,
+    StaleLease,
+    ToolServerUnavailable,
+)
+from palaestra.core.types import JSON
+
+logger = logging.getLogger(__name__)
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+Handle = Callable[[bytes], Awaitable[JSON]]
+"""From a body to what is answered with status 200."""
+
+MOST_REQUEST_BYTES = 64 << 20
+OPEN_PATHS = frozenset({"/", "/health"})
+"""What anybody may ask."""
+
+
+class Refusal(Exception):
+    """An answer other than 200. `status` is HTTP's."""
+
+    def __init__(self, status: int, detail: str, error: str = "Refusal", **more: JSON) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.answer: dict[str, JSON] = {"detail": detail, "error": error, **more}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a request comes to, whether it came over a socket or not."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def read(body: bytes, model: type[ModelT]) -> ModelT:
+    """A request's body. Raises `Refusal` with status 422."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg']}" for each in error.errors())
+        raise Refusal(422, f"not a {model.__name__}: {'; '.join(problems)}") from None
+
+
+def check_token(token: str | None, authorization: str | None) -> None:
+    """Raises `Refusal` with status 401 unless the header is `Bearer` and the token; without a token all may ask."""
+    if not token:
+        return
+    scheme, _, given = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
+        problem = "no bearer token was sent" if not given else "the bearer token is not the server's"
+        raise Refusal(401, f"{problem}: send the header Authorization: Bearer TOKEN")
+
+
+async def respond(handle: Handle, body: bytes, token: str | None, authorization: str | None) -> Answer:
+    """The answer to a request: what `handle` makes of its body, or what became of that."""
+    try:
+        check_token(token, authorization)
+        value = await handle(body)
+        return Answer(200, value if isinstance(value, bytes) else _encoded(value))
+    except Refusal as refusal:
+        headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
+        return Answer(refusal.status, _encoded(refusal.answer), headers)
+    except PalaestraError as error:
+        status = _status(error)
+        headers = {"Retry-After": "1"} if status == 503 else {}
+        return Answer(status, _encoded({"detail": str(error), "error": type(error).__name__}), headers)
+    except Exception as error:
+        logger.exception("a request failed")
+        detail = f"{type(error).__name__}: {error}"
+        return Answer(500, _encoded({"detail": detail, "error": type(error).__name__}))
+
+
+def _status(error: PalaestraError) -> int:
+    match error:
+        case StaleLease():
+            return 409
+        case AcquireTimeout() | IsolationUnavailable() | ToolServerUnavailable():
+            return 503
+        case InfraError():
+            return 502
+    return 400
+
+
+def _encoded(value: JSON) -> bytes:
+    return value.model_dump_json().encode() if isinstance(value, BaseModel) else json.dumps(value).encode()
+
+
+def route(app: web.Application, method: str, path: str, token: str | None, handle: Handle) -> None:
+    """Answer a path as `respond` does."""
+    wanted = None if path in OPEN_PATHS else token
+
+    async def handler(request: web.Request) -> web.Response:
+        answer = await respond(handle, await request.read(), wanted, request.headers.get("Authorization"))
+        return web.Response(
+            status=answer.status, body=answer.body, headers=answer.headers, content_type="application/json"
+        )
+
+    app.router.add_route(method, path, handler)
+
+
+@asynccontextmanager
+async def listening(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
+    """Serve for as long as the block runs; gives the URL. Port 0 takes a free one. Raises `ConfigError`."""
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=2.0)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
+        address = runner.addresses[0]
+        yield f"http://{host}:{address[1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def beside(work: Awaitable[None]) -> AsyncIterator[None]:
+    """Run some endless work for as long as the block runs."""
+    task = asyncio.ensure_future(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
