@@ -1,0 +1,110 @@
+"""`palaestra serve tools` and `serve executor` as processes: how they are told, reached and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from palaestra.cli import serve_tools
+from palaestra.cli.serve_tools import executor_settings
+from palaestra.core.errors import ConfigError
+from palaestra.tools.serving.payloads import ToolExecutorExecuteRequest
+from tools.serving.asking import Client
+
+TOOLS = '''
+from palaestra import tool
+
+@tool(external=True)
+def shout(text: str) -> str:
+    """Say it loudly."""
+    return text.upper()
+'''
+
+
+@contextmanager
+def serving(*argv: str, env: dict[str, str] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The running command and its address; killed in the end."""
+    command = [sys.executable, "-m", "palaestra", "serve", *argv, "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        url = process.stdout.readline().strip()
+        if not url:
+            told = process.stderr.read()
+            if process.wait() == 5:
+                pytest.skip(told)
+            raise AssertionError(told)
+        yield process, url
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+@pytest.mark.slots
+@pytest.mark.long
+def test_an_executor_reaches_the_tools_of_a_tool_server_and_ends_when_told(tmp_path: Path) -> None:
+    tools, token = tmp_path / "my_tools.py", tmp_path / "token"
+    tools.write_text(TOOLS)
+    token.write_text("sesame\n")
+
+    async def scenario(url: str) -> None:
+        async with Client(url, "sesame") as client:
+            assert (await client.call("t1", "shout", {"text": "hi"}))["output"] == "HI"
+            assert (await client.get("/status"))[1]["pool"]["acquired_slots"] == 0
+            assert await client.bash("t1", "echo here") == "here\n"
+
+    with serving("tools", str(tools), "--token-file", str(token)) as (_, tool_server):
+        env = {
+            "PATH": "/usr/bin:/bin",
+            "TOOL_EXECUTOR_TOOL_SERVER_URL": tool_server,
+            "TOOL_EXECUTOR_TOOL_SERVER_TOKEN": "sesame",
+            "TOOL_EXECUTOR_TOKEN": "sesame",
+            "TOOL_EXECUTOR_JOB_ID": "old",
+        }
+        with serving("executor", "--slots", "2", "--toolset", "default", env=env) as (process, url):
+            asyncio.run(scenario(url))
+            process.send_signal(signal.SIGTERM)
+            assert process.stderr is not None
+            assert "note: TOOL_EXECUTOR_JOB_ID has no effect: There is no job." in process.stderr.read()
+            assert process.wait(30) == 0
+
+
+def test_variables_are_honoured_named_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = executor_settings(
+        {"TOOL_EXECUTOR_ALLOW_NETWORK": "false", "TOOL_EXECUTOR_ACQUIRE_TIMEOUT_S": "5", "TOOL_EXECUTOR_SLOTS": "4"}
+    )
+    assert (settings.allow_network, settings.acquire_timeout_s) == (False, 5.0)
+    assert "TOOL_EXECUTOR_SLOTS has no effect: How many there are is --slots." in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"ALOW_NETWORK sets nothing\. Did you mean TOOL_EXECUTOR_ALLOW_NETWORK"):
+        executor_settings({"TOOL_EXECUTOR_ALOW_NETWORK": "1"})
+    with pytest.raises(ConfigError, match=r"TOOL_EXECUTOR_ACQUIRE_TIMEOUT_S 'x'"):
+        executor_settings({"TOOL_EXECUTOR_ACQUIRE_TIMEOUT_S": "x"})
+
+
+def test_a_tool_server_without_external_tools_says_so(tmp_path: Path) -> None:
+    tools = tmp_path / "my_tools.py"
+    tools.write_text(TOOLS.replace("(external=True)", ""))
+    refused = CliRunner().invoke(serve_tools.tools, [str(tools)]).exception
+    assert isinstance(refused, ConfigError)
+    assert "none of shout is marked external" in str(refused)
+
+
+def test_bodies_are_importable_from_the_package() -> None:
+    import palaestra
+
+    assert palaestra.ToolExecutorExecuteRequest is ToolExecutorExecuteRequest
+    call = palaestra.ToolCall("bash", {"command": "ls"})
+    assert palaestra.ToolCallPayload.from_tool_call(call).to_tool_call() == call
+    result = palaestra.ToolResult(False, "out", "error", {"exit_code": 1}, "u1")
+    assert palaestra.ToolResultPayload.from_tool_result(result).to_tool_result() == result
