@@ -1,4 +1,4 @@
-"""A run whose agents have the tools of an MCP server."""
+"""A run whose agents have the tools of an MCP server, and the same run played again without the server."""
 
 from __future__ import annotations
 
@@ -8,47 +8,59 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.types import Task, ToolStep
-from palaestra.envs.function import environment
-from palaestra.envs.running import main
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import cli
 
 pytest.importorskip("mcp", reason="needs the extra 'mcp'")
 SERVER = Path(__file__).parents[1] / "tools/mcp/mcp_server.py"
 
+SUMS = '''
+import json
+from palaestra import Task, ToolStep, environment
 
 @environment(toolsets=[])
-def sums(n: int = 2):  # type: ignore[no-untyped-def]
+def sums(n: int = 2):
     """Add with the server's tool."""
     for i in range(n):
         steps = [ToolStep("mcp_adder_add", {"a": i, "b": 1}), ToolStep("mcp_adder_variable", {"name": "KEY"})]
         yield Task(id=f"sum-{i}", prompt="Add", solution=steps, answer=str(i + 1))
 
-
 @sums.score
-async def added(task: Task, rollout) -> bool:  # type: ignore[no-untyped-def]
+async def added(task, rollout):
     replies = [json.loads(each["content"])["output"] for each in rollout.result.messages if each["role"] == "tool"]
-    return bool(replies == [task.answer, "hidden-value"])
+    return replies == [task.answer, "hidden-value"]
+'''
+
+
+def run(*argv: str) -> int:
+    return run_guarded(lambda: cli.main(list(argv), standalone_mode=False))
 
 
 @pytest.mark.slots
 @pytest.mark.long
 def test_every_agent_has_the_servers_tools_and_no_record_has_its_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     servers = {"adder": {"command": sys.executable, "args": [str(SERVER), "stdio"], "env": {"KEY": "${ADDER_KEY}"}}}
     (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": servers}))
+    (tmp_path / "sums_env.py").write_text(SUMS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ADDER_KEY", "hidden-value")
     chosen = ["--env.mcp_servers.adder.tools", '{"include": ["add", "variable"]}']
-    flags = ["--policy", "oracle", "--mcp", "mcp.json", *chosen]
-    assert main(sums, ["process", "--env.data_path_to_save_groups", "out.jsonl", "--group", "2", *flags]) == 0
+    flags = ["run", "sums_env.py", "process", "--policy", "oracle", "--mcp", "mcp.json", *chosen]
+    assert run(*flags, "--env.data_path_to_save_groups", "out.jsonl", "--group", "2") == 0
     groups = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [group["scores"] for group in groups] == [[1.0, 1.0]] * 2
     (journal,) = (tmp_path / "runs").rglob("journal.jsonl")
     settings = journal.read_text().splitlines()[0]
     assert "${ADDER_KEY}" in settings
     assert "hidden-value" not in settings
-    assert '"mcp_adder_variable"' in journal.read_text()
-    assert main(sums, ["process", "--policy", "oracle", "--mcp", "none.json"]) == 2
+
     monkeypatch.delenv("ADDER_KEY")
-    assert main(sums, ["process", *flags]) == 2
+    (tmp_path / "mcp.json").unlink()
+    capsys.readouterr()
+    assert run("replay", str(journal.parent), "--json") == 0
+    played = json.loads(capsys.readouterr().out)
+    assert (played["observations"], played["rewards_equal"], played["differences"]) == (8, 4, [])
+    assert run(*flags) == 2
+    assert "cannot read the file of MCP servers" in capsys.readouterr().err

@@ -18,7 +18,6 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Network
 from palaestra.envs.batch import concurrency
 from palaestra.envs.collected import CollectedEnvironment
-from palaestra.envs.config import HermesAgentEnvConfig
 from palaestra.envs.evaluation import Evaluation
 from palaestra.envs.forms import Form, form_of
 from palaestra.envs.loading import load_environment
@@ -75,11 +74,6 @@ class _Replay:
         said = _said(recorded, "env") | {"world": "replay", "world_file": str(self.recording.path.parent)}
         config = self.form.config_type()(**said)
         config.data_dir_to_save_evals = None
-        if isinstance(config, HermesAgentEnvConfig) and config.mcp_servers:
-            raise ConfigError(
-                f"the agents of this run had tools of MCP servers ({', '.join(config.mcp_servers)}): what those did "
-                "outside of slots is not in the record, so it cannot be played"
-            )
         server = APIServerConfig(server_type="scripted", model_name="replay")
         engine = ScriptedEngine(server, self.playback)
         limit = self.recording.last + 1 if self.settings.groups is None else self.settings.groups

@@ -11,6 +11,7 @@ from palaestra.core.types import Network, NetworkPolicy, Prices
 from palaestra.envs.config import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.base import AgentSettings, Kit
+from palaestra.rollouts.export.recording import open_recording
 from palaestra.rollouts.world.modes import RunWorld, open_world
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
@@ -57,10 +58,18 @@ def prices(config: BaseEnvConfig) -> Prices | None:
 
 
 def mcp_servers(config: BaseEnvConfig) -> MCPServers:
-    """The MCP servers of a run, not yet open; those whose toolset is disabled are none of them."""
-    if not isinstance(config, HermesAgentEnvConfig):
+    """The MCP servers of a run, not yet open; those whose toolset is disabled are none of them.
+
+    Where the world is a recording, they are what the recorded run's journal tells of them. Raises `ConfigError`.
+    """
+    if not isinstance(config, HermesAgentEnvConfig) or not config.mcp_servers:
         return MCPServers({})
-    return MCPServers(config.mcp_servers, without=config.disabled_toolsets or ())
+    without = config.disabled_toolsets or ()
+    if config.world != "replay" or config.world_file is None:
+        return MCPServers(config.mcp_servers, without=without)
+    recording = Path(config.world_file)
+    folder = recording if recording.is_dir() else recording.parent
+    return MCPServers.recorded(config.mcp_servers, open_recording(folder).tools(), without=without)
 
 
 def kit(

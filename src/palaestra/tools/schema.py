@@ -40,6 +40,15 @@ class ToolSchema:
     external: bool = False
     keywords: Mapping[str, JSON] = field(default_factory=dict)
 
+    @classmethod
+    def from_dict(cls, definition: Mapping[str, JSON], *, external: bool = False) -> ToolSchema:
+        """The schema out of an OpenAI function schema. Raises `KeyError`, `TypeError` or `ValueError` for others."""
+        function = definition["function"]
+        keywords = dict(function.get("parameters") or {})
+        properties, required = keywords.pop("properties", {}), tuple(keywords.pop("required", ()))
+        keywords.pop("type", None)
+        return cls(str(function["name"]), function.get("description") or "", properties, required, external, keywords)
+
     def to_dict(self) -> dict[str, JSON]:
         """The OpenAI function schema, a fresh copy each time: nobody can change the registry's by accident."""
         return {

@@ -15,6 +15,7 @@ from typing import IO
 import msgspec
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
 from palaestra.rollouts.export.base import ExportMeta
 from palaestra.rollouts.journal import (
     JOURNAL_SCHEMA,
@@ -88,6 +89,15 @@ class Recording:
         with self.path.open("rb") as file:
             for place in sorted(finished, key=lambda each: each.number):
                 yield self._group(file, place)
+
+    def tools(self) -> list[dict[str, JSON]]:
+        """The schemas that the models of the group saw that began first; none where no group had begun."""
+        if not self._places:
+            return []
+        with self.path.open("rb") as file:
+            started = self._event(file, min(place.started for place in self._places.values()))
+        assert isinstance(started, GroupStarted)
+        return started.group.tools
 
     def group(self, group_id: str) -> Group | None:
         """One finished group; None where there is none of this id."""

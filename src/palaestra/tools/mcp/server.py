@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -129,6 +129,8 @@ class MCPServer:
             toolset_of(self.name),
             parallel_safe=reads or self._config.parallel,
             missing=lambda: problem,
+            touches_world=True,
+            world_session=toolset_of(self.name),
         )
 
     def _check_choice(self, names: Sequence[str]) -> None:
@@ -138,6 +140,22 @@ class MCPServer:
                     f"MCP server '{self.name}' has no tool {name!r}, which its settings name; it has "
                     f"{', '.join(names) or 'none'}"
                 )
+
+
+def recorded_tool(server: str, schema: ToolSchema) -> FunctionTool:
+    """A tool of a server as a record tells of it: for runs whose world is that record."""
+
+    async def run(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+        raise ToolServerUnavailable(f"MCP server '{server}' is not open: {schema.name} is known from a record alone")
+
+    toolset = toolset_of(server)
+    return FunctionTool(schema, run, toolset, touches_world=True, world_session=toolset)
+
+
+def owner_of(tool: str, servers: Iterable[str]) -> str | None:
+    """Which of the servers has a tool of this name, as `tool_names` makes them."""
+    found = [server for server in servers if tool.startswith(f"mcp_{_plain(server)}_")]
+    return max(found, key=len, default=None)
 
 
 def schema_of(name: str, tool: ServersTool) -> ToolSchema:

@@ -6,13 +6,14 @@ Invariant: after `aclose`, however `open` went, no server that was started here 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from palaestra.core.errors import PalaestraError
+from palaestra.core.types import JSON
 from palaestra.tools.installed import Installed
 from palaestra.tools.mcp.config import MCPServerConfig, checked_names
-from palaestra.tools.mcp.server import MCPServer, toolset_of
-from palaestra.tools.schema import FunctionTool
+from palaestra.tools.mcp.server import MCPServer, owner_of, recorded_tool, toolset_of
+from palaestra.tools.schema import FunctionTool, ToolSchema
 
 
 class MCPServers:
@@ -36,6 +37,7 @@ class MCPServers:
             if config.used and not {name, toolset_of(name)} & set(without)
         }
         self._forgiving = forgiving
+        self._recorded: Mapping[str, Sequence[FunctionTool]] | None = None
         self._servers: dict[str, MCPServer] = {}
         self._problems: dict[str, str] = {}
 
@@ -46,8 +48,29 @@ class MCPServers:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
+    @classmethod
+    def recorded(
+        cls,
+        configs: Mapping[str, MCPServerConfig],
+        definitions: Iterable[Mapping[str, JSON]],
+        *,
+        without: Collection[str] = (),
+    ) -> MCPServers:
+        """The servers as a record tells of them: tools with the schemas of `definitions`, and nothing to open."""
+        servers = cls(configs, without=without)
+        known: dict[str, list[FunctionTool]] = {name: [] for name in servers._configs}
+        for definition in definitions:
+            schema = ToolSchema.from_dict(definition)
+            owner = owner_of(schema.name, known)
+            if owner is not None:
+                known[owner].append(recorded_tool(owner, schema))
+        servers._recorded = known
+        return servers
+
     async def open(self) -> None:
         """Open all servers at once and list their tools. Raises what the first required one raised that failed."""
+        if self._recorded is not None:
+            return
         for name, config in self._configs.items():
             self._servers[name] = MCPServer(name, config)
         ended = await asyncio.gather(*(server.open() for server in self._servers.values()), return_exceptions=True)
@@ -73,6 +96,9 @@ class MCPServers:
 
     def installed(self) -> tuple[Installed, ...]:
         """What the servers offer, as packages offer theirs."""
+        if self._recorded is not None:
+            recorded = self._recorded.items()
+            return tuple(Installed(toolset_of(name), f"MCP server {name}", tuple(tools)) for name, tools in recorded)
         return tuple(
             Installed(toolset_of(name), f"MCP server {name}", server.tools, self._problems.get(name))
             for name, server in self._servers.items()

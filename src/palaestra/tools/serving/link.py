@@ -73,11 +73,12 @@ class ToolServerLink:
         if answer.status != 200:
             raise self._refused(answer, "the list of its tools")
         try:
-            schemas = [_schema(each["function"]) for each in json.loads(answer.body)["tools"]]
+            schemas = [ToolSchema.from_dict(each, external=True) for each in json.loads(answer.body)["tools"]]
         except (ValueError, KeyError, TypeError, AttributeError):
             shown = _shown(answer.body)
             raise ToolServerReplyError(f"tool server {self.url} listed what are no tools: {shown}") from None
-        return [self._proxy(FunctionTool(schema, _elsewhere, "tool-server"), self._http) for schema in schemas]
+        tools = (FunctionTool(schema, _elsewhere, "tool-server", touches_world=True) for schema in schemas)
+        return [self._proxy(tool, self._http) for tool in tools]
 
     async def release(self, trajectory_id: str) -> None:
         """Tell the server that a trajectory has ended. Raises `ToolServerError`."""
@@ -112,7 +113,16 @@ class ToolServerLink:
             return await self._call(wire, name, arguments, run.task_id, limit)
 
         missing = tool.missing if self._http is None else lambda: None
-        return FunctionTool(tool.schema, run, tool.toolset, parallel_safe=tool.parallel_safe, missing=missing)
+        return FunctionTool(
+            tool.schema,
+            run,
+            tool.toolset,
+            parallel_safe=tool.parallel_safe,
+            missing=missing,
+            touches_world=tool.touches_world,
+            world_session=tool.world_session,
+            world_key=tool.world_key,
+        )
 
     async def _call(
         self, wire: _Wire, name: str, arguments: Mapping[str, JSON], trajectory_id: str, timeout_s: float
@@ -204,14 +214,6 @@ class _Http:
                 connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
             )
         return self._session
-
-
-def _schema(function: Mapping[str, JSON]) -> ToolSchema:
-    """A tool's schema out of its OpenAI definition."""
-    rest = dict(function["parameters"])
-    properties, required = rest.pop("properties", {}), tuple(rest.pop("required", ()))
-    rest.pop("type", None)
-    return ToolSchema(function["name"], function.get("description", ""), properties, required, True, rest)
 
 
 async def _elsewhere(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
