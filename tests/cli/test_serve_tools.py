@@ -19,14 +19,8 @@ from palaestra.core.errors import ConfigError
 from palaestra.tools.serving.payloads import ToolExecutorExecuteRequest
 from tools.serving.asking import Client
 
-TOOLS = '''
-from palaestra import tool
-
-@tool(external=True)
-def shout(text: str) -> str:
-    """Say it loudly."""
-    return text.upper()
-'''
+DOCS = Path(__file__).parents[2] / "docs" / "tools.md"
+TOOLS = DOCS.read_text().partition("```python\n# my_tools.py\n")[2].partition("```")[0]
 
 
 @contextmanager

@@ -322,7 +322,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     def take_variables(self, environ: Mapping[str, str]) -> None:
         """Hand over the environment variables that settings name. Raises `ConfigError` for one that is not set."""
         for server in self.mcp_servers.values():
-            server.take_variables(environ)
+            if server.used:
+                server.take_variables(environ)
 
     @model_validator(mode="after")
     def _rollout_cost_needs_prices(self) -> Self:

@@ -17,7 +17,7 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.tools.distributions import sample_toolsets_from_distribution
 from palaestra.tools.installed import installed_tools
-from palaestra.tools.mcp.server import TOOLSET_PREFIX
+from palaestra.tools.mcp.server import toolset_of
 from palaestra.tools.mcp.servers import MCPServers
 from palaestra.tools.registry import ToolRegistry, build_tool_registry
 from palaestra.tools.schema import Tool
@@ -89,7 +89,7 @@ def kit(
     else:
         enabled = config.enabled_toolsets if config.enabled_toolsets is not None else toolsets
     registry = tools_with(servers, enabled, config, extra)
-    return Kit(registry, tuple(enabled or ()))
+    return Kit(registry, () if enabled is None else (*enabled, *(servers.toolsets() if servers is not None else ())))
 
 
 def tools_with(
@@ -101,7 +101,8 @@ def tools_with(
 ) -> ToolRegistry:
     """The tools of the enabled toolsets and those of the run's MCP servers, without what is disabled."""
     offered = servers.installed() if servers is not None else ()
-    disabled = [name for name in config.disabled_toolsets or () if not name.startswith(TOOLSET_PREFIX)]
+    own = {toolset_of(name) for name in config.mcp_servers}
+    disabled = [name for name in config.disabled_toolsets or () if name not in own]
     if enabled is not None:
         enabled = list(dict.fromkeys([*enabled, *(each.toolset for each in offered)]))
     installed = (*installed_tools(), *offered) if offered else None

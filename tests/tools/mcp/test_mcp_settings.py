@@ -72,6 +72,15 @@ def test_files_of_other_programs_are_read(tmp_path: Path) -> None:
         read_servers(tmp_path / "none")
 
 
+def test_the_printed_file_is_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "tools.md").read_text()
+    path = tmp_path / "mcp.yaml"
+    path.write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    configs = {name: MCPServerConfig(**each) for name, each in read_servers(path).items()}
+    assert configs["files"].command == "npx"
+    assert configs["tickets"].headers == {"Authorization": "Bearer ${TICKETS_TOKEN}"}
+
+
 def test_servers_that_nobody_will_have_are_left_out() -> None:
     a, b = MCPServerConfig(command="a"), MCPServerConfig(command="b", enabled=False)
     assert MCPServers({"a": a, "b": b}).toolsets() == ["mcp-a"]

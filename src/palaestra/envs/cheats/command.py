@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from palaestra.envs.batch import RunLine
 from palaestra.envs.cheats.bank import BANK
 from palaestra.envs.cheats.base import Cheat
 from palaestra.envs.cheats.check import Check, Line, Proof
+from palaestra.envs.config import HermesAgentEnvConfig
 from palaestra.envs.flags import CommandLine, Parsed, set_fields
 from palaestra.envs.forms import Form, form_of
 from palaestra.envs.loading import load_environment
@@ -38,6 +40,8 @@ def check_environment(
     ).parse(["process", "--policy", "noop", *settings])
     if not isinstance(parsed, Parsed):
         raise ConfigError("settings only: --help and --show-config belong to palaestra run")
+    if isinstance(parsed.env_config, HermesAgentEnvConfig):
+        parsed.env_config.take_variables(os.environ)
     return asyncio.run(_check(form, parsed, tasks, cheats_named(only), quiet))
 
 

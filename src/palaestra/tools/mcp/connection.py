@@ -147,12 +147,13 @@ class Connection:
             return
         if not self._ready.done():
             task.cancel()  # still in its handshake
-        with contextlib.suppress(asyncio.CancelledError):
+        try:
             await asyncio.wait([task], timeout=_CLOSE_S)
-        if not task.done():
-            task.cancel()
-            logger.warning("MCP server '%s' did not end in %g s", self.name, _CLOSE_S)
-        self._stderr.close()
+            if not task.done():
+                task.cancel()
+                logger.warning("MCP server '%s' did not end in %g s", self.name, _CLOSE_S)
+        finally:  # whoever is cancelled here leaves the session to end by itself
+            self._stderr.close()
 
     def _session(self) -> Client:
         if self._client is None or not self.alive:

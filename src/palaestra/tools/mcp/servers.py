@@ -32,9 +32,7 @@ class MCPServers:
     ) -> None:
         checked_names(configs)
         self._configs = {
-            name: config
-            for name, config in configs.items()
-            if config.used and not {name, toolset_of(name)} & set(without)
+            name: config for name, config in configs.items() if config.used and toolset_of(name) not in without
         }
         self._forgiving = forgiving
         self._recorded: Mapping[str, Sequence[FunctionTool]] | None = None
