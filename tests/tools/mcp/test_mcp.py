@@ -120,6 +120,18 @@ def test_a_server_that_dies_is_opened_once_more_and_nothing_of_it_stays() -> Non
     assert living(*pids) == []
 
 
+def test_an_older_server_is_understood_and_keeps_the_tools_it_began_with(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        old = str(Path(__file__).with_name("old_server.py"))
+        async with agent_of(command=sys.executable, args=["-S", old]) as agent:
+            assert agent.registry.list_tools() == ["mcp_test_echo", "mcp_test_more"]
+            assert [await agent.output("echo", text=text) for text in ("a", "b")] == ["a", "b"]
+
+    asyncio.run(scenario())
+    told = [each.getMessage() for each in caplog.records if each.name.startswith("palaestra.tools.mcp")]
+    assert told == ["MCP server 'test' has other tools now; this run keeps those it began with"]
+
+
 def test_a_server_that_is_not_ready_in_time_is_ended_and_its_last_words_told(tmp_path: Path) -> None:
     told = tmp_path / "pid"
     program = (

@@ -13,9 +13,9 @@ from palaestra.core.types import JSON
 class Client:
     """One client of a server; every answer is its status and its JSON."""
 
-    def __init__(self, url: str, token: str | None = None) -> None:
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._session = aiohttp.ClientSession(url, headers=headers)
+    def __init__(self, url: str, token: str | None = None, headers: dict[str, str] | None = None) -> None:
+        own = {"Authorization": f"Bearer {token}"} if token else {}
+        self._session = aiohttp.ClientSession(url, headers={**own, **(headers or {})})
 
     async def __aenter__(self) -> Self:
         return self

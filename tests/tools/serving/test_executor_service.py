@@ -229,6 +229,16 @@ def test_a_token_is_wanted_where_there_is_one() -> None:
     run(play, token="sesame")
 
 
+def test_a_web_page_may_not_run_commands_where_there_is_no_token() -> None:
+    async def play(scene: Scene) -> None:
+        async with Client(scene.url, headers={"Origin": "http://example.org"}) as page:
+            body = {"trajectory_id": "t1", "tool": {"name": "bash", "arguments": {"command": "ls"}}}
+            assert (await page.post("/execute", body))[0] == 403
+            assert (await page.get("/health"))[0] == 200
+
+    run(play)
+
+
 def test_the_end_waits_for_what_is_under_way_and_takes_nothing_new() -> None:
     async def play(scene: Scene) -> None:
         call = asyncio.create_task(scene.client.bash("t1", "while [ ! -e go ]; do sleep 0.01; done; echo done"))

@@ -134,6 +134,8 @@ class Connection:
                     f"not: {error}{self._said()}"
                 ) from None
             raise ServerSaid(error.message) from None
+        except RuntimeError as error:  # structured content that is not what the tool's own output schema promises
+            raise ServerSaid(str(error)) from None
         except ValueError as error:  # the package's models refuse the reply
             raise ToolServerReplyError(
                 f"MCP server '{self.name}' answered {tool} with what is no result: {error}"

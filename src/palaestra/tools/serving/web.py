@@ -67,9 +67,15 @@ def read(body: bytes, model: type[ModelT]) -> ModelT:
         raise Refusal(422, f"not a {model.__name__}: {'; '.join(problems)}") from None
 
 
-def check_token(token: str | None, authorization: str | None) -> None:
-    """Raises `Refusal` with status 401 unless the header is `Bearer` and the token; without a token all may ask."""
+def check_caller(token: str | None, authorization: str | None, origin: str | None) -> None:
+    """Raises `Refusal` with status 401 unless the header is `Bearer` and the token.
+
+    Without a token all programs may ask, but no web page (which sends its `origin`, 403): otherwise every site that is
+    open in a browser of this machine could run commands.
+    """
     if not token:
+        if origin is not None:
+            raise Refusal(403, f"a page of {origin} may not ask: this server has no token")
         return
     scheme, _, given = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
@@ -77,10 +83,12 @@ def check_token(token: str | None, authorization: str | None) -> None:
         raise Refusal(401, f"{problem}: send the header Authorization: Bearer TOKEN")
 
 
-async def respond(handle: Handle, body: bytes, token: str | None, authorization: str | None) -> Answer:
+async def respond(
+    handle: Handle, body: bytes, token: str | None, authorization: str | None, origin: str | None = None
+) -> Answer:
     """The answer to a request: what `handle` makes of its body, or what became of that."""
     try:
-        check_token(token, authorization)
+        check_caller(token, authorization, origin)
         value = await handle(body)
         return Answer(200, value if isinstance(value, bytes) else _encoded(value))
     except Refusal as refusal:
@@ -113,10 +121,12 @@ def _encoded(value: JSON) -> bytes:
 
 def route(app: web.Application, method: str, path: str, token: str | None, handle: Handle) -> None:
     """Answer a path as `respond` does."""
-    wanted = None if path in OPEN_PATHS else token
 
     async def handler(request: web.Request) -> web.Response:
-        answer = await respond(handle, await request.read(), wanted, request.headers.get("Authorization"))
+        told: tuple[str | None, str | None, str | None] = (None, None, None)
+        if path not in OPEN_PATHS:
+            told = (token, request.headers.get("Authorization"), request.headers.get("Origin"))
+        answer = await respond(handle, await request.read(), *told)
         return web.Response(
             status=answer.status, body=answer.body, headers=answer.headers, content_type="application/json"
         )
