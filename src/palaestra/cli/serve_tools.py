@@ -77,7 +77,7 @@ async def _serve_tools(
     token: str | None,
     files: Sequence[Path],
 ) -> None:
-    from palaestra.cli.tools import configured_servers
+    from palaestra.cli.tools import configured_servers, tool_settings
     from palaestra.tools.mcp.servers import MCPServers
     from palaestra.tools.registry import build_tool_registry
     from palaestra.tools.serving.tool_server import ToolServer, external
@@ -86,7 +86,7 @@ async def _serve_tools(
     brought = [tool for file in files for tool in _tools_of(file)]
     async with MCPServers(configured_servers(mcp_files)) as servers:
         brought += [external(tool) for tool in servers.tools()]
-        registry = build_tool_registry(toolsets, extra=brought)
+        registry = build_tool_registry(toolsets, extra=brought, settings=tool_settings())
         server = ToolServer(registry, token=token, lease_s=lease_s)
         if not server.tools.list_tools():
             unmarked = ", ".join(registry.list_tools())
@@ -197,6 +197,7 @@ async def _serve_executor(
     drain_s: float,
     settings: ExecutorSettings,
 ) -> None:
+    from palaestra.cli.tools import tool_settings
     from palaestra.sandbox.backends.local import LocalBackend
     from palaestra.sandbox.base import SlotSpec
     from palaestra.sandbox.ladder import warning
@@ -214,7 +215,7 @@ async def _serve_executor(
         tool_server_url=settings.tool_server_url,
         tool_server_token=settings.tool_server_token,
     )
-    registry = build_tool_registry(toolsets or None)
+    registry = build_tool_registry(toolsets or None, settings=tool_settings(), world=settings.allow_network)
     for tool in await _offered(settings):
         if registry.get(tool.name) is None:
             registry.register(tool)

@@ -16,6 +16,7 @@ from palaestra.core.types import JSON
 if TYPE_CHECKING:
     from palaestra.tools.installed import Installed
     from palaestra.tools.mcp.config import MCPServerConfig
+    from palaestra.tools.settings import ToolSettings
 
 
 @click.command(
@@ -35,16 +36,13 @@ if TYPE_CHECKING:
 @click.option("--mcp", "files", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help="MCP servers too.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable, with the full schemas.")
 def command(files: tuple[Path, ...], as_json: bool) -> None:
-    from palaestra.core.config import merge
-    from palaestra.envs.config import HermesAgentEnvConfig
-    from palaestra.envs.sources import read_environ
     from palaestra.tools.catalog import get_available_toolsets
     from palaestra.tools.distributions import list_distributions
     from palaestra.tools.installed import installed_tools
     from palaestra.tools.registry import all_tools
 
     others = (*installed_tools(), *(asyncio.run(_of_servers(files)) if files else ()))
-    settings = merge(HermesAgentEnvConfig, [read_environ(os.environ, "env", HermesAgentEnvConfig)]).value
+    settings = tool_settings()
     tools: list[dict[str, JSON]] = [
         {"name": tool.name, "toolset": tool.toolset, "missing": tool.missing(), **_schema(tool.schema.to_dict())}
         for tool in all_tools(settings, others)
@@ -57,6 +55,15 @@ def command(files: tuple[Path, ...], as_json: bool) -> None:
         return
     for line in (*_tools(tools), "", *_toolsets(toolsets), "", *_distributions(distributions)):
         click.echo(line)
+
+
+def tool_settings() -> ToolSettings:
+    """What variables of the environment say about tools, as for a run. Raises `ConfigError`."""
+    from palaestra.core.config import merge
+    from palaestra.envs.config import HermesAgentEnvConfig
+    from palaestra.envs.sources import read_environ
+
+    return merge(HermesAgentEnvConfig, [read_environ(os.environ, "env", HermesAgentEnvConfig)]).value
 
 
 async def _of_servers(files: Iterable[Path]) -> tuple[Installed, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from palaestra.agent.budget import Budget
@@ -105,12 +106,14 @@ def tools_with(
     disabled = [name for name in config.disabled_toolsets or () if name not in own]
     if enabled is not None:
         enabled = list(dict.fromkeys([*enabled, *(each.toolset for each in offered)]))
-    installed = (*installed_tools(), *offered) if offered else None
+    # As tools that the run brings along: whoever names a server wants it, whatever network the slots have.
+    brought = [*extra, *(tool for each in offered for tool in each.tools)]
+    installed = (*installed_tools(), *(replace(each, tools=()) for each in offered)) if offered else None
     return build_tool_registry(
         enabled,
         disabled,
         tool_server,
-        extra,
+        brought,
         strict=config.strict_tools,
         installed=installed,
         settings=config,

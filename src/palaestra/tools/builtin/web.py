@@ -27,6 +27,7 @@ _TITLE_CHARS = 300
 
 SEARCH_SCHEMA = ToolSchema(
     name="web_search",
+    external=True,
     description=(
         "Search the web. The reply lists titles, addresses and short extracts of the best results. Read a page whole "
         "with web_extract."
@@ -46,6 +47,7 @@ SEARCH_SCHEMA = ToolSchema(
 
 EXTRACT_SCHEMA = ToolSchema(
     name="web_extract",
+    external=True,
     description=(
         f"Read web pages as text, up to {MAX_PAGES} at once. A long page is cut after {MAX_PAGE_CHARS} characters; go "
         "on with the offset that its hint names."
