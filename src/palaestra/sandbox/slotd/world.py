@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from . import namespaces, native, skeleton, syscalls
 from .frames import Fields
-from .roots import HOST, Bind, Lowers, Tree, host_trees, system_directories, system_links
+from .roots import HOST, Bind, Lowers, Tree, host_trees, prepare_shared, system_directories, system_links
 from .stack import Marks
 
 _OPTIONS = "mode=755,size=64m"
@@ -104,4 +104,5 @@ def prepare(full: bool, settings: Fields) -> World:
     skeleton.build_network(_NETWORK, HOST)
     if owner:
         skeleton.give("/skeleton", owner)
+    prepare_shared()  # not before: what is given away must not be the host's devices
     return world
