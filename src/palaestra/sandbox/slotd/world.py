@@ -32,6 +32,8 @@ class World:
     lowers: Lowers
     prefix: Bind | None = None
     native_init: int | None = None
+    note: str = ""
+    """What whoever starts the server should be told."""
 
     @property
     def marks(self) -> Marks:
@@ -91,7 +93,11 @@ def prepare(full: bool, settings: Fields) -> World:
     lowers = Lowers(namespace if full else None)
     world = World(full, owner, namespace, not privileged, lowers)
     syscalls.mount("tmpfs", "/skeleton", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=64m")
-    world.native_init = native.load(HOST) if settings.get("native_init", True) else None
+    if settings.get("native_init", True):
+        try:
+            world.native_init = native.load(HOST)
+        except native.NoInit as error:
+            world.note = f"slots do without the native init and need megabytes of memory each: {error}"
     prefix = settings.get("prefix")
     if prefix:
         world.prefix = Bind(lowers.get(prefix), prefix)
