@@ -58,8 +58,8 @@ class _Request:
 class Broker:
     """Serves one socket with one slot server, until `over`."""
 
-    def __init__(self, below: asyncio.StreamWriter, rung: str) -> None:
-        self._below, self._rung = below, rung
+    def __init__(self, below: asyncio.StreamWriter, rung: str, note: str) -> None:
+        self._below, self._rung, self._note = below, rung, note
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Request] = {}
         self._own: dict[int, asyncio.Future[Frame]] = {}
@@ -101,7 +101,7 @@ class Broker:
             self._below.write(frames.encode(frame.kind, visitor.numbers[frame.request], frame.fields, frame.data))
 
     async def _hello(self, visitor: Visitor, frame: Frame) -> None:
-        about: dict[str, JSON] = {"version": frames.VERSION, "pid": os.getpid(), "rung": self._rung}
+        about: dict[str, JSON] = {"version": frames.VERSION, "pid": os.getpid(), "rung": self._rung, "note": self._note}
         if frame.fields.get("look"):
             about |= {"attached": self._client is not None, "leases": list(self._leases.values())}
             visitor.send(Kind.HELLO, frame.request, about)
@@ -203,15 +203,16 @@ def _say(fields: dict[str, JSON]) -> None:
 async def _serve(listener: socket.socket, path: str, rung: str, settings: dict[str, JSON]) -> None:
     server, stream = await SlotServer.launch(rung)
     reader, writer = await asyncio.open_unix_connection(sock=stream)
-    broker, decoder = Broker(writer, rung), Decoder()
+    decoder = Decoder()
     writer.write(frames.encode(Kind.HELLO, 0, {"version": frames.VERSION, **settings}))
     frame = next(iter(decoder.feed(await reader.read(RECEIVE_BYTES))), None)
-    ready = await asyncio.start_unix_server(broker.visit, sock=listener) if frame and frame.kind is Kind.HELLO else None
-    if ready is None:
+    if frame is None or frame.kind is not Kind.HELLO:
         _unlink(path)
         _say(frame.fields if frame else {"message": "the slot server has ended"})
         await server.aclose()
         return
+    broker = Broker(writer, rung, frame.fields["note"])
+    ready = await asyncio.start_unix_server(broker.visit, sock=listener)
     _say({})
     async with asyncio.TaskGroup() as group:
         watching = [group.create_task(broker.listen_below(reader, decoder)), group.create_task(broker.watch_idleness())]

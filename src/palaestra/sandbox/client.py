@@ -131,7 +131,7 @@ class SlotServer:
             with theirs:
                 await server._spawn(theirs, rung)
             server._wire = Wire(ours, server._on_frame, server._on_end)
-            await server.request(Kind.HELLO, {"version": frames.VERSION, **settings})
+            server.hello = (await server.request(Kind.HELLO, {"version": frames.VERSION, **settings})).fields
         except BaseException:
             await server.aclose()
             ours.close()

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import palaestra
 from palaestra.sandbox.slotd import native, orders, syscalls
+
+PACKAGE = Path(palaestra.__file__).parent
+STARTED_TWICE = """
+import asyncio
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import Rung
+from palaestra.sandbox.ladder import probe
+
+async def main():
+    for _ in range(2):
+        async with LocalBackend(require=Rung.USERNS):
+            pass
+    print(*(step.reason for step in await probe() if step.rung is Rung.USERNS and step.available))
+
+asyncio.run(main())
+"""
 
 SOURCES = [Path(native.__file__).with_name(name).read_bytes() for name in native.SOURCES]
 
@@ -24,10 +44,10 @@ def _install(folder: Path, script: str, sources: list[bytes]) -> str:
 
 
 def _built() -> int:
-    program = native.load()
-    if program is None:
-        pytest.skip("the native init was not built here")
-    return program
+    try:
+        return native.load()
+    except native.NoInit as error:
+        pytest.skip(f"no native init: {error}")
 
 
 def test_what_was_built_speaks_the_servers_version() -> None:
@@ -54,16 +74,31 @@ def test_the_source_says_the_version_of_the_orders() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "sources"),
+    ("script", "sources", "why"),
     [
-        ("#!/bin/sh\nexit 250\n", SOURCES),  # of another version
-        ("not a program", SOURCES),
-        (f"#!/bin/sh\nexit {100 + orders.VERSION}\n", [b"an older source"]),
+        ("#!/bin/sh\nexit 250\n", SOURCES, "does not run here"),  # of another version
+        ("not a program", SOURCES, "does not run here"),
+        (f"#!/bin/sh\nexit {100 + orders.VERSION}\n", [b"an older source"], "another version of its source"),
     ],
 )
-def test_one_that_does_not_fit_is_not_used(tmp_path: Path, script: str, sources: list[bytes]) -> None:
-    assert native.load(_install(tmp_path, script, sources)) is None
+def test_one_that_does_not_fit_is_not_used(tmp_path: Path, script: str, sources: list[bytes], why: str) -> None:
+    with pytest.raises(native.NoInit, match=why):
+        native.load(_install(tmp_path, script, sources))
 
 
 def test_none_is_none(tmp_path: Path) -> None:
-    assert native.load(str(tmp_path)) is None
+    with pytest.raises(native.NoInit, match=r"not built; install .* C compiler"):
+        native.load(str(tmp_path))
+
+
+def test_who_starts_slots_without_it_is_told_once_and_the_doctor_says_it(tmp_path: Path) -> None:
+    """With the package as it is where it was installed without a compiler."""
+    package = tmp_path / "palaestra"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("init-*-*", "__pycache__"))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    told = subprocess.run(
+        [sys.executable, "-c", STARTED_TWICE], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert told.stderr.count("without the native init") == 1
+    assert "it was not built; install the package again" in told.stderr
+    assert "a throw-away slot held every check; slots do without" in told.stdout

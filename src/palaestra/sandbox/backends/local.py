@@ -38,6 +38,7 @@ those. Files under the host's /usr can be read in a slot.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -61,6 +62,10 @@ BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)
 
 _WAY_OUT = "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
 _WAY_OUT += "user.max_user_namespaces > 0); `palaestra doctor` shows what this machine can do"
+
+
+_log = logging.getLogger(__name__)
+_told: set[str] = set()
 
 
 class LocalBackend:
@@ -115,6 +120,7 @@ class LocalBackend:
         for rung in self._candidates():
             reason = await self.attempt(rung)
             if reason is None:
+                _tell_once(self.note)
                 return
             reasons.append(f"{rung.label}: {reason}")
         raise IsolationUnavailable(f"no isolation can be had here ({'; '.join(reasons)}). To mend it: {_WAY_OUT}.")
@@ -194,6 +200,11 @@ class LocalBackend:
         """The rung in force. Before `start`, the best that was asked for."""
         chosen = self._wanted if self._rung is None else self._rung
         return Rung.FULL if chosen is None else chosen  # not `or`: the rung `none` is 0
+
+    @property
+    def note(self) -> str:
+        """What this backend has to do without on its rung, and what would mend that; empty for nothing."""
+        return str(self._running().hello.get("note", ""))
 
     @property
     def capacity(self) -> int | None:
@@ -328,6 +339,12 @@ class LocalBackend:
         if epoch in self._slots:
             self._slots[epoch].lost = True
         self._lost += bool(name)  # without a name it is the whole server, which every call reports
+
+
+def _tell_once(note: str) -> None:
+    if note and note not in _told:
+        _told.add(note)
+        _log.warning("%s", note)
 
 
 def _name(rung: Rung | None) -> str:

@@ -130,7 +130,7 @@ class Execution:
     @property
     def was_killed(self) -> bool:
         """Whether it, or what a shell ran as its last command, ended by SIGKILL."""
-        return self._exit is not None and _shell_status(self._exit.value) == 128 + signal.SIGKILL
+        return self._exit is not None and self._exit.value in (-signal.SIGKILL, 128 + signal.SIGKILL)
 
     def finish(self, oom: bool, **more: object) -> None:
         """Take what is left in the pipes and send the RESULT; `more` are fields of it.

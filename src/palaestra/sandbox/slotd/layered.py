@@ -36,6 +36,7 @@ class Layered:
         self._world = prepare(full, settings)
         self._maker, self._sealer = making.SlotMaker(self._world, group), Sealer(self._world)
         self.keeper = Keeper(self._world)
+        self.note = self._world.note
 
     def make(self, name: str, fields: Fields, layers: tuple[workshop.Layer, ...]) -> Made:
         """Lay out a slot as a CREATE request describes it."""

@@ -19,7 +19,7 @@ Callback = Callable[[], object]
 Job = Iterator[None]
 
 _MANY = 64
-"""Cancelled timers that are not worth a look."""
+"""Cancelled timers that are not worth a look; descriptors of one round."""
 
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
@@ -106,7 +106,7 @@ class Loop:
         """Until `running` is set to False."""
         watched = self._watched
         while self.running:
-            ready = self._epoll.poll(self._patience())
+            ready = self._epoll.poll(self._patience(), _MANY)
             if len(ready) == 1:
                 call = watched.get(ready[0][0])
                 if call is not None:

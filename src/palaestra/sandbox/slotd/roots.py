@@ -7,7 +7,8 @@ the links or directories they are there. Nothing else of the host is visible but
 The server has pivoted into a root of its own before anything here runs:
 
     /host        the host's file system          /slots/N    one tmpfs per slot or sealed layer: u/TREE w/TREE
-    /skeleton    the generated lower             /lower/K    host directories, owners mapped where the rung can
+    /skeleton    the generated lower, and what   /lower/K    host directories, owners mapped where the rung can
+                 all slots have at /dev
 
 Everything is mounted in the server's private mount namespace, so it is gone when the server is.
 """
@@ -24,6 +25,9 @@ from .steps import Do, Step
 from .syscalls import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY, MS_REC, MS_REMOUNT
 
 HOST = "/host"
+
+_DEV, _EMPTY = "/skeleton/dev", "/skeleton/empty"
+_SHM = "dev/shm"
 
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
@@ -110,6 +114,30 @@ class Lowers:
         return target
 
 
+def prepare_shared() -> None:
+    """Mount what every slot has the same, once: its /dev, and the empty directory that hides others.
+
+    Read-only, since slots share it. Each file system that a slot need not have of its own is memory saved in every
+    control group of the machine, which keeps a list for each.
+    """
+    read_only = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC
+    work = [
+        Step(Do.MKDIR, (_DEV,), 0o755),
+        steps.mount("tmpfs", _DEV, "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=755,nr_inodes=64"),
+    ]
+    for name in _DEVICES:
+        work.append(Step(Do.CREATE, (f"{_DEV}/{name}",), 0o666))
+        work.append(steps.mount(f"{HOST}/dev/{name}", f"{_DEV}/{name}", flags=MS_BIND))
+    work += [Step(Do.MKDIR, (f"{_DEV}/{name}",), 0o755) for name in ("pts", "shm")]
+    for name, target in (("ptmx", "pts/ptmx"), ("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"),
+                         ("stdout", "/proc/self/fd/1"), ("stderr", "/proc/self/fd/2")):  # fmt: skip
+        work.append(Step(Do.SYMLINK, (target, f"{_DEV}/{name}")))
+    work.append(steps.mount("none", _DEV, flags=read_only))
+    work += [Step(Do.MKDIR, (_EMPTY,), 0o555), steps.mount(_EMPTY, _EMPTY, flags=MS_BIND)]
+    work.append(steps.mount("none", _EMPTY, flags=read_only | MS_NODEV))
+    steps.perform(work)
+
+
 def host_trees(lowers: Lowers, skeleton: tuple[str, ...]) -> tuple[Tree, ...]:
     """The trees of a slot without an image."""
     directories = [Tree(name, f"/{name}", (lowers.get(f"/{name}"),)) for name in system_directories()]
@@ -143,7 +171,7 @@ def build(plan: RootPlan, place: int) -> Iterator[Step]:
     yield from _proc()
     # Places below the root are opened inside it, so that no link which a layer of the slot holds leads out of it.
     yield Step(Do.OPEN_INSIDE, ("tmp",), inside, root)
-    yield steps.mount("tmpfs", f"/proc/self/fd/{inside}", "tmpfs", MS_NOSUID | MS_NODEV, _own_tmpfs(plan))
+    yield from _volatile(plan, f"/proc/self/fd/{inside}")
     for bind in plan.binds:
         target = bind.target.lstrip("/")
         if target.startswith("tmp/"):  # fresh and empty, so no link can be on the way
@@ -162,23 +190,21 @@ def _overlay(overlay: Overlay, plan: RootPlan) -> Step:
     return steps.mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, ",".join(options))
 
 
-def _own_tmpfs(plan: RootPlan) -> str:
-    return f"size={plan.tmp_bytes},mode=1777,uid={plan.owner},gid={plan.owner}"
+def _volatile(plan: RootPlan, tmp: str) -> Iterator[Step]:
+    """One file system for /dev/shm and /tmp, which are in no snapshot; its size is the limit of both together."""
+    options = f"size={plan.tmp_bytes},mode=755"
+    yield steps.mount("tmpfs", _SHM, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    for name in ("tmp", "shm"):
+        yield Step(Do.MKDIR, (f"{_SHM}/{name}",), 0o1777)
+        yield Step(Do.OWN, (f"{_SHM}/{name}",), plan.owner)
+    yield steps.mount(f"{_SHM}/tmp", tmp, flags=MS_BIND)  # noqa: S108 - of the slot
+    yield steps.mount(f"{_SHM}/shm", _SHM, flags=MS_BIND)
 
 
 def _dev(plan: RootPlan) -> Iterator[Step]:
-    yield steps.mount("tmpfs", "dev", "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=755,nr_inodes=64")
-    for name in _DEVICES:
-        yield Step(Do.CREATE, (f"dev/{name}",), 0o666)
-        yield steps.mount(f"{HOST}/dev/{name}", f"dev/{name}", flags=MS_BIND)
-    yield Step(Do.MKDIR, ("dev/pts",), 0o755)
-    yield Step(Do.MKDIR, ("dev/shm",), 0o755)
+    yield steps.mount(_DEV, "dev", flags=MS_BIND | MS_REC)
     options = f"newinstance,ptmxmode=0666,mode=620,uid={plan.owner},gid={plan.owner}"
     yield steps.mount("devpts", "dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
-    yield steps.mount("tmpfs", "dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, _own_tmpfs(plan))
-    for name, target in (("ptmx", "pts/ptmx"), ("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"),
-                         ("stdout", "/proc/self/fd/1"), ("stderr", "/proc/self/fd/2")):  # fmt: skip
-        yield Step(Do.SYMLINK, (target, f"dev/{name}"))
 
 
 def _proc() -> Iterator[Step]:
@@ -189,7 +215,7 @@ def _proc() -> Iterator[Step]:
         yield steps.mount(f"proc/{name}", f"proc/{name}", flags=MS_BIND | MS_REC)
         yield steps.mount("none", f"proc/{name}", flags=MS_REMOUNT | MS_BIND | flags)
     for name in directories:
-        yield steps.mount("tmpfs", f"proc/{name}", "tmpfs", flags, "size=0,nr_inodes=1,mode=555")
+        yield steps.mount(_EMPTY, f"proc/{name}", flags=MS_BIND)
     for name in files:
         yield steps.mount("dev/null", f"proc/{name}", flags=MS_BIND)
 

@@ -135,7 +135,9 @@ class Server:
         except OSError as error:
             raise RequestError("isolation", str(error)) from error
         self._epochs = itertools.count(frame.fields["first_epoch"])
-        self._link.send(Kind.HELLO, frame.request, {"version": frames.VERSION, "pid": os.getpid()})
+        self._link.send(
+            Kind.HELLO, frame.request, {"version": frames.VERSION, "pid": os.getpid(), "note": self._workshop.note}
+        )
 
     # Slots
 

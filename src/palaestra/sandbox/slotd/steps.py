@@ -69,6 +69,8 @@ class Do(IntEnum):
     """Lead a new session."""
     UMASK = 21
     """[a: mask]"""
+    OWN = 22
+    """Give a file to a user and the group of the same number. [a: the number; path]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,4 +208,5 @@ _PERFORM: dict[Do, Callable[[Step], object]] = {
     Do.FILTER: lambda step: syscalls.install_filter(step.program),
     Do.SESSION: lambda step: os.setsid(),
     Do.UMASK: lambda step: os.umask(step.a),
+    Do.OWN: lambda step: os.chown(step.strings[0], step.a, step.a),
 }

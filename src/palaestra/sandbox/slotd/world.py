@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from . import namespaces, native, skeleton, syscalls
 from .frames import Fields
-from .roots import HOST, Bind, Lowers, Tree, host_trees, system_directories, system_links
+from .roots import HOST, Bind, Lowers, Tree, host_trees, prepare_shared, system_directories, system_links
 from .stack import Marks
 
 _OPTIONS = "mode=755,size=64m"
@@ -32,6 +32,8 @@ class World:
     lowers: Lowers
     prefix: Bind | None = None
     native_init: int | None = None
+    note: str = ""
+    """What whoever starts the server should be told."""
 
     @property
     def marks(self) -> Marks:
@@ -91,7 +93,11 @@ def prepare(full: bool, settings: Fields) -> World:
     lowers = Lowers(namespace if full else None)
     world = World(full, owner, namespace, not privileged, lowers)
     syscalls.mount("tmpfs", "/skeleton", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=64m")
-    world.native_init = native.load(HOST) if settings.get("native_init", True) else None
+    if settings.get("native_init", True):
+        try:
+            world.native_init = native.load(HOST)
+        except native.NoInit as error:
+            world.note = f"slots do without the native init and need megabytes of memory each: {error}"
     prefix = settings.get("prefix")
     if prefix:
         world.prefix = Bind(lowers.get(prefix), prefix)
@@ -104,4 +110,5 @@ def prepare(full: bool, settings: Fields) -> World:
     skeleton.build_network(_NETWORK, HOST)
     if owner:
         skeleton.give("/skeleton", owner)
+    prepare_shared()  # not before: what is given away must not be the host's devices
     return world

@@ -98,6 +98,8 @@ class UserBody:
 class Confined:
     """Implements `Workshop`."""
 
+    note = ""
+
     def __init__(self, place: base.Base, confined: bool, settings: Fields) -> None:
         self._base, self._confined = place, confined
         self._users = users.Users(place.first_user) if confined and place.first_user else None

@@ -1,8 +1,8 @@
 """The native init: found, tried, and kept in a sealed memory file from which every slot executes it.
 
 An idle slot whose pid 1 is `init.c` costs kilobytes of memory where the Python one costs megabytes. It is optional:
-where it was not built, or does not run, `load` gives None and the Python init serves. A binary carries the digest of
-its source in its name, so that one from another version of the source is not found.
+where it was not built, or does not run, the Python init serves, and whoever starts a server is told. A binary carries
+the digest of its source in its name, so that one from another version of the source is not found.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ _ANSWER = 100
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
+class NoInit(Exception):
+    """There is no native init here; the message says why and what would help."""
+
+
 def binary_name(machine: str, sources: Sequence[bytes]) -> str:
     """What the binary for a machine is called that was built from these sources."""
     return f"init-{machine}-{hashlib.sha256(b''.join(sources)).hexdigest()[:12]}"
 
 
-def load(prefix: str = "") -> int | None:
-    """A descriptor of the init for this machine, which no slot can write to; None where there is none that runs.
+def load(prefix: str = "") -> int:
+    """A descriptor of the init for this machine, which no slot can write to. Raises `NoInit` where none runs.
 
     `prefix` is where the host's root lies.
     """
@@ -36,12 +40,17 @@ def load(prefix: str = "") -> int | None:
     try:
         name = binary_name(syscalls.MACHINE, [_read(f"{folder}/{source}") for source in SOURCES])
         program = _sealed(_read(f"{folder}/{name}"))
-    except OSError:
-        return None
-    if _answers(program):
-        return program
-    os.close(program)
-    return None
+    except FileNotFoundError:
+        entries = os.listdir(folder) if os.path.isdir(folder) else []
+        stale = any(entry.startswith(f"init-{syscalls.MACHINE}-") for entry in entries)
+        was = "was built from another version of its source" if stale else "was not built"
+        raise NoInit(f"it {was}; install the package again where there is a C compiler or ziglang") from None
+    except OSError as error:
+        raise NoInit(f"it cannot be read: {error}") from None
+    if not _answers(program):
+        os.close(program)
+        raise NoInit(f"{name} does not run here")
+    return program
 
 
 def _read(path: str) -> bytes:

@@ -198,8 +198,6 @@ static void become(struct start *start) {
             goto failed;
     if (start->order->flags & FLAG_TERMINAL)
         ioctl(0, TIOCSCTTY, 0);
-    for (int number = 1; number < 32; number++)
-        signal(number, SIG_DFL);
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
@@ -504,6 +502,8 @@ int main(int count, char **arguments) {
     if (count > 1 && !strcmp(arguments[1], "--build") && build() < 0)
         return 1;
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
+    for (int number = 1; number < 32; number++) /* commands inherit it; pid 1 is spared what would end others */
+        signal(number, SIG_DFL);
     sigset_t mask;
     sigemptyset(&mask);
     sigaddset(&mask, SIGCHLD);
@@ -520,10 +520,9 @@ int main(int count, char **arguments) {
         if (poll(watched, 2, -1) < 0)
             continue;
         if (watched[1].revents) {
-            struct signalfd_siginfo gone[16];
-            while (read(children, gone, sizeof gone) > 0)
-                ;
-            reap();
+            struct signalfd_siginfo gone[2];
+            if (read(children, gone, sizeof gone) > 0) /* however many have ended, it is pending once */
+                reap();
         }
         if (watched[0].revents && !take())
             return 0;

@@ -27,7 +27,7 @@
 
 enum {
     JOIN = 1, UNSHARE, ENTER, MOUNT, MKDIR, CREATE, SYMLINK, WRITE, CHANGE_DIRECTORY, OPEN, OPEN_INSIDE, BECOME_ROOT,
-    HOST_NAME, LOOPBACK, LIMIT, BE_ROOT, PRCTL, KEEP_CAPABILITIES, FILTER, SESSION, UMASK,
+    HOST_NAME, LOOPBACK, LIMIT, BE_ROOT, PRCTL, KEEP_CAPABILITIES, FILTER, SESSION, UMASK, OWN,
 };
 
 enum { MAX_STRINGS = 4, LAST_CAPABILITY = 63 };
@@ -170,6 +170,7 @@ static int perform_one(const struct step *step, char *const *text, const char *b
     case FILTER: return filter(bytes, step->length);
     case SESSION: return setsid() < 0 ? -1 : 0;
     case UMASK: umask(step->a); return 0;
+    case OWN: return chown(text[0], step->a, step->a);
     }
     errno = ENOSYS;
     return -1;
