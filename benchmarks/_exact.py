@@ -1,4 +1,4 @@
-"""Token-exact chat in benchmarks: the tiny model's tokenizer on disk, and a conversation as an engine's token replies."""
+"""Token-exact chat in benchmarks: the tiny model's tokenizer on disk, a conversation as an engine's token replies."""
 
 from __future__ import annotations
 
