@@ -81,6 +81,8 @@ class BaseEnv(ABC):
 
     name: ClassVar[str | None] = None
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
+    check_values: ClassVar[Mapping[str, JSON]] = {}
+    """Settings with which `palaestra env check` needs nothing else; left aside where a user says one of them."""
 
     def __init__(
         self,

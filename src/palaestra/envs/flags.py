@@ -44,6 +44,9 @@ SHORT_FORMS = {
 """What the short flags abbreviate. `--policy NAME` is short for a scripted server of that model name."""
 
 _OWN = ("--policy", "--resume", "--config", "--slurm", "--testing", "--show-config", "--help", "--help-all")
+UNSAID = (DEFAULT, "config_init", "process")
+"""Sources of a setting that no user has said."""
+
 _PROCESS = {"ensure_scores_are_not_same": False, "include_messages": True}
 
 
@@ -247,7 +250,7 @@ def set_fields(config: BaseModel) -> dict[str, JSON]:
 def _notices(group: str, config: Merged[BaseModel]) -> Iterator[str]:
     """A sentence for each setting that a user turned on and that does nothing yet."""
     for name, source in config.sources.items():
-        asked = source not in (DEFAULT, "config_init", "process") and getattr(config.value, name) not in (None, False)
+        asked = source not in UNSAID and getattr(config.value, name) not in (None, False)
         if asked and not has_effect(type(config.value), name):
             yield f"{group}.{name} ({source}) has no effect in this version"
 
