@@ -100,8 +100,8 @@ class HermesAgentLoop:
         Failures of the model server or of the sandbox are outcomes of the result, not exceptions. Cancellation, errors
         of configuration and bugs are raised, and `self.result` is complete then too.
 
-        `after` is what an earlier part of the conversation came to: it is counted on. Budgets of tokens and cost are for
-        the whole; `max_turns`, and budgets of time and output, are for this part.
+        `after` is what an earlier part of the conversation came to: it is counted on. Budgets of tokens and cost are
+        for the whole; `max_turns`, and budgets of time and output, are for this part.
         """
         result = self.result = AgentResult(messages=messages, outcome=Outcome.CANCELLED)
         if after is not None:
