@@ -1,11 +1,13 @@
 """What the agent loop costs when nothing else does: python benchmarks/rollout_floor.py [--quick] [--json FILE]
 
 A rollout of five turns with a tool that runs in this process, against a server that answers at once, at concurrency
-1, 64 and 512. Five cases take turns: `bare` is an aiohttp loop that calls the same server and knows nothing of
-limits, validation, retries or records; `palaestra` is `HermesAgentLoop` over the chat completions engine; `whole` is
-a group of one as a run has it: the same loop with the tool registry, outcome and score, all of it in the journal on
-disk; `exact` is that against a server that continues token ids, with the ledger of exact tokens; `no http` is the loop over
-a server object in the same process, which is what the loop alone costs.
+1, 64 and 512.
+
+Five cases take turns: `bare` is an aiohttp loop that calls the same server and knows nothing of limits, validation,
+retries or records; `palaestra` is `HermesAgentLoop` over the chat completions engine; `whole` is a group of one as a
+run has it: the same loop with the tool registry, outcome and score, all of it in the journal on disk; `exact` is that
+against a server that continues token ids, with the ledger of exact tokens; `no http` is the loop over a server object
+in the same process, which is what the loop alone costs.
 
 The server runs in a process of its own; CPU and memory are those of the client. Memory is how far the resident set
 rises above where it was when the rollouts began, divided by how many are in flight: connections and tasks included.

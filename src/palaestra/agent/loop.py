@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from palaestra.agent.budget import Budget, Used, estimated_tokens
@@ -90,15 +91,22 @@ class HermesAgentLoop:
         self._started_s = 0.0
         self._context_tokens = 0
         self._output_bytes = 0
+        self._turns_before = 0
         self._unreported: tuple[Turn, int] | None = None
 
-    async def run(self, messages: list[Message]) -> AgentResult:
+    async def run(self, messages: list[Message], *, after: AgentResult | None = None) -> AgentResult:
         """Converse until the end, extending `messages` in place.
 
         Failures of the model server or of the sandbox are outcomes of the result, not exceptions. Cancellation, errors
         of configuration and bugs are raised, and `self.result` is complete then too.
+
+        `after` is what an earlier part of the conversation came to: it is counted on. Budgets of tokens and cost are
+        for the whole; `max_turns`, and budgets of time and output, are for this part.
         """
         result = self.result = AgentResult(messages=messages, outcome=Outcome.CANCELLED)
+        if after is not None:
+            result = self.result = replace(after, messages=messages, outcome=Outcome.CANCELLED, error="", blame=None)
+        self._turns_before = result.turns_used
         self._started_s, self._context_tokens, self._unreported = self._clock.monotonic(), 0, None
         self._output_bytes = 0
         try:
@@ -143,7 +151,7 @@ class HermesAgentLoop:
 
     def _limit_reached(self, result: AgentResult) -> _End | None:
         """Why no further turn may start, if so."""
-        if result.turns_used >= self.max_turns:
+        if result.turns_used - self._turns_before >= self.max_turns:
             return _End(Outcome.MAX_TURNS)
         if used_up := self._budget_used_up(result):
             return _End(Outcome.BUDGET, used_up)

@@ -92,8 +92,15 @@ class ToolStep:
     arguments: Mapping[str, JSON]
 
 
-Solution: TypeAlias = str | Sequence[ToolStep | str]
-"""A reference solution: a shell script (one terminal call), or steps in order, each a tool call or a command."""
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Plain words in a reference solution: they end the agent's turn where it may be asked more."""
+
+    text: str
+
+
+Solution: TypeAlias = str | Sequence[ToolStep | Say | str]
+"""A reference solution: a shell script (one terminal call), or steps in order, each a tool call, a command or words."""
 
 
 @dataclass(frozen=True, slots=True)

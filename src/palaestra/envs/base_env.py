@@ -84,6 +84,8 @@ class BaseEnv(ABC):
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     mcp: MCPServers | None = None
     """The run's MCP servers. Only there while a run is on."""
+    check_values: ClassVar[Mapping[str, JSON]] = {}
+    """Settings with which `palaestra env check` needs nothing else; left aside where a user says one of them."""
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
 For: turning arguments, files and environment variables into validated configurations with the source of every value.
 Not for: loading environments or running them. Precedence: field default < the environment's own `config_init` <
-`--config` files in order < environment variables < flags. Invariant: no word of a command line is ignored; what cannot
-be used is a `ConfigError` (exit code 2) that says what would work.
+`--config` files in order < `.env` < environment variables < flags. Invariant: no word of a command line is ignored;
+what cannot be used is a `ConfigError` (exit code 2) that says what would work.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
@@ -21,6 +21,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.literals import Annotation, read_words, takes_mapping, takes_sequence
 from palaestra.core.types import JSON
 from palaestra.envs import flag_text
+from palaestra.envs.dotenv import NAME
 from palaestra.envs.sources import FileSettings, read_environ, read_file
 from palaestra.tools.mcp.config import read_servers
 
@@ -28,6 +29,9 @@ EnvT_co = TypeVar("EnvT_co", bound=BaseModel, covariant=True)
 ServerT_co = TypeVar("ServerT_co", bound=BaseModel, covariant=True)
 
 COMMANDS = ("process", "evaluate", "serve")
+
+Variables: TypeAlias = Sequence[tuple[str, Mapping[str, str]]]
+"""Variables by the place that they stand in, the one that counts more later."""
 
 SHORT_FORMS = {
     "--model": "openai.model_name",
@@ -45,6 +49,9 @@ SHORT_FORMS = {
 """What the short flags abbreviate. `--policy NAME` is short for a scripted server of that model name."""
 
 _OWN = ("--policy", "--resume", "--config", "--mcp", "--slurm", "--testing", "--show-config", "--help", "--help-all")
+UNSAID = (DEFAULT, "config_init", "process")
+"""Sources of a setting that no user has said."""
+
 _PROCESS = {"ensure_scores_are_not_same": False, "include_messages": True}
 
 
@@ -92,17 +99,22 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
     about: str = ""
 
     def parse(
-        self, argv: Sequence[str], environ: Mapping[str, str] | None = None
+        self,
+        argv: Sequence[str],
+        environ: Mapping[str, str] | None = None,
+        dotenv: Mapping[str, str] | None = None,
     ) -> Parsed[EnvT_co, ServerT_co] | Answer:
-        """Read `argv` (without the program's name). Raises `ConfigError`."""
+        """Read `argv` (without the program's name), the process's variables and those of a `.env` file below them.
+        Raises `ConfigError`."""
         command, flags = self._split(argv)
         if any(written in ("--help", "-h", "--help-all") for written, _ in flags):
             return Answer(flag_text.usage(self, everything=any(written == "--help-all" for written, _ in flags)))
         given = _Given()
         for written, words in flags:
             self._take(given, written, words)
-        env = merge(self.env_type, self._env_layers(command, given, environ or {}))
-        servers = [merge(self.server_type, layers) for layers in self._server_layers(given, environ or {})]
+        variables = ((NAME, dotenv or {}), ("environment", environ or {}))
+        env = merge(self.env_type, self._env_layers(command, given, variables))
+        servers = [merge(self.server_type, layers) for layers in self._server_layers(given, variables)]
         if given.show_config:
             return Answer(flag_text.merged(env, servers))
         return self._parsed(command, given, env, servers)
@@ -178,7 +190,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         yield from (f"--env.{name}" for name in self.env_type.model_fields)
         yield from (f"--openai.{name}" for name in self.server_type.model_fields)
 
-    def _env_layers(self, command: str, given: _Given, environ: Mapping[str, str]) -> Iterator[Layer]:
+    def _env_layers(self, command: str, given: _Given, variables: Variables) -> Iterator[Layer]:
         fields = self.env_type.model_fields
         if command == "process" and self.name and "data_path_to_save_groups" in fields:
             yield Layer("process", {"data_path_to_save_groups": f"data/{self.name}.jsonl"})
@@ -186,10 +198,10 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         if command == "process":
             yield Layer("process", {name: value for name, value in _PROCESS.items() if name in fields})
         yield from (file.env for file in given.files)
-        yield read_environ(environ, "env", self.env_type)
+        yield from (read_environ(values, "env", self.env_type, where) for where, values in variables)
         yield Layer("command line", given.values["env"], given.spelled["env"])
 
-    def _server_layers(self, given: _Given, environ: Mapping[str, str]) -> list[list[Layer]]:
+    def _server_layers(self, given: _Given, variables: Variables) -> list[list[Layer]]:
         """The layers of each server. A policy or an address from above the files leaves one server."""
         servers = [[Layer("config_init", values)] for values in self.server_values] or [[]]
         for file in given.files:
@@ -199,7 +211,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
                 lower = _padded(servers, len(file.servers))
                 servers = [[*layers, own] for layers, own in zip(lower, file.servers, strict=True)]
         flags = Layer("command line", given.values["openai"], given.spelled["openai"])
-        top = [read_environ(environ, "openai", self.server_type), flags]
+        top = [*(read_environ(values, "openai", self.server_type, where) for where, values in variables), flags]
         if given.policy is not None:
             clash = {"server_type", "model_name", "base_url"} & flags.values.keys()
             if clash:
@@ -258,7 +270,7 @@ def set_fields(config: BaseModel) -> dict[str, JSON]:
 def _notices(group: str, config: Merged[BaseModel]) -> Iterator[str]:
     """A sentence for each setting that a user turned on and that does nothing yet."""
     for name, source in config.sources.items():
-        asked = source not in (DEFAULT, "config_init", "process") and getattr(config.value, name) not in (None, False)
+        asked = source not in UNSAID and getattr(config.value, name) not in (None, False)
         if asked and not has_effect(type(config.value), name):
             yield f"{group}.{name} ({source}) has no effect in this version"
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
 from palaestra.envs.base_env import BaseEnv
 from palaestra.envs.collected import collects
 from palaestra.envs.config import BaseEnvConfig
@@ -30,6 +31,10 @@ class Form(Protocol):
         """What the environment itself sets; None where it sets nothing."""
         ...
 
+    def check_values(self) -> Mapping[str, JSON]:
+        """Settings with which a check needs nothing else; left aside where a user says one of them."""
+        ...
+
     def build(self, config: BaseEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer) -> Environment: ...
 
 
@@ -49,6 +54,9 @@ class FunctionFace:
 
     def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[APIServerConfig]]:
         return None, ()
+
+    def check_values(self) -> Mapping[str, JSON]:
+        return {}
 
     def build(self, config: BaseEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer) -> Environment:
         assert isinstance(config, FunctionEnvConfig)
@@ -70,6 +78,9 @@ class ClassFace:
 
     def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[APIServerConfig]]:
         return self.cls.config_init()
+
+    def check_values(self) -> Mapping[str, JSON]:
+        return self.cls.check_values
 
     def build(self, config: BaseEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer) -> Environment:
         inner = self.cls(config, list(servers))

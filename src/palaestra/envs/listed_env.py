@@ -68,10 +68,14 @@ class ListedEnv(HermesAgentBaseEnv):
 
     async def sort_out(self) -> None:
         """Load: what can be used into `items`, the rest into `left_out`."""
+        known: set[str] = set()
         for item in await self.load():
             if isinstance(item, TaskError):
                 self.left_out.append(item)
+            elif (name := self.item_id(item, 0)) in known:
+                self.left_out.append(TaskError(f"{name}: there is another task of this name"))
             else:
+                known.add(name)
                 self.items.append(item)
 
     async def setup(self) -> None:

@@ -23,6 +23,7 @@ from palaestra.core.exits import DONE, TOO_MANY_FAILURES, run_guarded
 from palaestra.core.types import JSON
 from palaestra.envs.batch import Batch, RunLine, make_reporting, make_stops, recorded, say_on
 from palaestra.envs.config import BaseEnvConfig, HermesAgentEnvConfig
+from palaestra.envs.dotenv import read_dotenv
 from palaestra.envs.flags import Answer, CommandLine, set_fields
 from palaestra.envs.forms import Form, form_of
 from palaestra.envs.loading import load_environment, reference_of
@@ -65,7 +66,7 @@ def _main(environment: object, argv: Sequence[str], prog: str | None) -> int:
         name=form.name,
         command=form.command,
         about=form.about,
-    ).parse(argv, os.environ)
+    ).parse(argv, os.environ, read_dotenv(Path.cwd()))
     if isinstance(parsed, Answer):
         sys.stdout.write(parsed.text)
         return 0

@@ -29,6 +29,37 @@ _CONTRACT_VARIABLES = {
 }
 """Names that existing scripts and job files export for the model server."""
 
+_SLOT_VARIABLES = {
+    "TERMINAL_ENV": "terminal_backend",
+    "TERMINAL_TIMEOUT": "terminal_timeout",
+    "TERMINAL_LIFETIME_SECONDS": "terminal_lifetime",
+    "TERMINAL_SLOT_BACKEND": "tool_pool_mode",
+    "TERMINAL_SLOT_APP_NAME": "modal_app_name",
+    "TERMINAL_MODAL_IMAGE": "modal_image",
+    "TERMINAL_MODAL_SLOTS": "modal_slots_per_sandbox",
+    "TERMINAL_MODAL_MIN": "modal_min_sandboxes",
+    "TERMINAL_MODAL_MAX": "modal_max_sandboxes",
+    "TERMINAL_MODAL_IDLE_TIMEOUT": "modal_idle_timeout",
+    "TERMINAL_MODAL_MAX_LIFETIME": "modal_max_lifetime",
+    "TERMINAL_MODAL_ACQUIRE_TIMEOUT": "modal_acquire_timeout",
+    "TERMINAL_MODAL_EXEC_TIMEOUT": "modal_execution_timeout",
+    "TERMINAL_MODAL_WORKSPACE": "modal_workspace_base",
+    "TERMINAL_MODAL_GPU": "modal_gpu",
+    "TERMINAL_MODAL_CPU": "modal_cpu",
+    "TERMINAL_MODAL_MEMORY": "modal_memory",
+    "TERMINAL_NOMAD_ADDRESS": "nomad_address",
+    "TERMINAL_NOMAD_IMAGE": "sandbox_image",
+    "TERMINAL_NOMAD_DRIVER": "driver",
+    "TERMINAL_NOMAD_SLOTS": "slots_per_container",
+    "TERMINAL_NOMAD_MIN": "min_containers",
+    "TERMINAL_NOMAD_MAX": "max_containers",
+    "TERMINAL_NOMAD_JOB_ID": "sandbox_job_id",
+}
+"""Names that they export for slots."""
+
+_SLOT_POOL = ("TERMINAL_ENV", "slot_pool")
+"""Says that TERMINAL_SLOT_BACKEND decides, and nothing by itself."""
+
 _PROVIDERS = {variable: f"web_api_keys.{name}" for name, variable in WEB_KEYS.items()} | {
     variable: f"web_urls.{name}" for name, variable in WEB_URLS.items()
 }
@@ -66,11 +97,15 @@ def read_file(path: Path) -> FileSettings:
     )
 
 
-def read_environ(environ: Mapping[str, str], prefix: str, model_type: type[BaseModel]) -> Layer:
-    """The layer of `PALAESTRA_<PREFIX>_<FIELD>` variables; `openai` also has the contract's, and `env` the keys of web
-    providers. Raises `ConfigError`."""
+def read_environ(
+    environ: Mapping[str, str], prefix: str, model_type: type[BaseModel], where: str = "environment"
+) -> Layer:
+    """The layer of `PALAESTRA_<PREFIX>_<FIELD>` variables and of the contract's; `env` also has the keys of web
+    providers. `where` is where the variables stand. Raises `ConfigError`."""
     start = f"PALAESTRA_{prefix.upper()}_"
-    named = dict(_CONTRACT_VARIABLES if prefix == "openai" else _known(_PROVIDERS, model_type))
+    named = _known(_CONTRACT_VARIABLES if prefix == "openai" else _SLOT_VARIABLES | _PROVIDERS, model_type)
+    if environ.get(_SLOT_POOL[0]) == _SLOT_POOL[1]:
+        named.pop(_SLOT_POOL[0], None)
     named |= {variable: variable.removeprefix(start).lower() for variable in environ if variable.startswith(start)}
     values: dict[str, JSON] = {}
     spelled: dict[str, str] = {}
@@ -80,14 +115,14 @@ def read_environ(environ: Mapping[str, str], prefix: str, model_type: type[BaseM
         field_name, _, entry = name.partition(".")
         if field_name not in model_type.model_fields:
             known = [start + known_name.upper() for known_name in model_type.model_fields]
-            raise ConfigError(f"environment: {variable} sets nothing.{nearest(variable, known)}")
+            raise ConfigError(f"{where}: {variable} sets nothing.{nearest(variable, known)}")
         try:
             annotation = model_type.model_fields[field_name].annotation
             values[name] = environ[variable] if entry else read_words(annotation, [environ[variable]])
         except ValueError as error:
-            raise ConfigError(f"environment: {variable}: {error}") from None
+            raise ConfigError(f"{where}: {variable}: {error}") from None
         spelled[name] = variable
-    return Layer("environment", values, spelled)
+    return Layer(where, values, spelled)
 
 
 def _known(named: Mapping[str, str], model_type: type[BaseModel]) -> dict[str, str]:

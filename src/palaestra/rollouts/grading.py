@@ -84,6 +84,14 @@ class Grading:
             world=self._world,
         )
 
+    async def hand_back(self) -> None:
+        """Give the grading slot back, and let the rollout go on from what it showed. Its layers stay until `aclose`."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            await self.slots.release(slot)
+        if not self.live and self._made:
+            self.rollout.go_on_from(self._made[-1])
+
     async def aclose(self) -> None:
         """Release the grading slot and drop the layers that were made for it. Idempotent."""
         slot, self._slot = self._slot, None

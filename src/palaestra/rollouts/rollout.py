@@ -134,6 +134,10 @@ class Rollout:
             messages.insert(0, {"role": "system", "content": self.settings.system_prompt})
         return messages
 
+    def go_on_from(self, snapshot: Snapshot) -> None:
+        """Let the next slot be a fork of a snapshot; tools remember nothing of the one before."""
+        self.snapshot, self._tools = snapshot, None
+
     async def run_agent(
         self,
         messages: list[Message] | None = None,
@@ -147,6 +151,20 @@ class Rollout:
         self.record(None, opening)
         try:
             return await loop.run(opening)
+        finally:
+            self.result = loop.result
+
+    async def go_on(
+        self, message: Message, *, server: ChatServer | None = None, tool_handler: RolloutTool | None = None
+    ) -> AgentResult:
+        """Say something more to an agent that has ended, and let it go on; the limits are those of a new rollout."""
+        assert self.result is not None
+        messages = self.result.messages
+        messages.append(message)
+        self.record(None, [message])
+        loop = self.loop(server=server, tool_handler=tool_handler)
+        try:
+            return await loop.run(messages, after=self.result)
         finally:
             self.result = loop.result
 

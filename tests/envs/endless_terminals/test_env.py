@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import os
 from pathlib import Path
 
 import msgspec
@@ -12,12 +14,17 @@ import pytest
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.errors import ConfigError, PrepareError, TaskError
+from palaestra.envs.cheats.bank import BANK
+from palaestra.envs.cheats.check import Check, Proof
 from palaestra.envs.cheats.command import check_environment
 from palaestra.envs.endless_terminals import folder_grading
 from palaestra.envs.endless_terminals.compose import Choice, generate
+from palaestra.envs.endless_terminals.env import EndlessEnvironment, EndlessTerminalsEnv, EndlessTerminalsEnvConfig
 from palaestra.envs.endless_terminals.folders import FolderTask, post_script, read_folder, read_task
 from palaestra.envs.endless_terminals.tasks import to_line
-from palaestra.envs.swe.install import DEPENDENCIES_DIR, Toolchain, interpreter
+from palaestra.envs.images.base import ImageRecipe
+from palaestra.envs.settings import make_pool
+from palaestra.envs.swe.install import DEPENDENCIES_DIR, DependencyCache, Toolchain, interpreter
 from palaestra.sandbox.base import Mount, SlotSpec
 from palaestra.sandbox.pool import SlotPool
 
@@ -174,18 +181,21 @@ def test_folders_that_cannot_be_used_are_named_and_hide_no_other(tmp_path: Path)
     (tmp_path / "not-a-task").mkdir()
 
     found = list(read_folder(tmp_path))
-    assert [task.id for task in found if isinstance(task, FolderTask)] == ["a-good"]
+    assert [task.id for task in found if isinstance(task, FolderTask)] == ["a-good", "g-harbor"]
+    built = found[-1]
+    assert isinstance(built, FolderTask)
+    assert built.recipe == ImageRecipe(harbor / "environment", harbor / "environment/Dockerfile")
     reasons = [str(each) for each in found if isinstance(each, TaskError)]
     assert "b-torn: task.json has no description" in reasons[0]
     assert "c-empty: the description in task.json is empty" in reasons[1]
     assert "test_final_state.py cannot be read" in reasons[2]
     assert "copies files of the machine" in reasons[3]
-    assert "f-bare: its image would have to be built from nothing" in reasons[4]
-    assert "g-harbor: its image would have to be built from a Dockerfile" in reasons[5]
+    assert "f-bare: it has neither a container.def nor a Dockerfile" in reasons[4]
+    assert len(reasons) == 5
 
     (tmp_path / "roots" / "g-harbor").mkdir(parents=True)
     ready = read_task(harbor, tmp_path / "roots")
-    assert (ready.prompt, ready.setup) == ("# Task\nWrite the sum.", "")
+    assert (ready.prompt, ready.setup, ready.recipe) == ("# Task\nWrite the sum.", "", None)
     assert ready.image == str(tmp_path / "roots" / "g-harbor")
     with pytest.raises(ConfigError, match="no folder of tasks"):
         list(read_folder(tmp_path / "absent"))
@@ -268,3 +278,42 @@ def test_task_folders_are_played(tmp_path: Path, monkeypatch) -> None:
     settings = ["--env.local_tasks_dir=tasks", f"--env.cache_dir={tmp_path}", "--env.group_size=2"]
     assert run(tmp_path, *settings, "--policy=oracle") == 0
     assert [group["scores"] for group in groups(tmp_path)] == [[1.0, 1.0]]
+
+
+IMAGE = """FROM ubuntu:22.04
+ENV WHERE=/home/user
+WORKDIR /home/user
+RUN printf '1\\n2\\n' > numbers.txt && chown -R 1000 /home/user
+USER 1000
+"""
+BUILT = {
+    "instruction.md": "Write the sum of numbers.txt to sum.txt.",
+    "environment/Dockerfile": IMAGE,
+    "environment/task.json": json.dumps(DESCRIBED),
+    "environment/test_initial_state.py": INITIAL.replace("data/", ""),
+    "tests/test_final_state.py": FINAL
+    + "def test_owner():\n    import os\n    assert os.stat('/home/user/sum.txt').st_uid == 1000\n",
+    "solution/solve.sh": "echo $(($(head -1 numbers.txt) + 2)) > $WHERE/sum.txt\n",
+}
+
+
+@pytest.mark.slots
+@pytest.mark.skipif(os.geteuid() != 0, reason="other users of a slot need root")
+def test_a_folder_with_a_dockerfile_is_built_and_played(installed_pytest: DependencyCache, tmp_path: Path) -> None:
+    for name, text in BUILT.items():
+        path = tmp_path / "tasks/task_sum" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    config = EndlessTerminalsEnvConfig(
+        local_tasks_dir=str(tmp_path / "tasks"), image="host", cache_dir=str(tmp_path / "cache")
+    )
+
+    async def main() -> Proof:
+        async with make_pool(config) as pool:
+            environment = EndlessEnvironment(EndlessTerminalsEnv(config, []), installed_pytest)
+            await environment.open()
+            return await Check(environment, pool, [cheat for cheat in BANK if cheat.name == "fake-python"]).run(1)
+
+    proof = asyncio.run(main())
+    assert proof.proven
+    assert proof.holds, proof.lines

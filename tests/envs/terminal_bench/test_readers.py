@@ -85,7 +85,6 @@ def test_a_broken_task_is_one_message(name: str, message: str) -> None:
         ("future-schema", r"schema_version 2.0 is not known; this version reads 1.0 to 1.4"),
         ("two-containers", r"it needs 2 containers \(main, db\)"),
         ("needs-gpu", r"it needs GPUs"),
-        ("several-steps", r"it has several steps"),
         ("host-secret", r"environment.env.KEY takes SOME_API_KEY from the host"),
     ],
 )

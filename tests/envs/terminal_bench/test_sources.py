@@ -49,7 +49,7 @@ def test_a_tree_of_both_formats_is_read_whole(tmp_path: Path) -> None:
     loaded = load_tasks(str(TASKS), tmp_path)
     assert {"greeting", "hello"} <= {task.name for task in loaded.tasks}
     left_out = {each.name: each.reason for each in loaded.left_out}
-    assert len(left_out) == 13
+    assert len(left_out) == 12
     assert left_out["needs-gpu"] == "it needs GPUs"
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.envs import flags
 from palaestra.envs.batch import RunLine
 from palaestra.envs.cheats.bank import BANK
 from palaestra.envs.cheats.base import Cheat
@@ -29,12 +31,19 @@ def check_environment(
 ) -> Proof:
     """Check the environment that `reference` names. Raises `ConfigError` for a cheat or setting there is not."""
     form = form_of(load_environment(reference, Path.cwd()))
+    parsed = _parsed(form, reference, settings, {})
+    if not any(parsed.sources[f"env.{name}"] not in flags.UNSAID for name in form.check_values()):
+        parsed = _parsed(form, reference, settings, form.check_values())
+    return asyncio.run(_check(form, parsed, tasks, cheats_named(only), quiet))
+
+
+def _parsed(form: Form, reference: str, settings: Sequence[str], own: Mapping[str, JSON]) -> RunLine:
     config, _ = form.defaults()
     parsed = CommandLine(
         prog=f"palaestra env check {reference}",
         env_type=form.config_type(),
         server_type=APIServerConfig,
-        env_values=set_fields(config) if config is not None else {},
+        env_values={**(set_fields(config) if config is not None else {}), **own},
         name=form.name,
         command="process",
     ).parse(["process", "--policy", "noop", *settings])
@@ -42,7 +51,7 @@ def check_environment(
         raise ConfigError("settings only: --help and --show-config belong to palaestra run")
     if isinstance(parsed.env_config, HermesAgentEnvConfig):
         parsed.env_config.take_variables(os.environ)
-    return asyncio.run(_check(form, parsed, tasks, cheats_named(only), quiet))
+    return parsed
 
 
 def cheats_named(only: Sequence[str]) -> tuple[Cheat, ...]:

@@ -8,7 +8,7 @@ generated tasks the share of checks that hold is recorded beside it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,13 +23,19 @@ from palaestra.envs.contract import ContractEnvironment
 from palaestra.envs.endless_terminals import folder_grading
 from palaestra.envs.endless_terminals.checks.index import faults, first_fault
 from palaestra.envs.endless_terminals.compose import Choice, generate
+from palaestra.envs.endless_terminals.folder_grading import HOME
 from palaestra.envs.endless_terminals.folders import FolderTask, read_folder
 from palaestra.envs.endless_terminals.tasks import TerminalTask, read_tasks
 from palaestra.envs.endless_terminals.trial import GRADED
+from palaestra.envs.images.agents import start_in, tools_of_user
+from palaestra.envs.images.builder import Builder
+from palaestra.envs.images.dockerfile import ImageConfig
+from palaestra.envs.images.roots import HOST, Root, Roots
+from palaestra.envs.images.slot_build import build_in_slot
+from palaestra.envs.images.toolchain import TestTools, find_test_tools, working_command
+from palaestra.envs.images.users import UserSlot, home_of
 from palaestra.envs.listed_env import ListedEnv, ListedEnvConfig
-from palaestra.envs.swe.build.manifest import load_manifest
 from palaestra.envs.swe.install import DependencyCache, Toolchain
-from palaestra.envs.swe.rows import Install
 from palaestra.rollouts.base import Phase
 from palaestra.rollouts.context import ToolContext
 from palaestra.rollouts.grading import Grading
@@ -49,7 +55,10 @@ class EndlessTerminalsEnvConfig(ListedEnvConfig):
     level: int | None = Field(default=None, ge=1, le=5, description="Generate only this level; None is a mixture.")
     areas: list[str] = Field(default=[], description="Generate only these areas of work; empty means all.")
     families: list[str] = Field(default=[], description="Generate only these kinds of work; empty means all.")
-    image: str | None = Field(default=None, description="A root file system for the slots, if not this machine's.")
+    image: str | None = Field(
+        default=None,
+        description="A root file system for all slots, or `host`, this machine's; Dockerfiles are followed over it.",
+    )
     roots: str | None = Field(
         default=None, description="A folder of ready root file systems, each named as the task folder it is for."
     )
@@ -60,64 +69,128 @@ class EndlessTerminalsEnvConfig(ListedEnvConfig):
     total_steps: int = Field(default=-1, ge=-1, description="Groups to process, at most; -1 means every task once.")
     allow_network: bool = Field(default=False, description="Whether the agent's commands reach the network.")
 
+    builder: str = Field(
+        default="", description="The command that builds images; empty: docker, podman or buildah, whatever answers."
+    )
+    build_network: bool = Field(default=True, description="Whether building an image reaches the network.")
+    container_build_timeout_s: float = Field(
+        default=600.0, gt=0, description="Seconds that building an image may take."
+    )
+
     use_local_dir: bool = later(True, "Task folders are always read where they lie.")
-    prebuild_images: bool = later(False, "Build the images of task folders first.")
-    max_concurrent_builds: int = later(4, "Images built at once.")
-    container_build_timeout_s: float = later(600.0, "Seconds that building an image may take.")
-    docker_image_prefix: str = later("endless-terminals", "How built images are called.")
+    prebuild_images: bool = later(False, "Images are built when their task's group starts, once each.")
+    max_concurrent_builds: int = later(4, "As many images are built at once as groups are under way.")
+    docker_image_prefix: str = later("endless-terminals", "Built images are exported and not kept by the tool.")
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A folder task whose root is known."""
+
+    item: FolderTask
+    root: Root
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What preparing a folder task has found: how its tests start, which must pass, and its user's home."""
+
+    toolchain: Toolchain
+    names: frozenset[str]
+    home: str
 
 
 class EndlessEnvironment(ContractEnvironment):
     """How the tasks are prepared and graded."""
 
-    def __init__(self, inner: EndlessTerminalsEnv) -> None:
+    def __init__(self, inner: EndlessTerminalsEnv, packages: DependencyCache | None = None) -> None:
         super().__init__(inner)
-        self.settings = inner.config
-        self._dependencies = DependencyCache(Path(self.settings.cache_dir).expanduser() / "dependencies")
-        self._toolchain: Toolchain | None = None
-        self._tests: dict[str, frozenset[str]] = {}
+        self.settings = settings = inner.config
+        cache = Path(settings.cache_dir).expanduser()
+        self._packages = packages or DependencyCache(cache / "dependencies")
+        builder = Builder(cache / "roots", tool=settings.builder, network=settings.build_network)
+        self._roots = Roots(builder, {}, base_image=settings.image)
+        self._tools: TestTools | None = None
+        self._prepared: dict[str, Prepared] = {}
 
     def task(self, item: Item, number: int) -> Task:
         task = super().task(item, number)
         if isinstance(item, TerminalTask):
             made = replace(task, files=item.files, setup=item.setup or None, grading=item.grading)
-            return replace(made, image=self.settings.image)
-        return replace(task, image=item.image or self.settings.image)
+            return replace(made, image=self._image)
+        return replace(task, image=item.image or self._image)
+
+    @property
+    def _image(self) -> str | None:
+        return None if self.settings.image == HOST else self.settings.image
 
     async def resolve(self, task: Task) -> Task:
-        if isinstance(task.data, FolderTask) and self._toolchain is None:
-            install = Install(load_manifest().requirements, (), ())
-            self._toolchain = await self._dependencies.toolchain(install)
-        return task
+        item = task.data
+        if not isinstance(item, FolderTask):
+            return task
+        if self._tools is None:
+            self._tools = await find_test_tools(self._packages, ())
+        if item.recipe is None:
+            return replace(task, data=Made(item, Root(task.image, ImageConfig())))
+        root = await self._roots.of(item.id, item.recipe)
+        return replace(task, data=Made(item, root), image=root.image)
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
-        spec = super().slot_spec(task, phase)
-        if self._toolchain is None or not isinstance(task.data, FolderTask):
+        spec, made = super().slot_spec(task, phase), task.data
+        if not isinstance(made, Made):
             return spec
-        mounts = () if phase is Phase.AGENT else self._toolchain.mounts
-        return replace(spec, mounts=mounts, env=(("HOME", folder_grading.HOME),))
+        assert self._tools is not None
+        mounts = () if phase is Phase.AGENT else self._tools.mounts
+        return replace(spec, mounts=mounts, env=tuple(sorted({"HOME": HOME, **made.root.config.env}.items())))
+
+    def foundation(self, task: Task) -> str | None:
+        return task.data.root.build_key if isinstance(task.data, Made) else None
+
+    async def lay(self, task: Task, sandbox: Slot) -> None:
+        await build_in_slot(sandbox, task.data.item.recipe)
 
     def prepares(self, task: Task) -> bool:
         return True
 
     async def prepare(self, task: Task, sandbox: Slot) -> None:
-        if isinstance(task.data, TerminalTask):
-            if wrong := await first_fault(task.data.initial, sandbox):
+        made = task.data
+        if isinstance(made, TerminalTask):
+            if wrong := await first_fault(made.initial, sandbox):
                 raise PrepareError(f"{task.id}: its first state is not what it should be: {wrong}")
             return
-        assert self._toolchain is not None
+        assert self._tools is not None
+        config = made.root.config
+        if made.item.recipe is not None:
+            await start_in(sandbox, HOME if config.workdir == "/" else config.workdir)
+        command = await working_command(sandbox, self._tools)
+        toolchain = Toolchain(command, self._tools.mounts, self._tools.dependencies)
         timeout_s = self.settings.test_timeout_s
-        self._tests[task.id] = await folder_grading.prepare_folder(task.data, sandbox, self._toolchain, timeout_s)
+        names = await folder_grading.prepare_folder(made.item, sandbox, toolchain, timeout_s)
+        self._prepared[task.id] = Prepared(toolchain, names, await home_of(sandbox, config.user))
+
+    async def act(self, rollout: Rollout) -> AgentResult:
+        made = rollout.task.data
+        if not isinstance(made, Made):
+            return await super().act(rollout)
+        user, home = made.root.config.user, self._prepared[rollout.task.id].home
+
+        async def slot() -> Slot:
+            return UserSlot(await rollout.sandbox(), user, home)
+
+        handler = tools_of_user(rollout, user, slot, made.item.prompt)
+        if handler is None:
+            return await super().act(rollout)
+        self._choose_server(rollout)
+        return await rollout.run_agent(tool_handler=handler)
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         task = rollout.task.data
         if isinstance(task, TerminalTask):
             slot = await grading.slot(None if grading.live else GRADED)
             return _score(task, await faults(task.final, slot))
-        assert self._toolchain is not None
-        names, timeout_s = self._tests[rollout.task.id], self.settings.test_timeout_s
+        known, timeout_s = self._prepared[rollout.task.id], self.settings.test_timeout_s
         slot = await grading.slot(folder_grading.GRADED)
-        return await folder_grading.score_folder(task, names, slot, self._toolchain, timeout_s)
+        return await folder_grading.score_folder(task.item, known.names, slot, known.toolchain, timeout_s)
 
 
 def _score(task: TerminalTask, found: Sequence[str]) -> Score:
@@ -147,7 +220,8 @@ class EndlessTerminalsEnv(ListedEnv):
             choice = Choice(config.seed, levels, tuple(config.families), tuple(config.areas))
             return generate(choice, config.n)
         if Path(source).is_dir():
-            return read_folder(Path(source), Path(config.roots) if config.roots else None)
+            roots = Path(config.roots) if config.roots else None
+            return read_folder(Path(source), roots, config.container_build_timeout_s)
         return read_tasks(source, split=config.dataset_split, fields=config.dataset_fields)
 
     def labels(self, item: Item) -> Collection[str]:

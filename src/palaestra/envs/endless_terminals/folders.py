@@ -6,8 +6,8 @@
 
 The recipe: "Endless Terminals: Scaling RL Environments for Terminal Agents", arXiv 2601.16443. A container definition
 names a base image and a `%post` script. With the local root (or `image`) in place of the base, its script is run as a
-set-up, and the tests of the first state decide whether that was enough. A Dockerfile is never built here: such a task
-needs a ready root file system, `ROOTS/<name of the folder>`. `truth` is not even read.
+set-up, and the tests of the first state decide whether that was enough. A Dockerfile is a recipe that others follow
+(`envs/images`). A ready root file system, `ROOTS/<name of the folder>`, goes before both. `truth` is not even read.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from palaestra.core.errors import ConfigError, TaskError
+from palaestra.envs.images.base import ImageRecipe
 
 _INSTALLERS = re.compile(
     r"(DEBIAN_FRONTEND=\w+\s+)?(sudo\s+)?"
@@ -29,7 +30,8 @@ _ROOT_ENDINGS = ("", ".tar", ".tar.gz")
 
 @dataclass(frozen=True, slots=True)
 class FolderTask:
-    """One task of a folder. `image` None is the slots' own root; `setup` empty when the image is ready."""
+    """One task of a folder. `image` None is the slots' own root, unless there is a `recipe` for one; `setup` is empty
+    when the image is ready."""
 
     id: str
     prompt: str
@@ -38,9 +40,12 @@ class FolderTask:
     final_tests: str
     image: str | None = None
     solution: str | None = None
+    recipe: ImageRecipe | None = None
 
 
-def read_folder(root: Path, roots: Path | None = None) -> Iterator[FolderTask | TaskError]:
+def read_folder(
+    root: Path, roots: Path | None = None, build_timeout_s: float = 600.0
+) -> Iterator[FolderTask | TaskError]:
     """The tasks below `root` in the order of their names, and an error for each that cannot be used here.
 
     Raises `ConfigError` when there is no folder, or no task in it.
@@ -52,7 +57,7 @@ def read_folder(root: Path, roots: Path | None = None) -> Iterator[FolderTask | 
         raise ConfigError(f"{root} has no task: a folder with task.json or instruction.md, or such folders")
     for place in places:
         try:
-            yield read_task(place, roots)
+            yield read_task(place, roots, build_timeout_s)
         except TaskError as error:
             yield error
 
@@ -61,21 +66,25 @@ def _is_task(place: Path) -> bool:
     return (place / "task.json").is_file() or (place / "instruction.md").is_file()
 
 
-def read_task(place: Path, roots: Path | None = None) -> FolderTask:
-    """The task of one folder. Raises `TaskError` for what is missing, or needs an image to be built."""
+def read_task(place: Path, roots: Path | None = None, build_timeout_s: float = 600.0) -> FolderTask:
+    """The task of one folder. Raises `TaskError` for what is missing."""
     image = _ready_root(place.name, roots)
     harbor = (place / "instruction.md").is_file()
     prompt = _text(place / "instruction.md") if harbor else _description(place / "task.json")
     environment, tests = (place / "environment", place / "tests") if harbor else (place, place)
     solution = place / "solution" / "solve.sh"
+    dockerfile = environment / "Dockerfile"
+    built = image is None and dockerfile.is_file() and not (environment / "container.def").is_file()
+    recipe = ImageRecipe(environment, dockerfile, build_timeout_s=build_timeout_s) if built else None
     return FolderTask(
         id=place.name,
         prompt=prompt.strip(),
-        setup="" if image else _setup(place, environment),
+        setup="" if image or recipe else _setup(place, environment),
         initial_tests=_optional(environment / "test_initial_state.py"),
         final_tests=_text(tests / "test_final_state.py"),
         image=image,
         solution=_text(solution) if solution.is_file() else None,
+        recipe=recipe,
     )
 
 
@@ -89,10 +98,7 @@ def _setup(place: Path, environment: Path) -> str:
     definition = environment / "container.def"
     if definition.is_file():
         return post_script(_text(definition), place.name)
-    raise TaskError(
-        f"{place.name}: its image would have to be built from {'a Dockerfile' if environment != place else 'nothing'}, "
-        f"which this environment does not do: give a ready root file system with --env.roots"
-    )
+    raise TaskError(f"{place.name}: it has neither a container.def nor a Dockerfile, and --env.roots has no root of it")
 
 
 def post_script(definition: str, name: str) -> str:

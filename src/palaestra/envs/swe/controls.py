@@ -60,7 +60,7 @@ def failing_copy(source: str) -> Copy | None:
     if tree is None:
         return None
     names: set[str] = set()
-    for owner, function in _tests(tree.body, ""):
+    for owner, function in tests_in(tree.body, ""):
         function.body = [_impossible(function)]
         names.add(f"{owner}{function.name}")
     return Copy(ast.unparse(tree), frozenset(names))
@@ -71,7 +71,7 @@ def watching_copy(source: str) -> Copy | None:
     tree = _parsed(source)
     if tree is None:
         return None
-    names = frozenset(f"{owner}{function.name}" for owner, function in _tests(tree.body, ""))
+    names = frozenset(f"{owner}{function.name}" for owner, function in tests_in(tree.body, ""))
     tree = ast.fix_missing_locations(_Watch().visit(tree))
     place = _after_preamble(tree.body)
     tree.body[place:place] = ast.parse(_WATCH).body
@@ -122,11 +122,11 @@ def _parsed(source: str) -> ast.Module | None:
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def _tests(body: list[ast.stmt], owner: str) -> list[tuple[str, _Function]]:
+def tests_in(body: list[ast.stmt], owner: str) -> list[tuple[str, _Function]]:
     found: list[tuple[str, _Function]] = []
     for node in body:
         if isinstance(node, ast.ClassDef):
-            found += _tests(node.body, f"{owner}{node.name}::")
+            found += tests_in(node.body, f"{owner}{node.name}::")
         elif isinstance(node, _Function) and node.name.startswith("test"):
             found.append((owner, node))
     return found

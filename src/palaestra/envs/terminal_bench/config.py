@@ -13,7 +13,7 @@ class TerminalBench2EvalConfig(ListedEnvConfig):
 
     dataset_name: str | None = Field(
         default="NousResearch/terminal-bench-2",
-        description="A folder of Harbor or Terminal-Bench 1 tasks, a JSONL or Parquet file of packed ones, a hub name.",
+        description="Harbor or Terminal-Bench 1 tasks: a folder, a file of packed ones, a hub name, or built-in.",
     )
     task_filter: str | None = Field(
         default=None, description="Tasks to take: names or patterns (`git-*`), separated by commas; category:NAME too."

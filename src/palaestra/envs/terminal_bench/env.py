@@ -16,6 +16,7 @@ from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON, Outcome
 from palaestra.envs import estimates
 from palaestra.envs.base_env import Item
+from palaestra.envs.images.roots import HOST
 from palaestra.envs.listed_env import ListedEnv, ListedEnvConfig
 from palaestra.envs.terminal_bench.config import TerminalBench2EvalConfig
 from palaestra.envs.terminal_bench.environment import TerminalBenchEnvironment
@@ -24,6 +25,11 @@ from palaestra.envs.terminal_bench.tasks import TerminalTask
 from palaestra.rollouts.context import ToolContext
 from palaestra.rollouts.trajectory import Trajectory
 
+BUILT_IN = "built-in"
+"""The data set that comes with the package: two small tasks that need no more than a shell."""
+
+OWN_TASKS = Path(__file__).parent / "builtin"
+
 
 class TerminalBench2EvalEnv(ListedEnv):
     """Work in a terminal, checked by each task's own verifier: Terminal-Bench 1 and 2, and any Harbor task."""
@@ -31,6 +37,7 @@ class TerminalBench2EvalEnv(ListedEnv):
     name: ClassVar[str | None] = "terminalbench_2"
     env_config_cls: ClassVar[type[ListedEnvConfig]] = TerminalBench2EvalConfig
     config: TerminalBench2EvalConfig
+    check_values: ClassVar[Mapping[str, JSON]] = {"dataset_name": BUILT_IN, "base_image": HOST}
 
     def as_environment(self) -> TerminalBenchEnvironment:
         return TerminalBenchEnvironment(self, self.config)
@@ -38,7 +45,8 @@ class TerminalBench2EvalEnv(ListedEnv):
     async def load(self) -> Iterable[Item | TaskError]:
         config = self.config
         cache = Path(config.cache_dir).expanduser()
-        loaded = load_tasks(config.dataset_name or "", cache, split=config.dataset_split, fields=config.dataset_fields)
+        source = str(OWN_TASKS) if config.dataset_name == BUILT_IN else config.dataset_name or ""
+        loaded = load_tasks(source, cache, split=config.dataset_split, fields=config.dataset_fields)
         return [*self._chosen(list(loaded.tasks)), *loaded.left_out]
 
     def _chosen(self, tasks: list[TerminalTask]) -> list[TerminalTask]:

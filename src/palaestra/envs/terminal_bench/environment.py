@@ -12,60 +12,36 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import InfraError, PrepareError, TaskError
-from palaestra.core.types import Network, NetworkPolicy, Score, Task
+from palaestra.core.errors import InfraError
+from palaestra.core.types import Network, NetworkPolicy, Say, Score, Task, ToolStep
 from palaestra.envs.class_environment import numbers
 from palaestra.envs.contract import ContractEnvironment
 from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
+from palaestra.envs.images.agents import start_in, tools_of_user
 from palaestra.envs.images.builder import Builder
-from palaestra.envs.images.roots import Root, Roots
+from palaestra.envs.images.roots import Roots
 from palaestra.envs.images.slot_build import build_in_slot
+from palaestra.envs.images.toolchain import TestTools, find_test_tools, working_command
 from palaestra.envs.images.users import UserSlot, home_of, is_root
 from palaestra.envs.swe.install import DependencyCache
 from palaestra.envs.terminal_bench import guard
 from palaestra.envs.terminal_bench.config import TerminalBench2EvalConfig
 from palaestra.envs.terminal_bench.harness import HARNESS_DIR
-from palaestra.envs.terminal_bench.scripts import Script, offline, with_others
 from palaestra.envs.terminal_bench.solution import solution_steps
+from palaestra.envs.terminal_bench.stepwise import Stepwise, combined
 from palaestra.envs.terminal_bench.tasks import TerminalTask
-from palaestra.envs.terminal_bench.toolchain import TestTools, find_test_tools, working_command
 from palaestra.envs.terminal_bench.verifier import SYSTEM_PATH, Setting, tampering, verify
+from palaestra.envs.terminal_bench.work import Part, Work, parts_of
 from palaestra.rollouts.base import Phase
 from palaestra.rollouts.grading import LIVE, SEALED, Grading
 from palaestra.rollouts.plants import PROGRAM_DIRECTORIES
 from palaestra.rollouts.rollout import Rollout
-from palaestra.sandbox.base import WORKSPACE, Slot, SlotSpec, View
-from palaestra.tools.binding import SlotTools
+from palaestra.sandbox.base import Slot, SlotSpec, View
 
 CARRIED = "/.palaestra-tmp"
 """Where `/tmp`, which no layer holds, lies in a sealed workspace."""
 
 _MOVES_S = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A task with what its group has found out about it: its root, its test script, and what the tests run with."""
-
-    task: TerminalTask
-    root: Root
-    script: Script
-    tools: TestTools
-
-    @property
-    def workdir(self) -> str:
-        """Where commands start."""
-        return self.task.workdir or self.root.config.workdir
-
-    @property
-    def user(self) -> str:
-        """Whose commands are an agent's."""
-        return self.task.agent_user or self.root.config.user
-
-    @property
-    def env(self) -> dict[str, str]:
-        """The variables of every command."""
-        return {**self.root.config.env, **self.task.env}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +77,11 @@ class TerminalBenchEnvironment(ContractEnvironment):
     async def resolve(self, task: Task) -> Task:
         terminal: TerminalTask = task.data
         root = await self.roots.of(terminal.name, terminal.recipe)
-        script = _script(terminal)
-        tools = await find_test_tools(self.packages, script.requirements) if script.pytest else TestTools()
-        work = Work(terminal, root, script, tools)
+        parts = parts_of(terminal)
+        wanted = sorted({name for part in parts if part.script.pytest for name in part.script.requirements})
+        started = any(part.script.pytest for part in parts)
+        tools = await find_test_tools(self.packages, wanted) if started else TestTools()
+        work = Work(terminal, root, parts, tools)
         return replace(
             task,
             data=work,
@@ -111,8 +89,18 @@ class TerminalBenchEnvironment(ContractEnvironment):
             limits=terminal.limits,
             network=self._network(terminal),
             grading=LIVE if terminal.live or terminal.is_named(self.settings.live_tasks) else SEALED,
-            solution=solution_steps(terminal, work.user, self._agent_s(terminal)),
+            solution=self._solution(work),
         )
+
+    def _solution(self, work: Work) -> Sequence[ToolStep | Say] | None:
+        """The reference solutions of all parts, one after the other."""
+        steps: list[ToolStep | Say] = []
+        for part in work.parts:
+            own = solution_steps(part.task, work.user, self._agent_s(part.task), fresh=bool(steps))
+            if own is None:
+                return None
+            steps += [*own, *([Say(f"The step {part.step.name} is done.")] if part.step else [])]
+        return steps
 
     def _network(self, task: TerminalTask) -> NetworkPolicy:
         agent = task.network if self.settings.allow_network else Network.OFF
@@ -138,12 +126,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
     async def prepare(self, task: Task, sandbox: Slot) -> None:
         work: Work = task.data
         command = await working_command(sandbox, work.tools)
-        # An agent's commands and relative paths start in WORKSPACE, which here is another name of the task's directory.
-        start = f'mkdir -p "$0" /logs/agent /logs/verifier && {{ [ "$0" -ef {WORKSPACE} ] || '
-        start += f'{{ rm -rf {WORKSPACE} && ln -s "$0" {WORKSPACE}; }}; }}'
-        done = await sandbox.execute(["/bin/sh", "-c", start, work.workdir], cwd="/", timeout_s=60)
-        if not done.success:
-            raise PrepareError(f"{task.id}: its directory {work.workdir} cannot be made: {done.output[-500:]}")
+        await start_in(sandbox, work.workdir, "/logs/agent", "/logs/verifier")
         programs: set[str] = set()
         for directory in sorted(PROGRAM_DIRECTORIES):
             try:
@@ -154,51 +137,63 @@ class TerminalBenchEnvironment(ContractEnvironment):
                 continue
         self._prepared[task.id] = Prepared(command, frozenset(programs), await home_of(sandbox, work.user))
 
-    async def begin(self, rollout: Rollout) -> None:
-        seconds = self._agent_s(rollout.task.data.task)
-        rollout.settings = replace(rollout.settings, budget=replace(rollout.settings.budget, wall_s=seconds))
-
     def _agent_s(self, task: TerminalTask) -> float:
         return task.agent_timeout_s or self.settings.task_timeout
 
     async def act(self, rollout: Rollout) -> AgentResult:
         work: Work = rollout.task.data
-        if is_root(work.user):
-            return await super().act(rollout)
-        prepared = self._prepared[rollout.task.id]
-
-        async def slot() -> Slot:
-            return UserSlot(await rollout.sandbox(), work.user, prepared.home)
-
-        tools = SlotTools(
-            rollout.kit.registry,
-            slot,
-            task_id=rollout.rollout_id,
-            user_task=work.task.instruction[:500],
-            timeout_s=rollout.settings.tool_timeout_s,
-            world=rollout.world,
-        )
         self._choose_server(rollout)
-        return await rollout.run_agent(tool_handler=tools.handle)
+        if not work.task.steps:
+            return await self.converse(rollout, work.parts[0])
+        steps = Stepwise(self, rollout)
+        rollout.meta["steps"] = steps.scores
+        return await steps.run()
+
+    async def converse(self, rollout: Rollout, part: Part, *, goes_on: bool = False) -> AgentResult:
+        """Let the agent work at a part of its task, as its image's user. `goes_on` after an earlier part."""
+        work: Work = rollout.task.data
+        budget = replace(rollout.settings.budget, wall_s=self._agent_s(part.task))
+        rollout.settings = replace(rollout.settings, budget=budget)
+        about = part.task.instruction
+        handler = tools_of_user(rollout, work.user, lambda: self.agent_slot(rollout), about)
+        if goes_on:
+            return await rollout.go_on({"role": "user", "content": about.strip()}, tool_handler=handler)
+        if handler is None:
+            return await self.inner._run_agent_loop(rollout, rollout.opening())
+        return await rollout.run_agent(tool_handler=handler)
+
+    async def agent_slot(self, rollout: Rollout) -> Slot:
+        """The rollout's slot as its image's user has it."""
+        work: Work = rollout.task.data
+        slot = await rollout.sandbox()
+        return slot if is_root(work.user) else UserSlot(slot, work.user, self._prepared[rollout.task.id].home)
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         work: Work = rollout.task.data
-        slot, hidden, made = await self._graded(rollout, grading)
-        setting = self._setting(rollout.task)
-        verdict = await verify(slot, work.task, work.script, setting, alone=not grading.live, made=made)
+        if work.task.steps:
+            return combined(work.task, rollout.meta["steps"])
+        return await self.verified(rollout, grading, work.parts[0])
+
+    async def verified(self, rollout: Rollout, grading: Grading, part: Part) -> Score:
+        """What the verifier of a part says of the work, if it is believed."""
+        slot, hidden, made = await self._graded(rollout, grading, part)
+        setting = self._setting(rollout.task, part)
+        verdict = await verify(slot, part.task, part.script, setting, alone=not grading.live, made=made)
         detail = verdict.detail() | {
-            "category": work.task.category,
+            "category": part.task.category,
             "hidden": list(hidden),
-            "replaced": list(work.script.replaced),
+            "replaced": list(part.script.replaced),
             "grading": rollout.task.grading,
         }
         reward = verdict.reward
         if reward > 0 and self.settings.controls:
-            detail["tampering"] = await tampering(slot, work.task, work.script, setting, verdict)
+            detail["tampering"] = await tampering(slot, part.task, part.script, setting, verdict)
             reward = 0.0 if detail["tampering"] else reward
         return Score(reward, {**numbers(detail), **verdict.rewards}, detail)
 
-    async def _graded(self, rollout: Rollout, grading: Grading) -> tuple[Slot, Sequence[str], Sequence[str]]:
+    async def _graded(
+        self, rollout: Rollout, grading: Grading, part: Part
+    ) -> tuple[Slot, Sequence[str], Sequence[str]]:
         """The slot to verify in, what of the agent's change it leaves out, and what the agent made or changed."""
         work: Work = rollout.task.data
         if grading.live:
@@ -208,22 +203,28 @@ class TerminalBenchEnvironment(ContractEnvironment):
         without = guard.left_out(
             changes,
             programs=self._prepared[rollout.task.id].programs,
-            script=work.script.text,
+            script=part.script.text,
             workspace=work.workdir,
             kept=self.settings.keep_programs,
         )
         slot = await grading.slot(View(without=without))
-        await _bring_back(slot)
+        await self.bring_back(slot)
         hidden = [change.path for change in changes if change.path in without]
         made = [change.path for change in changes if change.kind == "file" and change.path not in without]
         return slot, hidden, made
 
-    def _setting(self, task: Task) -> Setting:
+    async def bring_back(self, slot: Slot) -> None:
+        """Put what was carried out of `/tmp` there again."""
+        copy = f"if [ -d {CARRIED} ] && [ ! -h {CARRIED} ]; then cp -a {CARRIED}/. /tmp/; rm -rf {CARRIED}; fi"
+        await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_MOVES_S)
+
+    def _setting(self, task: Task, part: Part) -> Setting:
         work: Work = task.data
         prepared = self._prepared[task.id]
-        user = work.task.verifier.user or work.root.config.user
+        verifier = part.task.verifier
+        user = verifier.user or work.root.config.user
         path = work.env.get("PATH", SYSTEM_PATH)
-        env = {**work.env, "PYTEST_ADDOPTS": "", "PYTHONDONTWRITEBYTECODE": "1", **work.task.verifier.env}
+        env = {**work.env, "PYTEST_ADDOPTS": "", "PYTHONDONTWRITEBYTECODE": "1", **verifier.env}
         home = prepared.home if user == work.user else "/root"
         return Setting(
             command=prepared.command,
@@ -231,7 +232,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             env={"HOME": home, **env, "PATH": f"{HARNESS_DIR}/bin:{path}"},
             workdir=work.workdir,
             user=user,
-            timeout_s=work.task.verifier.timeout_s or self.settings.test_timeout,
+            timeout_s=verifier.timeout_s or self.settings.test_timeout,
         )
 
 
@@ -239,21 +240,3 @@ async def _carry(slot: Slot) -> None:
     """Put what lies in `/tmp` where a layer keeps it. The agent's processes may still be there, and gain nothing."""
     copy = f"rm -rf {CARRIED} && mkdir -m 1777 {CARRIED} && cp -a /tmp/. {CARRIED}/"
     await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_MOVES_S)
-
-
-async def _bring_back(slot: Slot) -> None:
-    copy = f"if [ -d {CARRIED} ] && [ ! -h {CARRIED} ]; then cp -a {CARRIED}/. /tmp/; rm -rf {CARRIED}; fi"
-    await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_MOVES_S)
-
-
-def _script(task: TerminalTask) -> Script:
-    folder = task.verifier.folder
-    path = folder / task.verifier.script
-    try:
-        beside = {str(each.relative_to(folder)): each.read_text(encoding="utf-8") for each in folder.rglob("*.sh")}
-        beside.pop(task.verifier.script, None)
-        script = with_others(offline(path.read_text(encoding="utf-8")), dict(sorted(beside.items())))
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"{path.name} cannot be read: {error}") from None
-    # Terminal-Bench 1 has no verdict but pytest's, however the script comes to start it.
-    return replace(script, pytest=script.pytest or task.format is task.format.TERMINAL_BENCH_1)

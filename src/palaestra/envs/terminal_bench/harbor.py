@@ -5,19 +5,21 @@
 Format: the `TaskConfig` model and the path rules of Harbor 0.25, with the older spellings that published tasks still
 have (`version`, `memory = "2G"`, `allow_internet`). Keys that are not known are ignored, as Harbor does.
 
-Not supported, and refused by name: several containers, several steps, GPUs, Windows, tool servers, health checks (a
-slot has no entry point that they could wait for), and a verifier with an environment of its own.
+Not supported, and refused by name: several containers, GPUs, Windows, tool servers, health checks (a slot has no entry
+point that they could wait for), and a verifier with an environment of its own. Steps: `harbor_steps.py`.
 """
 
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 from palaestra.core.errors import TaskError
 from palaestra.core.types import AllowList, Limits, Network
 from palaestra.envs.images.base import ImageRecipe, Unsupported
 from palaestra.envs.terminal_bench.compose import single_service
+from palaestra.envs.terminal_bench.harbor_steps import read_steps, read_strategy
 from palaestra.envs.terminal_bench.sections import Section
 from palaestra.envs.terminal_bench.tasks import Format, Solution, TerminalTask, Verifier
 
@@ -34,16 +36,20 @@ def read_task(folder: Path) -> TerminalTask:
     """The task of a folder. Raises `TaskError` (`Unsupported` for what slots cannot do) with one clear message."""
     config = _config(folder / CONFIG_NAME)
     _check_version(config)
-    _check_supported(config, folder)
+    _check_supported(config)
+    steps = read_steps(config, folder, _instruction, _verifier, _solution)
+    if steps and any(step.solution is None for step in steps):
+        steps = tuple(replace(step, solution=None) for step in steps)
+    first = steps[0] if steps else None
     metadata, environment, agent = config.section("metadata"), config.section("environment"), config.section("agent")
     return TerminalTask(
         name=folder.name,
         format=Format.HARBOR,
         path=folder,
-        instruction=_instruction(folder),
+        instruction=first.instruction if first else _instruction(folder / "instruction.md"),
         recipe=_recipe(folder / "environment", environment),
-        verifier=_verifier(folder / "tests", config.section("verifier")),
-        solution=_solution(folder / "solution", config.section("solution")),
+        verifier=first.verifier if first else _verifier(folder / "tests", config.section("verifier")),
+        solution=first.solution if first else _solution(folder / "solution", config.section("solution")),
         category=metadata.text("category") or "uncategorized",
         difficulty=metadata.text("difficulty") or "unknown",
         tags=metadata.texts("tags"),
@@ -54,6 +60,8 @@ def read_task(folder: Path) -> TerminalTask:
         network=_network(agent, environment),
         limits=_limits(environment),
         live=metadata.text("grading") == "live",
+        steps=steps,
+        reward_strategy=read_strategy(config),
     )
 
 
@@ -74,11 +82,9 @@ def _check_version(config: Section) -> None:
         )
 
 
-def _check_supported(config: Section, folder: Path) -> None:
+def _check_supported(config: Section) -> None:
     environment, verifier = config.section("environment"), config.section("verifier")
-    steps = config.sections("steps")
     lacking = {
-        "it has several steps, and a rollout here is one conversation": bool(steps) or (folder / "steps").is_dir(),
         f"it needs the system {environment.text('os')!r}": (environment.text("os") or "linux").lower() != "linux",
         "it needs GPUs": bool(environment.values.get("gpus")),
         "it needs a TPU": bool(environment.values.get("tpu")),
@@ -95,8 +101,8 @@ def _check_supported(config: Section, folder: Path) -> None:
             raise Unsupported(reason)
 
 
-def _instruction(folder: Path) -> str:
-    text = _read_text(folder / "instruction.md")
+def _instruction(path: Path) -> str:
+    text = _read_text(path)
     if not text.strip():
         raise TaskError("instruction.md is empty")
     return text
@@ -127,8 +133,8 @@ def _recipe(folder: Path, environment: Section) -> ImageRecipe:
     )
 
 
-def _verifier(folder: Path, verifier: Section) -> Verifier:
-    if not (folder / "test.sh").is_file():
+def _verifier(folder: Path, verifier: Section, shared: Path | None = None) -> Verifier:
+    if not any(each is not None and (each / "test.sh").is_file() for each in (folder, shared)):
         if (folder / "test.bat").is_file():
             raise Unsupported("tests/test.bat needs Windows")
         raise TaskError("tests/test.sh is missing")
@@ -138,6 +144,7 @@ def _verifier(folder: Path, verifier: Section) -> Verifier:
         timeout_s=verifier.number("timeout_sec") or 600.0,
         env=verifier.variables("env"),
         user=verifier.user("user"),
+        shared=shared,
     )
 
 

@@ -24,13 +24,19 @@ _PIECE = 60_000
 """Characters of a file in one command; the kernel takes 128 KiB per argument."""
 
 
-def solution_steps(task: TerminalTask, user: str, seconds: float) -> tuple[ToolStep, ...] | None:
-    """The calls that solve a task within so many seconds; None for a task without a solution. Raises `TaskError`."""
+def solution_steps(
+    task: TerminalTask, user: str, seconds: float, *, fresh: bool = False
+) -> tuple[ToolStep, ...] | None:
+    """The calls that solve a task within so many seconds; None for a task without a solution. Raises `TaskError`.
+
+    `fresh` first removes another solution that was put there before.
+    """
     solution = task.solution
     if solution is None:
         return None
     place = "/solution" if is_root(user) else "/tmp/palaestra-solution"  # noqa: S108  in the slot
-    steps = [
+    steps = [_terminal(f"rm -rf {place}")] if fresh else []
+    steps += [
         _terminal(line)
         for name, data in _files(solution).items()
         for line in _writing(f"{place}/{name}", data)

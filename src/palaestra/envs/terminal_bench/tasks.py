@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -33,13 +33,23 @@ class Format(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """How a task is checked: `script` of `folder`, as `user`, once the folder is at `TESTS_DIR`."""
+    """How a task is checked: `script` of `folder`, as `user`, once the folder is at `TESTS_DIR`.
+
+    `shared` is a folder that lies below it: what both have is the folder's own.
+    """
 
     folder: Path
     script: str
     timeout_s: float | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     user: str | None = None
+    shared: Path | None = None
+
+    def files(self) -> dict[str, Path]:
+        """Everything of both folders, directories too, by its path at `TESTS_DIR`, sorted."""
+        folders = [each for each in (self.shared, self.folder) if each is not None and each.is_dir()]
+        found = {str(path.relative_to(each)): path for each in folders for path in each.rglob("*")}
+        return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +63,30 @@ class Solution:
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a task that has several. `workdir` is copied into the task's directory when it begins.
+
+    The next one follows only where every reward that `min_reward` names is at least that.
+    """
+
+    name: str
+    instruction: str
+    verifier: Verifier
+    solution: Solution | None = None
+    min_reward: Mapping[str, float] = field(default_factory=dict)
+    workdir: Path | None = None
+    agent_timeout_s: float | None = None
+
+
+MEAN, FINAL = "mean", "final"
+
+
+@dataclass(frozen=True, slots=True)
 class TerminalTask:
     """One task. Times in seconds; None where the task leaves it to whoever runs it.
 
-    `live` asks for grading in the agent's own slot, for work that is a running service.
+    `live` asks for grading in the agent's own slot, for work that is a running service. A task of several `steps` has
+    the instruction, the verifier and the solution of its first one; `reward_strategy` makes one reward of theirs.
     """
 
     name: str
@@ -76,6 +106,19 @@ class TerminalTask:
     network: Network | AllowList = Network.ON
     limits: Limits = Limits()
     live: bool = False
+    steps: tuple[Step, ...] = ()
+    reward_strategy: str = MEAN
+
+    def of_step(self, step: Step) -> TerminalTask:
+        """A step of this task as a task of its own."""
+        return replace(
+            self,
+            instruction=step.instruction,
+            verifier=step.verifier,
+            solution=step.solution,
+            agent_timeout_s=step.agent_timeout_s or self.agent_timeout_s,
+            steps=(),
+        )
 
     def is_named(self, wanted: str | None) -> bool:
         """Whether a comma list of names, patterns (`git-*`) and `category:NAME` means this task."""

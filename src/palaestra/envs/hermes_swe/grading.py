@@ -1,0 +1,85 @@
+"""Runs a task's hidden tests in a slot and says what became of each, and whether they still could fail.
+
+The tests come by standard input and are in no file of the slot, the verdict goes over a descriptor of its own. Until
+the harness has said `start` nothing of the workspace has run, so silence before it is the harness's: `GraderError`.
+Silence after it is the work's: tests that did not report have not passed.
+
+Not covered: code under test shares its process with the tests, so a passing verdict is held against the copies of
+`swe/controls.py`. Code that tells such a copy from the real tests is not found.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+
+from palaestra.core.errors import GraderError
+from palaestra.envs.hermes_swe.rows import Suite
+from palaestra.envs.swe.controls import TAMPERED, failing_copy, watching_copy
+from palaestra.envs.swe.testing import read_records
+from palaestra.sandbox.base import Slot
+
+HARNESS_DIR = "/tmp/.palaestra-tests"  # noqa: S108  in the slot; no layer keeps it
+
+
+@dataclass(frozen=True, slots=True)
+class TestOutcome:
+    """One run of a suite. `errors` has what is wrong with each test that did not pass, by name."""
+
+    __test__ = False  # not a test class, in spite of the name
+
+    passed: int
+    errors: Mapping[str, str]
+    output: str
+
+    @property
+    def good(self) -> bool:
+        """Whether every test passed."""
+        return not self.errors
+
+
+async def run_suite(slot: Slot, python: str, root: str, suite: Suite, *, timeout_s: float) -> TestOutcome:
+    """Run the tests over what lies in `root`. Raises `GraderError` where the harness itself did not start."""
+    script, nonce = f"{HARNESS_DIR}/harness.py", secrets.token_hex(16)
+    await slot.write_bytes(script, resources.files(__package__).joinpath("harness.py").read_bytes())
+    plan = {"nonce": nonce, "root": root, "tests": suite.text, "names": suite.names}
+    done = await slot.execute(
+        [python, "-I", "-S", "-B", script],
+        cwd=root,
+        env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "TZ": "UTC"},
+        stdin=json.dumps(plan).encode(),
+        timeout_s=timeout_s,
+        verdict=True,
+    )
+    records = read_records(done.verdict, nonce)
+    if not any(record["kind"] == "start" for record in records):
+        raise GraderError(f"the test harness did not start in {slot.slot_id}: {done.error}\n{done.output[-2000:]}")
+    ended = any(record["kind"] == "finish" for record in records)
+    said = {str(record["name"]): record for record in records if record["kind"] == "test"}
+    silent = "the test run went over its time" if done.metadata.get("timeout") else "the test run ended before it"
+    errors = {}
+    for name in suite.names:
+        record = said.get(name)
+        if record is None or not ended:
+            errors[name] = silent
+        elif not record["passed"]:
+            errors[name] = str(record["error"])
+    return TestOutcome(len(suite.names) - len(errors), errors, done.output[-4000:])
+
+
+async def tampering(slot: Slot, python: str, root: str, suite: Suite, *, timeout_s: float) -> str | None:
+    """What works against tests that all passed, or None: they pass whatever they assert, or what they compare equals
+    everything."""
+    if (copy := failing_copy(suite.text)) is not None:
+        run = await run_suite(slot, python, root, Suite(copy.text, suite.names), timeout_s=timeout_s)
+        if run.passed:
+            return f"{run.passed} of {len(suite.names)} tests pass whatever they assert"
+    if (copy := watching_copy(suite.text)) is not None:
+        run = await run_suite(slot, python, root, Suite(copy.text, suite.names), timeout_s=timeout_s)
+        for name, error in run.errors.items():
+            if TAMPERED in error:
+                return f"{name} compares an object that equals everything"
+    return None

@@ -1,0 +1,2 @@
+#!/bin/bash
+ls notes | sed "s/\.md$//" | sort -V > versions.txt

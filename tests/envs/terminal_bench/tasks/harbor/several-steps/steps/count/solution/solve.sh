@@ -1,0 +1,3 @@
+#!/bin/bash
+wc -l < fruit.txt > count.txt
+cp count.txt /tmp/count.txt

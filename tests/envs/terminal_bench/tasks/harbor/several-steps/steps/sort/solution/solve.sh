@@ -1,0 +1,2 @@
+#!/bin/bash
+sort fruit.txt more.txt > sorted.txt
