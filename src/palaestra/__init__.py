@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     )
     from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
     from palaestra.tools.functions import tool
+    from palaestra.tools.process_registry import process_registry
     from palaestra.tools.registry import ToolRegistry, build_tool_registry, get_tool_definitions
     from palaestra.tools.schema import Tool, ToolMistake, ToolRun, ToolSchema
     from palaestra.tools.serving.payloads import (
@@ -150,6 +151,7 @@ __all__ = [
     "list_distributions",
     "list_parsers",
     "print_distribution_info",
+    "process_registry",
     "register_parser",
     "register_task_env_overrides",
     "sample_toolsets_from_distribution",
@@ -231,6 +233,7 @@ _MODULES = {
     "list_distributions": "tools.distributions",
     "list_parsers": "inference.parsers",
     "print_distribution_info": "tools.distributions",
+    "process_registry": "tools.process_registry",
     "register_parser": "inference.parsers",
     "register_task_env_overrides": "tools.session",
     "sample_toolsets_from_distribution": "tools.distributions",

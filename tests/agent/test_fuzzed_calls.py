@@ -37,7 +37,7 @@ def accepts(schema: Mapping[str, JSON], value: JSON, *, top: bool = True) -> boo
         return len(value) >= schema.get("minLength", 0)
     if isinstance(value, list):
         fits = all(accepts(schema.get("items", {}), each, top=False) for each in value)
-        return fits and len(value) <= schema.get("maxItems", len(value))
+        return fits and schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
     if isinstance(value, dict):
         known = schema.get("properties", {})
         if set(schema.get("required", ())) - value.keys() or (top and value.keys() - known.keys()):
@@ -71,7 +71,8 @@ def fitting(rng: random.Random, schema: Mapping[str, JSON]) -> JSON:
             return rng.random() < 0.5
         case "array":
             items = schema.get("items", {})
-            return [fitting(rng, items) for _ in range(rng.randint(0, min(3, schema.get("maxItems", 3))))]
+            most = min(3, schema.get("maxItems", 3))
+            return [fitting(rng, items) for _ in range(rng.randint(schema.get("minItems", 0), most))]
         case "object":
             required, names = schema.get("required", ()), schema.get("properties", {})
             return {n: fitting(rng, each) for n, each in names.items() if n in required or rng.random() < 0.5}

@@ -137,6 +137,21 @@ SCENES: Mapping[str, tuple[Step, ...]] = {
         step({"action": "send_keys", "keys": ["echo $((6 * 7))", "Enter"], "block": True}, "output"),
         step({"action": "stop"}, "output error"),
     ),
+    "execute_code": (
+        step(
+            {"code": "from palaestra_tools import terminal\nprint(terminal('echo $((6 * 7))')['output'])"},
+            TERMINAL,
+            lambda r: r["output"] == "42\n\n" and r["tool_calls_made"] == 1,
+        ),
+        step({"code": "1 / 0"}, TERMINAL, lambda r: r["exit_code"] == 1 and "ZeroDivisionError" in r["output"]),
+    ),
+    "memory": (step({"action": "read", "target": "user"}, "error", lambda r: "No notes are kept" in r["error"]),),
+    "session_search": (step({"query": "x"}, "error", lambda r: "are kept here" in r["error"]),),
+    "clarify": (step({"question": "x"}, "error", lambda r: "nobody to ask" in r["error"]),),
+    "delegate_task": (
+        step({"goal": "x"}, "error", lambda r: "no sub-agents here" in r["error"]),
+        step({"tasks": [{}]}, "error", lambda r: "Invalid arguments" in r["error"]),
+    ),
     "todo": (
         step(
             {"todos": [{"id": "1", "content": "read", "status": "in_progress"}]},

@@ -39,9 +39,9 @@ def test_what_is_missing_is_told_with_the_reason(caplog: pytest.LogCaptureFixtur
     available, unavailable = check_tool_availability()
     assert "file" in available
     missing = {each["name"]: each for each in unavailable}
-    assert missing["clarify"]["missing"] == {"clarify": "there is no user to ask in this version"}
+    assert missing["tts"]["missing"] == {"text_to_speech": "this version cannot make speech"}
     assert not set(available) & set(missing)
-    assert "toolset clarify is not available" in caplog.text
+    assert "toolset tts is not available" in caplog.text
     caplog.clear()
     check_tool_availability(quiet=True)
     assert caplog.text == ""

@@ -67,6 +67,24 @@ class Budget:
             return f"budget of {self.wall_s:g} seconds used up"
         return ""
 
+    def left(self, used: Used, shares: int) -> Budget:
+        """The budget of each of so many who share what is left. Of time there is no share: it goes on for all."""
+
+        def share(most: int | None, gone: int) -> int | None:
+            return None if most is None else max(0, most - gone) // shares
+
+        cost = None
+        if self.cost is not None and self.prices is not None:
+            cost = max(0.0, self.cost - self.prices.cost(used.prompt_tokens, used.completion_tokens)) / shares
+        return Budget(
+            turns=share(self.turns, used.turns),
+            tokens=share(self.tokens, used.prompt_tokens + used.completion_tokens),
+            completion_tokens=share(self.completion_tokens, used.completion_tokens),
+            output_bytes=share(self.output_bytes, used.output_bytes),
+            cost=cost,
+            prices=self.prices,
+        )
+
     def reply_tokens(self, max_tokens: int | None, completion_tokens: int) -> int | None:
         """How long the next reply may be, given a limit per reply and what has been used."""
         if self.completion_tokens is None:

@@ -30,10 +30,11 @@ MAX_PARALLEL_CALLS = 16
 NOT_FINISHED = json.dumps({"error": "Not finished: the rollout ended during this call."})
 """Stands where an answer would be when the rollout ended first. No model reads it; the history stays well formed."""
 
-_NOT_IN_ROLLOUTS = {
+NOT_IN_ROLLOUTS = {
     "memory": "Memory is not available in RL environments.",
     "session_search": "Session search is not available in RL environments.",
 }
+"""Tools that reach beyond a rollout, which a loop runs only where it is told that it may."""
 _ANY_OBJECT = ArgumentSchema({"type": "object", "properties": {}, "additionalProperties": True})
 
 
@@ -62,7 +63,10 @@ class CallAnswer:
 
 
 class ToolCalls:
-    """Checks and runs the calls of one rollout. Raises `ConfigError` at once for a schema that is none."""
+    """Checks and runs the calls of one rollout. Raises `ConfigError` at once for a schema that is none.
+
+    `beyond` names those of `NOT_IN_ROLLOUTS` that are run like any other.
+    """
 
     def __init__(
         self,
@@ -71,8 +75,10 @@ class ToolCalls:
         valid_names: Collection[str],
         parallel_safe: Collection[str],
         task_id: str | None,
+        beyond: Collection[str] = frozenset(),
     ) -> None:
         self._handler = handler
+        self._refused = {name: text for name, text in NOT_IN_ROLLOUTS.items() if name not in beyond}
         self._schemas = {str(schema.get("function", schema).get("name", "")): compiled(schema) for schema in schemas}
         self._valid_names = valid_names
         self._parallel_safe = parallel_safe
@@ -137,8 +143,8 @@ class ToolCalls:
 
     async def _run_one(self, answer: CallAnswer) -> None:
         name, arguments = answer.call.name, answer.arguments
-        if name in _NOT_IN_ROLLOUTS:
-            answer.refuse(_NOT_IN_ROLLOUTS[name])
+        if name in self._refused:
+            answer.refuse(self._refused[name])
             return
         assert self._handler is not None
         assert arguments is not None

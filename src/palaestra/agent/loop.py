@@ -51,7 +51,10 @@ class HermesAgentLoop:
     `tool_schemas` are OpenAI function schemas; `tool_handler` runs one call and returns the JSON text for the model:
     without one, `handle_function_call` does, which leases a slot for the task that lasts until `cleanup_vm(task_id)`.
     `max_tokens` limits one reply, `max_context_tokens` the conversation, `budget` the whole rollout. `parallel_safe`
-    names the tools whose calls may run at the same time.
+    names the tools whose calls may run at the same time, and `beyond` those that may reach beyond this conversation
+    (`memory`, `session_search`), which are refused otherwise: rollouts must not learn from each other.
+
+    `failure` is the world's failure that ended the latest run.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class HermesAgentLoop:
         on_turn: OnTurn | None = None,
         clock: Clock | None = None,
         budget: Budget | None = None,
+        beyond: Collection[str] = frozenset(),
     ) -> None:
         if tool_handler is None and valid_tool_names:
             tool_handler = _own_slot
@@ -85,9 +89,11 @@ class HermesAgentLoop:
         self.max_context_tokens = max_context_tokens
         self.budget = budget or Budget()
         self.result = AgentResult(messages=[], outcome=Outcome.CANCELLED)
-        self._calls = ToolCalls(tool_handler, tool_schemas, valid_tool_names, parallel_safe, task_id)
+        self.failure: InfraError | None = None
+        self._delegated_turns = 0
+        self._calls = ToolCalls(tool_handler, tool_schemas, valid_tool_names, parallel_safe, task_id, beyond)
         self._on_turn = on_turn
-        self._clock = clock or SystemClock()
+        self.clock = clock or SystemClock()
         self._started_s = 0.0
         self._context_tokens = 0
         self._output_bytes = 0
@@ -107,8 +113,9 @@ class HermesAgentLoop:
         if after is not None:
             result = self.result = replace(after, messages=messages, outcome=Outcome.CANCELLED, error="", blame=None)
         self._turns_before = result.turns_used
-        self._started_s, self._context_tokens, self._unreported = self._clock.monotonic(), 0, None
+        self._started_s, self._context_tokens, self._unreported = self.clock.monotonic(), 0, None
         self._output_bytes = 0
+        self.failure, self._delegated_turns = None, 0
         try:
             result.outcome, result.error, result.blame = await self._within_time(result)
             await self._report()
@@ -123,6 +130,23 @@ class HermesAgentLoop:
             result.managed_state = self._managed_state()
         return result
 
+    def used(self) -> Used:
+        """What has been used of the budget so far, by sub-agents too."""
+        return Used(
+            turns=self.result.turns_used + self._delegated_turns,
+            prompt_tokens=self.result.usage.prompt_tokens,
+            completion_tokens=self.result.usage.completion_tokens,
+            output_bytes=self._output_bytes,
+            elapsed_s=self.clock.monotonic() - self._started_s,
+        )
+
+    def delegated(self, loop: HermesAgentLoop) -> None:
+        """Count what a sub-agent has used."""
+        used = loop.used()
+        self.result.usage.merge(loop.result.usage)
+        self._delegated_turns += used.turns
+        self._output_bytes += used.output_bytes
+
     def resize_tool_pool(self, size: int) -> None:
         """Kept for callers of the thread-based loop. Does nothing: tools are coroutines and need no threads."""
 
@@ -132,11 +156,14 @@ class HermesAgentLoop:
             async with asyncio.timeout(self.budget.wall_s) as limit:
                 return await self._converse(result)
         except ContextExceeded as error:
+            self.failure = error
             # A prompt that never fitted is a mistake of the run; a conversation that outgrew the window is the agent's.
             return _End(Outcome.LENGTH, str(error)) if result.turns_used else _failed(Outcome.API_ERROR, error)
         except EngineError as error:
+            self.failure = error
             return _failed(Outcome.API_ERROR, error)
         except InfraError as error:
+            self.failure = error
             return _failed(Outcome.INFRA_ERROR, error)
         except TimeoutError:
             if not limit.expired():
@@ -153,36 +180,25 @@ class HermesAgentLoop:
         """Why no further turn may start, if so."""
         if result.turns_used - self._turns_before >= self.max_turns:
             return _End(Outcome.MAX_TURNS)
-        if used_up := self._budget_used_up(result):
+        if used_up := self.budget.used_up(self.used()):
             return _End(Outcome.BUDGET, used_up)
         if self.max_context_tokens is not None and self._context_tokens >= self.max_context_tokens:
             full = f"context of {self.max_context_tokens} tokens is full ({self._context_tokens})"
             return _End(Outcome.LENGTH, full)
         return None
 
-    def _budget_used_up(self, result: AgentResult) -> str:
-        return self.budget.used_up(
-            Used(
-                turns=result.turns_used,
-                prompt_tokens=result.usage.prompt_tokens,
-                completion_tokens=result.usage.completion_tokens,
-                output_bytes=self._output_bytes,
-                elapsed_s=self._clock.monotonic() - self._started_s,
-            )
-        )
-
     async def _turn(self, result: AgentResult) -> _End | None:
         """One model call and its tool calls. Says how the rollout ended, if it did."""
-        asked_s = self._clock.monotonic()
+        asked_s = self.clock.monotonic()
         reply = await self._ask(result)
-        turn = self._record(result, reply, self._clock.monotonic() - asked_s)
+        turn = self._record(result, reply, self.clock.monotonic() - asked_s)
         any_valid = await self._answer(result, reply, turn) if reply.calls else False
         self._measure_context(result, reply)
         await self._report()
         if any_valid:
             return None
         if reply.cut_off:
-            used_up = self._budget_used_up(result)  # the budget shortens the last reply, so it comes first
+            used_up = self.budget.used_up(self.used())  # the budget shortens the last reply, so it comes first
             return _End(Outcome.BUDGET, used_up) if used_up else _End(Outcome.LENGTH, "the reply was cut off")
         return None if reply.calls else _End(Outcome.NATURAL)
 
@@ -221,11 +237,11 @@ class HermesAgentLoop:
         valid = sum(answer.arguments is not None for answer in answers)
         result.tool_calls_attempted += len(answers)
         result.tool_calls_schema_valid += valid
-        started_s = self._clock.monotonic()
+        started_s = self.clock.monotonic()
         try:
             await self._calls.run(answers)
         finally:
-            turn.tool_s = self._clock.monotonic() - started_s
+            turn.tool_s = self.clock.monotonic() - started_s
             result.messages.extend(answer.message() for answer in answers)
             if self.budget.output_bytes is not None:
                 self._output_bytes += sum(len((answer.text or "").encode(errors="replace")) for answer in answers)

@@ -1,10 +1,11 @@
-"""What a finished conversation is: `AgentResult`, with its `ToolError`, `Turn` and `AgentStep`. No I/O."""
+"""What a finished conversation is: `AgentResult`, with its `ToolError`, `Turn`, `AgentStep` and `Subagent`. No I/O."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from palaestra.core.types import JSON, Blame, Message, Outcome, Usage
+from palaestra.tools.inside import InnerCall
 from palaestra.tools.wire import ToolCall, ToolResult
 
 
@@ -47,6 +48,22 @@ class AgentStep:
 
 
 @dataclass(slots=True)
+class Subagent:
+    """A conversation beside the rollout's own: work that a call of `delegate_task` gave away.
+
+    `number` counts from 1 over the whole rollout; `turn` is that of the agent that gave the work, to which `result` is
+    like its own. `segments` are those of the rollout's ledger that hold its tokens, where an engine gave tokens.
+    """
+
+    number: int
+    turn: int
+    goal: str
+    result: AgentResult
+    inner_calls: list[InnerCall] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class AgentResult:
     """A finished conversation, of either kind of agent. After a `HermesAgentLoop`, `messages` is the very list that was
     passed to `run`, extended in place; after an `AtroposAgent` it is the text turns, with `steps` and `answer` beside.
@@ -71,6 +88,7 @@ class AgentResult:
     steps: list[AgentStep] = field(default_factory=list)
     metadata: dict[str, JSON] = field(default_factory=dict)
     answer: str | None = None
+    subagents: list[Subagent] = field(default_factory=list)
 
     @property
     def success(self) -> bool:

@@ -151,6 +151,12 @@ class Usage:
         self.completion_tokens += completion_tokens
         self.calls += 1
 
+    def merge(self, other: Usage) -> None:
+        """Count the model calls of another conversation too."""
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.calls += other.calls
+
 
 @dataclass(frozen=True, slots=True)
 class Prices:

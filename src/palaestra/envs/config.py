@@ -250,6 +250,14 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         default=None, description="Further fields of every model request, as the provider names them."
     )
 
+    memory_dir: str | None = Field(
+        default=None,
+        description="A folder for the tool memory; None refuses it: rollouts must not learn from each other.",
+    )
+    sessions_dir: str | None = Field(
+        default=None, description="A folder of earlier conversations for the tool session_search; None refuses it."
+    )
+
     tool_call_parser: str = Field(
         default="hermes",
         description="How a token-exact model writes tool calls, where --openai.tool_parser is not set.",

@@ -36,6 +36,8 @@ def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
         tool_timeout_s=float(config.terminal_timeout),
         budget=budget(config),
         prices=prices(config),
+        memory=Path(config.memory_dir) if config.memory_dir else None,
+        sessions=Path(config.sessions_dir) if config.sessions_dir else None,
     )
 
 

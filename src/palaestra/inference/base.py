@@ -114,12 +114,16 @@ class TextCompletion(Record, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class SessionContext:
-    """The rollout that a session is for. Real engines ignore it; scripted ones play its task."""
+    """The rollout that a session is for. Real engines ignore it; scripted ones play its task.
+
+    `branch` is 0 for the rollout's own conversation and the number of the sub-agent otherwise.
+    """
 
     rollout_id: str = ""
     task: Task | None = None
     index: int = 0
     rng: random.Random = field(default_factory=random.Random)
+    branch: int = 0
 
 
 class ChatServer(Protocol):

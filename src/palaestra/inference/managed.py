@@ -63,8 +63,8 @@ class ManagedChat:
     """A chat server for one rollout. An async context manager, for the contract's sake: there is nothing to close.
 
     `history` says what a template that rewrites it means. Requests may run at the same time; each goes on with the
-    conversation that its messages continue, or begins a segment. Raises `ConfigError` for a template or a parser that
-    cannot work.
+    conversation that its messages continue, or begins a segment; `segments` are those that it began. Raises
+    `ConfigError` for a template or a parser that cannot work.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class ManagedChat:
         self._name = name
         self._clock = clock or SystemClock()
         self._threads = Threads()
+        self.segments: list[int] = []
         self._declared: Reason | None = None
 
     async def __aenter__(self) -> Self:
@@ -100,8 +101,11 @@ class ManagedChat:
         """Why the next request will not go on with a known history (`compaction`, say). Counts for one segment."""
         self._declared = Reason(reason)
 
-    def child(self, reason: Reason | str = Reason.SUBAGENT) -> ManagedChat:
-        """A server for a conversation beside this one, whose tokens go into the same ledger."""
+    def child(self, reason: Reason | str = Reason.SUBAGENT, *, number: int = 0) -> ManagedChat:
+        """A server for a conversation beside this one, whose tokens go into the same ledger.
+
+        `number` tells it from others of the rollout; nothing depends on it here.
+        """
         child = ManagedChat(
             self._engine, self._format, history=self._history, name=self._name, clock=self._clock, ledger=self.ledger
         )
@@ -208,6 +212,7 @@ class ManagedChat:
         thread = plan.thread
         if plan.begins:
             thread.segment = self.ledger.open(plan.reason or self._why(messages))
+            self.segments.append(thread.segment)
             self._declared = None if plan.reason is self._declared else self._declared
             if not thread.seen:
                 self._threads.add(thread)

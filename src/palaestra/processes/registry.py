@@ -15,8 +15,10 @@ import contextlib
 import errno
 import hashlib
 import itertools
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from weakref import WeakSet
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import SlotLost, StaleLease
@@ -39,11 +41,17 @@ _ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
 """A program that writes to a pipe holds its output back; whoever looks at a process wants it now."""
 
 
+_known: WeakSet[ProcessRegistry] = WeakSet()
+_knowing = threading.Lock()
+"""For synchronous code, which names a session and not the registry that has it. Nothing here keeps one alive."""
+
+
 class ProcessRegistry:
     """Sessions by id. Methods that take `task_id` see that task's sessions alone; None, for their owner, sees all.
 
     `checkpoint_path` is a file that lets the next registry find the processes of slots that stay. `completion_queue`
-    has what watched sessions tell; where nobody takes it, the oldest gives way.
+    has what watched sessions tell; where nobody takes it, the oldest gives way. `loop` is that of its sessions, None
+    before the first.
     """
 
     def __init__(
@@ -60,6 +68,7 @@ class ProcessRegistry:
         self._sessions: dict[str, ProcessSession] = {}
         self._followers: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
+        self.loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> ProcessRegistry:
         return self
@@ -99,8 +108,7 @@ class ProcessRegistry:
             self._new_id(task_id), command, task_id, session_key or task_id, cwd, slot.slot_id, started_at, process,
             await process.status(), watch or Watch(),
         )  # fmt: skip
-        self._sessions[session.id] = session
-        self._follow(session)
+        self._take(session)
         self._save()
         return session
 
@@ -187,12 +195,20 @@ class ProcessRegistry:
             return 0
         found = [session for session in await checkpoint.load(self._path, slots) if session.id not in self._sessions]
         for session in found:
-            self._sessions[session.id] = session
-            self._follow(session)
+            self._take(session)
         self._save()
         return sum(not session.lost for session in found)
 
     # Book-keeping
+
+    def _take(self, session: ProcessSession) -> None:
+        """One session more."""
+        self._sessions[session.id] = session
+        self._follow(session)
+        if self.loop is None:
+            self.loop = asyncio.get_running_loop()
+            with _knowing:
+                _known.add(self)
 
     def _of(self, task_id: str | None) -> Iterator[ProcessSession]:
         return (session for session in list(self._sessions.values()) if task_id in (None, session.task_id))
@@ -210,7 +226,7 @@ class ProcessRegistry:
     ) -> Reply:
         session = self.get(session_id, task_id)
         if session is None:
-            return {"session_id": session_id, "status": "not_found", "error": f"No process with ID {session_id}"}
+            return not_found(session_id)
         return await actions.reaching(session, action)
 
     async def _refresh(self, task_id: str | None, session_key: str | None = None) -> list[ProcessSession]:
@@ -271,6 +287,17 @@ class ProcessRegistry:
     def _save(self) -> None:
         if self._path is not None:
             checkpoint.save(self._path, self._sessions.values())
+
+
+def not_found(session_id: str) -> Reply:
+    """The reply to an action on a session that is not there."""
+    return {"session_id": session_id, "status": "not_found", "error": f"No process with ID {session_id}"}
+
+
+def living() -> list[ProcessRegistry]:
+    """The registries of this process that have had a session and whose loop can still be asked, from any thread."""
+    with _knowing:
+        return [each for each in _known if each.loop is not None and each.loop.is_running()]
 
 
 def _bytes(data: str) -> bytes:

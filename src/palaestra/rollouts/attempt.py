@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 from palaestra.agent.result import AgentResult
@@ -19,7 +19,15 @@ from palaestra.core.types import Blame, Outcome, Score
 from palaestra.rollouts.base import Environment, Phase, Projection
 from palaestra.rollouts.grading import Grading
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.trajectory import Beside, ToolErrorRecord, Trajectory, TurnRecord
+from palaestra.rollouts.trajectory import (
+    Beside,
+    InnerCallRecord,
+    SubagentRecord,
+    ToolErrorRecord,
+    Trajectory,
+    TurnRecord,
+)
+from palaestra.tools.inside import InnerCall
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +139,8 @@ class Attempt:
             tool_calls_attempted=result.tool_calls_attempted,
             tool_calls_schema_valid=result.tool_calls_schema_valid,
             tool_errors=_tool_errors(result),
+            inner_calls=_inner_calls(rollout.inner_calls),
+            subagents=_subagents(result),
             row=self.projection.row,
             ledger=rollout.ledger_record(),
             extra=self.projection.extra,
@@ -180,4 +190,29 @@ def _tool_errors(result: AgentResult) -> list[ToolErrorRecord]:
     return [
         ToolErrorRecord(turn=error.turn, tool=error.tool_name, arguments=error.arguments, error=error.error)
         for error in result.tool_errors
+    ]
+
+
+def _inner_calls(calls: Sequence[InnerCall]) -> list[InnerCallRecord]:
+    return [
+        InnerCallRecord(turn=call.turn, tool=call.tool, arguments=call.arguments, reply=call.reply) for call in calls
+    ]
+
+
+def _subagents(result: AgentResult) -> list[SubagentRecord]:
+    return [
+        SubagentRecord(
+            number=each.number,
+            turn=each.turn,
+            goal=each.goal,
+            messages=each.result.messages,
+            outcome=each.result.outcome,
+            error=each.result.error,
+            turns=_turns(each.result),
+            tool_errors=_tool_errors(each.result),
+            inner_calls=_inner_calls(each.inner_calls),
+            subagents=_subagents(each.result),
+            segments=each.segments,
+        )
+        for each in result.subagents
     ]

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from palaestra.agent.budget import Budget
@@ -36,7 +37,11 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """How the agent of a rollout is run. `max_tokens` is per reply; `tool_timeout_s` is a command's default limit."""
+    """How the agent of a rollout is run. `max_tokens` is per reply; `tool_timeout_s` is a command's default limit.
+
+    `memory` and `sessions` are folders for the tools `memory` and `session_search`. None, as rollouts that are compared
+    need it, refuses them: with a folder, what one rollout writes the next one knows.
+    """
 
     max_turns: int = 30
     temperature: float = 1.0
@@ -47,6 +52,14 @@ class AgentSettings:
     max_context_tokens: int | None = None
     budget: Budget = field(default_factory=Budget)
     prices: Prices | None = None
+    memory: Path | None = None
+    sessions: Path | None = None
+
+    @property
+    def beyond(self) -> frozenset[str]:
+        """The tools that reach beyond a rollout and have the folder they need."""
+        folders = {"memory": self.memory, "session_search": self.sessions}
+        return frozenset(name for name, folder in folders.items() if folder is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from palaestra.inference.base import AssistantMessage, SessionContext
 from palaestra.inference.engines.recording import Recorded, recorded_turns
 from palaestra.rollouts.differences import Kind, classify, first_difference
 from palaestra.rollouts.export.recording import Recording
-from palaestra.rollouts.trajectory import Group, Trajectory
+from palaestra.rollouts.trajectory import Group, SubagentRecord, Trajectory
 
 ENDS = "the recording ends here"
 
@@ -29,7 +29,7 @@ class Playback:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self._said: dict[str, list[Recorded]] = {}
+        self._said: dict[tuple[str, int], list[Recorded]] = {}
         self._read: set[str] = set()
 
     async def start(self) -> None:
@@ -37,32 +37,36 @@ class Playback:
 
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Recorded:
         """What the agent said at this place. Raises `InfraError` where the recording ends."""
-        said = self._side(context.rollout_id)
+        said = self._side(context.rollout_id, context.branch)
         turn: int = sum(message.get("role") == "assistant" for message in messages)
         if turn >= len(said):
             raise InfraError(f"{ENDS}: {context.rollout_id}, after {turn} replies")
         return said[turn]
 
-    def _side(self, rollout_id: str) -> list[Recorded]:
+    def _side(self, rollout_id: str, branch: int) -> list[Recorded]:
         group_id, _, _ = rollout_id.rpartition("/")
         if group_id not in self._read:
             self._read.add(group_id)
             group = self._recording.group(group_id)
-            self._said |= {each.rollout_id: _said(each) for each in (group.trajectories if group else ())}
-        return self._said.get(rollout_id, [])
+            for each in group.trajectories if group else ():
+                self._said[each.rollout_id, 0] = _said(each.rollout_id, each)
+                self._said |= {
+                    (each.rollout_id, sub.number): _said(each.rollout_id, sub) for sub in each.every_subagent()
+                }
+        return self._said.get((rollout_id, branch), [])
 
     def forget(self, group: Group) -> None:
         """The group has been played."""
-        for trajectory in group.trajectories:
-            self._said.pop(trajectory.rollout_id, None)
+        played = {trajectory.rollout_id for trajectory in group.trajectories}
+        self._said = {key: said for key, said in self._said.items() if key[0] not in played}
 
 
-def _said(trajectory: Trajectory) -> list[Recorded]:
-    replies = [message for message in trajectory.messages if message.get("role") == "assistant"]
+def _said(rollout_id: str, conversation: Trajectory | SubagentRecord) -> list[Recorded]:
+    replies = [message for message in conversation.messages if message.get("role") == "assistant"]
     try:
-        return recorded_turns([msgspec.convert(reply, AssistantMessage) for reply in replies], trajectory.turns)
+        return recorded_turns([msgspec.convert(reply, AssistantMessage) for reply in replies], conversation.turns)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{trajectory.rollout_id}: a recorded reply cannot be played: {error}") from None
+        raise ConfigError(f"{rollout_id}: a recorded reply cannot be played: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,14 @@ get the rollout by the name `rollout`; what is left of it afterwards is a `Traje
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult, Turn
+from palaestra.agent.subagents import Subagents
 from palaestra.core.types import JSON, Message, Task
 from palaestra.inference.base import ChatServer
 from palaestra.inference.ledger import Ledger, LedgerRecord
@@ -23,7 +25,11 @@ from palaestra.rollouts.tracing.base import NO_TRACING, Tracing
 from palaestra.rollouts.world.rollout import RolloutWorld
 from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.binding import SlotTools
+from palaestra.tools.delegation import Delegation
+from palaestra.tools.inside import InnerCall, Inside
+from palaestra.tools.notes import Notes
 from palaestra.tools.schema import ToolReply
+from palaestra.tools.sessions import Sessions
 
 TurnRecorder = Callable[["Rollout", Turn, list[Message]], None]
 
@@ -74,6 +80,8 @@ class Rollout:
         self.at = Stages(rollout_id, on_stage, idle_limits, tracing)
         self.tracing = tracing
         self.rung: Rung | None = None
+        self.inner_calls: list[InnerCall] = []
+        self._subagents = itertools.count(1)
         self._on_turn = on_turn
         self._slot: Slot | None = None
         self._leasing = asyncio.Lock()
@@ -125,6 +133,8 @@ class Rollout:
                 timeout_s=self.settings.tool_timeout_s,
                 world=self.world,
             )
+            self._tools.share(Notes(self.settings.memory))
+            self._tools.share(Sessions(self.settings.sessions))
         return self._tools
 
     def opening(self) -> list[Message]:
@@ -152,7 +162,7 @@ class Rollout:
         try:
             return await loop.run(opening)
         finally:
-            self.result = loop.result
+            self._ended(loop)
 
     async def go_on(
         self, message: Message, *, server: ChatServer | None = None, tool_handler: RolloutTool | None = None
@@ -166,7 +176,12 @@ class Rollout:
         try:
             return await loop.run(messages, after=self.result)
         finally:
-            self.result = loop.result
+            self._ended(loop)
+
+    def _ended(self, loop: HermesAgentLoop) -> None:
+        self.result = loop.result
+        self._note_inside(loop.result.turns_used)
+        self.tools.share(Delegation())  # it holds the loop, which holds the tools
 
     def loop(
         self,
@@ -176,8 +191,8 @@ class Rollout:
     ) -> HermesAgentLoop:
         """The agent loop, set up for this rollout."""
         settings, registry = self.settings, self.kit.registry
-        return HermesAgentLoop(
-            self.tracing.served(server if server is not None else self.server, self.rollout_id),
+        loop = HermesAgentLoop(
+            self._served(server if server is not None else self.server),
             registry.definitions(),
             set(registry.list_tools()),
             max_turns=settings.max_turns,
@@ -190,7 +205,13 @@ class Rollout:
             parallel_safe=self.tools.parallel_safe,
             on_turn=self.record,
             budget=settings.budget,
+            beyond=settings.beyond,
         )
+        Subagents(loop, self.tools, self.at.moved, self._served, numbers=self._subagents).offer()
+        return loop
+
+    def _served(self, server: ChatServer) -> ChatServer:
+        return self.tracing.served(server, self.rollout_id)
 
     def _told(self, handler: RolloutTool) -> RolloutTool:
         """The handler of tool calls, with the stage told while a call is under way."""
@@ -212,8 +233,15 @@ class Rollout:
     def record(self, turn: Turn | None, messages: list[Message]) -> None:
         """Note the messages that were added, in the journal."""
         self.at.moved()
+        turn = turn or Turn(0, None, 0, 0, 0.0, 0.0)
+        self._note_inside(turn.number)
         if self._on_turn is not None:
-            self._on_turn(self, turn or Turn(0, None, 0, 0, 0.0, 0.0), messages)
+            self._on_turn(self, turn, messages)
+
+    def _note_inside(self, turn: int) -> None:
+        """Take what programs did in the turn into the record."""
+        if self._tools is not None:
+            self.inner_calls += self._tools.state(Inside).taken(turn)
 
     def ledger_record(self) -> LedgerRecord | None:
         """The exact tokens so far: those of the server that the agent really used, which may be a hook's own.

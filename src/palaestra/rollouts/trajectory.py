@@ -7,6 +7,8 @@ slot ids stand in `beside`, outside that promise.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from palaestra.core.types import JSON, Blame, Message, Outcome
@@ -33,6 +35,34 @@ class ToolErrorRecord(msgspec.Struct, kw_only=True):
     tool: str
     arguments: str
     error: str
+
+
+class InnerCallRecord(msgspec.Struct, kw_only=True):
+    """One call that a program made in a turn (`execute_code`): JSON texts, cut in the middle where they are long."""
+
+    turn: int
+    tool: str
+    arguments: str
+    reply: str
+
+
+class SubagentRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A conversation beside the rollout's own (`delegate_task`), in the order in which they were started.
+
+    `turn` is that of the agent that gave the work. `segments` are those of the ledger that hold its tokens.
+    """
+
+    number: int
+    turn: int
+    goal: str
+    messages: list[Message]
+    outcome: Outcome
+    error: str = ""
+    turns: list[TurnRecord] = []
+    tool_errors: list[ToolErrorRecord] = []
+    inner_calls: list[InnerCallRecord] = []
+    subagents: list[SubagentRecord] = []
+    segments: list[int] = []
 
 
 class Beside(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -70,7 +100,9 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `blame` and `error` are set on every rollout that did not finish cleanly. `metrics` are numbers worth averaging,
     `detail` is evidence (test results, the agent's patch). `ledger` holds the exact tokens where the engine gave them,
-    `row` only what is not in it. `cost` is that of the tokens, in the currency of the prices that the run was given.
+    `row` only what is not in it. `inner_calls` and `subagents` are what happened inside tool calls; tokens and turns of
+    sub-agents count in `prompt_tokens`, `completion_tokens` and `cost`, and not in `turns`. `cost` is that of the
+    tokens, in the currency of the prices that the run was given.
     """
 
     schema: str = TRAJECTORY_SCHEMA
@@ -92,6 +124,8 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     tool_calls_attempted: int = 0
     tool_calls_schema_valid: int = 0
     tool_errors: list[ToolErrorRecord] = []
+    inner_calls: list[InnerCallRecord] = []
+    subagents: list[SubagentRecord] = []
     row: TokenRow | None = None
     ledger: LedgerRecord | None = None
     extra: dict[str, JSON] = {}
@@ -101,6 +135,14 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     def scored(self) -> bool:
         """Whether there is a reward to train on."""
         return self.reward is not None
+
+    def every_subagent(self) -> Iterator[SubagentRecord]:
+        """All sub-agents, each before those that it started itself."""
+        waiting = list(reversed(self.subagents))
+        while waiting:
+            each = waiting.pop()
+            yield each
+            waiting += reversed(each.subagents)
 
     @property
     def rows(self) -> list[TokenRow]:

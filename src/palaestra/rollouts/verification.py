@@ -90,12 +90,24 @@ def _rollout(trajectory: Trajectory, verdict: RunVerdict) -> str:
 
 
 def _lost_turn(trajectory: Trajectory, ledger: LedgerRecord) -> str:
-    """Every model call of the conversation must be in the ledger, in order; sub-agents may stand between them."""
-    recorded = iter([(turn.prompt_tokens, turn.sampled_tokens) for turn in ledger.turns])
-    for turn in trajectory.turns:
-        if (turn.prompt_tokens, turn.completion_tokens) not in recorded:
-            what = f"{turn.prompt_tokens} tokens in, {turn.completion_tokens} out"
-            return f"{trajectory.rollout_id}: T3: turn {turn.number} ({what}) is not in the ledger"
+    """Every model call of a conversation must be in its own segments of the ledger, in order.
+
+    A sub-agent's segments are told in its record and hold nothing else; all others are the rollout's own.
+    """
+    owners: dict[int, int] = {}
+    subagents = list(trajectory.every_subagent())
+    for each in subagents:
+        for segment in each.segments:
+            if owners.setdefault(segment, each.number) != each.number:
+                return f"{trajectory.rollout_id}: T3: segment {segment} is told to be of two sub-agents"
+    for number, turns in ((0, trajectory.turns), *((each.number, each.turns) for each in subagents)):
+        owned = (turn for turn in ledger.turns if owners.get(turn.segment, 0) == number)
+        recorded = iter([(turn.prompt_tokens, turn.sampled_tokens) for turn in owned])
+        for turn in turns:
+            if (turn.prompt_tokens, turn.completion_tokens) not in recorded:
+                what = f"{turn.prompt_tokens} tokens in, {turn.completion_tokens} out"
+                whose = f" of sub-agent {number}" if number else ""
+                return f"{trajectory.rollout_id}: T3: turn {turn.number}{whose} ({what}) is not in the ledger"
     return ""
 
 

@@ -20,7 +20,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
 from palaestra.tools.arguments import InvalidArguments, parse_arguments
 from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.schema import StateT, Tool, ToolMistake, ToolReply, ToolRun
+from palaestra.tools.schema import StateT, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra.tools.world import World
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,15 @@ class SlotTools:
         if not isinstance(found, kind):
             found = self._states[kind] = kind()
         return found
+
+    def schemas(self) -> list[ToolSchema]:
+        """The tools that can be used here."""
+        tools = (self.registry.get(name) for name in self.registry.list_tools())
+        return [tool.schema for tool in tools if tool is not None and tool.missing() is None]
+
+    async def call(self, name: str, arguments: Mapping[str, JSON]) -> ToolReply:
+        """Run a tool for another one; see `reply`."""
+        return await self.reply(name, arguments)
 
     async def reply(
         self, name: str, arguments: Mapping[str, JSON] | str, *, timeout_s: float | None = None
@@ -143,6 +152,12 @@ class _Timed:
 
     def state(self, kind: type[StateT]) -> StateT:
         return self.tools.state(kind)
+
+    def schemas(self) -> list[ToolSchema]:
+        return self.tools.schemas()
+
+    async def call(self, name: str, arguments: Mapping[str, JSON]) -> ToolReply:
+        return await self.tools.call(name, arguments)
 
 
 def reply_text(reply: ToolReply) -> str:

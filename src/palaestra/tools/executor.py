@@ -22,6 +22,8 @@ from pydantic import BaseModel, ConfigDict
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable, StaleLease, ToolServerError
 from palaestra.core.types import JSON, AllowList, Network
+from palaestra.processes.base import ProcessSession
+from palaestra.processes.registry import ProcessRegistry
 from palaestra.sandbox.base import Rung, Slot, SlotSource, SlotSpec
 from palaestra.tools.binding import SlotTools
 from palaestra.tools.builtin.terminal import clamp_timeout
@@ -188,6 +190,10 @@ class ToolExecutor:
         binding = self._bindings.get(trajectory_id)
         return None if binding is None else binding.slot
 
+    async def spawn(self, trajectory_id: str, command: str, **options: JSON) -> ProcessSession:
+        """Start a background process in the trajectory's slot; `options` and errors are `ProcessRegistry.spawn`'s."""
+        return await self._binding(trajectory_id).spawn(command, options)
+
     def _binding(self, trajectory_id: str) -> _Binding:
         if self._closed:
             raise StaleLease(f"The executor is closed; trajectory {trajectory_id} cannot make further calls")
@@ -256,6 +262,12 @@ class _Binding:
         async with self._turn:
             self._check()
             return await self._tools.reply(name, arguments, timeout_s=timeout_s)
+
+    async def spawn(self, command: str, options: Mapping[str, JSON]) -> ProcessSession:
+        async with self._turn:
+            self._check()
+            registry, slot = self._tools.state(ProcessRegistry), await self._tools.slot()
+            return await registry.spawn(slot, command, task_id=self._trajectory_id, **options)
 
     async def release(self) -> None:
         self._released = True

@@ -206,18 +206,25 @@ def builtin_tools(settings: ToolSettings | None = None) -> tuple[Tool, ...]:
     from palaestra.tools.absent.models import MODELS
     from palaestra.tools.absent.training import TRAINING
     from palaestra.tools.absent.web import BROWSER
+    from palaestra.tools.builtin.clarify import CLARIFY
+    from palaestra.tools.builtin.delegate_task import DELEGATE_TASK
     from palaestra.tools.builtin.edits import PATCH
+    from palaestra.tools.builtin.execute_code import EXECUTE_CODE
     from palaestra.tools.builtin.files import READ_FILE, WRITE_FILE
+    from palaestra.tools.builtin.memory import MEMORY
     from palaestra.tools.builtin.process import PROCESS
     from palaestra.tools.builtin.search import SEARCH_FILES
+    from palaestra.tools.builtin.session_search import SESSION_SEARCH
     from palaestra.tools.builtin.terminal import TERMINAL
     from palaestra.tools.builtin.terminal_stateful import TERMINAL_STATEFUL
     from palaestra.tools.builtin.tmux import TMUX
     from palaestra.tools.builtin.todo import TODO
     from palaestra.tools.builtin.web import web_tools
 
-    here = (TERMINAL, PROCESS, READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES, TODO, TERMINAL_STATEFUL, TMUX)
-    return (*here, *web_tools(settings or ToolSettings()), *BROWSER, *MODELS, *ASSISTANT, *TRAINING)
+    files = (READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES)
+    here = (TERMINAL, PROCESS, *files, TODO, TERMINAL_STATEFUL, TMUX, EXECUTE_CODE, DELEGATE_TASK)
+    people = (CLARIFY, MEMORY, SESSION_SEARCH)
+    return (*here, *people, *web_tools(settings or ToolSettings()), *BROWSER, *MODELS, *ASSISTANT, *TRAINING)
 
 
 def all_tools(settings: ToolSettings | None = None, others: Iterable[Installed] | None = None) -> list[Tool]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -88,6 +88,14 @@ class ToolRun(Protocol):
 
     def state(self, kind: type[StateT]) -> StateT:
         """The rollout's one object of this type, made without arguments when first asked for."""
+        ...
+
+    def schemas(self) -> Sequence[ToolSchema]:
+        """The tools that the agent has, this one among them."""
+        ...
+
+    async def call(self, name: str, arguments: Mapping[str, JSON]) -> ToolReply:
+        """Run another of them, checked as a model's call is. Raises `PalaestraError`; all else is in the reply."""
         ...
 
 
@@ -201,3 +209,9 @@ class NoRollout:
 
     def state(self, kind: type[StateT]) -> StateT:
         return kind()
+
+    def schemas(self) -> Sequence[ToolSchema]:
+        return ()
+
+    async def call(self, name: str, arguments: Mapping[str, JSON]) -> ToolReply:
+        raise ToolMistake(f"There is no tool '{name}' to call: this is no rollout")

@@ -25,6 +25,7 @@ from typing import TypeVar
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.types import JSON
+from palaestra.processes.base import ProcessSession
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import Backend, Slot, SlotSpec, Snapshot
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
@@ -86,6 +87,10 @@ class ToolSession:
     ) -> str:
         """`handle`, to be awaited. Cancelling it kills the command."""
         return await asyncio.wrap_future(self._post(self._reply(name, arguments, task_id or DEFAULT_TASK)))
+
+    def spawn(self, task_id: str, command: str, **options: JSON) -> ProcessSession:
+        """Start a background process in the task's slot; `options` and errors are `ProcessRegistry.spawn`'s."""
+        return self._wait(self._executor.spawn(task_id, command, **options))
 
     def override(self, task_id: str, overrides: Mapping[str, JSON]) -> None:
         """What the task's slot is made from (`IMAGES`) and where its commands start (`cwd`), from its next slot on.

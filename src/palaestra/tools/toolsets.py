@@ -24,7 +24,8 @@ class Toolset:
     tools: tuple[str, ...] = ()
     includes: tuple[str, ...] = ()
     on_request: bool = False
-    """Only for who asks for it by name: what would stand beside another tool for the same thing."""
+    """Only for who asks for it by name: what would stand beside another tool for the same thing, or needs somebody (a
+    user, a place for notes) who is not there unless it was arranged."""
 
 
 _BROWSER = tuple(
@@ -92,9 +93,9 @@ TOOLSETS: Mapping[str, Toolset] = {
     "tts": Toolset("Turn text into speech", ("text_to_speech",)),
     "moa": Toolset("Ask several models and merge their answers", ("mixture_of_agents",)),
     "skills": Toolset("Read and keep documents on how things are done", ("skills_list", "skill_view", "skill_manage")),
-    "memory": Toolset("Keep notes from one session to the next", ("memory",)),
-    "session_search": Toolset("Search earlier conversations", ("session_search",)),
-    "clarify": Toolset("Ask the user a question", ("clarify",)),
+    "memory": Toolset("Keep notes from one session to the next", ("memory",), on_request=True),
+    "session_search": Toolset("Search earlier conversations", ("session_search",), on_request=True),
+    "clarify": Toolset("Ask the user a question", ("clarify",), on_request=True),
     "code_execution": Toolset("Run programs that call tools", ("execute_code",)),
     "delegation": Toolset("Give parts of a task to sub-agents", ("delegate_task",)),
     "cronjob": Toolset("Run prompts at set times", ("cronjob",)),
@@ -152,9 +153,11 @@ def resolve_toolsets(
 
     None leaves out those that are there on request. Raises `ConfigError` for an unknown toolset, with the nearest name.
     """
-    if enabled is None:
-        enabled = [name for name, toolset in toolsets.items() if not toolset.on_request]
-    chosen = set().union(*(_members(name, toolsets) for name in _known(enabled, toolsets)))
+    chosen: set[str] = set()
+    if enabled is None:  # of each its own tools: what a bundle includes has a line of its own
+        chosen.update(*(toolset.tools for toolset in toolsets.values() if not toolset.on_request))
+    else:
+        chosen.update(*(_members(name, toolsets) for name in _known(enabled, toolsets)))
     removed = set().union(*(_owned(name, toolsets) for name in _known(disabled or (), toolsets)))
     in_order = dict.fromkeys(tool for toolset in toolsets.values() for tool in toolset.tools)
     return [tool for tool in in_order if tool in chosen - removed]

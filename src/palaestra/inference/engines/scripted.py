@@ -10,6 +10,7 @@ Tokens are counted by a stand-in: UTF-8 bytes of the text, divided by four and r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -76,6 +77,10 @@ class ScriptedSession:
         self._name = name
         self._policy = policy
         self._context = context
+
+    def child(self, *, number: int) -> ScriptedSession:
+        """The policy playing a sub-agent of the rollout."""
+        return ScriptedSession(self._name, self._policy, replace(self._context, branch=number))
 
     async def chat_completion(
         self,

@@ -40,7 +40,7 @@ from palaestra.rollouts.export.atif_model import (
 )
 from palaestra.rollouts.export.atif_reading import OURS, arguments_text
 from palaestra.rollouts.export.atropos import encode_line
-from palaestra.rollouts.export.base import ExportMeta, ExportReport, verdict
+from palaestra.rollouts.export.base import ExportMeta, ExportReport, apart, verdict
 from palaestra.rollouts.export.openai import remarks_on
 from palaestra.rollouts.export.speech import Call, Said, heard, own_turns, part_kind, part_text
 from palaestra.rollouts.trajectory import Group, Trajectory
@@ -96,7 +96,7 @@ def atif_document(
         extra={OURS: _facts(trajectory, meta)},
     )
     check(document)
-    return document, {*steps.remarks, *remarks_on(conversation)}
+    return document, {*steps.remarks, *remarks_on(conversation), *apart(trajectory)}
 
 
 def _facts(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:

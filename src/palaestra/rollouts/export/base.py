@@ -86,6 +86,16 @@ class Exporter(Protocol):
         ...
 
 
+def apart(trajectory: Trajectory) -> list[str]:
+    """What a format of conversations leaves out: what happened inside tool calls."""
+    remarks = []
+    if trajectory.subagents:
+        remarks.append("without the conversations of its sub-agents")
+    if trajectory.inner_calls:
+        remarks.append("without the calls that its programs made")
+    return remarks
+
+
 def verdict(trajectory: Trajectory) -> dict[str, JSON]:
     """How a rollout ended, as our record names it."""
     return {

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from palaestra.core.types import JSON, Message
 from palaestra.rollouts.export.printable import Span, printable, spans
+from palaestra.rollouts.trajectory import InnerCallRecord, Trajectory
 
 BLOCK_CHARS = 100_000
 """How much of one text a page shows: more than anyone scrolls through, little enough for a browser."""
@@ -148,6 +149,30 @@ def conversation(messages: Sequence[Message], page: Page, turns: int) -> list[En
             own += 1
         entries.append(entry)
     return entries
+
+
+def inside(trajectory: Trajectory, page: Page) -> list[Entry]:
+    """What happened inside the tool calls of a rollout: the calls of its programs, its sub-agents' conversations."""
+    entries = [_program(trajectory.inner_calls, page)] if trajectory.inner_calls else []
+    for each in trajectory.every_subagent():
+        head = f"{each.goal}\n({each.outcome.value}{': ' if each.error else ''}{each.error})"
+        entries.append(Entry(f"sub-agent {each.number}, started in turn {each.turn}", content=page.block(head)))
+        entries += conversation(each.messages, page, 0)
+        if each.inner_calls:
+            entries.append(_program(each.inner_calls, page))
+    return entries
+
+
+def _program(calls: Sequence[InnerCallRecord], page: Page) -> Entry:
+    shown = [
+        Call(
+            printable(f"{call.tool[:_INLINE_CHARS]} (turn {call.turn})"),
+            page.fields(_parsed(call.arguments) or {"": call.arguments}),
+            result=_result(call.reply, page),
+        )
+        for call in calls
+    ]
+    return Entry("calls of programs", calls=shown)
 
 
 def diff_spans(text: str) -> Iterator[Span]:

@@ -20,7 +20,7 @@ import jinja2
 from markupsafe import Markup
 
 from palaestra.core.types import JSON
-from palaestra.rollouts.export.conversation import Block, Entry, Fields, Page, as_json, conversation
+from palaestra.rollouts.export.conversation import Block, Entry, Fields, Page, as_json, conversation, inside
 from palaestra.rollouts.export.printable import printable
 from palaestra.rollouts.metrics import Figures
 from palaestra.rollouts.tally import duration
@@ -109,7 +109,7 @@ def _rollout_view(group: Group, trajectory: Trajectory, page: Page) -> RolloutVi
     return RolloutView(
         anchor=f"r{group.number}-{trajectory.index}",
         record=trajectory,
-        entries=conversation(trajectory.messages, page, len(trajectory.turns)),
+        entries=[*conversation(trajectory.messages, page, len(trajectory.turns)), *inside(trajectory, page)],
         error=page.block(trajectory.error) if trajectory.error else None,
         strip=_strip(trajectory.beside.stages),
         metrics=[(printable(name), f"{value:g}") for name, value in trajectory.metrics.items()],

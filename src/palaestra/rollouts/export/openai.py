@@ -15,7 +15,7 @@ from typing import IO
 
 from palaestra.core.types import JSON, Message
 from palaestra.rollouts.export.atropos import encode_line
-from palaestra.rollouts.export.base import ExportMeta, ExportReport
+from palaestra.rollouts.export.base import ExportMeta, ExportReport, apart
 from palaestra.rollouts.export.speech import Said, heard, unanswered
 from palaestra.rollouts.trajectory import Group, Trajectory
 
@@ -39,7 +39,7 @@ class OpenAIExporter:
                 messages = [openai_message(message) for message in conversation]
                 line = {"messages": messages, "tools": group.tools} | facts(trajectory, meta)
                 out.write(encode_line(line))
-                report.wrote([*remarks_on(conversation), *_lost(conversation)])
+                report.wrote([*remarks_on(conversation), *_lost(conversation), *apart(trajectory)])
         return report
 
 

@@ -16,7 +16,7 @@ from typing import IO
 
 from palaestra.core.types import JSON
 from palaestra.rollouts.export.atropos import encode_line
-from palaestra.rollouts.export.base import ExportMeta, ExportReport
+from palaestra.rollouts.export.base import ExportMeta, ExportReport, apart
 from palaestra.rollouts.export.openai import facts, remarks_on
 from palaestra.rollouts.export.speech import Call, Said, heard
 from palaestra.rollouts.trajectory import Group
@@ -59,7 +59,7 @@ class ShareGPTExporter:
                     continue
                 line = {"conversations": turns, "tools": _json(group.tools)} | facts(trajectory, meta)
                 out.write(encode_line(line))
-                report.wrote([*remarks, *remarks_on(conversation)])
+                report.wrote([*remarks, *remarks_on(conversation), *apart(trajectory)])
         return report
 
 

@@ -11,42 +11,6 @@ _DOMAIN = text("A kind of entity, such as light, switch or climate.")
 
 ASSISTANT = (
     absent(
-        "memory",
-        "memory",
-        "this version keeps nothing from one session to the next, and a rollout never may",
-        "Keep notes that later sessions see: on the work (`memory`) or on the user (`user`).",
-        {
-            "action": text("What to do with the notes.", "add", "replace", "remove"),
-            "target": text("Which notes.", "memory", "user"),
-            "content": text("The note, for add and replace."),
-            "old_text": text("A part of the note that replace and remove are about; it must name exactly one."),
-        },
-        ("action", "target"),
-    ),
-    absent(
-        "session_search",
-        "session_search",
-        "this version keeps no earlier sessions, and a rollout never sees any",
-        "Search earlier conversations. The reply sums up those that fit best.",
-        {
-            "query": text("What to look for: words that were said."),
-            "role_filter": text("Only messages of these roles, separated by commas."),
-            "limit": number("How many conversations, at most.", default=3, minimum=1),
-        },
-        ("query",),
-    ),
-    absent(
-        "clarify",
-        "clarify",
-        "there is no user to ask in this version",
-        "Ask the user a question and wait for the answer.",
-        {
-            "question": text("The question."),
-            "choices": texts("Answers to choose from; the user may also give another one.", maxItems=4),
-        },
-        ("question",),
-    ),
-    absent(
         "skills_list",
         "skills",
         _NO_SKILLS,

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import WORKSPACE, ExecutionResult, Slot
+from palaestra.tools.approval import Approvals
 from palaestra.tools.builtin import background
 from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
@@ -61,6 +62,8 @@ def clamp_timeout(timeout_s: float) -> float:
 
 async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Run `command`; the reply has `output`, `exit_code` and `error` (null unless something stopped the command)."""
+    if (refusal := await run.state(Approvals).refusal(arguments["command"], run.task_id)) is not None:
+        return {**_reply("", -1, refusal), "status": "blocked"}
     if arguments.get("background"):
         return await background.start(arguments, run)
     misplaced = [name for name in background.ONLY_WITH_BACKGROUND if arguments.get(name)]
@@ -79,19 +82,23 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
 
 async def reply_to(slot: Slot, result: ExecutionResult, timeout_s: float) -> dict[str, JSON]:
     """What the model reads of a command that has run: bounded, with true totals."""
-    output, extra = await _bounded(slot, result)
-    return {**_reply(output, result.exit_code, _stopped(result, timeout_s)), **extra}
-
-
-async def _bounded(slot: Slot, result: ExecutionResult) -> tuple[str, dict[str, JSON]]:
-    """The output as the reply holds it, and what the reply says about output that was cut."""
-    text = result.output
-    if len(text) <= MAX_OUTPUT_CHARS and not result.metadata.get("truncated"):
-        return text, {}
+    kept = None
     if result.metadata.get("truncated"):
         names = ("output_total_bytes", "full_output_path", "full_output_bytes")
         kept = {name: result.metadata[name] for name in names if name in result.metadata}
-        return cut(text, f"{kept['output_total_bytes']} bytes"), kept
+    output, extra = await bounded(slot, result.output, kept)
+    return {**_reply(output, result.exit_code, _stopped(result, timeout_s)), **extra}
+
+
+async def bounded(slot: Slot, text: str, kept: Mapping[str, JSON] | None) -> tuple[str, dict[str, JSON]]:
+    """Output as a reply holds it, and what the reply says about output that was cut.
+
+    `kept` is what there is to say where `text` is not all of it: `output_total_bytes`, and where the rest is.
+    """
+    if kept is not None:
+        return cut(text, f"{kept['output_total_bytes']} bytes"), dict(kept)
+    if len(text) <= MAX_OUTPUT_CHARS:
+        return text, {}
     totals: dict[str, JSON] = {"output_total_chars": len(text)}
     path = await _spill(slot, text)
     if path is not None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import WORKSPACE, Shell, Slot
+from palaestra.tools.approval import Approvals
 from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, clamp_timeout, reply_to
 from palaestra.tools.schema import FunctionTool, ToolReply, ToolRun, ToolSchema
 
@@ -57,6 +58,8 @@ class StatefulShell:
 async def run_terminal_stateful(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Run `command`; the reply is that of `terminal`, and `shell_restarted` where that happened."""
     timeout_s = clamp_timeout(arguments.get("timeout", run.timeout_s))
+    if (refusal := await run.state(Approvals).refusal(arguments["command"], run.task_id)) is not None:
+        return {"output": "", "exit_code": -1, "error": refusal, "status": "blocked"}
     slot = await run.slot()
     shell = await run.state(StatefulShell).of(slot)
     result = await shell.run(arguments["command"], timeout_s=timeout_s, max_output_bytes=MAX_KEPT_BYTES)

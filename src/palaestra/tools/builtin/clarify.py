@@ -1,0 +1,60 @@
+"""The `clarify` tool: a question to the user, whoever that is.
+
+Who is asked is for whoever runs the agent to say, by sharing a `User` with its tools: a chat asks the person, an
+environment its simulated user. Where nobody has, the model is told to decide itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from palaestra.core.types import JSON
+from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+
+MAX_CHOICES = 4
+
+Ask: TypeAlias = Callable[[str, Sequence[str]], Awaitable[str | None]]
+"""`await ask(question, choices)` gives what the user says, one of the choices or not; None: no answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """Who answers the questions of one agent; None where there is nobody."""
+
+    ask: Ask | None = None
+
+
+SCHEMA = ToolSchema(
+    name="clarify",
+    description=(
+        "Ask the user a question and wait for the answer. Use it where what is wanted can be understood in ways that "
+        "lead to different work, or before something that cannot be undone; not for what you can find out yourself."
+    ),
+    parameters={
+        "question": {"type": "string", "minLength": 1, "description": "The question."},
+        "choices": {
+            "type": "array",
+            "items": {"type": "string"},
+            "maxItems": MAX_CHOICES,
+            "description": "Answers to choose from; the user may also give another one.",
+        },
+    },
+    required=("question",),
+)
+
+
+async def run_clarify(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    """Ask `question`; the reply has it with `user_response`."""
+    ask = run.state(User).ask
+    if ask is None:
+        raise ToolMistake("There is nobody to ask here. Decide yourself, and say what you took for granted")
+    choices = arguments.get("choices") or []
+    answer = await ask(arguments["question"], choices)
+    if answer is None:
+        raise ToolMistake("The user did not answer. Decide yourself, and say what you took for granted")
+    return {"question": arguments["question"], "choices_offered": choices, "user_response": answer}
+
+
+CLARIFY = FunctionTool(schema=SCHEMA, run=run_clarify, toolset="clarify", touches_world=True, world_session="clarify")

@@ -1,0 +1,94 @@
+"""The `delegate_task` tool: work for sub-agents, which have a conversation of their own and report what came of it.
+
+What a sub-agent is stands in `agent/subagents.py`; here is what the model says and reads. A sub-agent sees nothing of
+this conversation but its goal and context, and works in the same slot with the same files and background processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from palaestra.core.types import JSON, Outcome
+from palaestra.tools.delegation import Assignment, Delegation, Report
+from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+
+MAX_TASKS = 3
+"""How many sub-agents one call may start; they work at the same time."""
+
+_PART: Mapping[str, JSON] = {
+    "goal": {
+        "type": "string",
+        "minLength": 1,
+        "description": "What to do, complete in itself: the sub-agent sees nothing of this conversation.",
+    },
+    "context": {"type": "string", "description": "What the sub-agent should know: paths, findings, limits."},
+    "toolsets": {
+        "type": "array",
+        "items": {"type": "string"},
+        "description": "The toolsets that the sub-agent has, of those that you have. Left out: all of them.",
+    },
+}
+
+SCHEMA = ToolSchema(
+    name="delegate_task",
+    description=(
+        "Give work to sub-agents that have a conversation of their own and report what came of it: one `goal`, or up "
+        f"to {MAX_TASKS} `tasks` that are done at the same time. Use it for work that can be told in a few sentences "
+        "and whose details you need not read. They share your files and background processes, cannot ask you anything, "
+        "and you read only their last words."
+    ),
+    parameters={
+        **_PART,
+        "tasks": {
+            "type": "array",
+            "items": {"type": "object", "properties": dict(_PART), "required": ["goal"]},
+            "minItems": 1,
+            "maxItems": MAX_TASKS,
+            "description": "Several pieces of work that do not need each other.",
+        },
+        "model": {"type": "string", "description": "Sub-agents use the model of this conversation; leave it out."},
+        "max_iterations": {
+            "type": "integer",
+            "minimum": 1,
+            "description": "How many model calls each sub-agent may make. Left out, and at most: as many as you.",
+        },
+    },
+)
+
+
+async def run_delegate_task(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    """Have `goal` or `tasks` done; the reply has one of `results` for each, in order."""
+    work = run.state(Delegation).work
+    if work is None:
+        raise ToolMistake("There are no sub-agents here. Do it yourself")
+    if arguments.get("model"):
+        raise ToolMistake("Sub-agents use the model of this conversation; leave model out. Nothing was started")
+    assignments = _assignments(arguments)
+    reports = await work(assignments)
+    return {"results": [_result(index, report) for index, report in enumerate(reports)]}
+
+
+def _assignments(arguments: Mapping[str, JSON]) -> Sequence[Assignment]:
+    if ("goal" in arguments) == ("tasks" in arguments):
+        raise ToolMistake("Give one goal, or tasks, and not both. Nothing was started")
+    parts = arguments.get("tasks") or [arguments]
+    return [
+        Assignment(
+            part["goal"],
+            part.get("context", ""),
+            None if part.get("toolsets") is None else tuple(part["toolsets"]),
+            arguments.get("max_iterations"),
+        )
+        for part in parts
+    ]
+
+
+def _result(index: int, report: Report) -> dict[str, JSON]:
+    done = report.outcome == Outcome.NATURAL
+    result: dict[str, JSON] = {"task_index": index, "status": "completed" if done else "stopped"}
+    if not done:
+        result |= {"outcome": report.outcome, "error": report.error or None}
+    return {**result, "summary": report.summary, "api_calls": report.turns, "tool_calls": report.tool_calls}
+
+
+DELEGATE_TASK = FunctionTool(schema=SCHEMA, run=run_delegate_task, toolset="delegation")

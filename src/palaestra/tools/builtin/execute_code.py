@@ -1,0 +1,203 @@
+"""The `execute_code` tool: a Python program in the rollout's slot that calls the agent's other tools as functions.
+
+For work that takes many calls and little thought: the program loops, filters and counts, and the model reads only what
+it prints. Not a notebook: every program starts anew. A call that a program makes is checked, run and limited as one of
+the model's own, and is recorded with the turn; the program has no other way to anything outside its slot.
+
+Invariant: output, calls and time are bounded whatever the program does; nothing that it sends is believed unchecked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+
+from palaestra.core.errors import SandboxError
+from palaestra.core.types import JSON
+from palaestra.sandbox.base import WORKSPACE, Process, Slot
+from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, bounded, clamp_timeout
+from palaestra.tools.inside import Inside
+from palaestra.tools.programs.channel import MAX_REQUEST_BYTES, BrokenChannel, Channel
+from palaestra.tools.programs.modules import MODULE, module_text
+from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+
+MAX_CALLS = 50
+"""How many calls one program may make."""
+
+FOLDER = "/tmp/execute_code"  # noqa: S108 - a path inside the slot, which nobody else shares
+NOT_FROM_PROGRAMS = frozenset({"execute_code", "delegate_task", "clarify"})
+"""Tools that start something of their own, or wait for a person: a program cannot call them."""
+
+_CLEAN_UP_S = 10.0
+_CUT_OFF = "The program was ended together with what carries its calls."
+_NOT_FOUND = 127
+_START = """\
+folder="$TMPDIR/{name}"
+[ -d "$folder" ] || folder=/tmp/{name}
+command -v python3 > /dev/null || exit 127
+exec python3 -I -S "$folder/supervisor.py" "$folder"
+"""
+"""In rungs without a file system of their own, what the slot's file channel calls /tmp is $TMPDIR to its commands."""
+
+SCHEMA = ToolSchema(
+    name="execute_code",
+    description=(
+        "Run a Python program in the sandbox that can call your other tools as functions, and return what it printed "
+        "with its exit code. Use it where many calls or much output would be between you and an answer: loop, filter "
+        f"and count there, and print only what you need. `from {MODULE} import terminal, read_file` gives functions "
+        "with the parameters of your tools; each returns what the tool replies, a dict with the same keys (`error` "
+        f"where it failed) or text. At most {MAX_CALLS} calls. Every program starts anew in {WORKSPACE}, without "
+        "stdin; files stay, variables do not."
+    ),
+    parameters={
+        "code": {"type": "string", "description": "The program."},
+        "timeout": {
+            "type": "integer",
+            "description": (
+                "Time limit in seconds, 1 to 600, for the program with all its calls. At the limit it is killed and "
+                "its output up to then is returned with exit code 124. Leave it out for the usual limit."
+            ),
+        },
+    },
+    required=("code",),
+)
+
+
+@dataclass(slots=True)
+class Programs:
+    """How many programs a rollout has run: their folders are numbered, so that equal rollouts see equal paths."""
+
+    numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+
+@dataclass(slots=True)
+class _Calls:
+    """The calls of one program."""
+
+    run: ToolRun
+    made: int = 0
+
+    async def answer(self, request: bytes | None) -> bytes:
+        """Run one call and give the frame's answer. Raises `PalaestraError` as the tool does."""
+        if request is None:
+            return _refused(f"the arguments of a call may have {MAX_REQUEST_BYTES} bytes at most")
+        try:
+            asked = json.loads(request)
+            name, arguments = str(asked["tool"]), asked["arguments"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return _refused("this is no call")
+        if self.made >= MAX_CALLS:
+            return _refused(f"a program may make {MAX_CALLS} calls at most; nothing was run")
+        self.made += 1
+        reply = await self._reply(name, arguments)
+        self.run.state(Inside).called(name, arguments, reply)
+        return json.dumps({"reply": reply if isinstance(reply, str) else dict(reply)}).encode()
+
+    async def _reply(self, name: str, arguments: JSON) -> ToolReply:
+        if name in NOT_FROM_PROGRAMS:
+            return {"error": f"{name} cannot be called by a program; call it yourself."}
+        if not isinstance(arguments, dict):
+            return {"error": "Invalid arguments: expected a JSON object."}
+        return await self.run.call(name, arguments)
+
+
+async def run_execute_code(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    """Run `code`; the reply has `output`, `exit_code`, `error` and `tool_calls_made`."""
+    timeout_s = clamp_timeout(arguments.get("timeout", run.timeout_s))
+    slot, calls = await run.slot(), _Calls(run)
+    folder = f"{FOLDER}/{next(run.state(Programs).numbers)}"
+    process: Process | None = None
+    channel: Channel | None = None
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            await _write(slot, folder, str(arguments["code"]), run)
+            process = await _start(slot, folder)
+            channel = Channel(process, MAX_KEPT_BYTES)
+            status = await channel.serve(calls.answer)
+            code, error = (status, None) if status is not None else (await _own_end(process), _CUT_OFF)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        code, error = 124, f"The program took longer than {timeout_s:g}s and was killed with all it had started."
+    except BrokenChannel as problem:
+        code, error = -1, f"The program was ended: its channel for calls carried {problem}."
+    finally:
+        await _clean_up(slot, folder, process)
+    output, more = await bounded(slot, _text(channel), _totals(channel))
+    return {"output": output, "exit_code": code, "error": error, "tool_calls_made": calls.made, **more}
+
+
+async def _write(slot: Slot, folder: str, code: str, run: ToolRun) -> None:
+    """Put the program into the slot, with the module and what runs it. Raises `ToolMistake` where that cannot be."""
+    callable_ones = [schema for schema in run.schemas() if schema.name not in NOT_FROM_PROGRAMS]
+    supervisor = files("palaestra.tools.programs").joinpath("supervisor.py").read_text(encoding="utf-8")
+    module = module_text(callable_ones)
+    try:
+        for name, text in (("program.py", code), (f"{MODULE}.py", module), ("supervisor.py", supervisor)):
+            await slot.write_bytes(f"{folder}/{name}", text.encode("utf-8", "replace"))
+    except SandboxError:
+        raise
+    except OSError as error:
+        raise ToolMistake(f"The program could not be written into the sandbox: {error}; nothing was run") from None
+
+
+async def _start(slot: Slot, folder: str) -> Process:
+    try:
+        return await slot.spawn(_START.format(name=folder.removeprefix("/tmp/")), cwd=WORKSPACE)  # noqa: S108
+    except SandboxError:
+        raise
+    except OSError as error:
+        raise ToolMistake(f"The program could not be started: {error}; nothing was run") from None
+
+
+async def _own_end(process: Process) -> int:
+    """How the supervisor itself ended, where it told nothing. Raises `ToolMistake` where there is no Python."""
+    status = await process.wait()
+    if status.exit_code == _NOT_FOUND and not status.output_total_bytes:
+        raise ToolMistake("There is no python3 in this sandbox; nothing was run. Use the terminal")
+    return -1 if status.exit_code is None else status.exit_code
+
+
+def _text(channel: Channel | None) -> str:
+    if channel is None:
+        return ""
+    head, tail = channel.output.parts()
+    missing = channel.output.total - len(head) - len(tail)
+    gap = f"\n… {missing} bytes left out …\n" if missing > 0 else ""
+    return (head + gap.encode() + tail).decode(errors="replace")
+
+
+def _totals(channel: Channel | None) -> dict[str, JSON] | None:
+    """What is said of output that was not kept whole."""
+    if channel is None or not channel.output.truncated:
+        return None
+    return {"output_total_bytes": channel.output.total}
+
+
+async def _clean_up(slot: Slot, folder: str, process: Process | None) -> None:
+    """Kill what still runs and remove the program; also when the call is cancelled. A slot that is gone needs neither.
+
+    A process that the program has left behind on purpose stays, as one of a shell command does.
+    """
+
+    async def both() -> None:
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                await process.forget()
+        await slot.remove(folder)
+
+    with contextlib.suppress(SandboxError, OSError, TimeoutError):
+        async with asyncio.timeout(_CLEAN_UP_S):
+            await asyncio.shield(both())
+
+
+def _refused(why: str) -> bytes:
+    return json.dumps({"refused": why}).encode()
+
+
+EXECUTE_CODE = FunctionTool(schema=SCHEMA, run=run_execute_code, toolset="code_execution")

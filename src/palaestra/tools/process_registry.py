@@ -1,0 +1,144 @@
+"""`process_registry`: background processes by session id for synchronous code, in the shape of the contract.
+
+    session = process_registry.spawn_local("python -m http.server", task_id="t1")
+    process_registry.poll(session.id)
+
+For code written to the contract: reward functions, scripts around `handle_function_call`. It keeps nothing itself: it
+finds the registries that live in this process (each conversation has one) and asks the one that has the session. What
+the replies are stands in `processes/actions.py`.
+
+Invariant: a call runs on the loop that its registry belongs to, and blocks nobody else. It works in threads, in code
+without a loop, and in reward functions and hooks, which are bridged; in any other task of a running loop it raises
+`RuntimeError` and names the method of `ProcessRegistry` to await.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TypeAlias, TypeVar
+
+from palaestra.core.bridge import wait_for_sync
+from palaestra.core.errors import SlotLost, StaleLease
+from palaestra.processes.actions import Reply
+from palaestra.processes.base import ProcessSession
+from palaestra.processes.registry import ProcessRegistry, living, not_found
+from palaestra.sandbox.base import WORKSPACE
+from palaestra.tools.session import DEFAULT_TASK, default_session
+
+T = TypeVar("T")
+Asking: TypeAlias = Callable[[ProcessRegistry], Coroutine[object, object, T]]
+
+
+class SharedProcesses:
+    """All sessions of this process. Methods and replies are those of `ProcessRegistry`, without `await`."""
+
+    def spawn_local(
+        self,
+        command: str,
+        cwd: str | None = None,
+        task_id: str = DEFAULT_TASK,
+        session_key: str = "",
+        env_vars: Mapping[str, str] | None = None,
+        use_pty: bool = False,
+    ) -> ProcessSession:
+        """Start a command line in the slot that `handle_function_call` has for the task, made where there is none.
+
+        Raises BlockingIOError when too many of the task run, and what `Slot.spawn` and leasing a slot raise.
+        """
+        return default_session().spawn(
+            task_id, command, cwd=cwd or WORKSPACE, session_key=session_key, env=env_vars, use_pty=use_pty
+        )
+
+    def get(self, session_id: str) -> ProcessSession | None:
+        """The session of that id; None where no registry has it."""
+        found = self._find(session_id)
+        return None if found is None else found.get(session_id)
+
+    def poll(self, session_id: str) -> Reply:
+        """How it is."""
+        return self._ask(session_id, "poll", lambda registry: registry.poll(session_id))
+
+    def read_log(self, session_id: str, offset: int = 0, limit: int = 200) -> Reply:
+        """Lines of its output: the last `limit` ones, or `limit` ones after `offset`."""
+        return self._ask(session_id, "read_log", lambda registry: registry.read_log(session_id, offset, limit))
+
+    def wait(self, session_id: str, timeout: float | None = None) -> Reply:
+        """Until it has ended, or `timeout` seconds are over, 180 at most."""
+        return self._ask(session_id, "wait", lambda registry: registry.wait(session_id, timeout))
+
+    def kill_process(self, session_id: str) -> Reply:
+        """End it and all that it has started."""
+        return self._ask(session_id, "kill_process", lambda registry: registry.kill_process(session_id))
+
+    def write_stdin(self, session_id: str, data: str) -> Reply:
+        """Write to its input as it is."""
+        return self._ask(session_id, "write_stdin", lambda registry: registry.write_stdin(session_id, data))
+
+    def submit_stdin(self, session_id: str, data: str) -> Reply:
+        """Write a line to its input."""
+        return self._ask(session_id, "submit_stdin", lambda registry: registry.submit_stdin(session_id, data))
+
+    def list_sessions(self, task_id: str | None = None) -> list[Reply]:
+        """All sessions of the task, or all there are."""
+        return [each for listed in self._each("list_sessions", lambda r: r.list_sessions(task_id)) for each in listed]
+
+    def has_active_processes(self, task_id: str | None = None) -> bool:
+        """Whether any process of the task runs."""
+        return any(self._each("has_active_processes", lambda registry: registry.has_active_processes(task_id)))
+
+    def has_active_for_session(self, session_key: str) -> bool:
+        """Whether any process of that conversation runs."""
+        return any(self._each("has_active_for_session", lambda registry: registry.has_active_for_session(session_key)))
+
+    def kill_all(self, task_id: str | None = None) -> int:
+        """End every process of the task, or all there are; how many ran."""
+        return sum(self._each("kill_all", lambda registry: registry.kill_all(task_id)))
+
+    def _find(self, session_id: str) -> ProcessRegistry | None:
+        """The registry that has the session; of several, as of a run and its repetition, the one that began last."""
+        having = [(session.started_at, each) for each in living() if (session := each.get(session_id)) is not None]
+        return max(having, key=lambda pair: pair[0])[1] if having else None
+
+    def _ask(self, session_id: str, method: str, ask: Asking[Reply]) -> Reply:
+        registry = self._find(session_id)
+        if registry is None:
+            return not_found(session_id)
+        try:
+            return _wait(registry, ask, method)
+        except (SlotLost, StaleLease) as error:
+            return {"session_id": session_id, "status": "lost", "error": f"It ended with its slot: {error}."}
+
+    def _each(self, method: str, ask: Asking[T]) -> list[T]:
+        """What each registry says; one whose slot has ended has nothing to say any more."""
+        said = []
+        for registry in living():
+            with contextlib.suppress(SlotLost, StaleLease):
+                said.append(_wait(registry, ask, method))
+        return said
+
+
+process_registry = SharedProcesses()
+"""The contract's global."""
+
+
+def _wait(registry: ProcessRegistry, ask: Asking[T], method: str) -> T:
+    """Ask on the registry's own loop, also from a bridged function that runs on another one."""
+    loop = registry.loop
+    assert loop is not None  # it has had a session, or `living` would not name it
+    here = _running_loop()
+
+    async def asked() -> T:
+        if here in (None, loop):
+            return await ask(registry)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(ask(registry), loop))
+
+    return wait_for_sync(asked(), loop=here or loop, twin=f"ProcessRegistry.{method}")
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -1,0 +1,148 @@
+"""Runs one program inside a slot and carries what it prints and asks for to its host. Standard library only.
+
+    python3 -I -S supervisor.py FOLDER
+
+This file is not imported here: its text is written into the slot and runs on the slot's own Python, 3.7 or newer. The
+program is `FOLDER/program.py`; it reaches this process by a socket pair that it inherits, and this process reaches the
+host by its own standard input and output. So there is no address that anybody else could connect to.
+
+To the host go frames: a letter (`o` output, `c` a part of a request, `C` its last part, `e` the end), the payload's
+length, a newline, the payload. The host answers each but the last with a length, a newline and that many bytes before
+the next one is sent: `C` with the reply, the others with nothing. So a program that prints waits for its reader.
+
+Invariant: what the program had printed when it asked, or ended, is sent before its request, or its end.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+
+FRAME_BYTES = 32768
+"""How much one frame carries at most."""
+
+
+class Host:
+    """The host's end: frames out, answers in."""
+
+    def __init__(self) -> None:
+        self._out = os.dup(1)
+        self._in = os.fdopen(os.dup(0), "rb")
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):
+            os.dup2(nothing, standard)
+
+    def say(self, kind: bytes, payload: bytes) -> bytes:
+        """Send one frame and return what it is answered with."""
+        self.tell(kind, payload)
+        line = self._in.readline()
+        if not line:
+            raise SystemExit(1)  # the host is gone
+        return self._in.read(int(line))
+
+    def tell(self, kind: bytes, payload: bytes) -> None:
+        """Send one frame."""
+        data = kind + str(len(payload)).encode() + b"\n" + payload
+        while data:
+            data = data[os.write(self._out, data) :]
+
+
+class Program:
+    """The program as a child process, with its output and its requests."""
+
+    def __init__(self, folder: str) -> None:
+        self.requests, theirs = socket.socketpair()
+        self.output, writer = os.pipe()
+        self._woken, waker = os.pipe()
+        for end in (self.output, self._woken, waker):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(waker)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._become(folder, theirs, writer)
+        theirs.close()
+        os.close(writer)
+
+    def _become(self, folder: str, channel: socket.socket, writer: int) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for standard in (1, 2):
+            os.dup2(writer, standard)
+        channel.set_inheritable(True)
+        environment = dict(os.environ, PALAESTRA_TOOLS_FD=str(channel.fileno()), PYTHONUNBUFFERED="1")
+        os.execve(sys.executable, [sys.executable, os.path.join(folder, "program.py")], environment)  # noqa: S606
+
+    def serve(self, host: Host) -> int:
+        """Carry until the program has ended; its exit status as a shell tells it."""
+        asking = self.requests.fileno()
+        sources = [self.output, asking, self._woken]
+        while True:
+            ready = select.select(sources, [], [])[0]
+            if self._woken in ready:
+                os.read(self._woken, 512)
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self._print(host)
+                    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+            if self.output in ready and not self._print(host):
+                sources.remove(self.output)
+            if asking in ready and not self._ask(host):
+                sources.remove(asking)
+
+    def _print(self, host: Host) -> bool:
+        """Send what is in the pipe, but no more than it can hold at a time. False at its end."""
+        for _ in range(64):
+            try:
+                data = os.read(self.output, FRAME_BYTES)
+            except OSError as error:
+                if error.errno == errno.EAGAIN:
+                    return True
+                raise
+            if not data:
+                return False
+            host.say(b"o", data)
+        return True
+
+    def _ask(self, host: Host) -> bool:
+        """Carry one request to the host and its reply back. False when the program has closed its end."""
+        try:
+            length = self._exactly(4)
+            if length is None:
+                return False
+            left = struct.unpack("!I", length)[0]
+            self._print(host)
+            reply = b""
+            while True:
+                part = self._exactly(min(left, FRAME_BYTES))
+                if part is None:
+                    return False
+                left -= len(part)
+                reply = host.say(b"c" if left else b"C", part)
+                if not left:
+                    break
+            self.requests.sendall(struct.pack("!I", len(reply)) + reply)
+        except OSError:
+            return False
+        return True
+
+    def _exactly(self, count: int) -> bytes | None:
+        data = b""
+        while len(data) < count:
+            more = self.requests.recv(count - len(data))
+            if not more:
+                return None
+            data += more
+        return data
+
+
+if __name__ == "__main__":
+    HOST = Host()
+    STATUS = Program(sys.argv[1]).serve(HOST)
+    HOST.tell(b"e", str(STATUS).encode())

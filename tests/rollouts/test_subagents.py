@@ -1,0 +1,326 @@
+"""Rollouts that give work to sub-agents: exact tokens, records, replay and limits, with the real loop throughout."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from toy import ADD, Sums, services
+
+from palaestra.agent.budget import Budget
+from palaestra.agent.result import AgentResult
+from palaestra.agent.subagents import SYSTEM_PROMPT
+from palaestra.core.clock import ManualClock
+from palaestra.core.errors import EngineUnavailable
+from palaestra.core.types import JSON, Blame, Outcome, Task
+from palaestra.inference.base import ChatServer, Engine, Sampled, SessionContext
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engines.scripted import ScriptedEngine
+from palaestra.inference.managed import ManagedChat
+from palaestra.inference.templates import ChatFormat
+from palaestra.inference.toy import toy_logprob, toy_tokenizer
+from palaestra.rollouts.base import AgentSettings, Kit
+from palaestra.rollouts.export.atif import AtifExporter
+from palaestra.rollouts.export.atropos import GroupsFile
+from palaestra.rollouts.export.base import ExportMeta
+from palaestra.rollouts.export.conversation import Page, inside
+from palaestra.rollouts.export.openai import OpenAIExporter
+from palaestra.rollouts.export.recording import Recording
+from palaestra.rollouts.export.rows import exported_rows
+from palaestra.rollouts.export.sharegpt import ShareGPTExporter
+from palaestra.rollouts.journal import RolloutEnded, RunStarted, read_groups, read_journal
+from palaestra.rollouts.replay import Comparison, Playback
+from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.runner import Runner
+from palaestra.rollouts.trajectory import Trajectory
+from palaestra.rollouts.verification import RunVerdict, verify_run
+from palaestra.tools.builtin.delegate_task import DELEGATE_TASK
+from palaestra.tools.builtin.todo import TODO
+from palaestra.tools.registry import ToolRegistry
+
+Speaks = Callable[[str, int], str | None]
+"""What is said in a conversation that began with the user's text, after so many replies; None is no answer ever."""
+
+
+class Delegating(Sums):
+    """Sums whose agents may give work away."""
+
+    def __init__(self, settings: AgentSettings | None = None) -> None:
+        super().__init__(tasks=1)
+        self._settings = settings or AgentSettings()
+
+    @property
+    def agent(self) -> AgentSettings:
+        return self._settings
+
+    def kit(self, task: Task, rng: random.Random) -> Kit:
+        return Kit(ToolRegistry([ADD, TODO, DELEGATE_TASK]), ("arithmetic", "todo", "delegation"))
+
+
+def called(name: str, **arguments: JSON) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def two_parts(first: str, turn: int) -> str:
+    """The agent gives two sums away and then adds what came back; each sub-agent calls the tool and reports."""
+    if (part := re.match(r"part (\d)", first)) is not None:
+        number = int(part[1])
+        return called("add", a=number, b=10) if turn == 0 else f"it is {number + 10}"
+    parts = [{"goal": "part 1"}, {"goal": "part 2", "context": "with care"}]
+    return [called("delegate_task", tasks=parts), called("add", a=11, b=12), "done"][turn]
+
+
+TEXTS = ['part 1 with care it is 11 done <tool_call> {"name": "add", "arguments": {"a": 1}} delegate_task tasks goal']
+TOKENIZER = toy_tokenizer(TEXTS * 5)
+FORMAT = ChatFormat(TOKENIZER)
+_USER = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
+
+
+class Exact:
+    """An engine that knows the conversation from its tokens alone."""
+
+    name = "exact"
+
+    def __init__(self, speaks: Speaks = two_parts) -> None:
+        self._speaks = speaks
+
+    async def start(self) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+    def session(self, context: SessionContext) -> ChatServer:
+        return ManagedChat(self, FORMAT, "hermes", clock=ManualClock())
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        text = TOKENIZER.decode(list(input_ids), skip_special_tokens=False)
+        turn = text.count("<|im_start|>assistant") - 1
+        user = _USER.findall(text)[0]
+        await asyncio.sleep(0)  # others take their turn
+        said = self._speaks(user, turn)
+        if said is None:
+            await asyncio.Event().wait()
+        ids = [*TOKENIZER.encode(said or ""), TOKENIZER.stop_ids[0]]
+        return Sampled(ids, [toy_logprob(number, len(input_ids) + at) for at, number in enumerate(ids)], "stop")
+
+
+def scripted(policy: Playback) -> Engine:
+    return ScriptedEngine(APIServerConfig(server_type="scripted", model_name="playback"), policy)
+
+
+def roll_out(folder: Path, engine: Engine, env: Delegating | None = None) -> list[Trajectory]:
+    async def scenario() -> None:
+        shared = replace(services(folder, group_size=1), engine=engine)
+        shared.journal.append(RunStarted(at=0.0, run_id="run", env="sums", model="exact", seed=0))
+        with GroupsFile(folder / "groups.jsonl", env="sums", model="exact") as groups:
+            await Runner(env or Delegating(), shared, on_group=groups.add).run()
+        shared.journal.close()
+
+    folder.mkdir(exist_ok=True)
+    asyncio.run(scenario())
+    return [one for group in read_groups(folder / "journal.jsonl") for one in group.trajectories]
+
+
+def verified(folder: Path) -> RunVerdict:
+    return verify_run(folder / "journal.jsonl", folder / "groups.jsonl")
+
+
+def replies(trajectory: Trajectory) -> list[JSON]:
+    """What the tools said to the rollout's own agent."""
+    return [json.loads(str(message["content"])) for message in trajectory.messages if message["role"] == "tool"]
+
+
+def test_tokens_of_sub_agents_are_segments_of_the_same_ledger(tmp_path: Path) -> None:
+    (trajectory,) = roll_out(tmp_path, Exact())
+    assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.NATURAL, 3)
+    assert replies(trajectory)[0] == {
+        "results": [
+            {"task_index": 0, "status": "completed", "summary": "it is 11", "api_calls": 2, "tool_calls": 1},
+            {"task_index": 1, "status": "completed", "summary": "it is 12", "api_calls": 2, "tool_calls": 1},
+        ]
+    }
+    first, second = trajectory.subagents
+    assert (first.number, first.turn, first.goal, first.segments) == (1, 1, "part 1", [1])
+    assert (second.number, second.turn, second.segments) == (2, 1, [2])
+    assert second.messages[:2] == [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": "part 2\n\nwith care"},
+    ]
+    assert [message["role"] for message in first.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert trajectory.completion_tokens == sum(
+        turn.completion_tokens for each in (trajectory, first, second) for turn in each.turns
+    )
+
+    verdict = verified(tmp_path)
+    assert verdict.ok, verdict.violation
+    assert (verdict.turns, verdict.segments, verdict.reasons) == (7, 3, {"subagent": 2})
+    rows = exported_rows(trajectory)
+    assert [row.reason for row in rows] == ["start", "subagent", "subagent"]
+    said = [
+        TOKENIZER.decode([token for token, on in zip(row.completion_ids, row.mask, strict=True) if on]) for row in rows
+    ]
+    assert [text.count("<|im_end|>") for text in said] == [3, 2, 2]
+    assert ("it is 11" in said[1], "it is 12" in said[2], "it is" in said[0]) == (True, True, False)
+    assert sum(sum(row.mask) for row in rows) == trajectory.completion_tokens, "each once (T3)"
+
+
+def test_a_spoiled_record_of_a_sub_agent_is_found(tmp_path: Path) -> None:
+    def spoil(change: Callable[[Trajectory], None]) -> str:
+        roll_out(tmp_path, Exact())
+        encoded = []
+        for event in read_journal(tmp_path / "journal.jsonl"):
+            if isinstance(event, RolloutEnded):
+                change(event.trajectory)
+            encoded.append(msgspec.json.encode(event))
+        (tmp_path / "journal.jsonl").write_bytes(b"\n".join(encoded) + b"\n")
+        found = verified(tmp_path).violation
+        (tmp_path / "journal.jsonl").unlink()
+        (tmp_path / "groups.jsonl").unlink()
+        return found
+
+    def other_count(trajectory: Trajectory) -> None:
+        trajectory.subagents[0].turns[0].completion_tokens += 1
+
+    def others_segment(trajectory: Trajectory) -> None:
+        trajectory.subagents[0].segments = [0]
+
+    def twice(trajectory: Trajectory) -> None:
+        trajectory.subagents[1].segments = [1]
+
+    assert "turn 1 of sub-agent 1" in spoil(other_count)
+    assert "is not in the ledger" in spoil(others_segment)
+    assert "segment 1 is told to be of two sub-agents" in spoil(twice)
+
+
+def test_a_run_with_sub_agents_is_played_again(tmp_path: Path) -> None:
+    (recorded,) = roll_out(tmp_path / "first", Exact())
+    playback = Playback(Recording(tmp_path / "first/journal.jsonl"))
+    (replayed,) = roll_out(tmp_path / "second", scripted(playback))
+    assert replayed.messages == recorded.messages
+    assert [each.messages for each in replayed.subagents] == [each.messages for each in recorded.subagents]
+    comparison = Comparison()
+    comparison.add(*(next(iter(read_groups(tmp_path / name / "journal.jsonl"))) for name in ("first", "second")))
+    assert (comparison.ok, comparison.rate) == (True, 1.0)
+
+
+def test_a_page_shows_them_and_what_leaves_them_out_says_so(tmp_path: Path) -> None:
+    (trajectory,) = roll_out(tmp_path, Exact())
+    entries = inside(trajectory, Page())
+    assert [entry.role for entry in entries if entry.role.startswith("sub-agent")] == [
+        "sub-agent 1, started in turn 1",
+        "sub-agent 2, started in turn 1",
+    ]
+    assert [call.name for entry in entries for call in entry.calls] == ["add", "add"]
+    group = next(iter(read_groups(tmp_path / "journal.jsonl")))
+    for exporter in (OpenAIExporter(), ShareGPTExporter(), AtifExporter()):
+        report = exporter.export([group], io.BytesIO(), ExportMeta(everything=True))
+        assert report.remarks["without the conversations of its sub-agents"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({}, "Give one goal, or tasks"),
+        ({"goal": "x", "tasks": [{"goal": "y"}]}, "Give one goal, or tasks"),
+        ({"goal": "x", "model": "another"}, "leave model out"),
+        ({"goal": "x", "toolsets": ["terminall"]}, "Unknown toolset 'terminall'. Did you mean 'terminal'"),
+        ({"tasks": [{"goal": "x"}] * 4}, "Invalid arguments"),
+        ({"tasks": [{"context": "x"}]}, "Invalid arguments"),
+    ],
+)
+def test_what_cannot_be_given_away_is_told(tmp_path: Path, arguments: JSON, error: str) -> None:
+    def speaks(first: str, turn: int) -> str:
+        return [called("delegate_task", **arguments), "done"][turn]
+
+    (trajectory,) = roll_out(tmp_path, Exact(speaks))
+    assert error in replies(trajectory)[0]["error"]
+    assert trajectory.subagents == []
+
+
+def test_a_sub_agent_has_the_tools_it_was_given_and_none_to_give_away(tmp_path: Path) -> None:
+    def speaks(first: str, turn: int) -> str:
+        if first == "mine":
+            return [called("todo"), called("add", a=1, b=1), called("delegate_task", goal="deeper"), "end"][turn]
+        if first == "all":
+            return [called("add", a=2, b=2), "end"][turn]
+        parts = [{"goal": "mine", "toolsets": ["todo"]}, {"goal": "all"}]
+        return [called("delegate_task", tasks=parts), "done"][turn]
+
+    (trajectory,) = roll_out(tmp_path, Exact(speaks))
+    mine, everything = trajectory.subagents
+    assert [error.error for error in mine.tool_errors] == [
+        "Unknown tool 'add'. Available tools: ['todo']",
+        "Unknown tool 'delegate_task'. Available tools: ['todo']",
+    ]
+    assert everything.tool_errors == []
+    assert {"result": 4} in [json.loads(str(m["content"])) for m in everything.messages if m["role"] == "tool"]
+
+
+def test_the_worlds_failure_in_a_sub_agent_is_the_rollouts(tmp_path: Path) -> None:
+    def speaks(first: str, turn: int) -> str:
+        if first == "breaks":
+            raise EngineUnavailable("no answer")
+        if first == "goes on":
+            return called("todo")
+        return called("delegate_task", tasks=[{"goal": "goes on"}, {"goal": "breaks"}])
+
+    (trajectory,) = roll_out(tmp_path, Exact(speaks))
+    assert (trajectory.outcome, trajectory.reward, trajectory.blame) == (Outcome.API_ERROR, None, Blame.ENGINE)
+    assert [each.outcome for each in trajectory.subagents] == [Outcome.CANCELLED, Outcome.API_ERROR]
+    assert "Not finished" in str(trajectory.messages[-1]["content"])
+
+
+def test_limits_of_the_rollout_hold_for_all_together(tmp_path: Path) -> None:
+    def speaks(first: str, turn: int) -> str:
+        if first.startswith("on and on"):
+            return called("todo")
+        return called("delegate_task", tasks=[{"goal": "on and on"}, {"goal": "on and on 2"}])
+
+    (trajectory,) = roll_out(tmp_path, Exact(speaks), Delegating(AgentSettings(budget=Budget(turns=10))))
+    assert [len(each.turns) for each in trajectory.subagents] == [4, 4, 0, 0]
+    assert {each.outcome for each in trajectory.subagents} == {Outcome.BUDGET}
+    (reply, *_) = replies(trajectory)
+    assert [each["status"] for each in reply["results"]] == ["stopped", "stopped"]
+    assert (len(trajectory.turns), trajectory.outcome) == (2, Outcome.BUDGET)
+
+
+def test_max_iterations_is_a_limit_below_the_agents_own(tmp_path: Path) -> None:
+    def speaks(first: str, turn: int) -> str:
+        if first == "long":
+            return called("todo")
+        return [called("delegate_task", goal="long", max_iterations=most) for most in (2, 50)][turn]
+
+    (trajectory,) = roll_out(tmp_path, Exact(speaks), Delegating(AgentSettings(max_turns=2)))
+    assert [len(each.turns) for each in trajectory.subagents] == [2, 2]
+    assert replies(trajectory)[0]["results"][0]["outcome"] == "max_turns"
+
+
+def test_numbers_go_on_where_a_conversation_does(tmp_path: Path) -> None:
+    class Continued(Delegating):
+        async def act(self, rollout: Rollout) -> AgentResult:
+            await rollout.run_agent()
+            return await rollout.go_on({"role": "user", "content": "more"})
+
+    def speaks(first: str, turn: int) -> str:
+        return "end" if first.startswith("part") or turn % 2 else called("delegate_task", goal=f"part {turn}")
+
+    (trajectory,) = roll_out(tmp_path, Exact(speaks), Continued())
+    assert [(each.number, each.turn) for each in trajectory.subagents] == [(1, 1), (2, 3)]
+    assert verified(tmp_path).ok
+
+
+def test_the_wall_clock_of_the_rollout_ends_its_sub_agents(tmp_path: Path) -> None:
+    def speaks(first: str, turn: int) -> str | None:
+        return None if first == "hangs" else called("delegate_task", goal="hangs")
+
+    (trajectory,) = roll_out(tmp_path, Exact(speaks), Delegating(AgentSettings(budget=Budget(wall_s=0.2))))
+    assert trajectory.outcome is Outcome.BUDGET
+    assert [each.outcome for each in trajectory.subagents] == [Outcome.CANCELLED]
+    assert verified(tmp_path).ok
