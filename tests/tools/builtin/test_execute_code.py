@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.slots
 
 
 async def run(desk: Desk, code: str, **arguments: JSON) -> JSON:
-    return await desk.call("execute_code", code=code, **{"timeout": 8, **arguments})
+    return await desk.call("execute_code", code=code, **{"timeout": 60, **arguments})
 
 
 @pytest.mark.parametrize("rung", [Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE], ids=lambda rung: rung.label)
@@ -68,6 +70,21 @@ def test_calls_are_checked_as_a_models_are(at_desk: AtDesk) -> None:
         assert "a.txt" in said[4]
         assert "unexpected keyword argument 'mode'" in reply["output"]
         assert (reply["exit_code"], reply["tool_calls_made"]) == (1, 5)
+
+    at_desk(scenario)
+
+
+def test_the_printed_program(at_desk: AtDesk) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "tools.md").read_text()
+    program = re.search(r"```python\n(from palaestra_tools.*?)```", page, re.DOTALL)
+    assert program is not None
+
+    async def scenario(desk: Desk) -> None:
+        await desk.slot.write_text("a.txt", "first\nTODO: second\n")
+        reply = await run(desk, program[1])
+        assert (reply["exit_code"], reply["tool_calls_made"]) == (0, 2), reply
+        assert "a.txt" in reply["output"]
+        assert "1|first" in reply["output"]
 
     at_desk(scenario)
 
