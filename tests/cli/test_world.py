@@ -48,7 +48,12 @@ class Graded(HermesAgentBaseEnv):
     def format_prompt(self, item):
         return item["prompt"]
 
+    async def prepare_group(self, item, exec_tool):
+        found = await exec_tool("web_search", {"query": "owl"})
+        await exec_tool("write_file", {"path": "owl.txt", "content": found.output})
+
     async def compute_reward(self, item, result, ctx):
+        assert "The owl" in ctx.read_file("owl.txt")["content"]
         first, second = ctx.web_search("heron"), ctx.web_search("heron")
         return float(first == second and first["data"]["web"][0]["title"] == "The heron")
 
@@ -154,10 +159,10 @@ def test_a_shared_recording_is_filled_by_the_runs_that_use_it(folder: Path, engi
 
 
 @pytest.mark.slots
-def test_what_a_reward_function_looks_up_plays_again_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_hooks_look_up_with_tools_plays_again_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Site(searxng()) as engine:
         code, made = run(folder, "--env.web_urls", f"searxng={engine.url}", env="graded_env.py")
-        assert len(engine.seen) == 4
+        assert len(engine.seen) == 5, "once to prepare the group, twice to score each rollout"
     assert code == 0
     assert palaestra("replay", made) == 0
     assert "rewards       2 of 2 equal" in capsys.readouterr().out

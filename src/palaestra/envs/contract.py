@@ -67,7 +67,8 @@ class ContractEnvironment(ClassEnvironment):
         @functools.cache  # one for all calls of the hook, whose shell goes on between them
         def tools() -> SlotTools:
             registry = unrestricted(self.inner.tool_kit(random.Random(0)).registry)
-            return SlotTools(registry, slot, task_id=task.id, timeout_s=self._settings.tool_timeout_s)
+            world = self.world.rollout(f"{task.id}:prepare") if self.world is not None else None
+            return SlotTools(registry, slot, task.id, timeout_s=self._settings.tool_timeout_s, world=world)
 
         exec_tool = ExecTool(slot, tools)
         await self.inner.prepare_group(task.data, exec_tool)

@@ -83,6 +83,7 @@ class _Replay:
             world = world_of_run(self.recording.path.parent)
             async with make_pool(config) as pool, closed(world):
                 environment = _playable(self.form.build(config, [server], engine))
+                environment.world = world
                 slots = (AdmittedSlots if self.settings.network else _Offline)(pool, pool.total_slots)
                 services = Services(
                     engine=engine,

@@ -106,6 +106,7 @@ async def run(
             output = _open_output(form, parsed, engine, root, reference)
             if config.world != "live":
                 world.keep(output.folder.world)
+            environment.world = world
             stream.write(f"run {output.folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")
             if weak := warning(pool.rung):
                 stream.write(f"WARNING: isolation {pool.rung.label}: {weak}\n")

@@ -25,6 +25,7 @@ from palaestra.tools.registry import ToolRegistry
 if TYPE_CHECKING:
     from palaestra.rollouts.grading import Grading
     from palaestra.rollouts.rollout import Rollout
+    from palaestra.rollouts.world.modes import RunWorld
 
 
 class Phase(StrEnum):
@@ -79,7 +80,13 @@ class Projection:
 
 
 class Environment(ABC):
-    """Where tasks come from, how a workspace is prepared, how a result is scored."""
+    """Where tasks come from, how a workspace is prepared, how a result is scored.
+
+    `world` answers for tools that touch the world when a task is prepared; a run that records it sets it. In a rollout
+    the rollout's own does.
+    """
+
+    world: RunWorld | None = None
 
     @property
     @abstractmethod

@@ -11,11 +11,12 @@ from aiohttp import web
 
 from palaestra.core.errors import ConfigError
 from palaestra.tools.web.addresses import Reachable
+from palaestra.tools.web.article import LARGE_CHARS, read_article
 from palaestra.tools.web.base import Page
 from palaestra.tools.web.fetching import MAX_BYTES, Fetched, Unreadable, fetch
 from palaestra.tools.web.reading import Fetcher, as_text
 
-from .site import Site, pages
+from .site import ARTICLE, Site, pages
 
 HERE = Reachable(["127.0.0.1"])
 
@@ -79,7 +80,7 @@ def test_what_cannot_be_read_says_why(site: Site, path: str, says: str) -> None:
 
 def test_a_pdf_that_calls_itself_something_else_is_still_one() -> None:
     with pytest.raises(Unreadable, match="PDF"):
-        as_text("u", Fetched("u", "text/plain", None, b"%PDF-1.4 \x00"))
+        asyncio.run(as_text("u", Fetched("u", "text/plain", None, b"%PDF-1.4 \x00")))
 
 
 def test_redirects_are_followed_a_few_times(site: Site) -> None:
@@ -181,3 +182,29 @@ def test_what_the_configuration_allows_is_reached_and_nothing_beside_it() -> Non
             allowed.check(address)
     with pytest.raises(ConfigError, match="web_allow"):
         Reachable(["intranet"])
+
+
+def test_a_large_page_is_read_like_a_small_one() -> None:
+    paragraphs = "".join(
+        f"<p>Paragraph {number} tells of the heron, who waits in shallow water.</p>" for number in range(40)
+    )
+    source = ARTICLE.replace("<table>", paragraphs + "<table>")
+    small = asyncio.run(read_article(source, "http://birds.example/"))
+    large = asyncio.run(
+        read_article(source.replace("<nav>", f"<nav><!-- {'x' * LARGE_CHARS} -->"), "http://birds.example/")
+    )
+    assert small == large
+    assert "Paragraph 39 tells" in small.text
+
+
+def test_a_page_that_takes_too_long_to_understand_is_read_as_plain_text() -> None:
+    source = "<title>Odd</title><script>no()</script>" + "<b>much</b> <i>ado</i> " * 10_000
+    article = asyncio.run(read_article(source, "http://odd.example/", limit_s=0.01))
+    assert article.title == "Odd"
+    assert article.text == "much ado " * 9_999 + "much ado"
+    assert "all of its text" in article.note
+
+
+@pytest.mark.parametrize("source", ["", "   ", "<html></html>", "\0", "<" * 1000, "<div>" * 100_000])
+def test_what_is_hardly_a_page_is_read_all_the_same(source: str) -> None:
+    assert asyncio.run(read_article(source, "http://odd.example/")).title == ""

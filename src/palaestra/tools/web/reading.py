@@ -1,4 +1,4 @@
-"""From what was fetched to text: pages by trafilatura (extra `web`), plain text as it is; all else is refused.
+"""From what was fetched to text: pages by their article, plain text as it is; all else is refused.
 
 Not for bounding what a model reads (`builtin/web.py`). Invariant: nothing is summarised or guessed: equal bytes give
 equal text.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import importlib
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from palaestra.tools.web.addresses import Reachable
+from palaestra.tools.web.article import read_article
 from palaestra.tools.web.base import Page, PageReader
 from palaestra.tools.web.fetching import Fetched, Unreadable, fetch, screen
 
@@ -45,8 +45,7 @@ class Fetcher:
     async def _page(self, url: str) -> Page:
         try:
             async with self.lane:
-                fetched = await fetch(url, self.reachable)
-            return await asyncio.to_thread(as_text, url, fetched)
+                return await as_text(url, await fetch(url, self.reachable))
         except Unreadable as why:
             return Page(url, error=str(why))
 
@@ -72,7 +71,7 @@ class Screened:
         return ""
 
 
-def as_text(url: str, fetched: Fetched) -> Page:
+async def as_text(url: str, fetched: Fetched) -> Page:
     """The page as text. Raises `Unreadable` for what has none."""
     kind = fetched.content_type.lower()
     if kind in _REFUSED or fetched.body.startswith(b"%PDF-"):
@@ -81,24 +80,13 @@ def as_text(url: str, fetched: Fetched) -> Page:
         kind = "text/plain"
     note = f"only its first {len(fetched.body)} bytes were read" if fetched.cut else ""
     if kind in _HTML:
-        title, content = _article(_decoded(fetched), fetched.url)
-        return Page(url, title, content, note=note)
+        article = await read_article(_decoded(fetched), fetched.url)
+        if not article.text:
+            raise Unreadable("the page has no text of its own; it may be made by scripts, which only a browser runs")
+        return Page(url, article.title, article.text, note="; ".join(filter(None, (note, article.note))))
     if kind.startswith("text/") or kind in _TEXT or kind.endswith(("+json", "+xml")):
         return Page(url, content=_pretty(kind, _decoded(fetched)), note=note)
     raise Unreadable(f"it is {kind or 'of no known kind'}, which has no text")
-
-
-def _article(source: str, url: str) -> tuple[str, str]:
-    """The title and the main text of a page, as Markdown; where no main text is found, all of it."""
-    trafilatura = importlib.import_module("trafilatura")
-    content = trafilatura.extract(
-        source, url=url, output_format="markdown", include_links=True, include_tables=True, include_comments=False
-    )
-    about = trafilatura.extract_metadata(source, default_url=url)
-    content = content or trafilatura.html2txt(source)
-    if not content:
-        raise Unreadable("the page has no text of its own; it may be made by scripts, which only a browser runs")
-    return (about.title or "" if about is not None else ""), content
 
 
 def _decoded(fetched: Fetched) -> str:
