@@ -61,9 +61,12 @@ def tool_settings() -> ToolSettings:
     """What variables of the environment say about tools, as for a run. Raises `ConfigError`."""
     from palaestra.core.config import merge
     from palaestra.envs.config import HermesAgentEnvConfig
+    from palaestra.envs.dotenv import NAME, read_dotenv
     from palaestra.envs.sources import read_environ
 
-    return merge(HermesAgentEnvConfig, [read_environ(os.environ, "env", HermesAgentEnvConfig)]).value
+    told = ((NAME, read_dotenv(Path.cwd())), ("environment", os.environ))
+    layers = [read_environ(variables, "env", HermesAgentEnvConfig, where) for where, variables in told]
+    return merge(HermesAgentEnvConfig, layers).value
 
 
 async def _of_servers(files: Iterable[Path]) -> tuple[Installed, ...]:
@@ -76,12 +79,12 @@ async def _of_servers(files: Iterable[Path]) -> tuple[Installed, ...]:
 
 def configured_servers(files: Iterable[Path]) -> dict[str, MCPServerConfig]:
     """The MCP servers of these files, with the variables they name. Raises `ConfigError`."""
-    from palaestra.tools.mcp.config import MCPServerConfig, read_servers
+    from palaestra.envs.dotenv import read_dotenv
+    from palaestra.tools.mcp.config import configured, hand_over, read_servers
 
-    configs = {name: MCPServerConfig(**each) for file in files for name, each in read_servers(file).items()}
-    for config in configs.values():
-        config.take_variables(os.environ)
-    return configs
+    servers = configured({name: each for file in files for name, each in read_servers(file).items()})
+    hand_over({**read_dotenv(Path.cwd()), **os.environ}, servers)
+    return servers
 
 
 def _schema(definition: dict[str, JSON]) -> dict[str, JSON]:

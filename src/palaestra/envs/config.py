@@ -20,7 +20,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.stages import IDLE_LIMITS
 from palaestra.tools.distributions import find_distribution
-from palaestra.tools.mcp.config import MCPServerConfig
+from palaestra.tools.mcp.config import MCPServerConfig, hand_over
 from palaestra.tools.settings import ToolSettings
 
 AVAILABLE_POOL_MODES = ("default", "local")
@@ -329,9 +329,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
 
     def take_variables(self, environ: Mapping[str, str]) -> None:
         """Hand over the environment variables that settings name. Raises `ConfigError` for one that is not set."""
-        for server in self.mcp_servers.values():
-            if server.used:
-                server.take_variables(environ)
+        hand_over(environ, self.mcp_servers)
 
     @model_validator(mode="after")
     def _rollout_cost_needs_prices(self) -> Self:

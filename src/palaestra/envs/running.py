@@ -57,6 +57,7 @@ def _report(message: str) -> None:
 def _main(environment: object, argv: Sequence[str], prog: str | None) -> int:
     form = form_of(environment)
     config, servers = form.defaults()
+    dotenv = read_dotenv(Path.cwd())
     parsed = CommandLine(
         prog=prog or f"python {Path(sys.argv[0]).name}",
         env_type=form.config_type(),
@@ -66,12 +67,12 @@ def _main(environment: object, argv: Sequence[str], prog: str | None) -> int:
         name=form.name,
         command=form.command,
         about=form.about,
-    ).parse(argv, os.environ, read_dotenv(Path.cwd()))
+    ).parse(argv, os.environ, dotenv)
     if isinstance(parsed, Answer):
         sys.stdout.write(parsed.text)
         return 0
     if isinstance(parsed.env_config, HermesAgentEnvConfig):
-        parsed.env_config.take_variables(os.environ)
+        parsed.env_config.take_variables({**dotenv, **os.environ})
     for notice in parsed.notices:
         sys.stderr.write(f"note: {notice}\n")
     return asyncio.run(run(form, parsed, reference=reference_of(environment))).exit_code

@@ -141,9 +141,9 @@ def test_a_server_that_is_not_ready_in_time_is_ended_and_its_last_words_told(tmp
 
     async def scenario() -> None:
         with pytest.raises(
-            ToolServerUnavailable, match=r"not ready after 3 s; raise its connect_timeout(?s:.*)warming up"
+            ToolServerUnavailable, match=r"not ready after 6 s; raise its connect_timeout(?s:.*)warming up"
         ):
-            async with agent_of(command=sys.executable, args=["-S", "-c", program], connect_timeout=3):
+            async with agent_of(command=sys.executable, args=["-S", "-c", program], connect_timeout=6):
                 pass
 
     asyncio.run(scenario())

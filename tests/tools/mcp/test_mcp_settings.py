@@ -8,7 +8,7 @@ import pytest
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.tools.mcp.config import MCPServerConfig, checked_names, read_servers
+from palaestra.tools.mcp.config import MCPServerConfig, checked_names, configured, hand_over, read_servers
 from palaestra.tools.mcp.server import tool_names
 from palaestra.tools.mcp.servers import MCPServers
 
@@ -36,14 +36,15 @@ def test_names_are_what_model_servers_take_and_differ() -> None:
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, JSON], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        MCPServerConfig(**settings)
+    with pytest.raises(ConfigError, match=f"MCP server 'a': .*{problem}"):
+        configured({"a": settings})
 
 
 def test_variables_are_replaced_when_they_are_used_and_recorded_by_name() -> None:
     config = MCPServerConfig(url="http://${HOST:-localhost}/", headers={"Authorization": "Bearer ${T}", "Key": "plain"})
-    with pytest.raises(ConfigError, match=r"\$\{T\} is not set"):
-        config.take_variables({})
+    with pytest.raises(ConfigError, match=r"MCP server 'a': \$\{T\} is not set"):
+        hand_over({}, {"a": config})
+    hand_over({}, {"off": config.model_copy(update={"enabled": False})})
     config.take_variables({"T": "secret", "U": "other"})
     assert config.resolved().url == "http://localhost/"
     assert config.resolved().headers["Authorization"] == "Bearer secret"

@@ -98,7 +98,7 @@ def test_a_call_that_sleeps_holds_up_no_other_and_ends_with_its_client() -> None
         assert scene.executor.queue_size() == 1
         sleeping.cancel()
         await asyncio.gather(sleeping, return_exceptions=True)
-        assert await scene.client.bash("slow", "pgrep -x sleep || echo gone") == "gone\n"
+        assert await scene.client.bash("slow", "while pgrep -x sleep > /dev/null; do :; done; echo gone") == "gone\n"
         short = await scene.client.call("slow", "bash", {"command": "sleep 600", "timeout": 600}, timeout_s=1)
         assert (short["success"], short["metadata"]["exit_code"]) == (False, 124)
 

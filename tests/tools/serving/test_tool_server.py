@@ -48,7 +48,7 @@ async def say(text: str) -> str:
     """Say it."""
     if text == "nothing":
         raise ToolMistake("say something", hint="anything")
-    return text
+    return "\udc80ä" if text == "odd" else text
 
 
 @tool(external=True)
@@ -127,6 +127,7 @@ def test_what_a_client_may_ask() -> None:
             assert "timed" not in (await client.call("t1", "say", {"text": "a"}))["error"]
             slow = await client.call("t1", "hang", {}, timeout_s=1)
             assert slow["error"] == "The tool did not answer within 1 s."
+            assert (await client.call("t1", "say", {"text": "odd"}))["output"] == "?ä"
             status, refused = await client.post("/execute", {"tool": {"name": "near", "arguments": {"text": "a"}}})
             assert (status, refused["detail"]) == (404, "this server has no tool 'near'; it has count, say, hang")
             assert (await client.post("/execute", {"tool": []}))[0] == 422

@@ -150,6 +150,27 @@ def read_servers(path: Path) -> dict[str, JSON]:
     return content
 
 
+def configured(servers: Mapping[str, Mapping[str, JSON]]) -> dict[str, MCPServerConfig]:
+    """The servers as they are written, checked. Raises `ConfigError` with the server's name."""
+    made: dict[str, MCPServerConfig] = {}
+    for name, written in servers.items():
+        try:
+            made[name] = MCPServerConfig(**written)
+        except ConfigError as error:
+            raise ConfigError(f"MCP server '{name}': {error}") from None
+    return made
+
+
+def hand_over(environ: Mapping[str, str], servers: Mapping[str, MCPServerConfig]) -> None:
+    """Give every server that is used the variables it refers to. Raises `ConfigError` for one that is not set."""
+    for name, server in servers.items():
+        if server.used:
+            try:
+                server.take_variables(environ)
+            except ConfigError as error:
+                raise ConfigError(f"MCP server '{name}': {error}") from None
+
+
 def checked_names(servers: Mapping[str, MCPServerConfig]) -> None:
     """Raises `ConfigError` for a name of a server that no tool's name could hold."""
     for name in servers:

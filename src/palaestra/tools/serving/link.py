@@ -27,7 +27,7 @@ from palaestra.core.types import JSON
 from palaestra.tools.builtin.terminal import clamp_timeout
 from palaestra.tools.schema import FunctionTool, Tool, ToolReply, ToolRun, ToolSchema
 from palaestra.tools.serving.payloads import ToolCallPayload, ToolServerExecuteRequest, ToolServerResultPayload
-from palaestra.tools.serving.web import Answer
+from palaestra.tools.serving.web import Answer, encoded
 from palaestra.tools.wire import ToolCall, reply_of
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class ToolServerLink:
 
     async def release(self, trajectory_id: str) -> None:
         """Tell the server that a trajectory has ended. Raises `ToolServerError`."""
-        body = json.dumps({"trajectory_id": trajectory_id}).encode()
+        body = encoded({"trajectory_id": trajectory_id})
         for wire in (self._http,) if self._http is not None else tuple(self._here):
             answer = await wire.post("/release", body, self._authorization, _CONNECT_S)
             if answer.status != 200:
@@ -109,7 +109,8 @@ class ToolServerLink:
         name = tool.name
 
         async def run(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-            limit = clamp_timeout(arguments.get("timeout") or run.timeout_s)
+            asked = arguments.get("timeout")
+            limit = clamp_timeout(asked if isinstance(asked, (int, float)) else run.timeout_s)
             return await self._call(wire, name, arguments, run.task_id, limit)
 
         missing = tool.missing if self._http is None else lambda: None
@@ -130,7 +131,7 @@ class ToolServerLink:
         """Run one call there. Raises `ToolServerError`."""
         call = ToolCallPayload.from_tool_call(ToolCall(name, dict(arguments)))
         request = ToolServerExecuteRequest(trajectory_id=trajectory_id or None, tool=call, timeout_s=timeout_s)
-        answer = await wire.post("/execute", request.model_dump_json().encode(), self._authorization, timeout_s)
+        answer = await wire.post("/execute", encoded(request), self._authorization, timeout_s)
         if answer.status != 200:
             raise self._refused(answer, name)
         try:

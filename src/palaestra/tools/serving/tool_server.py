@@ -68,7 +68,6 @@ class ToolServer:
 
     async def answer(self, path: str, body: bytes, authorization: str | None = None) -> Answer:
         """What a POST comes to: `/execute` or `/release`."""
-
         return await respond(self._posts[path], body, self._token, authorization)
 
     def app(self) -> web.Application:

@@ -90,18 +90,18 @@ async def respond(
     try:
         check_caller(token, authorization, origin)
         value = await handle(body)
-        return Answer(200, value if isinstance(value, bytes) else _encoded(value))
+        return Answer(200, value if isinstance(value, bytes) else encoded(value))
     except Refusal as refusal:
         headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
-        return Answer(refusal.status, _encoded(refusal.answer), headers)
+        return Answer(refusal.status, encoded(refusal.answer), headers)
     except PalaestraError as error:
         status = _status(error)
         headers = {"Retry-After": "1"} if status == 503 else {}
-        return Answer(status, _encoded({"detail": str(error), "error": type(error).__name__}), headers)
+        return Answer(status, encoded({"detail": str(error), "error": type(error).__name__}), headers)
     except Exception as error:
         logger.exception("a request failed")
         detail = f"{type(error).__name__}: {error}"
-        return Answer(500, _encoded({"detail": detail, "error": type(error).__name__}))
+        return Answer(500, encoded({"detail": detail, "error": type(error).__name__}))
 
 
 def _status(error: PalaestraError) -> int:
@@ -115,8 +115,10 @@ def _status(error: PalaestraError) -> int:
     return 400
 
 
-def _encoded(value: JSON) -> bytes:
-    return value.model_dump_json().encode() if isinstance(value, BaseModel) else json.dumps(value).encode()
+def encoded(value: JSON) -> bytes:
+    """A body. What UTF-8 cannot hold, such as parts of odd file names, is replaced as it is for models."""
+    plain = value.model_dump() if isinstance(value, BaseModel) else value
+    return json.dumps(plain, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def route(app: web.Application, method: str, path: str, token: str | None, handle: Handle) -> None:
