@@ -109,6 +109,7 @@ def test_a_larger_group_size_from_a_flag_undoes_that_default() -> None:
         ("tool_pool_mode", "nomad", "not available in this version"),
         ("terminal_backend", "docker", "not available in this version, which has local"),
         ("isolation", "vm", "not one of best, full, userns, confined, none"),
+        ("otel_endpoint", "localhost:4318", "must be a URL of OTLP over HTTP"),
         ("group_size", 0, "greater than or equal to 1"),
         ("total_steps", -2, "greater than or equal to -1"),
     ],
