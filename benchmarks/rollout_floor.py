@@ -6,8 +6,8 @@ A rollout of five turns with a tool that runs in this process, against a server 
 Five cases take turns: `bare` is an aiohttp loop that calls the same server and knows nothing of limits, validation,
 retries or records; `palaestra` is `HermesAgentLoop` over the chat completions engine; `whole` is a group of one as a
 run has it: the same loop with the tool registry, outcome and score, all of it in the journal on disk; `exact` is that
-against a server that continues token ids, with the ledger of exact tokens; `no http` is the loop over a server object
-in the same process, which is what the loop alone costs.
+against a server that continues token ids, with the ledger of exact tokens (about 600 at the end); `no http` is the
+loop over a server object in the same process, which is what the loop alone costs.
 
 The server runs in a process of its own; CPU and memory are those of the client. Memory is how far the resident set
 rises above where it was when the rollouts began, divided by how many are in flight: connections and tasks included.
@@ -30,7 +30,9 @@ if TYPE_CHECKING:  # the bare case must not pay for importing any of it
     from palaestra.inference.base import ChatCompletion, ChatServer
 
 TURNS = 5
-PROMPT = "Add 1 and 2 with the tool, several times. " + "x" * 960
+PROSE = 19 * "write the number of lines of the file to the answer "
+"""Words that the tiny model's tokenizer knows: about four bytes per token, as usual."""
+PROMPT = "Add 1 and 2 with the tool, several times. " + PROSE[:960]
 ADD = {
     "type": "function",
     "function": {
@@ -61,7 +63,7 @@ def completion(turn: int) -> bytes:
 
 def tool_reply(a: int, b: int) -> str:
     """What the tool gives: its sum and some padding, 200 bytes in all."""
-    return json.dumps({"result": a + b, "pad": "y" * 176})
+    return json.dumps({"result": a + b, "pad": PROSE[:176]})
 
 
 async def bare(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:

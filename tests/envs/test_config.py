@@ -2,9 +2,12 @@
 
 import pytest
 
+from palaestra.agent.budget import Budget
 from palaestra.core.config import Layer, has_effect, merge
 from palaestra.core.errors import ConfigError
+from palaestra.core.types import Prices
 from palaestra.envs.config import BaseEnvConfig, EvalHandlingEnum, HermesAgentEnvConfig
+from palaestra.envs.settings import agent_settings
 from palaestra.rollouts.stages import IDLE_LIMITS
 
 CONTRACT = {
@@ -109,6 +112,7 @@ def test_a_larger_group_size_from_a_flag_undoes_that_default() -> None:
         ("tool_pool_mode", "nomad", "not available in this version"),
         ("terminal_backend", "docker", "not available in this version, which has local"),
         ("isolation", "vm", "not one of best, full, userns, confined, none"),
+        ("otel_endpoint", "localhost:4318", "must be a URL of OTLP over HTTP"),
         ("group_size", 0, "greater than or equal to 1"),
         ("total_steps", -2, "greater than or equal to -1"),
     ],
@@ -141,3 +145,22 @@ def test_a_cost_needs_prices() -> None:
         HermesAgentEnvConfig(max_cost=1.0)
     with pytest.raises(ConfigError, match="both prompt_price and completion_price"):
         HermesAgentEnvConfig(prompt_price=1.0)
+
+
+def test_what_a_rollout_may_use_comes_from_the_settings() -> None:
+    config = HermesAgentEnvConfig(
+        max_rollout_tokens=9_000,
+        max_rollout_completion_tokens=800,
+        max_rollout_output_bytes=70_000,
+        max_rollout_cost=0.5,
+        prompt_price=3,
+        completion_price=15,
+        worker_timeout=0,
+    )
+    prices = Prices(3, 15)
+    settings = agent_settings(config)
+    wanted = Budget(tokens=9_000, completion_tokens=800, output_bytes=70_000, cost=0.5, prices=prices)
+    assert (settings.budget, settings.prices) == (wanted, prices)
+    assert agent_settings(HermesAgentEnvConfig()).budget == Budget(wall_s=600)
+    with pytest.raises(ConfigError, match="max_rollout_cost needs prompt_price"):
+        HermesAgentEnvConfig(max_rollout_cost=1)

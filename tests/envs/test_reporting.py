@@ -14,6 +14,7 @@ from toy import Sums
 
 from palaestra.core.clock import ManualClock
 from palaestra.core.types import Outcome
+from palaestra.envs.base_env import BaseEnv
 from palaestra.envs.config import BaseEnvConfig
 from palaestra.envs.flags import CommandLine, Parsed
 from palaestra.envs.forms import form_of
@@ -145,3 +146,16 @@ def test_a_tracker_that_is_absent_is_one_warning_and_the_run_goes_on(
     assert stream.getvalue().count("trackio was asked for and is not installed") == 1
     lines = [json.loads(line) for line in (report.folder / "metrics.jsonl").read_text().splitlines()]
     assert (lines[-1]["step"], lines[-1]["reward/mean"]) == (1, 1.0)
+
+
+def test_only_texts_with_scores_are_shown() -> None:
+    class Odd(BaseEnv):
+        async def setup(self) -> None: ...
+
+        async def get_next_item(self) -> None: ...
+
+        async def evaluate(self, *args: object, **kwargs: object) -> None: ...
+
+    inner = Odd(BaseEnvConfig(), [])
+    inner.rollouts_for_wandb = [[("a", 1), ("b", None), {"text": "c"}, ("d", 0.5, "why")], [("e", True)]]  # type: ignore[list-item]
+    assert inner.as_environment().shown() == [("a", 1.0), ("e", 1.0)]

@@ -20,7 +20,7 @@ from palaestra.envs.config import HermesAgentEnvConfig
 from palaestra.envs.flags import CommandLine, Parsed
 from palaestra.envs.forms import form_of
 from palaestra.envs.running import RunReport, run
-from palaestra.envs.serving import feed_settings, serve_limit
+from palaestra.envs.serving import feed_settings, serve_limit, trainers_tracking
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.loopback_tokens import TokenLoopback
 from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
@@ -166,6 +166,18 @@ def test_what_the_trainer_is_told() -> None:
     assert (settings.name, settings.group_size, settings.weight) == ("words", 8, 0.5)
     assert (settings.min_batch_allocation, settings.max_token_length) == (0.25, 100)
     assert feed_settings(HermesAgentEnvConfig(wandb_name="mine"), "words").name == "mine"
+
+
+def test_runs_are_tracked_where_their_trainer_is() -> None:
+    async def scenario() -> tuple[dict[str, str], dict[str, str]]:
+        async with serving() as url, Talk(url) as api:
+            before = await trainers_tracking(url)
+            await api.both()
+            found = await trainers_tracking(url)
+        assert await trainers_tracking(url) == {}, "nobody answers there any more"
+        return before, found
+
+    assert asyncio.run(scenario()) == ({}, {"project": "p", "group": "g"})
 
 
 def test_only_a_user_limits_how_many_groups_are_served() -> None:

@@ -23,7 +23,7 @@ from palaestra.envs.evaluation import Evaluation, in_short, save_evaluation
 from palaestra.envs.flags import Parsed
 from palaestra.envs.metrics_port import serving_metrics
 from palaestra.envs.output import Output
-from palaestra.envs.reporting import Reporting, asked_for, start_trackers
+from palaestra.envs.reporting import Reporting
 from palaestra.envs.serving import Gate, OnGroup, Serving, serve_limit
 from palaestra.envs.settings import prices
 from palaestra.inference.config import APIServerConfig
@@ -33,15 +33,12 @@ from palaestra.rollouts.base import Environment
 from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.group import Services
 from palaestra.rollouts.inflight import InFlight
-from palaestra.rollouts.journal import without_secrets
 from palaestra.rollouts.ordering import read_timings
 from palaestra.rollouts.progress import Observer, Several, make_progress
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.status import RunReader
 from palaestra.rollouts.stops import INTERRUPTED_BY, RunStopped, Stops
 from palaestra.rollouts.tracing.base import NO_TRACING, Tracing
-from palaestra.rollouts.trackers.base import RunLabel
-from palaestra.rollouts.trackers.jsonl import MetricsFile
 from palaestra.rollouts.trajectory import Group
 from palaestra.rollouts.world.modes import RunWorld
 from palaestra.sandbox.pool import SlotPool
@@ -63,28 +60,6 @@ def make_stops(config: BaseEnvConfig, output: Output, resumed: bool) -> Stops:
         spent=spent,
         paid=paid,
     )
-
-
-async def make_reporting(parsed: RunLine, output: Output, note: Callable[[str], None]) -> Reporting:
-    """The run's trackers: `metrics.jsonl`, and the services that were asked for. `note` hears which are not here."""
-    config, folder, known = parsed.env_config, output.folder, output.finished
-    reporting = Reporting(
-        [MetricsFile(folder.metrics)],
-        prefix="eval/" if parsed.command == "evaluate" else "train/",
-        every=config.min_items_sent_before_logging,
-        known=frozenset(known.ended) if known is not None else (),
-    )
-    reporting.tell(note)
-    label = RunLabel(
-        project=config.tracker_project or output.env,
-        name=config.wandb_name or folder.run_id,
-        run_id=folder.run_id,
-        folder=folder.path,
-        settings={"env": without_secrets(config.model_dump(mode="json")), "model": output.model},
-        mode=config.wandb_mode,
-    )
-    await start_trackers(asked_for(config, parsed.sources), label, reporting)
-    return reporting
 
 
 async def recorded(batch: Batch, stream: TextIO) -> Totals:

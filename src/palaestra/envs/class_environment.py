@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Self
 
@@ -80,9 +80,16 @@ class ClassEnvironment(Environment):
         return numbers(self.inner._logged)
 
     def shown(self) -> Sequence[tuple[str, float]]:
-        return [rollout for group in self.inner.rollouts_for_wandb for rollout in group]
+        """What the class kept, as far as it is a text and a score: a subclass may keep something else."""
+        kept: Iterable[JSON] = (rollout for group in self.inner.rollouts_for_wandb for rollout in group)
+        pairs = [each for each in kept if isinstance(each, (list, tuple)) and len(each) == 2]
+        return [(text, float(score)) for text, score in pairs if isinstance(text, str) and _is_number(score)]
 
 
 def numbers(detail: Mapping[str, JSON]) -> dict[str, float]:
     """What of a detail can be averaged."""
-    return {key: float(value) for key, value in detail.items() if isinstance(value, (bool, int, float))}
+    return {key: float(value) for key, value in detail.items() if _is_number(value)}
+
+
+def _is_number(value: JSON) -> bool:
+    return isinstance(value, (bool, int, float))

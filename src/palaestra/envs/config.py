@@ -172,6 +172,13 @@ class BaseEnvConfig(Settings):
     max_reasoning_tokens: int | None = later(None, "Most tokens of reasoning per model call.")
     custom_thinking_prompt: str | None = later(None, "The text that asks for thinking.")
 
+    @field_validator("otel_endpoint")
+    @classmethod
+    def _endpoint_is_a_url(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError("must be a URL of OTLP over HTTP, for example http://localhost:4318")
+        return endpoint
+
     @field_validator("idle_limits")
     @classmethod
     def _limits_of_stages(cls, limits: dict[str, float]) -> dict[str, float]:

@@ -15,11 +15,17 @@ from contextlib import contextmanager
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.config import DEFAULT
 from palaestra.envs.config import BaseEnvConfig
+from palaestra.envs.flags import Parsed
+from palaestra.envs.output import Output
+from palaestra.envs.serving import trainers_tracking
+from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.base import Environment
+from palaestra.rollouts.journal import without_secrets
 from palaestra.rollouts.metrics import Figures
 from palaestra.rollouts.progress import NullObserver
 from palaestra.rollouts.trackers.base import RunLabel, Tracker
 from palaestra.rollouts.trackers.child import start_tracker
+from palaestra.rollouts.trackers.jsonl import MetricsFile
 from palaestra.rollouts.trajectory import Group
 
 logger = logging.getLogger(__name__)
@@ -122,9 +128,33 @@ def asked_for(config: BaseEnvConfig, sources: Mapping[str, str]) -> list[str]:
     return ["wandb"] * wandb + ["trackio"] * config.use_trackio
 
 
-async def start_trackers(services: Collection[str], label: RunLabel, reporting: Reporting) -> None:
-    """Start the trackers of these services; what cannot be started is said."""
+async def make_reporting(
+    parsed: Parsed[BaseEnvConfig, APIServerConfig], output: Output, note: Callable[[str], None]
+) -> Reporting:
+    """The run's trackers: `metrics.jsonl`, and the services that were asked for. `note` hears which are not here."""
+    config, folder, known = parsed.env_config, output.folder, output.finished
+    reporting = Reporting(
+        [MetricsFile(folder.metrics)],
+        prefix="eval/" if parsed.command == "evaluate" else "train/",
+        every=config.min_items_sent_before_logging,
+        known=frozenset(known.ended) if known is not None else (),
+    )
+    reporting.tell(note)
+    services = asked_for(config, parsed.sources)
+    if not services:
+        return reporting
+    told = await trainers_tracking(config.rollout_server_url) if parsed.command == "serve" else {}
+    label = RunLabel(
+        project=config.tracker_project or told.get("project") or output.env,
+        group=told.get("group"),
+        name=config.wandb_name or folder.run_id,
+        run_id=folder.run_id,
+        folder=folder.path,
+        settings={"env": without_secrets(config.model_dump(mode="json")), "model": output.model},
+        mode=config.wandb_mode,
+    )
     for service in services:
         tracker = await start_tracker(service, label, reporting.say)
         if tracker is not None:
             reporting.add(tracker)
+    return reporting

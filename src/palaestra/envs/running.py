@@ -21,13 +21,14 @@ import msgspec
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import DONE, TOO_MANY_FAILURES, run_guarded
 from palaestra.core.types import JSON
-from palaestra.envs.batch import Batch, RunLine, make_reporting, make_stops, recorded, say_on
+from palaestra.envs.batch import Batch, RunLine, make_stops, recorded, say_on
 from palaestra.envs.config import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.dotenv import read_dotenv
 from palaestra.envs.flags import Answer, CommandLine, set_fields
 from palaestra.envs.forms import Form, form_of
 from palaestra.envs.loading import load_environment, reference_of
 from palaestra.envs.output import Output, claim_folder, resumed_folder
+from palaestra.envs.reporting import make_reporting
 from palaestra.envs.settings import make_pool, make_world, server_settings
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.servers import ServerGroup

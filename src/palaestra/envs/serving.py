@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from palaestra.core.config import DEFAULT
+from palaestra.core.errors import TrainerUnavailable
 from palaestra.core.types import JSON
 from palaestra.envs.config import BaseEnvConfig
 from palaestra.envs.output import Output
 from palaestra.rollouts.runner import Totals
 from palaestra.rollouts.trajectory import Group
+from palaestra.trainers.atropos.client import TrajectoryClient
 from palaestra.trainers.atropos.feed import feeding
 from palaestra.trainers.atropos.outgoing import Deliveries, scored_data
 from palaestra.trainers.atropos.standing import FeedSettings
+
+ASK_S = 5.0
+"""How long the trainer's server may take to say how it is tracked: nothing depends on it."""
 
 OnGroup = Callable[[Group], None]
 Gate = Callable[[], Awaitable[bool]]
@@ -37,6 +42,19 @@ def feed_settings(config: BaseEnvConfig, name: str) -> FeedSettings:
 def serve_limit(total_steps: int, source: str) -> int | None:
     """Groups at most. The trainer decides, unless a user said a number: an environment's own is meant for `process`."""
     return None if source in (DEFAULT, "config_init") or total_steps < 0 else total_steps
+
+
+async def trainers_tracking(url: str) -> dict[str, str]:
+    """The `project` and `group` under which the trainer at `url` tracks its run; nothing where none is there yet."""
+    client = TrajectoryClient(url, timeout_s=ASK_S)
+    try:
+        answer = await client.ask("GET", "/wandb_info")
+    except TrainerUnavailable:
+        return {}
+    finally:
+        await client.aclose()
+    told = answer.body if answer.status == 200 and isinstance(answer.body, dict) else {}
+    return {name: told[name] for name in ("project", "group") if isinstance(told.get(name), str) and told[name]}
 
 
 class Serving:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -243,3 +244,17 @@ def test_without_an_endpoint_nothing_is_traced() -> None:
             return tracing
 
     assert asyncio.run(main()) is NO_TRACING
+
+
+def test_without_the_extra_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    notes: list[str] = []
+
+    async def main() -> Tracing:
+        endpoint = "http://127.0.0.1:9"
+        async with traced(endpoint, notes.append, env="e", model="m", provider="p", run_id="r") as tracing:
+            return tracing
+
+    assert asyncio.run(main()) is NO_TRACING
+    (note,) = notes
+    assert "pip install 'palaestra[otel]'" in note

@@ -95,6 +95,14 @@ def test_a_service_that_is_not_installed_is_said_and_left_out(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_a_service_left_is_not_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no_such_tracker").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    notes: Notes = []
+    assert asyncio.run(start_tracker("no_such_tracker", label(tmp_path), notes.append)) is None
+    assert "is not installed" in notes[0]
+
+
 def with_child(
     folder: Path, code: str, use: Callable[[ChildTracker, Notes], Awaitable[None]], **options: float
 ) -> Notes:

@@ -81,7 +81,10 @@ def _warning_once(exporter: SpanExporter, endpoint: str, note: Note) -> SpanExpo
         told = False
 
         def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-            result = exporter.export(spans)
+            try:
+                result = exporter.export(spans)
+            except Exception:  # whatever its HTTP client raises, to a run it is a lost batch
+                result = SpanExportResult.FAILURE
             if result is not SpanExportResult.SUCCESS and not self.told:
                 self.told = True
                 note(f"WARNING: spans cannot be sent to {endpoint}; they are lost, and the run goes on")

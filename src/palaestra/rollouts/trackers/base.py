@@ -19,7 +19,8 @@ Shown: TypeAlias = Sequence[tuple[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class RunLabel:
-    """How a run is filed. `run_id` is the same when the run is gone on with; `folder` is the run's own."""
+    """How a run is filed. `run_id` is the same when the run is gone on with; `folder` is the run's own; `group` is what
+    else it belongs to, such as the training that it feeds."""
 
     project: str
     name: str
@@ -27,6 +28,7 @@ class RunLabel:
     folder: Path
     settings: Mapping[str, JSON] = field(default_factory=dict)
     mode: str | None = None
+    group: str | None = None
 
     def to_json(self) -> dict[str, JSON]:
         """For another process."""

@@ -100,13 +100,15 @@ async def start_tracker(service: str, label: RunLabel, note: Note) -> ChildTrack
 
     A child of its own session: Ctrl-C in the run's terminal is the run's to handle, and the end of the pipe is its.
     """
-    if importlib.util.find_spec(service) is None:
+    found = importlib.util.find_spec(service)
+    if found is None or found.origin is None:  # without an origin it is a folder of that name, as the services leave
         note(f"WARNING: {service} was asked for and is not installed (pip install 'palaestra[{service}]'); going on")
         return None
     log = label.folder / f"{service}.log"
     with log.open("ab") as output:
         child = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # what lies in the working directory is not for import
             "-m",
             WORKER,
             service,

@@ -21,6 +21,7 @@ class TrackioClient:
         self._run = trackio.init(
             project=label["project"],
             name=label["name"],
+            group=label["group"],
             config=dict(label["settings"]),
             resume="allow",
             **{name: value for name, value in quiet.items() if name in known},

@@ -33,6 +33,7 @@ class WandbClient:
         self._run = wandb.init(
             project=label["project"],
             name=label["name"],
+            group=label["group"],
             id=label["run_id"],
             resume="allow",
             dir=label["folder"],
