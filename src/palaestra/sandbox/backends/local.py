@@ -31,8 +31,8 @@ forks, which are copies. Without root there is one slot at a time, and a command
 `none`, only by name, runs commands as the caller in a temporary directory. Nothing is isolated.
 
 Not covered on any rung: kernel bugs, and side channels between slots. A slot with the network on shares the host's
-network namespace, its loopback, abstract sockets and cloud metadata addresses included; a list of hosts never leads to
-those. Files under the host's /usr can be read in a slot.
+network namespace, its loopback and abstract sockets included, and cloud metadata addresses but on `full`, where they
+are refused if control groups of version 2 are mounted; a list of hosts never leads to those. Files under the host's /usr can be read in a slot.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)
 _WAY_OUT = "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
 _WAY_OUT += "user.max_user_namespaces > 0); `palaestra doctor` shows what this machine can do"
 
+
+_NARROWER = "give a list of hosts instead, or run as root"
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -234,6 +236,10 @@ class LocalBackend:
             fields["about"] = specs.encode(trajectory_id, spec)
         server = await self._living()
         reply = await server.create(fields)
+        if reply["exposed"]:
+            _tell_once(
+                f"slots with the network on reach cloud metadata addresses here: {reply['exposed']}; {_NARROWER}"
+            )
         slot = LocalSlot(server, spec, trajectory_id, self.rung, (reply["slot"], reply["epoch"]))
         self._slots[slot.epoch] = slot
         self._last_epoch = max(self._last_epoch, slot.epoch)
