@@ -32,7 +32,8 @@ forks, which are copies. Without root there is one slot at a time, and a command
 
 Not covered on any rung: kernel bugs, and side channels between slots. A slot with the network on shares the host's
 network namespace, its loopback and abstract sockets included, and cloud metadata addresses but on `full`, where they
-are refused if control groups of version 2 are mounted; a list of hosts never leads to those. Files under the host's /usr can be read in a slot.
+are refused if control groups of version 2 are mounted; a list of hosts never leads to those. Files under the host's
+/usr can be read in a slot.
 """
 
 from __future__ import annotations
