@@ -39,10 +39,11 @@ are refused if control groups of version 2 are mounted; a list of hosts never le
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -182,7 +183,7 @@ class LocalBackend:
         server, found = self._running(), []
         for lease in server.hello.get("leases", ()):
             trajectory_id, spec = specs.decode(lease["about"])
-            slot = LocalSlot(server, spec, trajectory_id, self.rung, (lease["slot"], lease["epoch"]))
+            slot = LocalSlot(server, spec, trajectory_id, self.rung, (lease["slot"], lease["epoch"]), self._forked)
             found.append(self._slots.setdefault(slot.epoch, slot))
         return list(found)
 
@@ -241,7 +242,7 @@ class LocalBackend:
             _tell_once(
                 f"slots with the network on reach cloud metadata addresses here: {reply['exposed']}; {_NARROWER}"
             )
-        slot = LocalSlot(server, spec, trajectory_id, self.rung, (reply["slot"], reply["epoch"]))
+        slot = LocalSlot(server, spec, trajectory_id, self.rung, (reply["slot"], reply["epoch"]), self._forked)
         self._slots[slot.epoch] = slot
         self._last_epoch = max(self._last_epoch, slot.epoch)
         return slot
@@ -272,6 +273,18 @@ class LocalBackend:
         ours = self._own(slot)
         reply = await ours.server.call("checkpoint", ours.lease())
         return _snapshot(reply.fields, ours.spec)
+
+    @contextlib.asynccontextmanager
+    async def _forked(self, slot: LocalSlot) -> AsyncIterator[Slot]:
+        snapshot = await self.checkpoint(slot)
+        try:
+            fork = await self.create(slot.spec, f"{slot.trajectory_id} fork", snapshot)
+            try:
+                yield fork
+            finally:
+                await self.destroy(fork)
+        finally:
+            await self.forget(snapshot)
 
     async def save(self, snapshot: Snapshot, folder: str) -> int:
         """Copy a snapshot to an empty folder of this machine, whiteouts and owners included; the bytes of its files."""
