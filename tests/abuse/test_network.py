@@ -10,7 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from abuse.arena import Arena, python
+from palaestra.core.types import Network
 from palaestra.sandbox.base import Slot, SlotSpec
+from palaestra.sandbox.slotd import cgroups
 
 pytestmark = [pytest.mark.slots, pytest.mark.long]
 
@@ -89,5 +91,37 @@ with socket.socket(socket.AF_UNIX) as s:
         assert (taken.output == "bound\n") == arena.contained
         assert (await holding).output == "bound\n"
         await arena.backend.destroy(other)
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full")
+def test_metadata_addresses_are_refused_with_the_network_on(arena: Arena) -> None:
+    """To connect a datagram socket is to ask the kernel only, so nothing is sent where nothing is refused."""
+    refused = ("169.254.169.254", "169.254.170.2", "100.100.100.200", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254")
+    program = f"""
+import socket
+def tried(address, port, send=False):
+    with socket.socket(10 if ':' in address else 2, 2) as s:
+        try: return s.sendto(b'', (address, port)) if send else s.connect((address, port))
+        except OSError as error: return error.errno
+for address in {refused!r}:
+    if tried(address, 80) != 1: print(address)
+    if tried(address, 53) == 1: print('resolver', address)
+if tried('100.100.100.201', 80) == 1: print('neighbour')
+if tried('127.0.0.1', 80): print('loopback')
+if tried('::ffff:169.254.169.254', 80, send=True) != 1: print('mapped')
+"""
+
+    async def case(hostile: Slot) -> None:
+        online = await arena.backend.create(SlotSpec(network=Network.ON), "online")
+        try:
+            guarded = arena.contained and any(hierarchy.version == 2 for hierarchy in cgroups.find())
+            if guarded:
+                assert (await python(online, program)).output == ""
+            else:
+                assert (await python(online, program.partition("if tried('::ffff")[0])).output.startswith(refused[0])
+        finally:
+            await arena.backend.destroy(online)
 
     arena.face(case)

@@ -44,6 +44,28 @@ async def told(task, rollout):
     return Score(float(all(task.data["secret"] in reply for reply in replies)), {"replies": len(replies)})
 '''
 
+TRYING = """
+from palaestra import Score, Task, ToolStep, environment
+
+@environment(toolsets=["terminal"])
+def trying():
+    yield Task(id="t", prompt="Write 3 to n.", files={"n": "0"}, solution=[
+        ToolStep("try_it", {}), ToolStep("terminal", {"command": "echo 3 > n"}), ToolStep("try_it", {})])
+
+@trying.tool
+async def try_it(sandbox) -> dict:
+    \"\"\"Whether the work is right so far.\"\"\"
+    async with sandbox.fork() as copy:
+        done = await copy.execute("rm -f left; read -r n < n; echo $n > left; [ $n = 3 ]")
+    return {"right": done.success}
+
+@trying.score
+async def told(rollout, sandbox):
+    replies = [m["content"] for m in rollout.result.messages if m["role"] == "tool"]
+    clean = await sandbox.stat("left") is None
+    return float(clean and replies[0] == '{"right": false}' and replies[2] == '{"right": true}')
+"""
+
 DRAWN = """
 from palaestra import Task, environment
 
@@ -115,6 +137,12 @@ def test_an_environments_own_tool_is_called_with_its_task_and_keeps_state_per_ro
         for messages in group["messages"]:
             replies = [json.loads(message["content"]) for message in messages if message["role"] == "tool"]
             assert replies == [{"answer": f"s{number}", "asked": 1}, {"answer": f"s{number}", "asked": 2}]
+
+
+@pytest.mark.slots
+def test_a_tool_can_try_something_in_a_fork_at_any_step(here: Path) -> None:
+    (group,) = run(here, TRYING, "--group", "2")
+    assert group["scores"] == [1.0, 1.0]
 
 
 @pytest.mark.slots

@@ -9,6 +9,7 @@ Paths are paths inside the slot. Relative ones start at `WORKSPACE`, which is al
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from pathlib import Path
@@ -378,6 +379,15 @@ class Slot(Protocol):
 
     async def changes(self) -> list[Change]:
         """What differs from the snapshot (or image) this slot started from. Cost grows with the change alone."""
+        ...
+
+    def fork(self) -> AbstractAsyncContextManager[Slot]:
+        """Another slot with the files of this one as they are now, for as long as the block lasts; this one goes on.
+
+        So what may be done next can be tried at any step. It is not counted as one of the pool's: who holds a slot must
+        not wait for another. Processes, `/tmp` and `/dev/shm` are not in it. Raises `SandboxError` on a rung without
+        layers.
+        """
         ...
 
 

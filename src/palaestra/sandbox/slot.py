@@ -8,6 +8,7 @@ import secrets
 import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from palaestra.core.types import JSON, AllowList
@@ -19,6 +20,7 @@ from palaestra.sandbox.base import (
     ExecutionResult,
     FileInfo,
     Rung,
+    Slot,
     SlotSpec,
     TerminalSize,
 )
@@ -47,13 +49,17 @@ def _proxies(spec: SlotSpec) -> dict[str, str]:
     return {**dict.fromkeys(names, f"http://127.0.0.1:{PROXY_PORT}"), **own}
 
 
+Forking = Callable[["LocalSlot"], AbstractAsyncContextManager[Slot]]
+"""How the backend forks a slot of its own."""
+
+
 class LocalSlot(TextFiles):
     """One slot of one server, for as long as its lease lasts. Made by `LocalBackend.create`."""
 
     def __init__(
-        self, server: SlotServer, spec: SlotSpec, trajectory_id: str, rung: Rung, lease: tuple[str, int]
+        self, server: SlotServer, spec: SlotSpec, trajectory_id: str, rung: Rung, lease: tuple[str, int], fork: Forking
     ) -> None:
-        self.server, self.spec, self._trajectory_id = server, spec, trajectory_id
+        self.server, self.spec, self._trajectory_id, self._fork = server, spec, trajectory_id, fork
         self.lost = False
         """Set when the server has reported that the slot died."""
         self._lease = Lease(server, *lease, rung)
@@ -208,6 +214,10 @@ class LocalSlot(TextFiles):
         """What differs from where this slot started, as seen while looking: commands may be running."""
         reply = await self.server.call("changes", self.lease())
         return [Change(**change) for change in reply.fields["changes"]]
+
+    def fork(self) -> AbstractAsyncContextManager[Slot]:
+        """Another slot from what this one's files are now; see `Slot.fork`."""
+        return self._fork(self)
 
 
 __all__ = ["MAX_OUTPUT_BYTES", "LocalSlot"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import IsolationUnavailable, SandboxError
+from palaestra.core.errors import IsolationUnavailable, SandboxError, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
@@ -192,6 +192,31 @@ def test_a_frozen_slot_does_nothing(on_each_rung: WithSlot) -> None:
     on_each_rung(body)
 
 
+def test_a_holder_of_a_slot_can_try_something_in_a_fork_of_it(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        assert isinstance(slot, LocalSlot)
+        forks = []
+
+        async def spoil() -> None:
+            async with slot.fork() as fork:
+                forks.append(fork)
+                assert (await fork.execute("cat step; rm -r d step; ls; pgrep sleep")).output == "1\n"
+                await slot.write_text("step", "2")
+                assert await fork.stat("step") is None
+                raise ZeroDivisionError
+
+        await slot.execute("echo 1 > step; mkdir d; sleep 1000 >/dev/null 2>&1 & echo $! > d/pid")
+        before = (await slot.server.call("stats", {})).fields
+        with pytest.raises(ZeroDivisionError):
+            await spoil()
+        assert (await slot.execute('cat step; kill -0 "$(cat d/pid)" && echo lives')).output == "2lives\n"
+        assert (await slot.server.call("stats", {})).fields == before
+        with pytest.raises(StaleLease):
+            await forks[0].execute("true")
+
+    on_each_rung(body)
+
+
 def test_a_rung_without_layers_says_so() -> None:
     async def main() -> None:
         backend = LocalBackend(rung=Rung.CONFINED)
@@ -203,6 +228,9 @@ def test_a_rung_without_layers_says_so() -> None:
             slot = await backend.create(SlotSpec(), "x")
             with pytest.raises(SandboxError, match="no layers to checkpoint"):
                 await backend.checkpoint(slot)
+            with pytest.raises(SandboxError, match="no layers to checkpoint"):
+                async with slot.fork():
+                    pass
             assert (await slot.execute("echo on")).output == "on\n"
 
     asyncio.run(main())

@@ -5,8 +5,9 @@ Files are read and written by that user's own commands, so that a tool can do no
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from palaestra.core.errors import PrepareError
@@ -129,6 +130,12 @@ class UserSlot(TextFiles):
         """As the user; see `Slot.spawn`."""
         argv, variables = self._argv(command), self._env(env)
         return await self._slot.spawn(argv, cwd=cwd, env=variables, stdin=stdin, terminal=terminal)
+
+    @contextlib.asynccontextmanager
+    async def fork(self) -> AsyncIterator[Slot]:
+        """As the user; see `Slot.fork`."""
+        async with self._slot.fork() as fork:
+            yield UserSlot(fork, self._user, self._home)
 
     async def processes(self) -> Sequence[Process]:
         return await self._slot.processes()

@@ -31,17 +31,19 @@ forks, which are copies. Without root there is one slot at a time, and a command
 `none`, only by name, runs commands as the caller in a temporary directory. Nothing is isolated.
 
 Not covered on any rung: kernel bugs, and side channels between slots. A slot with the network on shares the host's
-network namespace, its loopback, abstract sockets and cloud metadata addresses included; a list of hosts never leads to
-those. Files under the host's /usr can be read in a slot.
+network namespace, its loopback and abstract sockets included, and cloud metadata addresses but on `full`, where they
+are refused if control groups of version 2 are mounted; a list of hosts never leads to those. Files under the host's
+/usr can be read in a slot.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -63,6 +65,8 @@ BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)
 _WAY_OUT = "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
 _WAY_OUT += "user.max_user_namespaces > 0); `palaestra doctor` shows what this machine can do"
 
+
+_NARROWER = "give a list of hosts instead, or run as root"
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -179,7 +183,7 @@ class LocalBackend:
         server, found = self._running(), []
         for lease in server.hello.get("leases", ()):
             trajectory_id, spec = specs.decode(lease["about"])
-            slot = LocalSlot(server, spec, trajectory_id, self.rung, (lease["slot"], lease["epoch"]))
+            slot = LocalSlot(server, spec, trajectory_id, self.rung, (lease["slot"], lease["epoch"]), self._forked)
             found.append(self._slots.setdefault(slot.epoch, slot))
         return list(found)
 
@@ -234,7 +238,11 @@ class LocalBackend:
             fields["about"] = specs.encode(trajectory_id, spec)
         server = await self._living()
         reply = await server.create(fields)
-        slot = LocalSlot(server, spec, trajectory_id, self.rung, (reply["slot"], reply["epoch"]))
+        if reply["exposed"]:
+            _tell_once(
+                f"slots with the network on reach cloud metadata addresses here: {reply['exposed']}; {_NARROWER}"
+            )
+        slot = LocalSlot(server, spec, trajectory_id, self.rung, (reply["slot"], reply["epoch"]), self._forked)
         self._slots[slot.epoch] = slot
         self._last_epoch = max(self._last_epoch, slot.epoch)
         return slot
@@ -265,6 +273,18 @@ class LocalBackend:
         ours = self._own(slot)
         reply = await ours.server.call("checkpoint", ours.lease())
         return _snapshot(reply.fields, ours.spec)
+
+    @contextlib.asynccontextmanager
+    async def _forked(self, slot: LocalSlot) -> AsyncIterator[Slot]:
+        snapshot = await self.checkpoint(slot)
+        try:
+            fork = await self.create(slot.spec, f"{slot.trajectory_id} fork", snapshot)
+            try:
+                yield fork
+            finally:
+                await self.destroy(fork)
+        finally:
+            await self.forget(snapshot)
 
     async def save(self, snapshot: Snapshot, folder: str) -> int:
         """Copy a snapshot to an empty folder of this machine, whiteouts and owners included; the bytes of its files."""

@@ -23,7 +23,7 @@ PROXY_PORT = 3128
 
 _USUAL_PORTS = frozenset({80, 443})
 
-_METADATA = tuple(
+METADATA: tuple[Range, ...] = tuple(
     ipaddress.ip_network(text)
     for text in (
         "169.254.0.0/16",  # link-local: AWS, Google, Azure, Oracle, DigitalOcean, ECS tasks
@@ -35,6 +35,8 @@ _METADATA = tuple(
         "192.0.0.192/32",  # Oracle
     )
 )
+"""Where clouds answer questions about the machine, and about its credentials."""
+
 _METADATA_NAMES = frozenset({"metadata", "metadata.google.internal", "metadata.goog", "instance-data"})
 _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
 
@@ -126,7 +128,7 @@ def address_refusal(host: str, address: Address) -> str | None:
 
 
 def _is_metadata(address: Address) -> bool:
-    return any(one in network for one in _meanings(address) for network in _METADATA if one.version == network.version)
+    return any(one in network for one in _meanings(address) for network in METADATA if one.version == network.version)
 
 
 def _meanings(address: Address) -> list[Address]:

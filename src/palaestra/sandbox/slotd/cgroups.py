@@ -28,7 +28,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """One mounted hierarchy: its controllers and our parent directory in it."""
+    """One mounted hierarchy: its controllers and our parent directory in it.
+
+    One of version 2 without controllers, beside those of version 1, is there for slots that share the host's network.
+    """
 
     version: int
     controllers: tuple[str, ...]
@@ -36,7 +39,10 @@ class Hierarchy:
 
 
 def find(prefix: str = "") -> list[Hierarchy]:
-    """The hierarchies that carry the memory, pids and cpu controllers; [] where limits cannot be set."""
+    """The hierarchies that carry the memory, pids and cpu controllers; [] where limits cannot be set.
+
+    And one of version 2 in any case, where it can be written to.
+    """
     own = _own_groups()
     found: list[Hierarchy] = []
     for point, kind, options in _mounts(prefix):
@@ -44,6 +50,8 @@ def find(prefix: str = "") -> list[Hierarchy]:
             available = _read(f"{point}/cgroup.controllers").split()
             if {"memory", "pids"} <= set(available):
                 found.append(Hierarchy(2, ("memory", "pids", "cpu"), f"{point}/{PARENT}"))
+            elif os.access(point, os.W_OK):
+                found.append(Hierarchy(2, (), f"{point}/{PARENT}"))
         elif wanted := tuple(name for name in ("memory", "pids", "cpu") if name in options):
             group = f"{point}{own.get(wanted[0], '/')}".rstrip("/")
             base = group if os.path.isdir(group) else point
@@ -68,7 +76,7 @@ class ServerGroup:
         directory = f"{hierarchy.parent}/{self._name}"
         while True:
             os.makedirs(directory, exist_ok=True)
-            if hierarchy.version == 2:
+            if hierarchy.version == 2 and hierarchy.controllers:
                 for ancestor in (os.path.dirname(hierarchy.parent), hierarchy.parent, directory):
                     _delegate(ancestor)
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -77,10 +85,12 @@ class ServerGroup:
                 return lock
             os.close(lock)  # another server's start took it for abandoned before the lock was ours
 
-    def add(self, slot: str, limits: Limits, prefix: str = "") -> list[str]:
+    def add(self, slot: str, limits: Limits, prefix: str = "", network: bool = False) -> list[str]:
         """Make the directories of one slot and set its limits; returns them."""
         made = []
         for hierarchy in self._hierarchies:
+            if not hierarchy.controllers and not network:
+                continue
             directory = f"{prefix}{hierarchy.parent}/{self._name}/{slot}"
             os.mkdir(directory)
             made.append(directory)
@@ -88,6 +98,11 @@ class ServerGroup:
                 with contextlib.suppress(FileNotFoundError):  # memory+swap is there only with swap accounting
                     _write(f"{directory}/{name}", value)
         return made
+
+    def guarded(self, slot: str, prefix: str = "") -> str | None:
+        """The directory of a slot with network in a hierarchy of version 2; None where there is no such hierarchy."""
+        parents = [hierarchy.parent for hierarchy in self._hierarchies if hierarchy.version == 2]
+        return f"{prefix}{parents[0]}/{self._name}/{slot}" if parents else None
 
     def remove(self) -> bool:
         """Remove everything of this server that is empty; whether all of it was."""

@@ -41,7 +41,7 @@ class Layered:
     def make(self, name: str, fields: Fields, layers: tuple[workshop.Layer, ...]) -> Made:
         """Lay out a slot as a CREATE request describes it."""
         made = self._maker.make(name, fields, tuple(_layer(layer) for layer in layers))
-        return Made(made.ground, made.groups, NamespaceBody(made.plan))
+        return Made(made.ground, made.groups, NamespaceBody(made.plan), made.exposed)
 
     def seal(self, ground: workshop.Ground) -> stores.Layer:
         """A dead slot's change as a layer."""

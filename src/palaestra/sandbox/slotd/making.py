@@ -7,7 +7,7 @@ import itertools
 import os
 from dataclasses import dataclass
 
-from . import building, cgroups, roots
+from . import building, cgroups, metadata, roots
 from .frames import Fields
 from .roots import Bind, Overlay, RootPlan, Tree
 from .stores import Layer, Store, copy_attributes
@@ -53,6 +53,8 @@ class Made:
     ground: Ground
     groups: tuple[str, ...]
     plan: building.Plan
+    exposed: str
+    """Why a slot with network reaches metadata addresses; empty where it does not."""
 
 
 class SlotMaker:
@@ -60,6 +62,7 @@ class SlotMaker:
 
     def __init__(self, world: World, group: cgroups.ServerGroup | None) -> None:
         self._world, self._group = world, group
+        self._guard: metadata.Guard | None = None
         self._stores = itertools.count(1)
 
     def make(self, name: str, fields: Fields, layers: tuple[Layer, ...]) -> Made:
@@ -77,14 +80,15 @@ class SlotMaker:
             for kind in "uw":
                 os.mkdir(f"{store.path}/{kind}")
             stacked = tuple(self._lay_out(store, tree, layers, _places(tree, trees, binds)) for tree in trees)
-            groups = self._join_groups(name, fields["limits"])
+            groups = self._join_groups(name, fields["limits"], fields["network"])
+            exposed = self._guard_network(name) if fields["network"] else ""
         except BaseException:
             store.release()
             raise
         for layer in layers:
             layer.keep()
         ground = Ground(store, layers, stacked, image)
-        return Made(ground, groups, self._plan(ground, groups, binds, disk, fields))
+        return Made(ground, groups, self._plan(ground, groups, binds, disk, fields), exposed)
 
     def _lay_out(self, store: Store, tree: Tree, layers: tuple[Layer, ...], places: list[str]) -> Tree:
         """Make the directories of one tree; the tree with everything that lies below it."""
@@ -109,11 +113,25 @@ class SlotMaker:
                     os.chown(path, self._world.owner, self._world.owner)
         return directory
 
-    def _join_groups(self, name: str, limits: Fields) -> tuple[str, ...]:
+    def _join_groups(self, name: str, limits: Fields, network: bool) -> tuple[str, ...]:
         if self._group is None:
             return ()
         wanted = cgroups.Limits(limits["memory_bytes"], limits["cpus"], limits["pids"])
-        return tuple(self._group.add(name, wanted, roots.HOST))
+        return tuple(self._group.add(name, wanted, roots.HOST, network))
+
+    def _guard_network(self, name: str) -> str:
+        """Close the way to metadata addresses; why that cannot be done here, if it cannot."""
+        if self._group is None:
+            return "only root can refuse them (the rung full)"
+        directory = self._group.guarded(name, roots.HOST)
+        if directory is None:
+            return "no control groups of version 2 are mounted writable here"
+        try:
+            self._guard = self._guard or metadata.Guard()
+            self._guard.attach(directory)
+        except OSError as error:
+            return f"this kernel takes no programs for sockets: {error.strerror}"
+        return ""
 
     def _plan(
         self, ground: Ground, groups: tuple[str, ...], binds: tuple[Bind, ...], disk: int, fields: Fields

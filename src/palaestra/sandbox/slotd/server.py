@@ -155,14 +155,14 @@ class Server:
             made.groups,
             self.loop,
             self._link,
-            on_ready=lambda slot: self._on_created(frame, slot),
+            on_ready=lambda slot: self._on_created(frame, slot, made.exposed),
             on_end=lambda slot: self._on_lost(frame, slot),
             environment=variables,
         )
         self._slots[slot.lease.name] = slot
         slot.start(made.body)
 
-    def _on_created(self, frame: Frame, slot: Slot) -> None:
+    def _on_created(self, frame: Frame, slot: Slot, exposed: str) -> None:
         if frame.fields.get("allow") is not None:
             try:
                 self._gates.open(slot.lease.name, slot.pid, frame.fields["allow"])
@@ -171,7 +171,7 @@ class Server:
                 self._link.send(Kind.ERROR, frame.request, {"error": "sandbox", "message": why})
                 slot.kill(then=lambda: self._clean(slot))
                 return
-        self._reply(frame, {"slot": slot.lease.name, "epoch": slot.lease.epoch})
+        self._reply(frame, {"slot": slot.lease.name, "epoch": slot.lease.epoch, "exposed": exposed})
 
     def _on_lost(self, frame: Frame, slot: Slot) -> None:
         """A slot died without being asked to: while it was made, or later."""

@@ -56,11 +56,15 @@ class Body(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Everything for one slot but its processes, and how to begin them. `groups` are its control groups."""
+    """Everything for one slot but its processes, and how to begin them. `groups` are its control groups.
+
+    `exposed` says why it reaches metadata addresses; empty where it does not.
+    """
 
     ground: Ground
     groups: tuple[str, ...]
     body: Body
+    exposed: str = ""
 
 
 class Place(NamedTuple):

@@ -132,7 +132,8 @@ class Confined:
             template=below[0].path if below else None,
             limits=_limits(limits, user) if self._confined else (),
         )
-        return Made(Ground(path, user, below, self), (), UserBody(plan, self._children))
+        exposed = "only the rung full can refuse them" if fields["network"] else ""
+        return Made(Ground(path, user, below, self), (), UserBody(plan, self._children), exposed)
 
     def _refuse(self, fields: Fields) -> None:
         rung = "confined" if self._confined else "none"
