@@ -53,12 +53,13 @@ def parts_of(task: TerminalTask) -> tuple[Part, ...]:
 
 
 def _script(task: TerminalTask) -> Script:
-    files = task.verifier.files()
+    name, files = task.verifier.script, task.verifier.files()
+    path = files.pop(name, task.verifier.folder / name)  # Terminal-Bench 1 keeps it beside the folder
     try:
-        texts = {name: path.read_text(encoding="utf-8") for name, path in files.items() if name.endswith(".sh")}
-        text = texts.pop(task.verifier.script)
-    except (OSError, UnicodeDecodeError, KeyError) as error:
-        raise TaskError(f"{task.verifier.script} cannot be read: {error}") from None
-    script = with_others(offline(text), texts)
+        text = path.read_text(encoding="utf-8")
+        others = {each: found.read_text(encoding="utf-8") for each, found in files.items() if each.endswith(".sh")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"{path.name} cannot be read: {error}") from None
+    script = with_others(offline(text), others)
     # Terminal-Bench 1 has no verdict but pytest's, however the script comes to start it.
     return replace(script, pytest=script.pytest or task.format is task.format.TERMINAL_BENCH_1)

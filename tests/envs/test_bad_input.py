@@ -1,0 +1,65 @@
+"""Bad data sets, in every environment that has one: one clear message, exit code 2, and no run folder.
+
+That a run goes on with the rest and says what it left out is tested beside each environment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import cli
+
+pytestmark = pytest.mark.slots
+
+ENVIRONMENTS = Path(__file__).parents[2] / "environments"
+WITH_A_DATA_SET = ("swe_smith_oracle", "terminalbench_2", "endless_terminals", "hermes_swe")
+HUB = pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="the extra `hub` is here")
+
+
+def told(name: str, source: str, *flags: str) -> None:
+    """Start a run that must not begin."""
+    command = ["run", str(ENVIRONMENTS / f"{name}_env.py"), "process", "--env.dataset_name", source, *flags]
+    assert run_guarded(lambda: cli.main([*command, "--policy", "noop"], standalone_mode=False)) == 2
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("name", WITH_A_DATA_SET)
+def test_a_source_without_a_usable_row_is_one_message(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jsonl").write_text("\n")
+    Path("bad.csv").write_text("colour\nred\n")
+    wanted = {
+        "absent.jsonl": "there is no data set absent.jsonl",
+        "empty.jsonl": "empty.jsonl h",  # "has no task that can be used", "holds no task"
+        "bad.csv": "1 of it are left out",
+    }
+    for source, message in wanted.items():
+        told(name, source)
+        shown = capsys.readouterr().err
+        (line,) = [line for line in shown.splitlines() if line.startswith("error: ")]
+        assert message in line, (source, line)
+
+
+@HUB
+@pytest.mark.parametrize("name", WITH_A_DATA_SET)
+def test_a_name_of_the_hub_without_the_extra(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told(name, "somebody/something")
+    assert "'somebody/something' is no local file" in capsys.readouterr().err
+
+
+def test_a_column_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"quest": "x"}\n')
+    told("hermes_swe", "rows.jsonl", "--env.dataset_fields", "prompt=question")
+    assert "row 1: no column 'question', which is to be 'prompt'. Did you mean quest?" in caplog.text
