@@ -23,6 +23,9 @@ IPNetwork: TypeAlias = IPv4Network | IPv6Network
 
 _NAT64 = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
 
+_REFUSAL = "it is at a private or reserved address, which web tools do not reach"
+"""The same for all addresses of a name, so that one error is left of them. It does not tell what the name stands for."""
+
 
 class PrivateAddress(PermissionError):
     """The address that a name stands for is not to be reached."""
@@ -58,7 +61,7 @@ class Reachable:
         """Raises `PrivateAddress` for an address that may not be connected to."""
         address = ipaddress.ip_address(resolved.partition("%")[0])
         if not self.covers(address):
-            raise PrivateAddress(f"{address} is a private or reserved address, which web tools do not reach")
+            raise PrivateAddress(_REFUSAL)
 
 
 def _carried(address: IPAddress) -> IPAddress:
