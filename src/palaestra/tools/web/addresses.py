@@ -24,7 +24,7 @@ IPNetwork: TypeAlias = IPv4Network | IPv6Network
 _NAT64 = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
 
 _REFUSAL = "it is at a private or reserved address, which web tools do not reach"
-"""The same for all addresses of a name, so that one error is left of them. It does not tell what the name stands for."""
+"""The same for all addresses of a name, so that one error is left of them. It does not tell what a name stands for."""
 
 
 class PrivateAddress(PermissionError):
