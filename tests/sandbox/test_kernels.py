@@ -73,6 +73,7 @@ def test_before_paths_could_be_held_inside_a_root() -> None:
         ("unshare 0x10000000: No space left on device", "user.max_user_namespaces"),
         ("unshare 0x10000000: Operation not permitted", "unprivileged_userns_clone"),
         ("cannot make a slot: mount overlay on /stage: Invalid argument", "before Linux 5.11"),
+        ("cannot make a slot: mount overlay on /stage: No such device", "the kernel has no overlay file system"),
         ("mount_setattr: Function not implemented", "Linux 5.12"),
         ("control groups cannot be made: Permission denied", "/sys/fs/cgroup"),
         ("mount proc on proc: Operation not permitted", "systempaths=unconfined"),

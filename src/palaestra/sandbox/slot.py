@@ -119,7 +119,7 @@ class LocalSlot(TextFiles):
             **limits(timeout_s, max_output_bytes, stdin),
             **self._lease.fields(),
             "cwd": cwd,
-            "env": env and dict(env),
+            "env": dict(env) if env else None,
             "stream": on_output is not None,
             "verdict": verdict,
             "spill": spill,

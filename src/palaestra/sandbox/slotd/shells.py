@@ -56,7 +56,7 @@ _BASH = _Dialect(
 )
 _SH = _Dialect(["/bin/sh", "-i"], (6, 7, 8, 9), "")
 _REPORT = '__slot(){{ local s=$? p; read -r _ _ _ _ p </proc/loadavg; printf " $1 $s $p\\n" >&{status}; return $s; }}\n'
-_RUN = ". /proc/self/fd/{command} </proc/self/fd/{stdin} 2>&{errors}\n__slot {number}\n"
+_RUN = ". /proc/self/fd/{command} <{stdin} 2>&{errors}\n__slot {number}\n"
 
 
 class ShellBusy(Exception):
@@ -92,7 +92,11 @@ class Shell:
         if self._process is None:
             self._start()
         self._command.put(command)
-        self._input.put(request.stdin)
+        source = "/dev/null"
+        stdin, file, _, errors = self._dialect.places
+        if request.stdin:
+            self._input.put(request.stdin)
+            source = f"/proc/self/fd/{stdin}"
         execution = Execution(number, request, self._loop, self._link, self._interrupt, self._output, open_spill)
         self._execution, self._output = execution, -1
         self._talks[number] = self
@@ -103,8 +107,7 @@ class Shell:
         execution.start()
         self._after = (killing.now(), self._last_pid)
         self._sequence += 1
-        stdin, file, _, errors = self._dialect.places
-        self._say(_RUN.format(command=file, stdin=stdin, errors=errors, number=self._sequence))
+        self._say(_RUN.format(command=file, stdin=source, errors=errors, number=self._sequence))
 
     def on_frame(self, frame: Frame) -> None:
         """The client gives credit for more output, or has given the command up."""
