@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.envs.catalog import known_environments
+from palaestra.rollouts.journal import read_groups
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/environments"
@@ -63,7 +63,8 @@ def test_the_commands_of_the_page_run(
     assert len(commands) == 4
     for command in commands:
         assert palaestra(*command[1:]) == 0, (command, capsys.readouterr().err)
-    for path in tmp_path.glob("runs/*/*/journal.jsonl"):
-        groups = [json.loads(line) for line in path.read_text().splitlines()]
-        rewards = {each["trajectory"]["reward"] for each in groups if each.get("type") == "RolloutEnded"}
-        assert rewards <= {0.0 if "--noop" in str(path) else 1.0}
+    journals = list(tmp_path.glob("runs/*/*/journal.jsonl"))
+    assert len(journals) == 3
+    for path in journals:
+        rewards = {trajectory.reward for group in read_groups(path) for trajectory in group.trajectories}
+        assert rewards == {0.0 if "--noop" in str(path) else 1.0}

@@ -70,3 +70,13 @@ def test_what_is_held_out_is_drawn_by_id_and_seed_alone() -> None:
     assert fewer < half
     assert half != {each for each in ids if is_held_out(each, HeldOutConfig(held_out=0.5, seed=1))}
     assert not any(is_held_out(each, HeldOutConfig()) for each in ids)
+
+
+@pytest.mark.parametrize(("verb", "command"), [("eval", "evaluate"), ("feed", "serve")])
+def test_a_front_door_has_its_command_already(
+    verb: str, command: str, lines_env: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert palaestra(verb, lines_env, "process") == 2
+    assert f"unexpected word 'process' after {command}" in capsys.readouterr().err
+    assert palaestra(verb, "--samples", lines_env) == 2
+    assert f"settings come after the environment: palaestra {verb} ENV" in capsys.readouterr().err
