@@ -80,3 +80,11 @@ def test_a_front_door_has_its_command_already(
     assert f"unexpected word 'process' after {command}" in capsys.readouterr().err
     assert palaestra(verb, "--samples", lines_env) == 2
     assert f"settings come after the environment: palaestra {verb} ENV" in capsys.readouterr().err
+
+
+def test_a_class_is_run_without_a_word_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("words_env.py").write_text(scripts.CLASS_ENV)
+    assert palaestra("run", "words_env.py", "--policy", "oracle", "--tasks", "1", "--group", "1") == 0
+    (line,) = Path("data/words.jsonl").read_text().splitlines()
+    assert json.loads(line)["scores"] == [1.0]
