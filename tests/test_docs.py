@@ -63,6 +63,18 @@ def test_a_printed_environment_keeps_its_promise(
 
 
 @pytest.mark.slots
+def test_the_printed_evaluation_tells_two_policies_apart(tmp_path: Path) -> None:
+    written(tmp_path, "lines_env.py")
+    (block,) = re.findall(r"```sh\n(palaestra eval .*?)```", (DOCS / "environments.md").read_text(), re.DOTALL)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = ["bash", "-e", "-c", block]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "pass@4 1.000" in done.stderr
+    assert "over 3 tasks: better on 3, worse on 0" in done.stdout
+
+
+@pytest.mark.slots
 def test_the_printed_terminal_task_is_good(tmp_path: Path) -> None:
     page = (DOCS / "environments" / "terminalbench_2.md").read_text()
     (block,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.envs.catalog import known_environments
+from palaestra.rollouts.journal import read_groups
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/environments"
@@ -52,7 +52,9 @@ def test_the_page_says_what_the_oracle_and_doing_nothing_score(name: str) -> Non
 @pytest.mark.slots
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["hermes_swe", "terminal_test"])
+@pytest.mark.parametrize(
+    "name", ["hermes_swe", "terminal_test", pytest.param("swe_smith_oracle", marks=pytest.mark.network)]
+)
 def test_the_commands_of_the_page_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,10 +62,13 @@ def test_the_commands_of_the_page_run(
     (tmp_path / "environments").symlink_to(ROOT / "environments")
     text = (PAGES / f"{name}.md").read_text()
     commands = [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("palaestra ")]
-    assert len(commands) == 4
+    assert len(commands) > 3
+    if name == "swe_smith_oracle":  # its check takes as long as the whole suite of tests about cheats on real tasks
+        commands = [command for command in commands if command[1:3] != ["env", "check"]]
     for command in commands:
         assert palaestra(*command[1:]) == 0, (command, capsys.readouterr().err)
-    for path in tmp_path.glob("runs/*/*/journal.jsonl"):
-        groups = [json.loads(line) for line in path.read_text().splitlines()]
-        rewards = {each["trajectory"]["reward"] for each in groups if each.get("type") == "RolloutEnded"}
-        assert rewards <= {0.0 if "--noop" in str(path) else 1.0}
+    journals = list(tmp_path.glob("runs/*/*/journal.jsonl"))
+    assert len(journals) == 3
+    for path in journals:
+        rewards = {trajectory.reward for group in read_groups(path) for trajectory in group.trajectories}
+        assert rewards == {0.0 if "--noop" in str(path) else 1.0}

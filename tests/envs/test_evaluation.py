@@ -70,3 +70,21 @@ def test_what_is_held_out_is_drawn_by_id_and_seed_alone() -> None:
     assert fewer < half
     assert half != {each for each in ids if is_held_out(each, HeldOutConfig(held_out=0.5, seed=1))}
     assert not any(is_held_out(each, HeldOutConfig()) for each in ids)
+
+
+@pytest.mark.parametrize(("verb", "command"), [("eval", "evaluate"), ("feed", "serve")])
+def test_a_front_door_has_its_command_already(
+    verb: str, command: str, lines_env: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert palaestra(verb, lines_env, "process") == 2
+    assert f"unexpected word 'process' after {command}" in capsys.readouterr().err
+    assert palaestra(verb, "--samples", lines_env) == 2
+    assert f"settings come after the environment: palaestra {verb} ENV" in capsys.readouterr().err
+
+
+def test_a_class_is_run_without_a_word_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("words_env.py").write_text(scripts.CLASS_ENV)
+    assert palaestra("run", "words_env.py", "--policy", "oracle", "--tasks", "1", "--group", "1") == 0
+    (line,) = Path("data/words.jsonl").read_text().splitlines()
+    assert json.loads(line)["scores"] == [1.0]

@@ -82,7 +82,7 @@ async def serve(env: type[HermesAgentBaseEnv], folder: Path, out: Path, api: str
             "--openai.base_url": server.url,
             "--openai.model_name": "toy",
             "--env.tokenizer_name": str(folder),
-            "--env.rollout_server_url": api,
+            "--to": api,
             "--env.max_num_workers": "2",
         }
         line = command_line(env, ["serve", *itertools.chain(*flags.items()), *argv])

@@ -47,15 +47,15 @@ def main(environment: object, argv: Sequence[str] | None = None, *, prog: str | 
 
 
 def run_environment(reference: str, argv: Sequence[str], *, prog: str) -> int:
-    """Run the environment that `reference` names. Errors are the caller's to report."""
-    return _main(load_environment(reference, Path.cwd()), argv, prog)
+    """Run the environment that `reference` names; `process` where no command is said. Errors are the caller's."""
+    return _main(load_environment(reference, Path.cwd()), argv, prog, "process")
 
 
 def _report(message: str) -> None:
     sys.stderr.write(f"error: {message}\n")
 
 
-def _main(environment: object, argv: Sequence[str], prog: str | None) -> int:
+def _main(environment: object, argv: Sequence[str], prog: str | None, command: str | None = None) -> int:
     form = form_of(environment)
     config, servers = form.defaults()
     dotenv = read_dotenv(Path.cwd())
@@ -66,7 +66,7 @@ def _main(environment: object, argv: Sequence[str], prog: str | None) -> int:
         env_values=set_fields(config) if config is not None else {},
         server_values=[set_fields(server) for server in servers],
         name=form.name,
-        command=form.command,
+        command=form.command or command,
         about=form.about,
     ).parse(argv, os.environ, dotenv)
     if isinstance(parsed, Answer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -11,19 +10,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from envs.endless_terminals.built import DESCRIBED, FINAL, INITIAL, checked
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.errors import ConfigError, PrepareError, TaskError
-from palaestra.envs.cheats.bank import BANK
-from palaestra.envs.cheats.check import Check, Proof
 from palaestra.envs.cheats.command import check_environment
 from palaestra.envs.endless_terminals import folder_grading
 from palaestra.envs.endless_terminals.compose import Choice, generate
-from palaestra.envs.endless_terminals.env import EndlessEnvironment, EndlessTerminalsEnv, EndlessTerminalsEnvConfig
 from palaestra.envs.endless_terminals.folders import FolderTask, post_script, read_folder, read_task
 from palaestra.envs.endless_terminals.tasks import to_line
 from palaestra.envs.images.base import ImageRecipe
-from palaestra.envs.settings import make_pool
 from palaestra.envs.swe.install import DEPENDENCIES_DIR, DependencyCache, Toolchain, interpreter
 from palaestra.sandbox.base import Mount, SlotSpec
 from palaestra.sandbox.pool import SlotPool
@@ -131,9 +127,6 @@ END
 %environment
     export LC_ALL=C
 """
-INITIAL = "def test_numbers():\n    assert open('/home/user/data/numbers.txt').read() == '1\\n2\\n'\n"
-FINAL = "def test_sum():\n    assert open('/home/user/sum.txt').read().strip() == '3'\n"
-DESCRIBED = {"name": "one", "description": "Write the sum to /home/user/sum.txt.", "truth": "it is 3"}
 
 
 def folder_task(place: Path, **changed: str | None) -> Path:
@@ -280,40 +273,7 @@ def test_task_folders_are_played(tmp_path: Path, monkeypatch) -> None:
     assert [group["scores"] for group in groups(tmp_path)] == [[1.0, 1.0]]
 
 
-IMAGE = """FROM ubuntu:22.04
-ENV WHERE=/home/user
-WORKDIR /home/user
-RUN printf '1\\n2\\n' > numbers.txt && chown -R 1000 /home/user
-USER 1000
-"""
-BUILT = {
-    "instruction.md": "Write the sum of numbers.txt to sum.txt.",
-    "environment/Dockerfile": IMAGE,
-    "environment/task.json": json.dumps(DESCRIBED),
-    "environment/test_initial_state.py": INITIAL.replace("data/", ""),
-    "tests/test_final_state.py": FINAL
-    + "def test_owner():\n    import os\n    assert os.stat('/home/user/sum.txt').st_uid == 1000\n",
-    "solution/solve.sh": "echo $(($(head -1 numbers.txt) + 2)) > $WHERE/sum.txt\n",
-}
-
-
 @pytest.mark.slots
 @pytest.mark.skipif(os.geteuid() != 0, reason="other users of a slot need root")
 def test_a_folder_with_a_dockerfile_is_built_and_played(installed_pytest: DependencyCache, tmp_path: Path) -> None:
-    for name, text in BUILT.items():
-        path = tmp_path / "tasks/task_sum" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    config = EndlessTerminalsEnvConfig(
-        local_tasks_dir=str(tmp_path / "tasks"), image="host", cache_dir=str(tmp_path / "cache")
-    )
-
-    async def main() -> Proof:
-        async with make_pool(config) as pool:
-            environment = EndlessEnvironment(EndlessTerminalsEnv(config, []), installed_pytest)
-            await environment.open()
-            return await Check(environment, pool, [cheat for cheat in BANK if cheat.name == "fake-python"]).run(1)
-
-    proof = asyncio.run(main())
-    assert proof.proven
-    assert proof.holds, proof.lines
+    assert checked(tmp_path, installed_pytest, image="host").holds

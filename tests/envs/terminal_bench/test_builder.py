@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from envs.endless_terminals.built import checked
 from envs.terminal_bench.conftest import Try
 from envs.terminal_bench.mini import HARBOR, LEGACY, TASKS, copied
 from envs.terminal_bench.roots import make_root
 from palaestra.core.errors import ImageError, TaskError
 from palaestra.envs.images.builder import Builder, content_key, read_config
+from palaestra.envs.swe.install import DependencyCache
 from palaestra.envs.terminal_bench import harbor, task_yaml
 from palaestra.envs.terminal_bench.proving import Finding
 from sandbox.containers import Docker, docker
@@ -61,6 +63,20 @@ def test_tasks_are_built_once_and_run_in_slots(daemon: Docker, try_tasks: Try, t
     again = try_tasks(TASKS, task_filter="greeting,hello", build_network=False, **settings)
     assert [again[name].finding for name in ("greeting", "hello")] == [Finding.GOOD] * 2
     assert set(roots) < set((tmp_path / "cache/roots").glob("*.tar"))
+
+
+@pytest.mark.docker
+@pytest.mark.long
+@pytest.mark.slots
+@pytest.mark.timeout(500)
+@pytest.mark.xdist_group("docker")
+def test_task_folders_of_endless_terminals_are_built(
+    daemon: Docker, installed_pytest: DependencyCache, tmp_path: Path
+) -> None:
+    daemon.load(make_root(tmp_path / "root"), BASE)
+    proof = checked(tmp_path, installed_pytest, builder=daemon.command, build_network=False)
+    assert proof.holds, proof.lines
+    assert len(list((tmp_path / "cache/roots").glob("*.tar"))) == 1
 
 
 def test_how_commands_start_is_read_from_beside_the_root(tmp_path: Path) -> None:
