@@ -48,7 +48,7 @@ class ToolSession:
 
     `registry` has every tool by default, those that are missing with their reason, and those that need a key with the
     ones of `settings`. `config` says what calls may do; its default, the contract's, is a network and the best
-    isolation there is. `shared` are objects that the tools of all tasks have together: `Approvals`, `Notes`, `Sessions`.
+    isolation there is. `shared` are objects that the tools of all tasks have together: `Approvals`, `Notes`.
     """
 
     def __init__(
