@@ -250,7 +250,7 @@ def test_a_sub_agent_has_the_tools_it_was_given_and_none_to_give_away(tmp_path: 
             return [called("todo"), called("add", a=1, b=1), called("delegate_task", goal="deeper"), "end"][turn]
         if first == "all":
             return [called("add", a=2, b=2), "end"][turn]
-        parts = [{"goal": "mine", "toolsets": ["todo"]}, {"goal": "all"}]
+        parts = [{"goal": "mine", "toolsets": ["todo"]}, {"goal": "all", "toolsets": ["todo", "arithmetic"]}]
         return [called("delegate_task", tasks=parts), "done"][turn]
 
     (trajectory,) = roll_out(tmp_path, Exact(speaks))

@@ -7,11 +7,13 @@ import json
 
 import pytest
 
+from palaestra.core.errors import IsolationUnavailable
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
 from palaestra.tools.approval import Answer, Approvals, Request, dangers
 from palaestra.tools.binding import SlotTools
 from palaestra.tools.registry import build_tool_registry
+from palaestra.tools.session import ToolSession
 
 from .conftest import AtDesk, Desk
 
@@ -124,6 +126,19 @@ def test_a_denied_command_is_not_run_and_the_others_are(at_desk: AtDesk) -> None
     at_desk(scenario)
     assert [request.command for request in person.asked] == ["rm -r d"] * 3 + ["rm -r x"]
     assert person.asked[0] == Request("rm -r d", ["deletes whole directories"], "task-1")
+
+
+@pytest.mark.slots
+def test_a_session_asks_about_the_calls_of_all_its_tasks() -> None:
+    person = Person(Answer.DENY, Answer.SESSION)
+    with ToolSession(shared=[Approvals(person.ask)]) as session:
+        try:
+            assert json.loads(session.handle("terminal", {"command": "rm -r x"}, "one"))["status"] == "blocked"
+        except IsolationUnavailable as error:
+            pytest.skip(str(error))
+        assert json.loads(session.handle("terminal", {"command": "rm -r x"}, "two"))["exit_code"] == 1
+        assert json.loads(session.handle("terminal_stateful", {"command": "rm -r x"}, "one"))["exit_code"] == 1
+    assert [request.task_id for request in person.asked] == ["one", "two"]
 
 
 def test_a_yes_for_the_session_holds_for_that_kind_of_danger_alone() -> None:

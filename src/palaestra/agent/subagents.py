@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
@@ -25,11 +25,12 @@ from palaestra.inference.base import ChatServer
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.tools.approval import Approvals
 from palaestra.tools.binding import SlotTools
+from palaestra.tools.builtin.execute_code import Programs
 from palaestra.tools.delegation import Assignment, Delegation, Report
 from palaestra.tools.inside import Inside
 from palaestra.tools.registry import ToolRegistry
 from palaestra.tools.schema import ToolMistake
-from palaestra.tools.toolsets import resolve_toolsets
+from palaestra.tools.toolsets import TOOLSETS, resolve_toolsets
 
 MAX_DEPTH = 1
 """How many sub-agents may stand below each other; one that stands lowest has no `delegate_task`."""
@@ -92,13 +93,11 @@ class Subagents:
         names = [name for name in own.list_tools() if name not in NOT_FOR_SUBAGENTS]
         if self.depth + 1 >= MAX_DEPTH:
             names = [name for name in names if name != _NAME]
+        tools = [tool for name in names if (tool := own.get(name)) is not None]
         if assignment.toolsets is not None:
-            try:
-                wanted = set(resolve_toolsets(assignment.toolsets))
-            except ConfigError as error:
-                raise ToolMistake(f"{error}. Nothing was started") from None
-            names = [name for name in names if name in wanted]
-        return ToolRegistry(tool for name in names if (tool := own.get(name)) is not None)
+            wanted = _members(assignment.toolsets, {tool.toolset for tool in tools})
+            tools = [tool for tool in tools if tool.name in wanted or tool.toolset in assignment.toolsets]
+        return ToolRegistry(tools)
 
     def _started(self, assignment: Assignment, registry: ToolRegistry, together: int) -> _One:
         """A sub-agent that is ready to go, and in the record already."""
@@ -108,11 +107,11 @@ class Subagents:
         tools = SlotTools(registry, own.slot, own.task_id, assignment.goal[:500], own.timeout_s, world)
         tools.share(own.state(ProcessRegistry))
         tools.share(own.state(Approvals))
+        tools.share(Programs(f"subagent-{number}-"))
         server = self._server(number)
-        record = Subagent(number, above.result.turns_used, assignment.goal, AgentResult(messages=[]))
 
         def turned(*_: object) -> None:
-            record.inner_calls.extend(tools.state(Inside).taken(record.result.turns_used))
+            record.inner_calls.extend(tools.state(Inside).taken(loop.result.turns_used))
             self.moved()
 
         loop = HermesAgentLoop(
@@ -131,6 +130,7 @@ class Subagents:
             clock=above.clock,
             budget=above.budget.left(above.used(), together),
         )
+        record = Subagent(number, above.result.turns_used, assignment.goal, loop.result)
         replace(self, loop=loop, tools=tools, depth=self.depth + 1).offer()
         above.result.subagents.append(record)
         return _One(assignment, loop, record, above, server, turned)
@@ -163,9 +163,7 @@ class _One:
         result, failure = self.loop.result, self.loop.failure
         if result.outcome.scored:
             return _report(result)
-        if isinstance(
-            failure, ContextExceeded
-        ):  # what the agent above wrote is too long: its mistake, which it can mend
+        if isinstance(failure, ContextExceeded):  # the work itself is told at too great length, which can be mended
             return replace(_report(result), outcome=Outcome.LENGTH.value)
         assert failure is not None
         raise failure
@@ -176,6 +174,14 @@ class _One:
         self.turned()
         self.record.segments = list(getattr(self.server, "segments", ()))
         self.above.delegated(self.loop)
+
+
+def _members(toolsets: Sequence[str], brought: Collection[str]) -> set[str]:
+    """The tools of the package's own toolsets among these; others are known by the tools that they `brought`."""
+    try:
+        return set(resolve_toolsets([name for name in toolsets if name in TOOLSETS or name not in brought]))
+    except ConfigError as error:
+        raise ToolMistake(f"{error}. Nothing was started") from None
 
 
 def _report(result: AgentResult) -> Report:

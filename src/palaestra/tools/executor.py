@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ConfigDict
@@ -83,7 +83,7 @@ class ToolExecutor:
     """Binds tool calls to trajectories' slots. An async context manager; `close` gives every slot back.
 
     `backend` (or `pool`, the same) hands out the slots. `spec` is what they are made from; the configuration
-    decides its network.
+    decides its network. `shared` are objects that the tools of all trajectories have together, such as `Approvals`.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class ToolExecutor:
         *,
         pool: SlotSource | None = None,
         spec: SlotSpec | None = None,
+        shared: Iterable[object] = (),
     ) -> None:
         source = backend if backend is not None else pool
         if source is None:
@@ -107,6 +108,7 @@ class ToolExecutor:
             self._link = ToolServerLink(self._config.tool_server_url, self._config.tool_server_token)
             self._tools = ToolRegistry(self._link.served(self._tools.tools()), self._tools.missing)
         self._spec = _with_network(spec or SlotSpec(), self._config.allow_network)
+        self._shared = tuple(shared)
         self._bindings: dict[str, _Binding] = {}
         self._in_flight = 0
         self._closed = False
@@ -198,7 +200,7 @@ class ToolExecutor:
         if self._closed:
             raise StaleLease(f"The executor is closed; trajectory {trajectory_id} cannot make further calls")
         if trajectory_id not in self._bindings:
-            self._bindings[trajectory_id] = _Binding(self, self._tools, trajectory_id)
+            self._bindings[trajectory_id] = _Binding(self, self._tools, trajectory_id, self._shared)
         return self._bindings[trajectory_id]
 
     async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = False) -> None:
@@ -250,10 +252,14 @@ class ToolExecutor:
 class _Binding:
     """One trajectory: its tools, its slot once it has one, and the turn order of its calls."""
 
-    def __init__(self, executor: ToolExecutor, tools: ToolRegistry, trajectory_id: str) -> None:
+    def __init__(
+        self, executor: ToolExecutor, tools: ToolRegistry, trajectory_id: str, shared: Iterable[object]
+    ) -> None:
         self._executor = executor
         self._trajectory_id = trajectory_id
         self._tools = SlotTools(tools, self._lease, trajectory_id)
+        for thing in shared:
+            self._tools.share(thing)
         self._turn = asyncio.Lock()  # asyncio locks are first come, first served
         self.slot: Slot | None = None
         self._released = False

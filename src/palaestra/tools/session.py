@@ -17,7 +17,7 @@ import asyncio
 import atexit
 import functools
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
@@ -47,8 +47,8 @@ class ToolSession:
     """A pool of slots by task id, with its own event loop in a thread. Close it, or use it in a `with` statement.
 
     `registry` has every tool by default, those that are missing with their reason, and those that need a key with the
-    ones of `settings`. `config` says what calls may do; its
-    default, the contract's, is a network and the best isolation there is.
+    ones of `settings`. `config` says what calls may do; its default, the contract's, is a network and the best
+    isolation there is. `shared` are objects that the tools of all tasks have together: `Approvals`, `Notes`.
     """
 
     def __init__(
@@ -58,10 +58,11 @@ class ToolSession:
         config: ToolExecutorConfig | None = None,
         backend: Backend | None = None,
         settings: ToolSettings | None = None,
+        shared: Iterable[object] = (),
     ) -> None:
         self._slots = _TaskSlots(backend or LocalBackend())
         self._registry = registry if registry is not None else unrestricted(settings=settings)
-        self._executor = ToolExecutor(self._slots, self._registry, config)
+        self._executor = ToolExecutor(self._slots, self._registry, config, shared=shared)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tool-session", daemon=True)
         self._starting = threading.Lock()

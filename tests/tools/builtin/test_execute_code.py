@@ -119,14 +119,14 @@ def test_long_requests_and_replies_and_printed_floods_go_through(at_desk: AtDesk
             "from palaestra_tools import write_file, read_file\n"
             "text = 'é' * 1_000_000\n"
             "print(write_file('big.txt', text)['bytes_written'])\n"
-            "for n in range(40_000):\n"
+            "for n in range(24_000):\n"
             "    print(f'line {n} ' + 'x' * 90)\n",
         )
         assert reply["exit_code"] == 0
         assert reply["output"].startswith("2000000\nline 0 xx")
-        assert reply["output"].endswith("line 39999 " + "x" * 90 + "\n")
+        assert reply["output"].endswith("line 23999 " + "x" * 90 + "\n")
         assert "OUTPUT CUT HERE" in reply["output"]
-        assert reply["output_total_bytes"] == 8 + sum(len(f"line {n} ") + 91 for n in range(40_000))
+        assert reply["output_total_bytes"] == 8 + sum(len(f"line {n} ") + 91 for n in range(24_000))
         assert len(reply["output"]) <= 50_000
         shorter = await run(desk, "for n in range(9_000): print('y' * 20)")
         assert shorter["output_total_chars"] == 9_000 * 21
@@ -137,7 +137,8 @@ def test_long_requests_and_replies_and_printed_floods_go_through(at_desk: AtDesk
     at_desk(scenario)
 
 
-def test_at_its_time_limit_a_program_is_killed_with_all_that_it_started(at_desk: AtDesk) -> None:
+@pytest.mark.parametrize("timeout", [1, pytest.param(20, marks=pytest.mark.long)])
+def test_at_its_time_limit_a_program_is_killed_with_all_that_it_started(at_desk: AtDesk, timeout: int) -> None:
     async def scenario(desk: Desk) -> None:
         code = (
             "import subprocess\n"
@@ -146,9 +147,11 @@ def test_at_its_time_limit_a_program_is_killed_with_all_that_it_started(at_desk:
             "from palaestra_tools import terminal\n"
             "terminal('sleep 4712')\n"
         )
-        reply = await run(desk, code, timeout=1)
-        assert (reply["exit_code"], reply["output"]) == (124, "so far\n")
-        assert "longer than 1s" in reply["error"]
+        reply = await run(desk, code, timeout=timeout)
+        assert reply["exit_code"] == 124
+        assert f"longer than {timeout}s" in reply["error"]
+        if timeout > 1:  # a busy machine may not come so far in a second
+            assert reply["output"] == "so far\n"
         assert (await desk.slot.execute("pgrep -f 'sleep 471[12]'")).output == ""
         assert await desk.slot.processes() == []
 

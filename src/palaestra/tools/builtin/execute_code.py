@@ -70,9 +70,17 @@ SCHEMA = ToolSchema(
 
 @dataclass(slots=True)
 class Programs:
-    """How many programs a rollout has run: their folders are numbered, so that equal rollouts see equal paths."""
+    """How many programs a conversation has run: their folders are numbered, so that equal rollouts see equal paths.
 
+    `prefix` keeps conversations apart that share a slot.
+    """
+
+    prefix: str = ""
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def folder(self) -> str:
+        """Where the next program lies."""
+        return f"{FOLDER}/{self.prefix}{next(self.numbers)}"
 
 
 @dataclass(slots=True)
@@ -110,7 +118,7 @@ async def run_execute_code(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
     """Run `code`; the reply has `output`, `exit_code`, `error` and `tool_calls_made`."""
     timeout_s = clamp_timeout(arguments.get("timeout", run.timeout_s))
     slot, calls = await run.slot(), _Calls(run)
-    folder = f"{FOLDER}/{next(run.state(Programs).numbers)}"
+    folder = run.state(Programs).folder()
     process: Process | None = None
     channel: Channel | None = None
     try:
