@@ -18,11 +18,12 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ConfigError, ToolServerRefused, ToolServerReplyError, ToolServerUnavailable
 from palaestra.core.types import JSON
 from palaestra.tools.mcp.config import MCPServerConfig
+from palaestra.tools.mcp.tail import Tail
 
 if TYPE_CHECKING:
     import httpx2
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 15.0
-_TAIL_BYTES = 4096
 _LEASH = str(Path(__file__).with_name("leash.py"))
 _MOST_PAGES = 100
 _SESSION_GONE = "Session terminated"
@@ -53,7 +53,7 @@ class Connection:
         self._client: Client | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
-        self._stderr = _Tail()
+        self._stderr = Tail()
         self._task: asyncio.Task[None] | None = None
         self._told_of_change = False
         self._status = 200
@@ -240,61 +240,6 @@ class Connection:
 
 class ServerSaid(ValueError):
     """The server answered a call with an error of its own: the model can read it."""
-
-
-class _Tail:
-    """The last few kilobytes that a server wrote to stderr, and whether all who could write there are gone."""
-
-    def __init__(self) -> None:
-        self.ended = False
-        self._data = b""
-        self._reading: int | None = None
-        self._writing: TextIO | None = None
-        self._at_end = asyncio.Event()
-
-    def opened(self) -> TextIO:
-        """The end for the server to write to."""
-        self._reading, writing = os.pipe()
-        os.set_blocking(self._reading, False)
-        asyncio.get_running_loop().add_reader(self._reading, self._read)
-        self._writing = os.fdopen(writing, "w")
-        return self._writing
-
-    def let_go(self) -> None:
-        """Close our copy of the server's end: from now on its last copy is the server's."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.close()
-
-    async def settled(self, wait_s: float = 1.0) -> None:
-        """Wait a moment for the last words of a server that has ended."""
-        self.let_go()
-        if self._reading is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._at_end.wait()
-
-    def text(self) -> str:
-        return self._data.decode(errors="replace").strip()
-
-    def close(self) -> None:
-        self.let_go()
-        reading, self._reading = self._reading, None
-        if reading is not None:
-            asyncio.get_running_loop().remove_reader(reading)
-            os.close(reading)
-
-    def _read(self) -> None:
-        assert self._reading is not None
-        try:
-            piece = os.read(self._reading, 1 << 16)
-        except BlockingIOError:
-            return
-        self._data = (self._data + piece)[-_TAIL_BYTES:]
-        if not piece:
-            self.ended = True
-            self._at_end.set()
-            self.close()
 
 
 async def _need_extra(name: str) -> None:
