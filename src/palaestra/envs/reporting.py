@@ -111,8 +111,12 @@ class Reporting(NullObserver):
 
     async def finish(self, environment: Environment, figures: Mapping[str, float]) -> None:
         """Tell the trackers what the run came to, and end them."""
-        shown = environment.shown()
         self._log(figures)
+        try:
+            shown = environment.shown()
+        except Exception:
+            shown = ()
+            logger.warning("environment %s failed at its rollouts to show", environment.name, exc_info=True)
         for tracker in self._trackers if shown else ():
             tracker.show(self._step, self._prefix + ROLLOUTS, shown)
         await asyncio.gather(*(tracker.aclose() for tracker in self._trackers))

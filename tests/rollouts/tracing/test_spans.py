@@ -179,6 +179,19 @@ def test_a_traced_server_is_the_server_in_all_else() -> None:
     assert NO_TRACING.served(server, "x/0") is server
 
 
+def test_a_server_that_answers_in_another_shape_is_traced_all_the_same() -> None:
+    class Own:
+        async def chat_completion(self, **request: JSON) -> JSON:
+            return {"choices": [{"message": {"content": "hi"}}]}
+
+    kept, tracers = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    tracers.add_span_processor(SimpleSpanProcessor(kept))
+    tracing = OtelTracing(tracers.get_tracer("t"), env="e", model="m", provider="p", run_id="r")
+    server = tracing.served(Own(), "x/0")  # type: ignore[arg-type]
+    assert asyncio.run(server.chat_completion(messages=[]))["choices"]  # type: ignore[index]
+    assert [span.name for span in kept.get_finished_spans()] == ["chat m"]
+
+
 async def sent_to(endpoint: str, shared: Services) -> list[str]:
     """A small run whose spans go to a collector; what was said of it."""
     notes: list[str] = []

@@ -95,6 +95,12 @@ def test_a_service_that_is_not_installed_is_said_and_left_out(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_tracker_that_cannot_be_started_is_said(tmp_path: Path) -> None:
+    notes: Notes = []
+    assert asyncio.run(start_tracker("json", label(tmp_path / "gone"), notes.append)) is None
+    assert "json cannot be started" in notes[0]
+
+
 def test_a_folder_that_a_service_left_is_not_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "no_such_tracker").mkdir()
     monkeypatch.syspath_prepend(tmp_path)

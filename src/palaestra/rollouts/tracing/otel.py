@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import msgspec
 from opentelemetry.context import Context
@@ -161,7 +161,8 @@ class TracedServer:
             attributes["gen_ai.input.messages"] = messages_text(messages)
         with tracing.span(f"chat {tracing.model[MODEL]}", attributes | asked, SpanKind.CLIENT) as span:
             completion = await self._server.chat_completion(messages=messages, **request)
-            self._answered(span, completion)
+            with suppress(AttributeError, TypeError, ValueError):  # an environment's own server may answer in any shape
+                self._answered(span, completion)
             return completion
 
     def _answered(self, span: Span, completion: ChatCompletion) -> None:

@@ -96,17 +96,26 @@ def _last_line(log: Path) -> str:
 
 
 async def start_tracker(service: str, label: RunLabel, note: Note) -> ChildTracker | None:
-    """Start the tracker of a service; None, and one warning, where its library is not installed.
-
-    A child of its own session: Ctrl-C in the run's terminal is the run's to handle, and the end of the pipe is its.
-    """
+    """Start the tracker of a service; None, and one warning, where its library is not installed or nothing starts."""
     found = importlib.util.find_spec(service)
     if found is None or found.origin is None:  # without an origin it is a folder of that name, as the services leave
         note(f"WARNING: {service} was asked for and is not installed (pip install 'palaestra[{service}]'); going on")
         return None
     log = label.folder / f"{service}.log"
+    try:
+        child = await _started(service, log)
+    except OSError as error:
+        note(f"WARNING: {service} cannot be started ({error}); going on")
+        return None
+    assert child.stdin is not None
+    child.stdin.write(json.dumps(label.to_json()).encode() + b"\n")
+    return ChildTracker(service, child, log, note)
+
+
+async def _started(service: str, log: Path) -> asyncio.subprocess.Process:
+    """The worker, in a session of its own: Ctrl-C in the run's terminal is the run's to handle."""
     with log.open("ab") as output:
-        child = await asyncio.create_subprocess_exec(
+        return await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # what lies in the working directory is not for import
             "-m",
@@ -117,6 +126,3 @@ async def start_tracker(service: str, label: RunLabel, note: Note) -> ChildTrack
             stderr=output,
             start_new_session=True,
         )
-    assert child.stdin is not None
-    child.stdin.write(json.dumps(label.to_json()).encode() + b"\n")
-    return ChildTracker(service, child, log, note)
