@@ -113,7 +113,7 @@ def test_a_tool_with_a_name_of_ours_takes_nothing_over() -> None:
     assert registry.missing == {"mine": "mine 1.0 brings the tool 'todo', which there is already"}
     web = build_tool_registry(["web"], installed=[Installed("web", "mine 1.0", (tool(name="surf")(todo),))])
     assert web.missing["web"] == "mine 1.0 brings the toolset 'web', which there is already"
-    assert web.list_tools() == []
+    assert "surf" not in web.list_tools()
 
 
 def test_installed_packages_are_found_by_the_command_line(package: Path) -> None:
