@@ -300,6 +300,19 @@ def test_an_empty_reply_is_natural(content: str | None) -> None:
     assert result.messages[-1] == {"role": "assistant", "content": ""}
 
 
+def test_a_conversation_goes_on_after_its_end() -> None:
+    first = run(make(calls(("add", '{"a": 1}')), reply("done"), max_turns=2)[0])
+    first.messages.append({"role": "user", "content": "and again"})
+    again, server = make(calls(("add", '{"a": 2}')), max_turns=2)
+    result = asyncio.run(again.run(first.messages, after=first))
+    assert (result.outcome, result.turns_used, result.usage.calls) == (Outcome.MAX_TURNS, 4, 4)
+    assert [turn.number for turn in result.turns] == [1, 2, 3, 4]
+    assert (result.tool_calls_attempted, result.tool_calls_schema_valid) == (3, 3)
+    assert server.requests[0]["messages"] == first.messages[:5]
+    assert not result.finished_naturally
+    assert first.outcome is Outcome.NATURAL
+
+
 def test_max_turns() -> None:
     result = run(make(calls(("add", '{"a": 1}')), max_turns=3)[0])
     assert (result.outcome, result.turns_used, result.finished_naturally) == (Outcome.MAX_TURNS, 3, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from envs import scripts
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
+from palaestra.core.errors import ConfigError
+from palaestra.envs.endless_terminals.env import EndlessTerminalsEnv, EndlessTerminalsEnvConfig
 from palaestra.envs.held_out import HeldOutConfig, is_held_out
 
 pytestmark = pytest.mark.slots
@@ -70,6 +73,29 @@ def test_what_is_held_out_is_drawn_by_id_and_seed_alone() -> None:
     assert fewer < half
     assert half != {each for each in ids if is_held_out(each, HeldOutConfig(held_out=0.5, seed=1))}
     assert not any(is_held_out(each, HeldOutConfig()) for each in ids)
+
+
+def test_a_class_with_a_list_of_items_keeps_some_back() -> None:
+    def items(**settings: object) -> tuple[list[str], list[str], list[str]]:
+        env = EndlessTerminalsEnv(EndlessTerminalsEnvConfig(n=30, level=1, **settings), [])  # type: ignore[arg-type]
+
+        async def drawn() -> list[str]:
+            await env.setup()
+            found = []
+            while (item := await env.get_next_item()) is not None:
+                found.append(item.id)
+            return found
+
+        given = asyncio.run(drawn())
+        return given, [item.id for item in env.chosen(evaluating=True)], [item.id for item in env.items]
+
+    given, evaluated, known = items(held_out=0.3)
+    assert sorted(given + evaluated) == sorted(known)
+    assert 0 < len(evaluated) < 20
+    given, evaluated, known = items()
+    assert given == evaluated == known
+    with pytest.raises(ConfigError, match=r"held_out 1e-09 leaves no task of 30 to evaluate"):
+        items(held_out=1e-9)
 
 
 @pytest.mark.parametrize(("verb", "command"), [("eval", "evaluate"), ("feed", "serve")])

@@ -52,6 +52,7 @@ class ListedEnv(HermesAgentBaseEnv):
         super().__init__(config, server_configs, slurm, testing)
         self.items: list[Item] = []
         self.left_out: list[TaskError] = []
+        self._training: list[Item] = []
         self._given = 0
 
     @abstractmethod
@@ -105,10 +106,11 @@ class ListedEnv(HermesAgentBaseEnv):
 
     async def get_next_item(self) -> Item:
         """The items in order, again and again; once only when `total_steps` is -1."""
-        items = self.chosen(evaluating=False) if self.config.held_out else self.items
-        if self._given >= len(items) and self.config.total_steps < 0:
+        if not self._given:
+            self._training = self.chosen(evaluating=False)
+        if self._given >= len(self._training) and self.config.total_steps < 0:
             return None
-        item = items[self._given % len(items)]
+        item = self._training[self._given % len(self._training)]
         self._given += 1
         return item
 

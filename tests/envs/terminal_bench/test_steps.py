@@ -9,8 +9,9 @@ import pytest
 
 from envs.terminal_bench.conftest import Try
 from envs.terminal_bench.mini import HARBOR, copied
-from palaestra.core.errors import TaskError
+from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import Score
+from palaestra.envs.cheats.command import check_environment
 from palaestra.envs.images.base import Unsupported
 from palaestra.envs.settings import make_pool
 from palaestra.envs.swe.install import DependencyCache
@@ -141,3 +142,23 @@ def test_a_conversation_goes_on_from_step_to_step(installed_pytest: DependencyCa
     assert len(calls) == len(set(calls))
     assert (rollout.reward, rollout.metrics["tidy"], rollout.metrics["steps_verified"]) == (0.5, 1.0, 2.0)
     assert [step["reward"] for step in rollout.detail["steps"]] == [1.0, 0.0]
+
+
+SCRIPT = str(Path(__file__).parents[3] / "environments/terminalbench_2_env.py")
+
+
+@pytest.mark.slots
+@pytest.mark.timeout(300)
+def test_the_tasks_of_the_package_are_checked_without_a_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    proof = check_environment(SCRIPT, [], tasks=2, only=["fake-python"], quiet=True)
+    assert proof.tasks == ("releases", "stock")
+    assert proof.proven
+    assert proof.holds, proof.lines
+
+
+def test_what_a_user_says_is_checked_instead(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no task"):
+        check_environment(SCRIPT, ["--env.dataset_name", str(tmp_path)], tasks=1, quiet=True)

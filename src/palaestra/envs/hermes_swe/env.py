@@ -132,11 +132,14 @@ class HermesSweEnv(ListedEnv):
         return HermesSweEnvironment(self)
 
     async def load(self) -> Iterable[Item | TaskError]:
-        found = self._tasks()
-        if not self.config.max_items:
-            return found
-        good = (item for item in found if isinstance(item, ProgrammingTask))
-        return list(islice(good, self.config.max_items))
+        found: list[ProgrammingTask | TaskError] = []
+        good = 0
+        for item in self._tasks():
+            found.append(item)
+            good += isinstance(item, ProgrammingTask)
+            if good == self.config.max_items:
+                break
+        return found
 
     def _tasks(self) -> Iterator[ProgrammingTask | TaskError]:
         for number, row in self._rows():
