@@ -8,20 +8,23 @@ import os
 import random
 import signal
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import GraderError
 from palaestra.core.retry import RetryPolicy
-from palaestra.core.types import Blame, Limits, Score, Task
-from palaestra.inference.base import SessionContext
+from palaestra.core.types import JSON, Blame, Limits, Score, Task
+from palaestra.inference.base import Sampled, SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.engines.policies import OraclePolicy
 from palaestra.inference.engines.scripted import ScriptedEngine
 from palaestra.inference.loopback import Answer, LoopbackServer, completion
+from palaestra.inference.managed import ManagedChat
+from palaestra.inference.templates import ChatFormat
+from palaestra.inference.toy import toy_tokenizer
 from palaestra.rollouts.base import Environment, Kit
 from palaestra.rollouts.grading import Grading
 from palaestra.rollouts.rollout import Rollout
@@ -35,10 +38,22 @@ ENGINE_FAULTS: Mapping[str, Answer] = {
     "half a reply": Answer(b'{"choices": [{"mess'),
     "no choice": Answer(completion() | {"choices": []}),
     "no answer in time": Answer(hang=True),
+    "abort": Answer(completion("I was about to", finish="abort")),
 }
 
-FAULTS: Mapping[str, Blame] = {
+OWN_LIMITS: Mapping[str, tuple[str, str]] = {
+    "the agent's command is out of memory": (
+        "python3 -c 'bytearray(400 << 20)'",
+        "more memory than the sandbox allows",
+    ),
+    "the agent's disk is full": ("head -c 32000000 /dev/zero > big; rm big", "No space left on device"),
+}
+"""A command that meets the slot's own limits, and what its answer says. The slot holds: this is the agent's to mend."""
+
+FAULTS: Mapping[str, Blame | None] = {
     **dict.fromkeys(ENGINE_FAULTS, Blame.ENGINE),
+    "aborted for ever": Blame.ENGINE,
+    **dict.fromkeys(OWN_LIMITS, None),
     "the agent's slot dies": Blame.SANDBOX,
     "the grading slot dies": Blame.SANDBOX,
     "a tool hangs": Blame.TOOL,
@@ -49,7 +64,7 @@ FAULTS: Mapping[str, Blame] = {
     "the disk is full": Blame.GRADER,
     "the grader is out of memory": Blame.GRADER,
 }
-"""Every fault and whose it is."""
+"""Every fault and whose it is; None where it is none of the world's, and the rollout has its reward."""
 
 IDLE_LIMITS = {"tool": 10.0, "grade": 10.0}
 MEGABYTE = 1 << 20
@@ -99,7 +114,12 @@ class BrokenWorld(Environment):
         fault = left.pop(0) if left else ""
         self.injected[rollout.rollout_id].append(fault)
         rollout.meta["fault"] = fault
-        if fault in self._engines:
+        if fault == "aborted for ever":
+            rollout.server = ManagedChat(Aborting(), ChatFormat(toy_tokenizer()))
+        elif fault in OWN_LIMITS:
+            trying = replace(rollout.task, solution=[OWN_LIMITS[fault][0], "touch done"])
+            rollout.server = self._oracle.session(SessionContext(rollout_id=rollout.rollout_id, task=trying))
+        elif fault in self._engines:
             rollout.server = self._engines[fault].session(SessionContext(rollout_id=rollout.rollout_id))
         elif fault in ("the agent's slot dies", "a tool hangs"):
             stuck = replace(rollout.task, solution=[sleeping(rollout)])
@@ -116,6 +136,8 @@ class BrokenWorld(Environment):
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         slot, fault = await grading.slot(), rollout.meta["fault"]
+        if fault in OWN_LIMITS and not any(OWN_LIMITS[fault][1] in str(each["content"]) for each in rollout.messages):
+            raise AssertionError(f"{fault}: the agent was not told")
         match fault:
             case "the grading slot dies":
                 killing = asyncio.create_task(kill_slot(sleeping(rollout)))
@@ -136,6 +158,15 @@ class BrokenWorld(Environment):
             case "the grader is out of memory":
                 await must_run(slot, f"python3 -c 'bytearray({400 * MEGABYTE})'", "")
         return Score(float(await slot.stat("done") is not None))
+
+
+class Aborting:
+    """A token engine that is always in the middle of a weight update."""
+
+    name = "aborting"
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        return Sampled([0], [-1.0], "abort")
 
 
 def sleeping(rollout: Rollout) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.injected import FAULTS, IDLE_LIMITS, BrokenWorld
+from faults.injected import FAULTS, IDLE_LIMITS, OWN_LIMITS, BrokenWorld
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.servers import ServerGroup
 from palaestra.rollouts.admission import AdmittedSlots
@@ -65,7 +65,8 @@ def wrongly_blamed(env: BrokenWorld, path: Path) -> list[str]:
     assert {name: len(each) for name, each in recorded.items()} == {n: len(each) for n, each in env.injected.items()}
     for name, faults in env.injected.items():
         for fault, trajectory in zip(faults, recorded[name], strict=True):
-            right = (FAULTS[fault], None) if fault else (None, 1.0)
+            blame = FAULTS[fault] if fault else None
+            right = (blame, None) if blame else (None, 1.0)
             if (trajectory.blame, trajectory.reward) != right:
                 said = f"{trajectory.blame}, {trajectory.reward}: {trajectory.error}"
                 wrong.append(f"{name}, {fault or 'no fault'}: {said}")
@@ -75,23 +76,24 @@ def wrongly_blamed(env: BrokenWorld, path: Path) -> list[str]:
 @pytest.mark.long
 def test_every_fault_is_blamed_and_groups_stay_whole_at_a_tenth(tmp_path: Path) -> None:
     faults = list(FAULTS)
-    rollouts = [f"{number:06d}-t{number}/{index}" for number in range(38) for index in range(4)]
+    rollouts = [f"{number:06d}-t{number}/{index}" for number in range(50) for index in range(4)]
     plan = {each: [faults[place % len(faults)]] for place, each in enumerate(rollouts[::10])}
     assert {fault for each in plan.values() for fault in each} == set(FAULTS)
-    env = BrokenWorld(38, plan)
+    env = BrokenWorld(50, plan)
     groups, path = roll_out(tmp_path, env, 4, whole=True)
     assert wrongly_blamed(env, path) == []
-    assert sum(len(each) for each in attempts(path).values()) == len(rollouts) + len(plan)
-    assert [len(group.scored) for group in groups] == [4] * 38, "a group is short"
+    again = sum(FAULTS[fault] is not None for (fault,) in plan.values())
+    assert sum(len(each) for each in attempts(path).values()) == len(rollouts) + again
+    assert [len(group.scored) for group in groups] == [4] * 50, "a group is short"
 
 
 def test_whose_fault_it_was_is_seen_without_replacement(tmp_path: Path) -> None:
-    """The quick ones of the faults, one of each blame, beside a rollout that nothing happens to."""
-    plan = {"000000-t0/0": ["503"], "000000-t0/1": ["the grader ran no test"], "000000-t0/2": ["the agent's slot dies"]}
-    env = BrokenWorld(1, plan)
-    (group,), path = roll_out(tmp_path, env, 4, whole=False)
+    """The quick ones of the faults, one of each blame, beside what is no fault of the world."""
+    faults = ["503", "the grader ran no test", "the agent's slot dies", "abort", *OWN_LIMITS]
+    env = BrokenWorld(1, {f"000000-t0/{index}": [fault] for index, fault in enumerate(faults)})
+    (group,), path = roll_out(tmp_path, env, 7, whole=False)
     assert wrongly_blamed(env, path) == []
-    assert [trajectory.reward for trajectory in group.trajectories] == [None, None, None, 1.0]
+    assert [trajectory.reward for trajectory in group.trajectories] == [None] * 4 + [1.0] * 3
 
 
 def test_a_group_has_so_many_replacements_and_no_more(tmp_path: Path) -> None:
