@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palaestra.core.errors import ConfigError
@@ -91,6 +91,7 @@ def test_concurrent_commits_cover_everything_appended_before_them(tmp_path: Path
     assert asyncio.run(main()) == 50
 
 
+@settings(deadline=None)  # it waits for the disk
 @given(st.text())
 def test_any_text_of_a_model_survives(text: str) -> None:
     import tempfile
