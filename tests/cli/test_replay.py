@@ -180,9 +180,9 @@ def test_runs_without_the_records_are_refused(folder: Path, capsys: pytest.Captu
     assert "does not say which file its environment 'weather' is in" in capsys.readouterr().err
     assert palaestra("replay", write_run(folder / "b", sky(), ended=False, order=(0,))) == 2
     later = write_run(folder / "c", sky()) / "journal.jsonl"
-    later.write_bytes(later.read_bytes().replace(b"palaestra.journal/1", b"palaestra.journal/9"))
+    later.write_bytes(later.read_bytes().replace(b"palaestra.journal/2", b"palaestra.journal/9"))
     capsys.readouterr()
     assert palaestra("replay", later) == 2
-    assert "this version reads 'palaestra.journal/1'" in capsys.readouterr().err
+    assert "this version reads 'palaestra.journal/2'" in capsys.readouterr().err
     assert palaestra("replay", write_run(folder / "d")) == 2
     assert "no finished group" in capsys.readouterr().err

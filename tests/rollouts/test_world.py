@@ -336,3 +336,29 @@ def test_a_failing_tool_is_not_the_worlds_failure(tmp_path: Path) -> None:
             world.close()
 
     assert asyncio.run(main()) == {"error": "Tool execution failed: RuntimeError: a bug"}
+
+
+def test_a_rollout_that_is_taken_up_again_hears_what_it_heard_and_asks_only_for_what_is_new(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        outside, path, repeats = Outside(), tmp_path / WORLD_NAME, [True]
+        before = open_world("record")
+        before.keep(path)
+        first = await said(agent(before, outside), *CALLS[:5])
+        before.close()
+        outside.asked.clear()
+        world = open_world("record")
+        world.remember(path)
+        world.keep(path)
+        tools = SlotTools(ToolRegistry(outside.tools()), no_slot, "r/0", world=world.rollout("r/0", lambda: repeats[0]))
+        again = await said(tools, *CALLS[:5])
+        assert again[:3] == first[:3]
+        assert outside.asked == ["r/0: x", "r/0: y"], "a browser has to be led where it was"
+        repeats[0] = False
+        outside.asked.clear()
+        assert (await said(tools, ("search", "a")))[0] not in first, "from here on the world is asked"
+        assert outside.asked == ["r/0: a"]
+        other = SlotTools(ToolRegistry(outside.tools()), no_slot, "r/1", world=world.rollout("r/1", lambda: True))
+        assert (await said(other, ("search", "a")))[0] not in first, "another rollout has heard nothing"
+        world.close()
+
+    asyncio.run(scenario())

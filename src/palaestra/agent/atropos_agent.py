@@ -102,6 +102,7 @@ class AtroposAgent:
         self._on_turn = on_turn
         self._clock = clock or SystemClock()
         self._called = False
+        self._running: HermesAgentLoop | None = None
 
     async def run(self, task: str, initial_messages: Sequence[Message] | None = None) -> AgentResult:
         """Work on a task until a reply calls no tool. `initial_messages` come before it.
@@ -114,6 +115,11 @@ class AtroposAgent:
         """The same from a whole conversation, which begins with our system prompt unless it brings its own."""
         await self._go_on(self.opening(messages), self.config.max_steps)
         return self.result
+
+    def charge(self, seconds: float) -> None:
+        """So much of the wall-clock budget is used by now; see `HermesAgentLoop.charge`."""
+        if self._running is not None:
+            self._running.charge(seconds)
 
     async def run_single_turn(self, messages: Sequence[Message], execute_tools: bool = True) -> AgentStep:
         """One reply to exactly these messages, and its calls; their results too where `execute_tools`."""
@@ -147,6 +153,7 @@ class AtroposAgent:
         chat, self._called = HermesText(self.server), False
         before = len(messages)
         loop = self._loop(chat, max_turns, sum(message.get("role") == "assistant" for message in messages))
+        self._running = loop
         try:
             self.result = await loop.run(list(messages))
         finally:

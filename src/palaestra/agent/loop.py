@@ -98,6 +98,7 @@ class HermesAgentLoop:
         self._context_tokens = 0
         self._output_bytes = 0
         self._turns_before = 0
+        self._limit: asyncio.Timeout | None = None
         self._unreported: tuple[Turn, int] | None = None
 
     async def run(self, messages: list[Message], *, after: AgentResult | None = None) -> AgentResult:
@@ -147,6 +148,14 @@ class HermesAgentLoop:
         self._delegated_turns += used.turns
         self._output_bytes += used.output_bytes
 
+    def charge(self, seconds: float) -> None:
+        """So much of the wall-clock budget is used by now, whatever has passed since `run` was called: for rollouts
+        that began in another process."""
+        self._started_s = self.clock.monotonic() - seconds
+        wall_s, limit = self.budget.wall_s, self._limit
+        if wall_s is not None and limit is not None and not limit.expired():
+            limit.reschedule(asyncio.get_running_loop().time() + wall_s - seconds)
+
     def resize_tool_pool(self, size: int) -> None:
         """Kept for callers of the thread-based loop. Does nothing: tools are coroutines and need no threads."""
 
@@ -154,6 +163,7 @@ class HermesAgentLoop:
         """Converse under the wall-clock budget; what the world did to the rollout becomes its outcome."""
         try:
             async with asyncio.timeout(self.budget.wall_s) as limit:
+                self._limit = limit
                 return await self._converse(result)
         except ContextExceeded as error:
             self.failure = error

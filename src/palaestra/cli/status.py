@@ -65,6 +65,7 @@ def _lines(status: RunStatus, now: float) -> list[str]:
         f"state      {status.state} after {duration(max(0.0, until - status.started_at))}",
         f"groups     {status.groups_ended} ended of {status.groups_begun} begun{failed}",
         f"rollouts   {status.rollouts} ended: {_counts(status.outcomes)}; {status.discarded} attempts discarded",
+        *([f"resumed    {status.resumed}"] if status.resumed else []),
         f"reward     {_reward(status)}",
         f"in flight  {flying}",
     ]

@@ -19,6 +19,7 @@
         │   ├── TrainerUnavailable (ConnectionError)  its server did not answer for too long
         │   └── TrainerRefused (ValueError)           its server will not have this environment or these groups
         ├── ToolUnavailable (ConnectionError)  what a tool asks (a provider, a recording) failed or has no answer
+        ├── CannotGoOn                      a rollout that was cut off cannot be taken up where it was
         ├── ToolStuck (TimeoutError)        a tool call that did not come back, nor kept its own time limit
         ├── ToolServerError                 a server of tools: an MCP server, or `palaestra serve tools`
         │   ├── ToolServerUnavailable (ConnectionError)  unreachable, ended or too slow
@@ -130,6 +131,10 @@ class ToolUnavailable(InfraError, ConnectionError):
     """What a tool asks failed: a provider is down or refuses, or a recording lacks the call. Not the model's doing."""
 
     blame = Blame.TOOL
+
+
+class CannotGoOn(InfraError):
+    """What a cut-off rollout had come to cannot be brought back: it begins anew. Never the end of a rollout."""
 
 
 class ToolStuck(InfraError, TimeoutError):

@@ -56,6 +56,7 @@ class AgentEnvironment(ContractEnvironment):
             max_context_tokens=rollout.settings.max_context_tokens,
             on_turn=rollout.record,
         )
+        rollout.charge = agent.charge
         opening = agent.opening(rollout.task.messages())
         rollout.record(None, opening)
         try:

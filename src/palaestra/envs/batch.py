@@ -229,6 +229,7 @@ class Batch:
             tracing=self.tracing,
             timings=self._timings(),
             finished=self.output.finished.rollouts if self.output.finished is not None else {},
+            cut_off=self.output.finished.cut_off if self.output.finished is not None else {},
         )
 
     def _timings(self) -> Mapping[str, float]:
@@ -263,9 +264,10 @@ def _say_where(output: Output, figures: dict[str, float], reason: str, stream: T
     if mean is not None and scored < rollouts:
         name = "reward/mean_with_unscored"
         reward += f", {figures[name]:.3f}{_within(figures, name)} with the unscored as 0"
+    resumed = f"  resumed {output.resumed}\n" if output.resumed else ""
     stream.write(
         f"{reason}: {groups} groups ({failed} not run), {rollouts} rollouts ({rollouts - scored} unscored), {reward}\n"
-        f"  groups  {output.groups.path}\n  report  {output.report}\n  run     {output.folder.path}\n"
+        f"{resumed}  groups  {output.groups.path}\n  report  {output.report}\n  run     {output.folder.path}\n"
     )
 
 

@@ -24,6 +24,7 @@ from palaestra.rollouts.export.recording import Recording
 from palaestra.rollouts.journal import Journal, RunEnded, RunStarted
 from palaestra.rollouts.metrics import summarise
 from palaestra.rollouts.resume import Finished
+from palaestra.rollouts.status import RunReader
 from palaestra.rollouts.world.recording import WORLD_NAME
 
 
@@ -96,6 +97,7 @@ class Output:
         self.model = model
         self.own: dict[str, float] = {}
         self.finished: Finished | None = None
+        self.resumed = ""
         self._settings = dict(settings)
         self._started_at = time.time()
         self.journal = Journal(folder.journal)
@@ -139,5 +141,8 @@ class Output:
             "started_at": self._started_at,
             "run": str(self.folder.path),
         }
+        if self.finished is not None:
+            self.resumed = RunReader(self.folder.journal).read().resumed
+            meta |= {"resumed": self.resumed} if self.resumed else {}
         write_report(self.report, recording, meta)
         return figures

@@ -33,7 +33,7 @@ from palaestra.envs.settings import make_pool, make_world, server_settings
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.servers import ServerGroup
 from palaestra.rollouts.base import Environment
-from palaestra.rollouts.journal import RunResumed, without_secrets
+from palaestra.rollouts.journal import JOURNAL_SCHEMA, RunResumed, without_secrets
 from palaestra.rollouts.resume import read_finished, repair
 from palaestra.rollouts.runner import Totals
 from palaestra.rollouts.tracing.exporting import traced
@@ -106,6 +106,8 @@ async def run(
         environment = form.build(config, servers, engine)
         async with opened(environment), closed(make_world(config)) as world:
             output = _open_output(form, parsed, engine, root, reference)
+            if parsed.resume is not None:
+                world.remember(output.folder.world)
             if config.world != "live":
                 world.keep(output.folder.world)
             environment.world = world
@@ -200,7 +202,7 @@ def _reopen_output(form: Form, parsed: RunLine, engine: ServerGroup, path: Path)
         groups_file=Path(was.config["groups_file"]),
     )
     output.finished = finished
-    output.journal.append(RunResumed(at=time.time(), torn=torn))
+    output.journal.append(RunResumed(at=time.time(), schema=JOURNAL_SCHEMA, torn=torn))
     return output
 
 

@@ -13,7 +13,7 @@ whole or not at all, so a request that fails or is cancelled leaves no trace.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Literal, Self, TypeAlias
 
@@ -32,6 +32,9 @@ from palaestra.inference.templates.marks import StepKind
 HistoryMode: TypeAlias = Literal["template", "append"]
 """What to do when the template rewrites history (strips thinking, say): follow it and begin a segment, which is what a
 server that renders every turn anew would do; or keep appending to what was sampled, which gives one row."""
+
+Recalled: TypeAlias = Callable[[int], Sequence[Piece] | None]
+"""Asked before the engine is, with the checksum of a prompt's ids: the answer that is known already, or None."""
 
 _NOT_SAMPLING = frozenset({"split", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "stream", "model"})
 """Settings that mean nothing to an engine that continues token ids."""
@@ -63,8 +66,9 @@ class ManagedChat:
     """A chat server for one rollout. An async context manager, for the contract's sake: there is nothing to close.
 
     `history` says what a template that rewrites it means. Requests may run at the same time; each goes on with the
-    conversation that its messages continue, or begins a segment; `segments` are those that it began. Raises
-    `ConfigError` for a template or a parser that cannot work.
+    conversation that its messages continue, or begins a segment; `segments` are those that it began. What `recalled`
+    knows is not sampled again: that is how a rollout that was cut off gets its ledger back. Raises `ConfigError` for a
+    template or a parser that cannot work.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class ManagedChat:
         if history not in ("template", "append"):
             raise ConfigError(f"history '{history}' is neither 'template' nor 'append'.")
         self.ledger = ledger if ledger is not None else Ledger()
+        self.recalled: Recalled = lambda sent: None
         self._engine = engine
         self._format = chat_format
         self._speech = Speech(parser)
@@ -109,7 +114,7 @@ class ManagedChat:
         child = ManagedChat(
             self._engine, self._format, history=self._history, name=self._name, clock=self._clock, ledger=self.ledger
         )
-        child._speech = self._speech
+        child._speech, child.recalled = self._speech, self.recalled
         child.declare(reason)
         return child
 
@@ -178,7 +183,9 @@ class ManagedChat:
         try:
             prompt = self.ledger.prompt(None if plan.begins else plan.thread.segment, plan.delta)
             prompt_tokens = len(prompt)
-            pieces = await sample(self._engine, prompt, settings, self._vocabulary, self._clock)
+            pieces = self.recalled(prompt.checksum)
+            if pieces is None:
+                pieces = await sample(self._engine, prompt, settings, self._vocabulary, self._clock)
             return self._write(plan, renderer, messages, pieces, prompt_tokens)
         finally:
             plan.thread.busy = False

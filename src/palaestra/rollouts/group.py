@@ -7,7 +7,6 @@ A prepared workspace that is lost with its backend is prepared again.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import random
 import time
@@ -15,20 +14,28 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from palaestra.agent.result import Turn
 from palaestra.core.errors import InfraError, PrepareError, SandboxError, TaskError
-from palaestra.core.types import Blame, Message, Task
+from palaestra.core.types import Blame, Task
 from palaestra.inference.base import Engine, SessionContext
 from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.attempt import Attempt, blaming
 from palaestra.rollouts.base import Environment, Kit, Phase
 from palaestra.rollouts.foundations import Foundations
-from palaestra.rollouts.journal import AttemptDiscarded, GroupEnded, GroupStarted, Journal, Messages, RolloutEnded
+from palaestra.rollouts.journal import (
+    AttemptDiscarded,
+    GroupEnded,
+    GroupStarted,
+    Journal,
+    RolloutEnded,
+)
 from palaestra.rollouts.progress import Observer
+from palaestra.rollouts.recall import Recall
+from palaestra.rollouts.resume import CutOff
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.stages import IDLE_LIMITS, Stages
 from palaestra.rollouts.tracing.base import NO_TRACING, Tracing
 from palaestra.rollouts.trajectory import Group, Trajectory
+from palaestra.rollouts.turns import Turns
 from palaestra.rollouts.world.modes import RunWorld
 from palaestra.sandbox.base import Slot, Snapshot
 from palaestra.tools.registry import schema_hash
@@ -58,6 +65,7 @@ class Services:
     infra_retries: int = 0
     foundations: Foundations = field(kw_only=True)
     finished: Mapping[str, Mapping[int, Trajectory]] = field(default_factory=dict)
+    cut_off: dict[str, CutOff] = field(default_factory=dict)
     idle_limits: Mapping[str, float] = field(default_factory=lambda: IDLE_LIMITS)
     whole_groups: bool = False
     world: RunWorld = field(default_factory=RunWorld)
@@ -85,6 +93,7 @@ class GroupRun:
         self._snapshot: Snapshot | None = None
         self._preparing = asyncio.Lock()
         self._replacements = services.group_size if services.whole_groups else 0
+        self._turns = Turns(services.journal, services.observer, services.cut_off, self.group, env.agent.prices)
 
     async def run(self) -> Group:
         """The finished group, already in the journal. Raises only on cancellation and on our own bugs."""
@@ -197,10 +206,9 @@ class GroupRun:
         await self.env.prepare(task, slot)
 
     def _take_over(self) -> None:
-        """Keep what an earlier part of this run finished of the group."""
+        """Keep what an earlier part of this run finished of the group. The journal has it."""
         for trajectory in self.services.finished.get(self.group.group_id, {}).values():
             self.group.trajectories.append(trajectory)
-            self.services.journal.append(RolloutEnded(at=time.time(), trajectory=trajectory))
             self.services.observer.rollout_finished(trajectory)
 
     async def _roll_out(self) -> None:
@@ -212,20 +220,28 @@ class GroupRun:
         self.group.trajectories.sort(key=lambda trajectory: trajectory.index)
 
     async def _one(self, index: int) -> None:
-        journal = self.services.journal
-        for tried in itertools.count():
-            attempt = Attempt(self.env, self._rollout(index, self._snapshot))
+        journal, recall, tried = self.services.journal, self._turns.recall(index), 0
+        while True:
+            attempt = Attempt(self.env, self._rollout(index, self._snapshot, recall))
             with self.services.tracing.rollout(attempt.rollout.rollout_id) as ended:
                 try:
                     await attempt.run()
                 finally:
                     trajectory = attempt.trajectory()
                     ended(trajectory)
-                    kept = not self._again(trajectory, tried)
-                    event = RolloutEnded if kept else AttemptDiscarded
-                    journal.append(event(at=time.time(), trajectory=trajectory))
+                    anew = recall is not None and recall.failed is not None
+                    kept = not anew and not self._again(trajectory, tried)
+                    if not anew:
+                        event = RolloutEnded if kept else AttemptDiscarded
+                        journal.append(event(at=time.time(), trajectory=trajectory))
             if kept:
                 break
+            if recall is not None and recall.failed is not None:
+                self._turns.begin_anew(index, recall)
+                recall = None
+                continue
+            tried += 1
+            recall = recall.again() if recall is not None and not recall.caught_up else None
             self.services.observer.attempt_discarded(trajectory)
             await self._restore()
         self.group.trajectories.append(trajectory)
@@ -245,7 +261,7 @@ class GroupRun:
             return True
         return False
 
-    def _rollout(self, index: int, snapshot: Snapshot | None) -> Rollout:
+    def _rollout(self, index: int, snapshot: Snapshot | None, recall: Recall | None = None) -> Rollout:
         assert self._kit is not None
         rollout_id = f"{self.group.group_id}/{index}"
         rng = self._rng("rollout", index)
@@ -262,18 +278,13 @@ class GroupRun:
             spec=self.env.slot_spec(self.task, Phase.AGENT),
             snapshot=snapshot,
             settings=self.env.agent,
-            on_turn=self._journal_turn,
+            on_turn=self._turns.keep,
             on_stage=self.services.observer.stage,
             idle_limits=self.services.idle_limits,
-            world=self.services.world.rollout(rollout_id),
             tracing=self.services.tracing,
+            world=self.services.world.rollout(rollout_id, lambda: recall is not None and not recall.caught_up),
+            recall=recall,
         )
-
-    def _journal_turn(self, rollout: Rollout, turn: Turn, messages: list[Message]) -> None:
-        self.services.journal.append(
-            Messages(at=time.time(), rollout_id=rollout.rollout_id, turn=turn.number, messages=messages)
-        )
-        self.services.observer.turn(rollout.rollout_id, turn.prompt_tokens, turn.completion_tokens)
 
 
 def failed_for_the_engine(group: Group) -> bool:

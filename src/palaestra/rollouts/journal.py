@@ -15,10 +15,14 @@ import msgspec
 from palaestra.core.config import is_secret
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
+from palaestra.inference.ledger import SampledTurn
 from palaestra.rollouts.appending import AppendedFile
 from palaestra.rollouts.trajectory import Group, Trajectory
 
-JOURNAL_SCHEMA = "palaestra.journal/1"
+JOURNAL_SCHEMA = "palaestra.journal/2"
+
+FIRST_SCHEMA = "palaestra.journal/1"
+"""Its turns have messages and nothing else, so no rollout of it can be taken up again."""
 
 
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event"):
@@ -42,22 +46,41 @@ class RunStarted(Event, tag="run", kw_only=True, omit_defaults=False):
 class RunResumed(Event, tag="resume", kw_only=True):
     """The run goes on from here in another process. `torn` tells whether the last line before had been cut off."""
 
+    schema: str = FIRST_SCHEMA
     torn: bool = False
 
 
 class GroupStarted(Event, tag="group", kw_only=True):
-    """A group's tools and preparation; its trajectories are still empty. A later one of the same group replaces it,
-    with all that followed it: that is how a resumed run takes a half-done group up again."""
+    """A group's tools and preparation; its trajectories are still empty. A later one of the same group replaces it:
+    that is how a resumed run takes a half-done group up again. Rollouts that have ended stay, until they end again."""
 
     group: Group
 
 
 class Messages(Event, tag="messages", kw_only=True):
-    """Messages that a rollout's conversation grew by. `turn` 0 is what it started from."""
+    """Messages that a rollout's conversation grew by, and all else that is needed to take it up again after them.
+
+    `turn` 0 is what it started from. `tokens` are those of the prompt and of the reply, as the engine counted them,
+    `seconds` those of the model and of the tools. `sampled` are the model calls since the last such event, those of
+    sub-agents too, where the server gives tokens.
+    """
 
     rollout_id: str
     turn: int
     messages: list[Message]
+    finish_reason: str | None = None
+    tokens: tuple[int, int] = (0, 0)
+    seconds: tuple[float, float] = (0.0, 0.0)
+    sampled: list[SampledTurn] = []
+
+
+class RolloutTakenUp(Event, tag="taken_up", kw_only=True):
+    """A rollout that had been cut off goes on after its first `turns` turns. Where `anew` says why, it does not: it
+    begins again, and those turns are worth nothing."""
+
+    rollout_id: str
+    turns: int
+    anew: str = ""
 
 
 class RolloutEnded(Event, tag="rollout", kw_only=True):
@@ -86,7 +109,17 @@ class RunEnded(Event, tag="end", kw_only=True):
     reason: str
 
 
-AnyEvent = RunStarted | RunResumed | GroupStarted | Messages | RolloutEnded | AttemptDiscarded | GroupEnded | RunEnded
+AnyEvent = (
+    RunStarted
+    | RunResumed
+    | GroupStarted
+    | Messages
+    | RolloutTakenUp
+    | RolloutEnded
+    | AttemptDiscarded
+    | GroupEnded
+    | RunEnded
+)
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
@@ -122,29 +155,45 @@ def read_journal(path: Path) -> Iterator[AnyEvent]:
             if torn is not None:
                 raise ConfigError(f"{path}: line {torn[0]} is damaged: {torn[1]}")
             try:
-                yield _decoder.decode(line)
+                event = _decoder.decode(line)
             except msgspec.MsgspecError as error:
                 torn = (number, error)
+                continue
+            if isinstance(event, RunStarted):
+                check_schema(event.schema, path)
+            yield event
+
+
+def check_schema(schema: str, path: Path) -> None:
+    """Raises `ConfigError` for a journal of a form that this version does not read."""
+    if schema not in (JOURNAL_SCHEMA, FIRST_SCHEMA):
+        raise ConfigError(
+            f"{path} is a journal of the form {schema!r}; this version reads {JOURNAL_SCHEMA!r} and older"
+        )
 
 
 def read_groups(path: Path) -> list[Group]:
     """The finished groups of a journal, in item order, with their trajectories."""
     groups: dict[str, Group] = {}
-    ended: list[Group] = []
+    rollouts: dict[str, dict[int, Trajectory]] = {}
+    ended: dict[int, Group] = {}
     for event in read_journal(path):
         match event:
             case GroupStarted(group=group):
                 groups[group.group_id] = group
+                rollouts.setdefault(group.group_id, {})
+                ended.pop(group.number, None)
             case RolloutEnded(trajectory=trajectory):
-                groups[trajectory.group_id].trajectories.append(trajectory)
-            case GroupEnded(group_id=group_id, error=error):
-                group = groups[group_id]
-                group.error = error
-                group.trajectories.sort(key=lambda trajectory: trajectory.index)
-                ended.append(group)
+                rollouts[trajectory.group_id][trajectory.index] = trajectory
+            case GroupEnded(group_id=group_id, number=number, error=error):
+                groups[group_id].error = error
+                ended[number] = groups[group_id]
             case _:
                 pass
-    return sorted(ended, key=lambda group: group.number)
+    for group in ended.values():
+        of_group = rollouts[group.group_id]
+        group.trajectories = [of_group[index] for index in sorted(of_group)]
+    return [ended[number] for number in sorted(ended)]
 
 
 def without_secrets(values: Mapping[str, JSON]) -> dict[str, JSON]:

@@ -1,7 +1,8 @@
 """One rollout while it lives: its task, its session with the engine, its tools, its slot.
 
 The slot is leased when something first needs it and given back exactly once, whatever happens. Environments' hooks
-get the rollout by the name `rollout`; what is left of it afterwards is a `Trajectory`.
+get the rollout by the name `rollout`; what is left of it afterwards is a `Trajectory`. One that was cut off in another
+process has a `recall`, which answers for the model as far as its answers are known.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ import itertools
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult, Turn
 from palaestra.agent.subagents import Subagents
 from palaestra.core.types import JSON, Message, Task
 from palaestra.inference.base import ChatServer
-from palaestra.inference.ledger import Ledger, LedgerRecord
+from palaestra.inference.ledger import Ledger, LedgerRecord, SampledTurn
 from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.base import AgentSettings, Kit
+from palaestra.rollouts.recall import Anew, Recall
 from palaestra.rollouts.stages import Stages, Tell
 from palaestra.rollouts.tracing.base import NO_TRACING, Tracing
 from palaestra.rollouts.world.rollout import RolloutWorld
@@ -31,7 +34,18 @@ from palaestra.tools.notes import Notes
 from palaestra.tools.schema import ToolReply
 from palaestra.tools.sessions import Sessions
 
-TurnRecorder = Callable[["Rollout", Turn, list[Message]], None]
+
+@dataclass(slots=True)
+class TakenTurn:
+    """One turn as it is written down, with what was sampled in it. `known`: the journal has it already."""
+
+    turn: Turn
+    messages: list[Message]
+    sampled: list[SampledTurn]
+    known: bool = False
+
+
+TurnRecorder = Callable[["Rollout", TakenTurn], None]
 
 RolloutTool = Callable[[str, Mapping[str, JSON], str | None], Awaitable[str]]
 """Runs one call, given the tool's name, its arguments and the rollout's id; gives the text that the model reads."""
@@ -62,7 +76,11 @@ class Rollout:
         idle_limits: Mapping[str, float] | None = None,
         world: RolloutWorld | None = None,
         tracing: Tracing = NO_TRACING,
+        recall: Recall | None = None,
     ) -> None:
+        self.recall = recall
+        self.charge: Callable[[float], None] | None = None
+        """Charges the agent's wall clock with seconds that passed before this process."""
         self.rollout_id = rollout_id
         self.group_id = group_id
         self.index = index
@@ -83,9 +101,20 @@ class Rollout:
         self.inner_calls: list[InnerCall] = []
         self._subagents = itertools.count(1)
         self._on_turn = on_turn
+        self._asked: ChatServer = self.server
+        self._kept_turns = 0
         self._slot: Slot | None = None
         self._leasing = asyncio.Lock()
         self._tools: SlotTools | None = None
+
+    @property
+    def server(self) -> ChatServer:
+        """Whom the agent asks; where the rollout was cut off, with what it had said already."""
+        return self._server
+
+    @server.setter
+    def server(self, server: ChatServer) -> None:
+        self._server = self._asked = server if self.recall is None else self.recall.over(server)
 
     @property
     def messages(self) -> list[Message]:
@@ -191,8 +220,11 @@ class Rollout:
     ) -> HermesAgentLoop:
         """The agent loop, set up for this rollout."""
         settings, registry = self.settings, self.kit.registry
+        self._asked = self.server
+        if server is not None:
+            self._asked = server if self.recall is None else self.recall.over(server)
         loop = HermesAgentLoop(
-            self._served(server if server is not None else self.server),
+            self._served(self._asked),
             registry.definitions(),
             set(registry.list_tools()),
             max_turns=settings.max_turns,
@@ -208,6 +240,7 @@ class Rollout:
             beyond=settings.beyond,
         )
         Subagents(loop, self.tools, self.at.moved, self._served, numbers=self._subagents).offer()
+        self.charge = loop.charge
         return loop
 
     def _served(self, server: ChatServer) -> ChatServer:
@@ -217,10 +250,11 @@ class Rollout:
         """The handler of tool calls, with the stage told while a call is under way."""
 
         async def call(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
+            expected = self.recall.expected(name, arguments) if self.recall is not None else None
             with self.calling(name, arguments) as answered:
                 text = await handler(name, arguments, task_id)
                 answered(text)
-                return text
+            return text if self.recall is None or expected is None else self.recall.observed(expected, text)
 
         return call
 
@@ -230,13 +264,41 @@ class Rollout:
         with self.stage("tool"), self.tracing.tool(name, arguments) as answered:
             yield answered
 
-    def record(self, turn: Turn | None, messages: list[Message]) -> None:
-        """Note the messages that were added, in the journal."""
+    def record(self, turn: Turn | None, messages: list[Message]) -> Awaitable[None] | None:
+        """Note the messages that were added, in the journal. What it returns must be awaited, where that is not None.
+
+        Raises `CannotGoOn` where something else is recorded in their place.
+        """
         self.at.moved()
-        turn = turn or Turn(0, None, 0, 0, 0.0, 0.0)
-        self._note_inside(turn.number)
+        taken = TakenTurn(turn or Turn(0, None, 0, 0, 0.0, 0.0), messages, self._new_tokens())
+        self._note_inside(taken.turn.number)
+        if self.recall is not None and self.recall.took(turn, messages, taken.sampled):
+            taken.known = True
+            if turn is not None:
+                return self._checked(self.recall, taken)
+        self._tell(taken)
+        return None
+
+    async def _checked(self, recall: Recall, taken: TakenTurn) -> None:
+        """A recorded turn counts only where nothing of it goes on beside the agent: that could not be as it was."""
+        for process in await self._slot.processes() if self._slot is not None else ():
+            if (await process.status()).running:
+                raise recall.fail(Anew.BACKGROUND)
+        if recall.caught_up and self.charge is not None:
+            self.charge(recall.seconds)
+        self._tell(taken)
+
+    def _tell(self, taken: TakenTurn) -> None:
         if self._on_turn is not None:
-            self._on_turn(self, turn, messages)
+            self._on_turn(self, taken)
+
+    def _new_tokens(self) -> list[SampledTurn]:
+        """What was sampled since this was last asked, where the server keeps a ledger."""
+        ledger = getattr(self._asked, "ledger", None)
+        if not isinstance(ledger, Ledger):
+            return []
+        before, self._kept_turns = self._kept_turns, len(ledger.turns)
+        return ledger.sampled_since(before)
 
     def _note_inside(self, turn: int) -> None:
         """Take what programs did in the turn into the record."""
@@ -262,7 +324,8 @@ class Rollout:
 
     async def aclose(self) -> None:
         """Give the slot back, if one is held."""
-        slot, self._slot, self._tools = self._slot, None, None  # the tools hold the rollout: a cycle would outlive it
+        slot, self._slot = self._slot, None
+        self._tools = self.charge = None  # they hold the rollout: a cycle would outlive it
         if slot is not None:
             await self.slots.release(slot)
 

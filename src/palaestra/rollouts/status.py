@@ -22,7 +22,9 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.inflight import Idle, is_alive, read_stages
 from palaestra.rollouts.intervals import mean_interval, rate_interval
+from palaestra.rollouts.journal import check_schema
 from palaestra.rollouts.metrics import quantile, stage_seconds
+from palaestra.rollouts.resume import CUT_OFF
 
 RUNNING, KILLED, ELSEWHERE = "running", "killed", "elsewhere"
 
@@ -63,7 +65,8 @@ class RunStatus:
     `blame` is over the rollouts that ended. `mean_reward` is over the scored ones, `mean_with_unscored` counts those
     without a reward as 0, `full` is the share of scored rollouts with a reward of 1 or more, and `…_interval` the 95 %
     interval of a mean, where there are groups enough for one. Tokens, `cost` and `stages` count discarded attempts too;
-    `cost` is None where no prices were given.
+    `cost` is None where no prices were given. `taken_up` rollouts went on where a kill had cut them off; those
+    `begun_anew` could not, by reason.
     """
 
     run_id: str = ""
@@ -78,6 +81,8 @@ class RunStatus:
     rollouts: int = 0
     scored: int = 0
     discarded: int = 0
+    taken_up: int = 0
+    begun_anew: dict[str, int] = field(default_factory=dict)
     mean_reward: float | None = None
     mean_interval: tuple[float, float] | None = None
     mean_with_unscored: float | None = None
@@ -93,6 +98,15 @@ class RunStatus:
     cost: float | None = None
     disk_bytes: int = 0
     disk_free_bytes: int = 0
+
+    @property
+    def resumed(self) -> str:
+        """What became of the rollouts that had been cut off, in words; the empty string where there were none."""
+        if not self.taken_up and not self.begun_anew:
+            return ""
+        text = f"{self.taken_up} rollouts went on where they had been cut off"
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in self.begun_anew.items())
+        return f"{text}, {sum(self.begun_anew.values())} began anew ({reasons})" if reasons else text
 
     def to_dict(self) -> dict[str, JSON]:
         """For machines."""
@@ -146,7 +160,9 @@ class _Line(msgspec.Struct):
     error: str = ""
     reason: str = ""
     rollout_id: str = ""
-    turn: int = 0
+    schema: str = ""
+    turns: int = 0
+    anew: str = ""
 
 
 _LINES = msgspec.json.Decoder(_Line)
@@ -165,6 +181,7 @@ class RunReader:
         self._seconds: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
         self._group_ends: dict[str, bool] = {}
         self._signs: dict[str, float] = {}
+        self._cut_off: dict[str, list[_Rollout]] = {}
         self.paid: set[tuple[str, float]] = set()
         """Every attempt that ended, by its rollout's id and its start."""
 
@@ -187,15 +204,20 @@ class RunReader:
         status.last_at = max(status.last_at, line.at)
         match line.event:
             case "run" if not status.run_id:
+                check_schema(line.schema, self.journal)
                 status.run_id, status.env, status.model, status.started_at = line.run_id, line.env, line.model, line.at
             case "resume":
                 self._ended = ""
                 self._signs.clear()
             case "group" if line.group is not None:
-                self._groups[line.group.group_id] = {}
+                rollouts = self._groups.setdefault(line.group.group_id, {})
+                for rollout_id in [name for name, each in rollouts.items() if each.blame in CUT_OFF]:
+                    del rollouts[rollout_id]
                 if line.group.prepare_s:
                     self._seconds["prepare"].append(line.group.prepare_s)
                 self._group_ends.pop(line.group.group_id, None)
+            case "taken_up" if line.turns:
+                self._taken_up(line)
             case "messages":
                 self._signs.pop(line.rollout_id, None)
                 self._signs[line.rollout_id] = line.at
@@ -219,9 +241,25 @@ class RunReader:
                 status.cost = (status.cost or 0.0) + rollout.cost
             for stage, seconds in stage_seconds(rollout.beside):
                 self._seconds[stage].append(seconds)
+        if kept and rollout.blame in CUT_OFF:
+            self._cut_off.setdefault(rollout.rollout_id, []).append(rollout)
         if kept:
             ended = _Ended(sys.intern(rollout.outcome), rollout.reward, rollout.blame and sys.intern(rollout.blame))
             self._groups.setdefault(rollout.group_id, {})[rollout.rollout_id] = ended
+
+    def _taken_up(self, line: _Line) -> None:
+        """What a rollout that goes on had cost is in its record when it ends, not in that of the part before."""
+        status = self._status
+        before = self._cut_off.pop(line.rollout_id, [])
+        if line.anew:
+            status.begun_anew[line.anew] = status.begun_anew.get(line.anew, 0) + 1
+            return
+        status.taken_up += 1
+        for part in before:
+            status.prompt_tokens -= part.prompt_tokens
+            status.completion_tokens -= part.completion_tokens
+            if status.cost is not None:
+                status.cost -= part.cost or 0.0
 
     def _standing(self) -> RunStatus:
         status = self._status

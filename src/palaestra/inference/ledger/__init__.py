@@ -1,7 +1,16 @@
 """The append-only record of the exact tokens of a rollout: written by `Ledger`, judged by `verify_ledger`."""
 
-from palaestra.inference.ledger.base import LEDGER_SCHEMA, LedgerRecord, Reason, Row, SegmentRecord, Span, Turn
-from palaestra.inference.ledger.ledger import Ledger, Piece, RowView
+from palaestra.inference.ledger.base import (
+    LEDGER_SCHEMA,
+    LedgerRecord,
+    Reason,
+    Row,
+    SampledTurn,
+    SegmentRecord,
+    Span,
+    Turn,
+)
+from palaestra.inference.ledger.ledger import Ledger, Piece, RowView, pieces_of
 from palaestra.inference.ledger.rows import record_rows
 from palaestra.inference.ledger.verify import Verdict, Violation, verify_ledger
 
@@ -13,11 +22,13 @@ __all__ = [
     "Reason",
     "Row",
     "RowView",
+    "SampledTurn",
     "SegmentRecord",
     "Span",
     "Turn",
     "Verdict",
     "Violation",
+    "pieces_of",
     "record_rows",
     "verify_ledger",
 ]

@@ -74,6 +74,26 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
 
 
+class SampledPiece(msgspec.Struct, frozen=True, array_like=True):
+    """What one request sampled: `ids[N]` and `logprobs[N]` as little-endian int32 and float32, the policy `version`,
+    and `sent`, the CRC-32 of the ids that the engine was given."""
+
+    ids: bytes
+    logprobs: bytes
+    version: str
+    sent: int
+
+
+class SampledTurn(msgspec.Struct, frozen=True, array_like=True):
+    """One model call as it can be given back: its pieces (several where it was aborted under way), and how it ended.
+
+    The prompt is not in it: it is made of the messages again, and `sent` tells whether it is the same.
+    """
+
+    finish_reason: str
+    pieces: list[SampledPiece]
+
+
 class SegmentRecord(msgspec.Struct, kw_only=True):
     """`tokens[T]` and `logprobs[T]` as little-endian int32 and float32, `mask[T]` as bytes, 1 where trained."""
 

@@ -11,6 +11,8 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import cast
 
 from palaestra.inference.base import Sampled
 from palaestra.inference.ledger.base import (
@@ -20,10 +22,13 @@ from palaestra.inference.ledger.base import (
     LedgerRecord,
     Reason,
     Row,
+    SampledPiece,
+    SampledTurn,
     SegmentRecord,
     Span,
     Turn,
     packed,
+    unpacked,
 )
 from palaestra.inference.ledger.prompts import Prompt, WrittenIds, sent_checksum
 
@@ -36,6 +41,23 @@ class Piece:
 
     sampled: Sampled
     sent: int
+
+
+def pieces_of(turn: SampledTurn) -> list[Piece]:
+    """A recorded model call as the engine's answers. All but the last were broken off."""
+    ends = ["abort"] * (len(turn.pieces) - 1) + [turn.finish_reason]
+    return [
+        Piece(
+            Sampled(
+                ids=cast("array[int]", unpacked("i", piece.ids)),
+                logprobs=cast("array[float]", unpacked("f", piece.logprobs)),
+                finish_reason=finish_reason,
+                policy_version=piece.version,
+            ),
+            piece.sent,
+        )
+        for piece, finish_reason in zip(turn.pieces, ends, strict=True)
+    ]
 
 
 @dataclass(slots=True)
@@ -143,6 +165,24 @@ class Ledger:
     def views(self) -> list[RowView]:
         """The same rows, each made when it is asked for: as Python lists they take ten times what they take here."""
         return [RowView(number, segment) for number, segment in enumerate(self._segments) if segment.tokens]
+
+    def sampled_since(self, turns: int) -> list[SampledTurn]:
+        """What was sampled in the turns after the first `turns`, in order."""
+        return [SampledTurn(turn.finish_reason, self._pieces(turn)) for turn in self.turns[turns:]]
+
+    def _pieces(self, turn: Turn) -> list[SampledPiece]:
+        segment = self._segments[turn.segment]
+        spans = takewhile(lambda span: span.turn >= turn.number, reversed(segment.spans))
+        sampled = [span for span in spans if span.turn == turn.number and span.kind == "sampled"]
+        return [
+            SampledPiece(
+                packed(segment.tokens[span.start : span.stop]),
+                packed(segment.logprobs[span.start : span.stop]),
+                span.version,
+                span.sent,
+            )
+            for span in reversed(sampled)
+        ]
 
     def record(self) -> LedgerRecord:
         """The ledger as it is stored."""

@@ -18,12 +18,12 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.export.base import ExportMeta
 from palaestra.rollouts.journal import (
-    JOURNAL_SCHEMA,
     AnyEvent,
     GroupEnded,
     GroupStarted,
     RolloutEnded,
     RunStarted,
+    check_schema,
 )
 from palaestra.rollouts.trajectory import Group
 
@@ -32,6 +32,7 @@ JOURNAL_NAME = "journal.jsonl"
 
 class _Part(msgspec.Struct):
     group_id: str = ""
+    index: int = 0
 
 
 class _Head(msgspec.Struct):
@@ -50,7 +51,7 @@ class _Place:
     """Where the lines of a group begin in the file."""
 
     started: int
-    rollouts: list[int] = field(default_factory=list)
+    rollouts: dict[int, int] = field(default_factory=dict)
     ended: int | None = None
     number: int = 0
 
@@ -135,9 +136,10 @@ class Recording:
         if head.event == "run" and not self.meta.run_id:
             self.meta = _meta(line, self.path)
         elif head.event == "group" and head.group:
-            self._places[head.group.group_id] = _Place(place)
+            before = self._places.get(head.group.group_id)
+            self._places[head.group.group_id] = _Place(place, before.rollouts if before is not None else {})
         elif head.event == "rollout" and head.trajectory:
-            self._places[head.trajectory.group_id].rollouts.append(place)
+            self._places[head.trajectory.group_id].rollouts[head.trajectory.index] = place
         elif head.event == "group_end":
             ended = self._places[head.group_id]
             ended.ended, ended.number = place, head.number
@@ -149,11 +151,10 @@ class Recording:
         assert isinstance(ended, GroupEnded)
         group = started.group
         group.error = ended.error
-        for at in place.rollouts:
+        for _, at in sorted(place.rollouts.items()):
             event = self._event(file, at)
             assert isinstance(event, RolloutEnded)
             group.trajectories.append(event.trajectory)
-        group.trajectories.sort(key=lambda trajectory: trajectory.index)
         return group
 
     def _event(self, file: IO[bytes], place: int) -> AnyEvent:
@@ -167,8 +168,7 @@ class Recording:
 def _meta(line: bytes, path: Path) -> ExportMeta:
     started = _events.decode(line)
     assert isinstance(started, RunStarted)
-    if started.schema != JOURNAL_SCHEMA:
-        raise ConfigError(f"{path} is a journal of the form {started.schema!r}; this version reads {JOURNAL_SCHEMA!r}")
+    check_schema(started.schema, path)
     return ExportMeta(
         run_id=started.run_id,
         env=started.env,

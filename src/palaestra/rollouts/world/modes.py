@@ -21,6 +21,7 @@ from palaestra.tools.schema import ToolReply
 from palaestra.tools.world import Ask
 
 End: TypeAlias = Callable[[], None]
+Repeats: TypeAlias = Callable[[], bool]
 
 
 class RunWorld:
@@ -30,6 +31,11 @@ class RunWorld:
         self._answers = answers or Live()
         self._writers = [added] if added is not None else []
         self._end = end
+        self._before: Reader | None = None
+
+    def remember(self, path: Path) -> None:
+        """A run goes on: what its earlier part recorded there is known to the rollouts that are taken up again."""
+        self._before = Reader(path) if path.is_file() else None
 
     def keep(self, path: Path) -> None:
         """Record there what the rollouts are told from now on. The file is made with its first line."""
@@ -37,9 +43,11 @@ class RunWorld:
         self._writers.append(kept)
         self._answers = Recorded(self._answers, kept)
 
-    def rollout(self, rollout_id: str) -> RolloutWorld:
-        """The world as the attempt at a rollout that starts now sees it."""
-        return RolloutWorld(rollout_id, self._answers)
+    def rollout(self, rollout_id: str, repeats: Repeats = lambda: False) -> RolloutWorld:
+        """The world as the attempt at a rollout that starts now sees it. `repeats` says whether it still does what an
+        earlier part of the run had done."""
+        answers = self._answers if self._before is None else Remembered(self._answers, self._before, repeats)
+        return RolloutWorld(rollout_id, answers)
 
     async def commit(self) -> None:
         """Return once everything recorded so far is on the disk."""
@@ -50,6 +58,8 @@ class RunWorld:
         """Flush and close. Idempotent."""
         for writer in self._writers:
             writer.close()
+        if self._before is not None:
+            self._before.close()
         self._end()
 
 
@@ -71,6 +81,24 @@ class Recorded:
         reply = await self._answers.reply(call, ask)
         self._kept.append(call.heard(reply))
         return reply
+
+
+class Remembered:
+    """The replies of `answers`; while a rollout repeats itself, its own of then. Calls of a session are made again, so
+    that the session is where it was."""
+
+    def __init__(self, answers: Answers, before: Reader, repeats: Repeats) -> None:
+        self._answers = answers
+        self._before = before
+        self._repeats = repeats
+
+    async def reply(self, call: Call, ask: Ask) -> ToolReply:
+        if self._repeats() and not call.session:
+            heard = self._before.find(call.key, call.rollout, call.n)
+            if heard is not None and (heard.rollout, heard.n) == (call.rollout, call.n):
+                reply: ToolReply = heard.reply
+                return reply
+        return await self._answers.reply(call, ask)
 
 
 class Replayed:
