@@ -2,7 +2,9 @@
 
 python tests/crash/boundaries.py --points 250 prints one JSON object. Each run is a child that was forked after the
 imports, so that a place costs what a run costs. What is killed in turn: the run's process right after a line; the same
-in the middle of a line, as a power cut leaves it; the slot server, after which the run goes on by itself.
+in the middle of a line, as a power cut leaves it; the run and then the run that goes on with it; the slot server, after
+which the run goes on by itself. Every other point is of a token-exact run. Calls of the engine are counted: killing a
+run may cost one call for each rollout in flight and no more.
 """
 
 from __future__ import annotations
@@ -14,33 +16,72 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from crash.by_prompt import served
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.inference.engines.scripted import ScriptedSession
-from palaestra.rollouts.journal import Journal, RolloutEnded, read_journal
+from palaestra.rollouts.journal import Journal, RolloutEnded, RolloutTakenUp, read_journal
 from palaestra.sandbox.client import SlotServer
 
-ENVIRONMENT = """
+STEPS = ("wc -l < a.txt > lines.txt", "cat a.txt lines.txt", "cp lines.txt answer.txt; cat answer.txt")
+ENVIRONMENT = f"""
 from palaestra import Task, environment
 
 @environment(toolsets=["terminal"])
 def lines(n: int = 8):
     for i in range(n):
-        yield Task(id=f"lines-{i}", prompt="Write the number of lines of a.txt to answer.txt",
-                   files={"a.txt": "x\\n" * i}, solution="wc -l < a.txt > answer.txt", answer=str(i))
+        yield Task(id=f"lines-{{i}}", prompt="Write the number of lines of a.txt to answer.txt",
+                   files={{"a.txt": "x\\n" * i}}, solution={list(STEPS)!r}, answer=str(i))
 
 @lines.score
 async def correct(task, sandbox):
     return (await sandbox.read_text("answer.txt", missing="")).strip() == task.answer
 """
+REPLIES = [
+    *(
+        f'<tool_call>\n{{"name": "terminal", "arguments": {json.dumps({"command": step})}}}\n</tool_call>'
+        for step in STEPS
+    ),
+    "Done.",
+]
 GROUPS, SIZE, AT_ONCE = 8, 3, 2
-RUN = ["run", "lines_env.py", "--policy", "oracle", "--group", str(SIZE), "--concurrency", str(AT_ONCE)]
-ROLLOUTS = GROUPS * SIZE
-KINDS = ("run", "torn", "server")
+ROLLOUTS, TURNS, IN_FLIGHT = GROUPS * SIZE, len(STEPS) + 1, SIZE * AT_ONCE
+KINDS = ("run", "torn", "twice", "server")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way of running the environment. `calls` is where calls of its engine are counted, None for the run's own
+    folder."""
+
+    name: str
+    flags: Sequence[str]
+    calls: Path | None = None
+
+    @property
+    def run(self) -> list[str]:
+        return ["run", "lines_env.py", *self.flags, "--group", str(SIZE), "--concurrency", str(AT_ONCE)]
+
+    def counted(self, folder: Path) -> int:
+        """Calls of the engine so far."""
+        path = self.calls or folder / "calls"
+        return path.stat().st_size if path.exists() else 0
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What a run comes to that nothing happens to."""
+
+    whole: bytes
+    calls: int
+    lines: int
 
 
 def forked(folder: Path, argv: list[str], before: Callable[[], None]) -> int:
@@ -88,7 +129,7 @@ def striking(place: int, kind: str) -> Callable[[], None]:
             nonlocal lines
             lines += 1
             if lines == place and kind == "torn":
-                os.write(self.file.fd, b'{"event":"rollout_ended","at":17')
+                os.write(self.file.fd, b'{"event":"messages","at":17')
                 os.kill(os.getpid(), signal.SIGKILL)
             append(self, event)
             if lines == place and kind == "run":
@@ -102,57 +143,107 @@ def striking(place: int, kind: str) -> Callable[[], None]:
     return patch
 
 
-def disturbed(folder: Path, place: int, kind: str, whole: bytes, calls: int) -> str:
-    """What was wrong after the kill at one place, or nothing."""
-    code = forked(folder, RUN, striking(place, kind))
-    runs = list(folder.glob("runs/*/*"))
+def disturbed(folder: Path, setting: Setting, place: int, kind: str, known: Undisturbed, counts: Counter[str]) -> str:
+    """What was wrong after the kill at one place, or nothing. Adds to what was counted."""
+    before = setting.counted(folder)
+    code = forked(folder, setting.run, striking(place, "run" if kind == "twice" else kind))
+    kills = 1
     if kind == "server":
         if code != 0:
             return f"the run ended with {code}"
     elif code != -signal.SIGKILL:
         return f"the run was not killed: {code}"
-    elif runs and (runs[0] / "journal.jsonl").read_bytes().count(b"\n"):
-        code = forked(folder, [*RUN, "--resume", str(runs[0].relative_to(folder))], count_calls)
     else:
-        code = forked(folder, RUN, count_calls)  # it had not yet said what it runs: nothing to go on with
+        if kind == "twice":
+            code = forked(folder, going_on(folder, setting), striking(max(1, known.lines - place) // 2, "run"))
+            kills += code == -signal.SIGKILL
+            if code not in (0, -signal.SIGKILL):
+                return f"going on ended with {code}"
+        if code != 0:
+            code = forked(folder, going_on(folder, setting), count_calls)
     if code != 0:
         return f"going on ended with {code}"
     (groups, *others) = sorted(folder.glob("data/*.jsonl"), key=lambda path: -path.stat().st_size)
-    if groups.read_bytes() != whole:
+    if groups.read_bytes() != known.whole:
         return "the data set differs"
     if any(path.stat().st_size for path in others):
         return f"there are {len(others) + 1} data sets"
-    run = max(folder.glob("runs/*/*"))
-    ended = [event.trajectory for event in read_journal(run / "journal.jsonl") if isinstance(event, RolloutEnded)]
+    more = setting.counted(folder) - before - known.calls
+    counts["kills"] += kills
+    counts[f"calls more after {kind}"] += more
+    return _ends(folder, counts) or _calls(more, kind, kills)
+
+
+def going_on(folder: Path, setting: Setting) -> list[str]:
+    """The command that goes on with what was killed; a run that had not yet said what it runs is begun again."""
+    runs = [path for path in folder.glob("runs/*/*") if (path / "journal.jsonl").read_bytes().count(b"\n")]
+    return [*setting.run, "--resume", str(runs[0].relative_to(folder))] if runs else setting.run
+
+
+def _ends(folder: Path, counts: Counter[str]) -> str:
+    """Every rollout ended once, and none that was under way had to begin anew."""
+    events = list(read_journal(max(folder.glob("runs/*/*")) / "journal.jsonl"))
+    ended = [event.trajectory for event in events if isinstance(event, RolloutEnded)]
     times = Counter((each.rollout_id, each.beside.started_at) for each in ended)
     if len({rollout for rollout, _ in times}) != ROLLOUTS or len(times) != ROLLOUTS:
         return f"{len(times)} rollouts ended, not {ROLLOUTS}"
-    more = (folder / "calls").stat().st_size - calls
-    turns = calls // ROLLOUTS
-    return f"{more} calls of the engine more" if more > AT_ONCE * SIZE * turns else ""
+    taken_up = [event for event in events if isinstance(event, RolloutTakenUp)]
+    counts["taken up"] += len(taken_up)
+    counts["turns not asked again"] += sum(event.turns for event in taken_up)
+    anew = [event.anew for event in taken_up if event.anew]
+    return f"begun anew: {anew[0]}" if anew else ""
+
+
+def _calls(more: int, kind: str, kills: int) -> str:
+    """A killed run may ask again for what was in flight; attempts whose slot was lost are made again as a whole."""
+    most = IN_FLIGHT * TURNS if kind == "server" else IN_FLIGHT * kills
+    return "" if 0 <= more <= most else f"{more} calls of the engine more"
+
+
+def undisturbed(folder: Path, setting: Setting) -> Undisturbed:
+    """Run with nobody there."""
+    _prepare(folder)
+    before = setting.counted(folder)
+    code = forked(folder, setting.run, count_calls)
+    assert code == 0, (folder / "log").read_text()
+    (journal,) = folder.glob("runs/*/*/journal.jsonl")
+    whole = (folder / "data/lines.jsonl").read_bytes()
+    return Undisturbed(whole, setting.counted(folder) - before, journal.read_bytes().count(b"\n"))
+
+
+def tried(top: Path, settings: Sequence[Setting], points: int, part: int, parts: int) -> dict[str, Any]:
+    """Disturb that many runs, or every `parts`th of them from `part` on."""
+    known = {setting.name: undisturbed(top / setting.name, setting) for setting in settings}
+    wrong: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for point in range(part, points, parts):
+        setting = settings[point % len(settings)]
+        kind, lines = KINDS[point // len(settings) % len(KINDS)], known[setting.name].lines
+        place = max(1 + (point * lines // points) % lines, 2 if kind == "server" else 1)
+        folder = top / str(point)
+        _prepare(folder)
+        if problem := disturbed(folder, setting, place, kind, known[setting.name], counts):
+            said = (folder / "log").read_text()[-600:]
+            wrong[f"{setting.name}: {kind} at line {place}"] = f"{problem}: {said}"
+    runs = {name: {"calls": each.calls, "lines": each.lines} for name, each in known.items()}
+    return {"points": len(range(part, points, parts)), "undisturbed": runs, "counted": counts, "wrong": wrong}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--points", type=int, default=250)
+    parser.add_argument("--part", default="0/1", help="I/N: only every Nth point from I on, to try them side by side")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as top:
-        first = Path(top, "undisturbed")
-        _prepare(first)
-        code = forked(first, RUN, count_calls)
-        assert code == 0, (first / "log").read_text()
-        whole, calls = (first / "data/lines.jsonl").read_bytes(), (first / "calls").stat().st_size
-        (journal,) = first.glob("runs/*/*/journal.jsonl")
-        lines = journal.read_bytes().count(b"\n")
-        wrong = {}
-        for point in range(options.points):
-            kind, place = KINDS[point % len(KINDS)], 1 + (point * lines // options.points) % lines
-            folder = Path(top, f"{point}")
-            _prepare(folder)
-            if problem := disturbed(folder, max(place, 2 if kind == "server" else 1), kind, whole, calls):
-                wrong[f"{kind} at line {place}"] = f"{problem}: {(folder / 'log').read_text()[-600:]}"
-        json.dump({"points": options.points, "lines": lines, "calls": calls, "wrong": wrong}, sys.stdout, indent=2)
-    return bool(wrong)
+    part, parts = map(int, options.part.split("/"))
+    with tempfile.TemporaryDirectory() as folder:
+        top = Path(folder)
+        with served(top / "model", REPLIES, top / "requests") as url:
+            server = ["--openai.server_type", "sglang", "--base-url", url, "--model", "by-prompt"]
+            exact = [*server, "--openai.tokenizer_name", str(top / "model"), "--openai.tool_parser", "hermes"]
+            settings = [Setting("scripted", ["--policy", "oracle"]), Setting("exact", exact, top / "requests")]
+            report = tried(top, settings, options.points, part, parts)
+    json.dump(report, sys.stdout, indent=2)
+    return bool(report["wrong"])
 
 
 def _prepare(folder: Path) -> None:

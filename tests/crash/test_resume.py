@@ -116,3 +116,4 @@ def test_whatever_is_killed_at_any_line_of_the_journal(request: pytest.FixtureRe
     report = json.loads(told.stdout)
     assert report["points"] == points
     assert report["wrong"] == {}
+    assert report["counted"]["taken up"] > 0
