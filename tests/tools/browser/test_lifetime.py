@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from palaestra.core.errors import ToolUnavailable
 from palaestra.tools.browser import launching
-from palaestra.tools.browser.engine import SharedBrowser
+from palaestra.tools.browser.engine import SharedBrowser, new_home
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.states import States
 
@@ -88,7 +89,14 @@ def test_nothing_stays_when_the_process_is_killed() -> None:
             process.wait()
         while _alive({home}):  # the test's own time limit ends a wait that is in vain
             os.sched_yield()
-    subprocess.run(["rm", "-rf", home], check=True)
+    assert Path(home).exists()
+    other, lock = new_home()
+    assert not Path(home).exists()  # the next one that starts cleans up
+    again, second = new_home()
+    assert other.exists()  # what is in use is left alone
+    for path, held in ((other, lock), (again, second)):
+        os.close(held)
+        shutil.rmtree(path)
 
 
 def test_contexts_are_limited_and_a_dead_browser_is_replaced(visiting: Visiting) -> None:

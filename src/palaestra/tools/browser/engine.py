@@ -183,7 +183,7 @@ async def _started(settings: ToolSettings) -> _Running:
     executable = launching.usable(settings.browser_executable)
     assert executable is not None
     egress = Egress(Reach(settings.browser_allow, settings.browser_block))
-    home, lock = await asyncio.to_thread(_new_home)
+    home, lock = await asyncio.to_thread(new_home)
     playwright = None
     try:
         await egress.start()
@@ -200,18 +200,23 @@ async def _started(settings: ToolSettings) -> _Running:
     return _Running(playwright, browser, way, egress, home, lock)
 
 
-def _new_home() -> tuple[Path, int]:
-    """A directory with a lock that is held while it is used. Those whose holders were killed are removed first."""
+def new_home() -> tuple[Path, int]:
+    """A directory, and a lock that is held while it is used. Those whose holders were killed are removed first."""
     for left in Path(tempfile.gettempdir()).glob(f"{_HOME}*"):
         with contextlib.suppress(OSError):
-            lock = os.open(left / _LOCK, os.O_RDWR)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
-            finally:
-                os.close(lock)
-    home = Path(tempfile.mkdtemp(prefix=_HOME))
-    home.chmod(0o711)
-    lock = os.open(home / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if left.lstat().st_uid == os.getuid():
+                _remove_if_left(left)
+    made = Path(tempfile.mkdtemp(prefix="palaestra-new-"))
+    made.chmod(0o711)
+    lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    return home, lock
+    return made.rename(made.with_name(_HOME + made.name.rpartition("-")[2])), lock  # seen by others once it is locked
+
+
+def _remove_if_left(home: Path) -> None:
+    lock = os.open(home / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(home, ignore_errors=True)
+    finally:
+        os.close(lock)
