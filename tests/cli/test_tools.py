@@ -24,7 +24,7 @@ def test_json_has_every_tool_with_its_schema_and_availability(capsys: pytest.Cap
     assert list(tools)[: len(builtin_tools())] == [tool.name for tool in builtin_tools()]
     assert tools["terminal"]["missing"] is None
     assert tools["terminal"]["parameters"]["required"] == ["command"]
-    assert tools["browser_click"]["missing"] == "this version has no browser"
+    assert tools["image_generate"]["missing"] == "this version cannot make images"
     toolsets = {toolset["name"]: toolset for toolset in seen["toolsets"]}
     assert set(TOOLSETS) <= set(toolsets)
     assert toolsets["file"]["available"]
@@ -37,6 +37,6 @@ def test_the_list_for_people_names_everything_and_the_reasons(capsys: pytest.Cap
     text = printed(capsys)
     for tool in builtin_tools():
         assert tool.name in text
-    assert "missing: this version has no browser" in text
+    assert "missing: no model that looks at images is configured" in text
     assert "vision           Look at images: (1 missing)" in text
     assert "terminal_tasks   terminal 97, file 97, web 97" in text

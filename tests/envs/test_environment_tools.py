@@ -192,7 +192,7 @@ def test_strict_refuses_to_run_without_a_tool_that_was_asked_for(
 ) -> None:
     strict = ("--env.strict_tools", "true", "--env.enabled_toolsets")
     run(here, DRAWN, *strict, "file", "vision", code=2)
-    assert "missing: vision_analyze: this version cannot" in capsys.readouterr().err
+    assert "missing: vision_analyze: no model that looks at images" in capsys.readouterr().err
     assert len(run(here, DRAWN, *strict, "file")) == 8
 
 

@@ -42,7 +42,11 @@ def at_desk() -> AtDesk:
 
     async def main(scenario: Scenario) -> None:
         async with LocalBackend() as backend:
-            await scenario(Desk(await backend.create(SlotSpec(), "tools-test")))
+            desk = Desk(await backend.create(SlotSpec(), "tools-test"))
+            try:
+                await scenario(desk)
+            finally:
+                await desk.tools.aclose()
 
     def run(scenario: Scenario) -> None:
         try:

@@ -85,6 +85,12 @@ def step(arguments: Mapping[str, JSON], keys: str, holds: Callable[[JSON], bool]
 TERMINAL = "output exit_code error"
 _PATCH = "*** Begin Patch\n*** Update File: notes.py\n@@\n-x = 2\n+x = 3\n*** End Patch"
 
+_PAGE = (
+    "data:text/html,<title>Page</title><label>Name <input id=who></label><button onclick='"
+    "said.textContent = `words of ${who.value}`;"
+    "console.log(1)'>Go</button><p id=said>words</p>"
+)
+
 SCENES: Mapping[str, tuple[Step, ...]] = {
     "write_file": (step({"path": "notes.py", "content": "x = 1\ny = 1\n"}, "bytes_written", lambda r: r["created"]),),
     "read_file": (
@@ -172,5 +178,29 @@ SCENES: Mapping[str, tuple[Step, ...]] = {
             lambda r: all(each["url"] and each["error"] for each in r["results"]),
         ),
     ),
+    "browser_navigate": (
+        step(
+            {"url": _PAGE}, "success url title snapshot element_count", lambda r: '- button "Go" @e2' in r["snapshot"]
+        ),
+        step({"url": "file:///etc/passwd"}, "error"),
+    ),
+    "browser_type": (step({"ref": "@e1", "text": "Ada"}, "success typed element", lambda r: r["typed"] == "Ada"),),
+    "browser_click": (
+        step({"ref": "@e2"}, "success clicked"),
+        step({"ref": "@e9"}, "error"),
+    ),
+    "browser_snapshot": (
+        step({}, "success snapshot element_count", lambda r: "words" not in r["snapshot"]),
+        step({"full": True}, "success snapshot", lambda r: "words of Ada" in r["snapshot"]),
+    ),
+    "browser_scroll": (step({"direction": "down"}, "success scrolled", lambda r: r["scrolled"] == "down"),),
+    "browser_press": (step({"key": "Tab"}, "success pressed", lambda r: r["pressed"] == "Tab"),),
+    "browser_get_images": (step({}, "success images count", lambda r: r["count"] == 0),),
+    "browser_console": (
+        step({}, "success console_messages js_errors total_messages total_errors", lambda r: r["total_messages"] == 1),
+        step({"expression": "1 + 1"}, "success result", lambda r: r["result"] == 2),
+    ),
+    "browser_back": (step({}, "success url", lambda r: r["url"] == "about:blank"),),
+    "browser_close": (step({}, "success closed", lambda r: r["closed"]),),
 }
 """In this order, in one slot: what a tool leaves behind is what the next one finds."""

@@ -29,7 +29,7 @@ def test_a_toolset_is_available_when_one_of_its_tools_is() -> None:
     assert set(TOOLSETS) <= set(available)
     assert available["terminal"]
     assert available["debugging"]
-    assert not available["browser"]
+    assert not available["image_gen"]
     assert get_available_toolsets()["safe"]["missing"]["image_generate"] == "this version cannot make images"
     assert TOOLSET_REQUIREMENTS["todo"] == {"name": "todo", "env_vars": [], "tools": ["todo"]}
 

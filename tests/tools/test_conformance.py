@@ -29,7 +29,7 @@ def test_a_tool_has_the_parameters_of_the_contract(tool: Tool) -> None:
 
 
 def test_every_tool_that_is_here_has_its_scene() -> None:
-    assert sorted(SCENES) == sorted(tool.name for tool in HERE), "add its steps to SCENES"
+    assert {tool.name for tool in HERE} <= SCENES.keys() <= TOOLS.keys(), "add its steps to SCENES"
 
 
 @pytest.mark.slots
@@ -38,7 +38,7 @@ def test_every_tool_that_is_here_replies_as_the_contract_says(at_desk: AtDesk) -
         desk.tools.registry = ToolRegistry(HERE)
         said: dict[str, JSON] = {}
         for name, steps in SCENES.items():
-            for step in steps:
+            for step in steps if desk.tools.registry.get(name) is not None else ():
                 arguments = {key: said[key] if each is FROM_REPLY else each for key, each in step.arguments.items()}
                 reply: JSON = await desk.call(name, **arguments)
                 said |= reply

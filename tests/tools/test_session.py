@@ -58,8 +58,8 @@ def test_a_task_keeps_its_slot_and_shares_it_with_no_other(session: ToolSession)
 
 def test_mistakes_are_replies(session: ToolSession) -> None:
     assert call(session, "nothing")["error"].startswith("Unknown tool 'nothing'. Available tools: ['terminal'")
-    assert call(session, "vision_analyze", image_url="a", question="b")["error"] == (
-        "vision_analyze cannot be used here: this version cannot ask a model about images"
+    assert call(session, "image_generate", prompt="a")["error"] == (
+        "image_generate cannot be used here: this version cannot make images"
     )
     assert "missing required argument 'command'" in call(session, "terminal")["error"]
     assert "Invalid JSON" in json.loads(session.handle("terminal", '{"command": "ls'))["error"]

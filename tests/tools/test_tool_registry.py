@@ -76,7 +76,7 @@ def test_a_tool_that_cannot_be_used_is_left_out_with_its_reason() -> None:
 
 def test_tools_that_were_asked_for_and_are_missing_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert get_tool_definitions(["vision"]) == []
-    assert "vision_analyze is left out: this version cannot ask a model about images" in caplog.text
+    assert "vision_analyze is left out: no model that looks at images is configured" in caplog.text
 
 
 def test_all_that_work_here_leaves_nothing_out() -> None:
@@ -87,7 +87,7 @@ def test_all_that_work_here_leaves_nothing_out() -> None:
 
 
 def test_strict_fails_instead_of_hiding() -> None:
-    with pytest.raises(ConfigError, match="missing: vision_analyze: this version cannot"):
+    with pytest.raises(ConfigError, match="missing: vision_analyze: no model that looks at images"):
         get_tool_definitions(["file", "vision"], strict=True)
     assert len(get_tool_definitions(["file", "vision"], ["vision"], quiet_mode=True, strict=True)) == 4
     with pytest.raises(ConfigError, match="by name"):

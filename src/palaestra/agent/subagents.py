@@ -85,6 +85,9 @@ class Subagents:
                 reports = [group.create_task(each.run()) for each in started]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
+        finally:
+            for each in started:
+                await each.tools.aclose()
         return [report.result() for report in reports]
 
     def _registry(self, assignment: Assignment) -> ToolRegistry:
@@ -104,7 +107,7 @@ class Subagents:
         number, above = next(self.numbers), self.loop
         own = self.tools
         world = None if own.world is None else own.world.beside(f"subagent-{number}")
-        tools = SlotTools(registry, own.slot, own.task_id, assignment.goal[:500], own.timeout_s, world)
+        tools = SlotTools(registry, own.slot, own.task_id, assignment.goal[:500], own.timeout_s, world, own.shared)
         tools.share(own.state(ProcessRegistry))
         tools.share(own.state(Approvals))
         tools.share(Programs(f"subagent-{number}-"))
@@ -133,7 +136,7 @@ class Subagents:
         record = Subagent(number, above.result.turns_used, assignment.goal, loop.result)
         replace(self, loop=loop, tools=tools, depth=self.depth + 1).offer()
         above.result.subagents.append(record)
-        return _One(assignment, loop, record, above, server, turned)
+        return _One(assignment, loop, tools, record, above, server, turned)
 
     def _server(self, number: int) -> ChatServer:
         server = self.loop.server
@@ -146,6 +149,7 @@ class _One:
 
     assignment: Assignment
     loop: HermesAgentLoop
+    tools: SlotTools
     record: Subagent
     above: HermesAgentLoop
     server: ChatServer

@@ -101,7 +101,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
     def build_tools(self) -> ToolRegistry:
         """The tools of every rollout. Raises `ConfigError` for toolsets that there are not."""
         enabled = self.config.enabled_toolsets or ["default"]
-        return tools_with(self.mcp, enabled, self.config, self.own_tools(), self._tool_server)
+        return tools_with(self.mcp, enabled, self.config, self.own_tools(), self._tool_server, self.shared)
 
     def build_agent_config(self, item: Item) -> AgentConfig:
         """How the agent of an item samples and how long it may go on."""
@@ -200,6 +200,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
             if executor is not None:
                 await executor.close()
         finally:
+            await self.shared.aclose()
             if pool is not None:
                 await pool.stop()
             if self._tool_server is not None:

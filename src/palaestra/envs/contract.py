@@ -36,6 +36,7 @@ class ContractEnvironment(ClassEnvironment):
 
     def __init__(self, inner: HermesAgentBaseEnv) -> None:
         super().__init__(inner)
+        self.shared = inner.shared
         self._settings = agent_settings(inner.config)
         self._policy = network_policy(inner.config.allow_network)
         self._verifies = overrides(inner, "verify_and_score_trajectory")
@@ -71,9 +72,13 @@ class ContractEnvironment(ClassEnvironment):
             return SlotTools(registry, slot, task.id, timeout_s=self._settings.tool_timeout_s, world=world)
 
         exec_tool = ExecTool(slot, tools)
-        await self.inner.prepare_group(task.data, exec_tool)
-        if self.inner.config.share_setup:
-            await self.inner.setup_trajectory_workspace(task.data, trajectory_id=task.id, exec_tool=exec_tool)
+        try:
+            await self.inner.prepare_group(task.data, exec_tool)
+            if self.inner.config.share_setup:
+                await self.inner.setup_trajectory_workspace(task.data, trajectory_id=task.id, exec_tool=exec_tool)
+        finally:
+            if tools.cache_info().currsize:
+                await tools().aclose()
 
     async def begin(self, rollout: Rollout) -> None:
         if self.inner.config.share_setup or not overrides(self.inner, "setup_trajectory_workspace"):

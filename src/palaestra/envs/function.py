@@ -196,7 +196,7 @@ class FunctionEnvironment(Environment):
 
     def kit(self, task: Task, rng: random.Random) -> Kit:
         own = [tool.for_task(task) for tool in self.form.tools]
-        return kit(self.config, task.toolsets or self.form.toolsets, rng, own, self._mcp)
+        return kit(self.config, task.toolsets or self.form.toolsets, rng, own, self._mcp, self.shared)
 
     def prepares(self, task: Task) -> bool:
         return self.form.preparation is not None or super().prepares(task)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import ClassVar
 
 from palaestra.agent.result import AgentResult
@@ -23,6 +24,7 @@ from palaestra.rollouts.context import ToolContext
 from palaestra.rollouts.exec_tool import ExecTool
 from palaestra.rollouts.rollout import Rollout
 from palaestra.tools.schema import Tool
+from palaestra.tools.states import States
 
 
 class HermesAgentBaseEnv(BaseEnv):
@@ -92,7 +94,12 @@ class HermesAgentBaseEnv(BaseEnv):
 
     def tool_kit(self, rng: random.Random) -> Kit:
         """The tools of one group as the runner takes them. `rng` is the group's own."""
-        return kit(self.config, None, rng, self.own_tools(), self.mcp)
+        return kit(self.config, None, rng, self.own_tools(), self.mcp, self.shared)
+
+    @cached_property
+    def shared(self) -> States:
+        """What the tools of all rollouts have together, such as a browser. Closed when the run ends."""
+        return States()
 
     def own_tools(self) -> Sequence[Tool]:
         """Tools that the environment brings along, such as functions with `@tool`. Its agents always have them."""

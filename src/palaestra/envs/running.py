@@ -163,7 +163,10 @@ async def opened(environment: Environment) -> AsyncIterator[None]:
         await environment.open()
         yield
     finally:
-        await environment.aclose()
+        try:
+            await environment.aclose()
+        finally:
+            await environment.shared.aclose()
 
 
 def _open_output(form: Form, parsed: RunLine, engine: ServerGroup, root: Path, reference: str) -> Output:

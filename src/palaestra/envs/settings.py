@@ -23,6 +23,7 @@ from palaestra.tools.mcp.servers import MCPServers
 from palaestra.tools.registry import ToolRegistry, build_tool_registry
 from palaestra.tools.schema import Tool
 from palaestra.tools.serving.link import ToolServerLink
+from palaestra.tools.states import States
 
 
 def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
@@ -81,17 +82,18 @@ def kit(
     rng: random.Random,
     extra: Iterable[Tool] = (),
     servers: MCPServers | None = None,
+    shared: States | None = None,
 ) -> Kit:
     """The tools of one group: a draw from the configuration's distribution, its toolsets, or else those given.
 
     `rng` is the group's own and makes the draw; `extra` are the environment's own tools. The tools of `servers` are
-    there besides.
+    there besides. `shared` is what the tools of all groups have together.
     """
     if config.distribution is not None:
         enabled: Sequence[str] | None = sample_toolsets_from_distribution(config.distribution, rng)
     else:
         enabled = config.enabled_toolsets if config.enabled_toolsets is not None else toolsets
-    registry = tools_with(servers, enabled, config, extra)
+    registry = tools_with(servers, enabled, config, extra, shared=shared)
     return Kit(registry, () if enabled is None else (*enabled, *(servers.toolsets() if servers is not None else ())))
 
 
@@ -101,6 +103,7 @@ def tools_with(
     config: HermesAgentEnvConfig,
     extra: Iterable[Tool],
     tool_server: ToolServerLink | None = None,
+    shared: States | None = None,
 ) -> ToolRegistry:
     """The tools of the enabled toolsets and those of the run's MCP servers, without what is disabled."""
     offered = servers.installed() if servers is not None else ()
@@ -121,6 +124,7 @@ def tools_with(
         settings=config,
         world=config.allow_network,
         replayed=config.world == "replay",
+        shared=shared,
     )
 
 

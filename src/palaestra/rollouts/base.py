@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from palaestra.core.types import JSON, AllowList, Network, Prices, Score, Task
 from palaestra.rollouts.trajectory import Group, TokenRow
 from palaestra.sandbox.base import Slot, SlotSpec
 from palaestra.tools.registry import ToolRegistry
+from palaestra.tools.states import States
 
 if TYPE_CHECKING:
     from palaestra.rollouts.grading import Grading
@@ -92,6 +94,11 @@ class Environment(ABC):
     @abstractmethod
     def name(self) -> str:
         """Names the run folder and the output files."""
+
+    @cached_property
+    def shared(self) -> States:
+        """What the tools of all rollouts have together. Closed after the environment, by whoever closes that."""
+        return States()
 
     @property
     def agent(self) -> AgentSettings:

@@ -150,12 +150,14 @@ class ToolContext:
         return await self._tools.handle(self._tools.registry.known_as(tool_name), arguments)
 
     def cleanup(self) -> None:
-        """End the background processes that the check itself has started. All else ends with the grading view."""
+        """End the background processes and the browser that the check itself has started. All else ends with the
+        grading view."""
         self._wait(self.cleanup_async(), "cleanup_async")
 
     async def cleanup_async(self) -> None:
         """`cleanup`, to be awaited."""
         await self._tools.state(ProcessRegistry).kill_all(self._tools.task_id)
+        await self._tools.aclose()
 
     def _wait(self, call: Coroutine[object, object, T], twin: str) -> T:
         return wait_for_sync(call, loop=self._loop, twin=f"ToolContext.{twin}")

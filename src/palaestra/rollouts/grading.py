@@ -35,6 +35,7 @@ class Grading:
         self._sealed: Snapshot | None = None
         self._made: list[Snapshot] = []
         self._seal_done = False
+        self._tools: list[SlotTools] = []
 
     async def seal(self, view: View | None = None) -> Snapshot | None:
         """The agent's sealed work; None where the agent never had a slot. Only the first call's `view` counts."""
@@ -76,13 +77,15 @@ class Grading:
 
     def tools(self, timeout_s: float) -> SlotTools:
         """All tools, pointing at the grading slot: what `exec_tool` and `ToolContext` call."""
-        return SlotTools(
+        made = SlotTools(
             unrestricted(self.rollout.kit.registry),
             self.slot,
             task_id=f"{self.rollout.rollout_id}:grade",
             timeout_s=timeout_s,
             world=self._world,
         )
+        self._tools.append(made)
+        return made
 
     async def hand_back(self) -> None:
         """Give the grading slot back, and let the rollout go on from what it showed. Its layers stay until `aclose`."""
@@ -93,7 +96,9 @@ class Grading:
             self.rollout.go_on_from(self._made[-1])
 
     async def aclose(self) -> None:
-        """Release the grading slot and drop the layers that were made for it. Idempotent."""
+        """End what the check's tools hold, release the grading slot, drop the layers made for it. Idempotent."""
+        while self._tools:
+            await self._tools.pop().aclose()
         slot, self._slot = self._slot, None
         if slot is not None:
             await self.slots.release(slot)

@@ -106,6 +106,7 @@ class Rollout:
         self._slot: Slot | None = None
         self._leasing = asyncio.Lock()
         self._tools: SlotTools | None = None
+        self._others: list[SlotTools] = []
 
     @property
     def server(self) -> ChatServer:
@@ -175,6 +176,8 @@ class Rollout:
 
     def go_on_from(self, snapshot: Snapshot) -> None:
         """Let the next slot be a fork of a snapshot; tools remember nothing of the one before."""
+        if self._tools is not None:
+            self.closes(self._tools)
         self.snapshot, self._tools = snapshot, None
 
     async def run_agent(
@@ -316,6 +319,7 @@ class Rollout:
 
     async def seal(self, view: View | None = None) -> Snapshot | None:
         """End the agent's slot; its change becomes a layer. None where no slot was ever leased."""
+        await self._end_tools()
         slot, self._slot = self._slot, None
         if slot is None:
             return None
@@ -323,11 +327,25 @@ class Rollout:
             return await self.slots.seal(slot, view)
 
     async def aclose(self) -> None:
-        """Give the slot back, if one is held."""
+        """End what the tools hold and give the slot back, if one is held."""
         slot, self._slot = self._slot, None
-        self._tools = self.charge = None  # they hold the rollout: a cycle would outlive it
-        if slot is not None:
-            await self.slots.release(slot)
+        try:
+            await self._end_tools()
+        finally:
+            if slot is not None:
+                await self.slots.release(slot)
+
+    def closes(self, tools: SlotTools) -> None:
+        """Close these too when the agent has ended: tools that an environment has bound otherwise."""
+        self._others.append(tools)
+
+    async def _end_tools(self) -> None:
+        tools, self._tools = self._tools, None
+        self.charge = None  # it and the tools hold the rollout: a cycle would outlive it
+        if tools is not None:
+            self._others.append(tools)
+        while self._others:
+            await self._others.pop().aclose()
 
 
 def _first_user_text(messages: list[Message]) -> str:

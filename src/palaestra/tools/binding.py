@@ -21,6 +21,7 @@ from palaestra.sandbox.base import Slot
 from palaestra.tools.arguments import InvalidArguments, parse_arguments
 from palaestra.tools.registry import ToolRegistry
 from palaestra.tools.schema import StateT, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.states import States
 from palaestra.tools.world import World
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,9 @@ class SlotTools:
     """The tools of a registry, bound to one rollout. Implements `ToolRun`.
 
     `slot_source` hands out the rollout's slot; it is awaited at most once. `timeout_s` is the default time limit of a
-    command. `world` answers for the tools that touch the world; without one they are simply run.
+    command. `world` answers for the tools that touch the world; without one they are simply run. `shared` is what the
+    rollouts of a run have together, by default the registry's; where there is none, the binding has its own. `aclose`
+    ends what tools have opened outside the slot; the slot is its owner's to end.
     """
 
     def __init__(
@@ -41,9 +44,13 @@ class SlotTools:
         user_task: str = "",
         timeout_s: float = 120.0,
         world: World | None = None,
+        shared: States | None = None,
     ) -> None:
         self.registry = registry
         self.world = world
+        given = shared if shared is not None else registry.shared
+        self.shared = given if given is not None else States()
+        self._own_shared = given is None
         self.parallel_safe: frozenset[str] = registry.parallel_safe()
         self._slot_source = slot_source
         self._slot: Slot | None = None
@@ -51,7 +58,7 @@ class SlotTools:
         self._task_id = task_id
         self._user_task = user_task
         self._timeout_s = timeout_s
-        self._states: dict[type, object] = {}
+        self._states = States()
 
     @property
     def task_id(self) -> str:
@@ -74,10 +81,7 @@ class SlotTools:
 
     def state(self, kind: type[StateT]) -> StateT:
         """The rollout's one object of this type, made when first asked for."""
-        found = self._states.get(kind)
-        if not isinstance(found, kind):
-            found = self._states[kind] = kind()
-        return found
+        return self._states.get(kind)
 
     def schemas(self) -> list[ToolSchema]:
         """The tools that can be used here."""
@@ -129,7 +133,13 @@ class SlotTools:
 
     def share(self, thing: object) -> None:
         """Make this the rollout's one object of its type: one that several conversations have together."""
-        self._states[type(thing)] = thing
+        self._states.put(thing)
+
+    async def aclose(self) -> None:
+        """Close what the rollout's tools hold, such as pages of a browser. A later call opens anew. Idempotent."""
+        await self._states.aclose()
+        if self._own_shared:
+            await self.shared.aclose()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +156,10 @@ class _Timed:
     @property
     def user_task(self) -> str:
         return self.tools.user_task
+
+    @property
+    def shared(self) -> States:
+        return self.tools.shared
 
     async def slot(self) -> Slot:
         return await self.tools.slot()

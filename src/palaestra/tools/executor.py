@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ConfigDict
 
-from palaestra.core.errors import ConfigError, IsolationUnavailable, StaleLease, ToolServerError
+from palaestra.core.errors import ConfigError, IsolationUnavailable, StaleLease
 from palaestra.core.types import JSON, AllowList, Network
 from palaestra.processes.base import ProcessSession
 from palaestra.processes.registry import ProcessRegistry
@@ -39,6 +39,7 @@ from palaestra.tools.serving.payloads import (
     ArtifactReadRequestPayload,
     ArtifactReadResponsePayload,
 )
+from palaestra.tools.states import States
 from palaestra.tools.wire import ToolCall, ToolResult, result_of
 
 logger = logging.getLogger(__name__)
@@ -103,12 +104,14 @@ class ToolExecutor:
         self._tools = tools if tools is not None else ToolRegistry()
         self._config = config or ToolExecutorConfig()
         self._link: ToolServerLink | None = None
-        self._served: set[str] = set()
         if self._config.tool_server_url is not None:
             self._link = ToolServerLink(self._config.tool_server_url, self._config.tool_server_token)
-            self._tools = ToolRegistry(self._link.served(self._tools.tools()), self._tools.missing)
+            served = self._link.served(self._tools.tools())
+            self._tools = ToolRegistry(served, self._tools.missing, self._tools.settings, self._tools.shared)
         self._spec = _with_network(spec or SlotSpec(), self._config.allow_network)
-        self._shared = tuple(shared)
+        self._lent = tuple(shared)
+        self._own = States()
+        self._shared = self._tools.shared if self._tools.shared is not None else self._own
         self._bindings: dict[str, _Binding] = {}
         self._in_flight = 0
         self._closed = False
@@ -167,9 +170,6 @@ class ToolExecutor:
         timeout_s: float | None = None,
     ) -> ToolReply:
         """Run one call as `execute` does, without its statistics, and return what the tool replied."""
-        tool = self._tools.get(name)
-        if self._link is not None and tool is not None and tool.schema.external:
-            self._served.add(trajectory_id)
         return await self._binding(trajectory_id).run(name, arguments, timeout_s)
 
     async def read_artifact(self, request: ArtifactReadRequestPayload) -> ArtifactReadResponsePayload:
@@ -200,7 +200,9 @@ class ToolExecutor:
         if self._closed:
             raise StaleLease(f"The executor is closed; trajectory {trajectory_id} cannot make further calls")
         if trajectory_id not in self._bindings:
-            self._bindings[trajectory_id] = _Binding(self, self._tools, trajectory_id, self._shared)
+            self._bindings[trajectory_id] = _Binding(
+                self, self._tools, trajectory_id, shared=self._shared, lent=self._lent
+            )
         return self._bindings[trajectory_id]
 
     async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = False) -> None:
@@ -209,21 +211,8 @@ class ToolExecutor:
         `reset_workspace` is the contract's: a slot that was given back is never handed out again as it was.
         """
         binding = self._bindings.pop(trajectory_id, None)
-        try:
-            if binding is not None:
-                await binding.release()
-        finally:
-            await self._tell_server(trajectory_id)
-
-    async def _tell_server(self, trajectory_id: str) -> None:
-        """The tool server drops what it holds for a trajectory; where it cannot be told, its lease runs out."""
-        if self._link is None or trajectory_id not in self._served:
-            return
-        self._served.discard(trajectory_id)
-        try:
-            await self._link.release(trajectory_id)
-        except ToolServerError as error:
-            logger.warning("trajectory %s could not be released at the tool server: %s", trajectory_id, error)
+        if binding is not None:
+            await binding.release()
 
     async def close(self) -> None:
         """Give all slots back. Unfinished calls raise `StaleLease`. Idempotent."""
@@ -232,6 +221,7 @@ class ToolExecutor:
             await self.release_trajectory(next(iter(self._bindings)))
         if self._link is not None:
             await self._link.aclose()
+        await self._own.aclose()
 
     async def lease(self, trajectory_id: str) -> Slot:
         """A fresh slot that meets the configuration."""
@@ -253,12 +243,18 @@ class _Binding:
     """One trajectory: its tools, its slot once it has one, and the turn order of its calls."""
 
     def __init__(
-        self, executor: ToolExecutor, tools: ToolRegistry, trajectory_id: str, shared: Iterable[object]
+        self,
+        executor: ToolExecutor,
+        tools: ToolRegistry,
+        trajectory_id: str,
+        *,
+        shared: States,
+        lent: Iterable[object] = (),
     ) -> None:
         self._executor = executor
         self._trajectory_id = trajectory_id
-        self._tools = SlotTools(tools, self._lease, trajectory_id)
-        for thing in shared:
+        self._tools = SlotTools(tools, self._lease, trajectory_id, shared=shared)
+        for thing in lent:
             self._tools.share(thing)
         self._turn = asyncio.Lock()  # asyncio locks are first come, first served
         self.slot: Slot | None = None
@@ -278,8 +274,11 @@ class _Binding:
     async def release(self) -> None:
         self._released = True
         slot, self.slot = self.slot, None
-        if slot is not None:
-            await self._executor.give_back(slot)
+        try:
+            await self._tools.aclose()
+        finally:
+            if slot is not None:
+                await self._executor.give_back(slot)
 
     async def _lease(self) -> Slot:
         slot = await self._executor.lease(self._trajectory_id)

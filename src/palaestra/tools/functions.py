@@ -72,7 +72,8 @@ class TypedTool(Tool):
         return replace(self, task=task)
 
     async def execute(self, **arguments: JSON) -> ToolResult:
-        return result_of(await self.run(arguments, NoRollout()))
+        async with NoRollout() as run:
+            return result_of(await self.run(arguments, run))
 
     async def run(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         """Call the function with the model's arguments as their types, and with what it asks for besides."""

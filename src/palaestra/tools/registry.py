@@ -22,6 +22,7 @@ from palaestra.tools.arguments import InvalidArguments, parse_arguments
 from palaestra.tools.installed import Installed, installed_tools
 from palaestra.tools.schema import NoRollout, Tool, ToolMistake, ToolSchema
 from palaestra.tools.settings import ToolSettings
+from palaestra.tools.states import States
 from palaestra.tools.toolsets import ALIASES, TOOL_ALIASES, TOOLSETS, Toolset, resolve_toolsets
 from palaestra.tools.wire import ToolCall, ToolResult, result_of
 
@@ -34,7 +35,8 @@ logger = logging.getLogger(__name__)
 class ToolRegistry:
     """Tools by name, in the order in which they were registered. `missing` names those asked for but not here.
 
-    `settings` are what its tools were made with.
+    `settings` are what its tools were made with. `shared` is what rollouts with these tools have together; who made it
+    closes it. None: each has its own.
     """
 
     def __init__(
@@ -42,9 +44,11 @@ class ToolRegistry:
         tools: Iterable[Tool] = (),
         missing: Mapping[str, str] | None = None,
         settings: ToolSettings | None = None,
+        shared: States | None = None,
     ) -> None:
         self._tools: dict[str, Tool] = {}
         self.settings = settings
+        self.shared = shared
         self.missing: Mapping[str, str] = dict(missing or {})
         for tool in tools:
             self.register(tool)
@@ -94,7 +98,8 @@ class ToolRegistry:
         if call.error or tool is None:
             return ToolResult(False, error=call.error or f"Unknown tool: {call.name}", uniq_id=call.uniq_id)
         try:
-            reply = await tool.run(parse_arguments(call.arguments, tool.schema), NoRollout())
+            async with NoRollout(self.shared) as run:
+                reply = await tool.run(parse_arguments(call.arguments, tool.schema), run)
         except (InvalidArguments, ToolMistake) as mistake:
             return ToolResult(False, error=str(mistake), uniq_id=call.uniq_id)
         except Exception as error:
@@ -115,6 +120,7 @@ def build_tool_registry(
     settings: ToolSettings | None = None,
     world: bool = True,
     replayed: bool = False,
+    shared: States | None = None,
 ) -> ToolRegistry:
     """The tools of the enabled toolsets (None: all that work here) without those of the disabled ones.
 
@@ -122,7 +128,8 @@ def build_tool_registry(
     those of other packages, by default what their entry points offer. External tools run at `tool_server_url` (an
     address, `inprocess`, or a link) where one is given; what they lack here does not matter then. Tools that cannot be
     used here are left out and named in the registry's `missing`; with `strict` they are an error, and the toolsets must
-    be named. `settings` are what the package's own tools are told.
+    be named. `settings` are what the package's own tools are told; `shared` is what rollouts with these tools have
+    together.
 
     Without `world`, tools that touch it are only for who names their toolset: an agent without a network is not to get
     one by another way. With `replayed` they are there whatever they lack, since the world is a recording.
@@ -150,7 +157,8 @@ def build_tool_registry(
     if strict and missing:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
         raise ConfigError(f"Tools that were asked for are missing: {reasons}")
-    return ToolRegistry((tool for tool in [*chosen, *own] if _reason(tool, replayed) is None), missing, settings)
+    usable = (tool for tool in [*chosen, *own] if _reason(tool, replayed) is None)
+    return ToolRegistry(usable, missing, settings, shared)
 
 
 def _link(server: str | ToolServerLink) -> ToolServerLink:
@@ -168,7 +176,8 @@ def unrestricted(registry: ToolRegistry | None = None, settings: ToolSettings | 
     if settings is None and registry is not None:
         settings = registry.settings
     names = {tool.name for tool in own}
-    return ToolRegistry([*own, *(tool for tool in all_tools(settings) if tool.name not in names)], settings=settings)
+    others = (tool for tool in all_tools(settings) if tool.name not in names)
+    return ToolRegistry([*own, *others], settings=settings, shared=None if registry is None else registry.shared)
 
 
 def get_tool_definitions(
@@ -200,12 +209,12 @@ def schema_hash(schemas: Sequence[Mapping[str, JSON]]) -> str:
 def builtin_tools(settings: ToolSettings | None = None) -> tuple[Tool, ...]:
     """All tools that the package knows, in the order in which models see them; those that are missing say so.
 
-    Some are missing because of `settings`; without any, those that need a key are.
+    Some are missing because of `settings`; without any, those that need a key or an address are.
     """
     from palaestra.tools.absent.assistant import ASSISTANT
     from palaestra.tools.absent.models import MODELS
     from palaestra.tools.absent.training import TRAINING
-    from palaestra.tools.absent.web import BROWSER
+    from palaestra.tools.builtin.browser import browser_tools
     from palaestra.tools.builtin.clarify import CLARIFY
     from palaestra.tools.builtin.delegate_task import DELEGATE_TASK
     from palaestra.tools.builtin.edits import PATCH
@@ -219,12 +228,15 @@ def builtin_tools(settings: ToolSettings | None = None) -> tuple[Tool, ...]:
     from palaestra.tools.builtin.terminal_stateful import TERMINAL_STATEFUL
     from palaestra.tools.builtin.tmux import TMUX
     from palaestra.tools.builtin.todo import TODO
+    from palaestra.tools.builtin.vision import vision_tool
     from palaestra.tools.builtin.web import web_tools
 
+    settings = settings or ToolSettings()
     files = (READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES)
     here = (TERMINAL, PROCESS, *files, TODO, TERMINAL_STATEFUL, TMUX, EXECUTE_CODE, DELEGATE_TASK)
     people = (CLARIFY, MEMORY, SESSION_SEARCH)
-    return (*here, *people, *web_tools(settings or ToolSettings()), *BROWSER, *MODELS, *ASSISTANT, *TRAINING)
+    eyes = (*browser_tools(settings), vision_tool(settings))
+    return (*here, *people, *web_tools(settings), *eyes, *MODELS, *ASSISTANT, *TRAINING)
 
 
 def all_tools(settings: ToolSettings | None = None, others: Iterable[Installed] | None = None) -> list[Tool]:

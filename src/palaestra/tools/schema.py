@@ -18,6 +18,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
+from palaestra.tools.states import States
 from palaestra.tools.wire import ToolCall as ToolCall
 from palaestra.tools.wire import ToolResult as ToolResult
 from palaestra.tools.wire import reply_of, result_of
@@ -84,10 +85,18 @@ class ToolRun(Protocol):
         """The default time limit of a command."""
         ...
 
+    @property
+    def shared(self) -> States:
+        """What the rollouts of a run have together, such as one browser."""
+        ...
+
     async def slot(self) -> Slot: ...
 
     def state(self, kind: type[StateT]) -> StateT:
-        """The rollout's one object of this type, made without arguments when first asked for."""
+        """The rollout's one object of this type, made without arguments when first asked for.
+
+        Its `aclose`, where it has one, is awaited when the rollout has ended, however it ended.
+        """
         ...
 
     def schemas(self) -> Sequence[ToolSchema]:
@@ -191,15 +200,29 @@ class FunctionTool(Tool):
         return reason is None, reason
 
     async def execute(self, **arguments: JSON) -> ToolResult:
-        return result_of(await self.run(arguments, NoRollout()))
+        async with NoRollout() as run:
+            return result_of(await self.run(arguments, run))
 
 
 class NoRollout:
-    """A `ToolRun` for calls outside any rollout: there is no slot, and state ends with the call."""
+    """A `ToolRun` for one call outside any rollout, in an `async with`: there is no slot, and state ends with it."""
 
     task_id = ""
     user_task = ""
     timeout_s = 120.0
+
+    def __init__(self, shared: States | None = None) -> None:
+        self.shared = shared if shared is not None else States()
+        self._own_shared = shared is None
+        self._states = States()
+
+    async def __aenter__(self) -> NoRollout:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._states.aclose()
+        if self._own_shared:
+            await self.shared.aclose()
 
     async def slot(self) -> Slot:
         raise ToolMistake(
@@ -208,7 +231,7 @@ class NoRollout:
         )
 
     def state(self, kind: type[StateT]) -> StateT:
-        return kind()
+        return self._states.get(kind)
 
     def schemas(self) -> Sequence[ToolSchema]:
         return ()

@@ -1,7 +1,7 @@
 """What tools can be told: whom they ask, with which keys, and what they may reach.
 
 An environment's configuration is one of these, so each field is also a flag, `--env.web_provider`. Keys come from
-there and nowhere else: no tool reads the process environment.
+there and nowhere else: no tool reads the process environment, and no model sees or sets any of this.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import asyncio
 from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, field_validator
 
 from palaestra.core.config import Settings
+from palaestra.core.errors import ConfigError
+from palaestra.tools.reach import Reach
 
 WEB_KEYS: Mapping[str, str] = {
     "tavily": "TAVILY_API_KEY",
@@ -53,6 +55,40 @@ class ToolSettings(Settings):
         default=16, ge=1, description="Requests of web tools under way at once; more of them wait their turn."
     )
 
+    browser_executable: str | None = Field(
+        default=None, description="The Chromium of browser_* tools; None: the first on this machine that starts."
+    )
+    browser_allow: list[str] = Field(
+        default_factory=lambda: ["*:*"],
+        description="Hosts that the browser may reach: example.org, *.example.org:443, 10.0.0.0/8:*; *:* is all that "
+        "are on the internet. Addresses of private networks and of this machine only where they stand here.",
+    )
+    browser_block: list[str] = Field(
+        default_factory=list, description="Hosts that it may not reach all the same, in the same form."
+    )
+    browser_max_contexts: int = Field(
+        default=16, ge=1, description="Rollouts with an open browser at once; further ones wait (50 to 200 MB each)."
+    )
+    browser_wait_s: float = Field(default=120, gt=0, description="Seconds that a rollout waits for its turn to browse.")
+    browser_navigation_timeout_s: float = Field(default=30, gt=0, description="Seconds that a page has to load.")
+    browser_action_timeout_s: float = Field(
+        default=5, gt=0, description="Seconds that an element has to become usable."
+    )
+    browser_snapshot_chars: int = Field(
+        default=12_000, ge=500, description="How much of a page one snapshot shows, in characters."
+    )
+
+    vision_base_url: str | None = Field(
+        default=None, description="The server of the model that looks at images, http://127.0.0.1:8000/v1; None: none."
+    )
+    vision_model: str = Field(default="default", description="That model's name at its server.")
+    vision_api_key: str | None = Field(default=None, description="Its key, sent as a bearer token.")
+    vision_timeout_s: float = Field(
+        default=90, gt=0, description="Seconds that one question about an image may take, before it is asked again."
+    )
+    vision_max_tokens: int = Field(default=1024, ge=1, description="Tokens that an answer about an image may have.")
+    vision_max_image_bytes: int = Field(default=10 << 20, ge=1, description="Larger images are refused.")
+
     _lane: asyncio.Semaphore | None = PrivateAttr(default=None)
 
     def lane(self) -> asyncio.Semaphore:
@@ -60,3 +96,12 @@ class ToolSettings(Settings):
         if self._lane is None:
             self._lane = asyncio.Semaphore(self.web_concurrency)
         return self._lane
+
+    @field_validator("browser_allow", "browser_block")
+    @classmethod
+    def _hosts_mean_something(cls, entries: list[str]) -> list[str]:
+        try:
+            Reach(entries)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return entries

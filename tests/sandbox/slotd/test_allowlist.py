@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaestra.sandbox.slotd import allowlist, proxy
+from palaestra.sandbox.slotd import allowlist, forwarding
 from palaestra.sandbox.slotd.allowlist import parse, refusal
 
 
@@ -76,18 +76,18 @@ def test_a_name_does_not_mean_this_host(address: str) -> None:
 
 def test_a_request_is_passed_on_without_what_was_meant_for_the_proxy() -> None:
     head = b"GET http://User:pw@Example.org:81/a?b HTTP/1.1\r\nHost: other\r\nProxy-Authorization: x\r\nA: b\r\n\r\n"
-    method, host, port, request = proxy.parse_request(head)
+    method, host, port, request = forwarding.parse_request(head)
     assert (method, host, port) == ("GET", "example.org", 81)
     assert request == b"GET /a?b HTTP/1.1\r\nHost: Example.org:81\r\nA: b\r\nConnection: close\r\n\r\n"
-    assert proxy.parse_request(b"CONNECT [::1]:443 HTTP/1.1\r\n\r\n")[:3] == ("CONNECT", "::1", 443)
+    assert forwarding.parse_request(b"CONNECT [::1]:443 HTTP/1.1\r\n\r\n")[:3] == ("CONNECT", "::1", 443)
 
 
 @settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_no_request_ends_the_proxy(junk: bytes) -> None:
     try:
-        _, host, port, _ = proxy.parse_request(junk + b"\r\n\r\n")
-    except proxy.Refused:
+        _, host, port, _ = forwarding.parse_request(junk + b"\r\n\r\n")
+    except forwarding.Refused:
         return
     assert host
     assert 0 <= port < 65536

@@ -38,4 +38,5 @@ def tools_of_user(rollout: Rollout, user: str, slot: Callable[[], Awaitable[Slot
         timeout_s=rollout.settings.tool_timeout_s,
         world=rollout.world,
     )
+    rollout.closes(tools)
     return tools.handle

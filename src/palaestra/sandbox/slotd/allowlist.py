@@ -109,7 +109,7 @@ def literal(host: str) -> Address | None:
 def refusal(rules: Sequence[Rule], host: str, port: int) -> str | None:
     """Why a host may not be reached, before it is looked up; None where it may be tried."""
     address = literal(host)
-    if host in _METADATA_NAMES or (address is not None and _is_metadata(address)):
+    if is_metadata_name(host) or (address is not None and is_metadata(address)):
         return f"{host} answers questions about the machine; no slot reaches it"
     if not any(rule.covers(host, port) for rule in rules):
         return f"{host}:{port} is not on this slot's list of hosts"
@@ -118,20 +118,26 @@ def refusal(rules: Sequence[Rule], host: str, port: int) -> str | None:
 
 def address_refusal(host: str, address: Address) -> str | None:
     """Why an address, found for a host that is on the list, may not be connected to; None where it may."""
-    if _is_metadata(address):
+    if is_metadata(address):
         return f"{host} is {address}, which answers questions about the machine; no slot reaches it"
     if literal(host) is not None or host == "localhost":
         return None  # the list names it as what it is
-    if any(one.is_loopback or one.is_unspecified or one.is_multicast for one in _meanings(address)):
+    if any(one.is_loopback or one.is_unspecified or one.is_multicast for one in meanings(address)):
         return f"{host} is {address}, which is no host of the network; list the address if it is meant"
     return None
 
 
-def _is_metadata(address: Address) -> bool:
-    return any(one in network for one in _meanings(address) for network in METADATA if one.version == network.version)
+def is_metadata_name(host: str) -> bool:
+    """Whether a host is a name at which clouds answer questions about the machine."""
+    return host in _METADATA_NAMES
 
 
-def _meanings(address: Address) -> list[Address]:
+def is_metadata(address: Address) -> bool:
+    """Whether an address, however it is written, is one at which they do."""
+    return any(one in network for one in meanings(address) for network in METADATA if one.version == network.version)
+
+
+def meanings(address: Address) -> list[Address]:
     """The address, and that of version 4 which it stands for in one of the ways to write one inside the other."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]

@@ -17,31 +17,19 @@ import json
 import os
 import signal
 import socket
-import urllib.parse
-from asyncio import StreamReader, StreamWriter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 from . import allowlist, descriptors, syscalls
 from .allowlist import Rule
+from .forwarding import HEAD_BYTES, Forwarder
 
 MAX_MESSAGE = 60_000
 MAX_CONNECTIONS = 64
 """Per slot."""
 
 _NOBODY = 65534
-_HEAD_BYTES, _PIECE_BYTES = 64 << 10, 64 << 10
-_HEAD_PATIENCE_S, _CONNECT_PATIENCE_S, _IDLE_PATIENCE_S = 30.0, 20.0, 600.0
-_HOP_BY_HOP = ("connection", "keep-alive", "proxy-connection", "proxy-authorization", "host", "upgrade")
-
-
-class Refused(Exception):
-    """An answer instead of a connection: a status of HTTP and a line that a person can read."""
-
-    def __init__(self, status: str, text: str) -> None:
-        super().__init__(text)
-        self.status, self.text = status, text
 
 
 def run(control: socket.socket) -> NoReturn:
@@ -64,19 +52,28 @@ def run(control: socket.socket) -> NoReturn:
         os._exit(status)
 
 
+class _Rules:
+    """The list of one slot, as what the forwarder asks."""
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self._rules = rules
+
+    def refusal(self, host: str, port: int) -> str | None:
+        return allowlist.refusal(self._rules, host, port)
+
+    def address_refusal(self, host: str, port: int, address: allowlist.Address) -> str | None:
+        return allowlist.address_refusal(host, address)
+
+
 class _Gate:
     """One slot's way out."""
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
-        self.rules = rules
-        self.connections: set[asyncio.Task[None]] = set()
-        self.server: asyncio.Server | None = None
+    def __init__(self, forwarder: Forwarder, server: asyncio.Server) -> None:
+        self._forwarder, self._server = forwarder, server
 
     def close(self) -> None:
-        if self.server is not None:
-            self.server.close()
-        for connection in self.connections:
-            connection.cancel()
+        self._server.close()
+        self._forwarder.close()
 
 
 class _Proxy:
@@ -108,110 +105,9 @@ class _Proxy:
     async def _add(self, name: str, message: dict[str, object], fd: int) -> None:
         entries = message["allow"]
         assert isinstance(entries, list)
-        gate = self._gates[name] = _Gate([allowlist.parse(entry) for entry in entries])
+        rules = _Rules([allowlist.parse(entry) for entry in entries])
+        forwarder = Forwarder(rules, self._resolver, most=MAX_CONNECTIONS)
         listener = socket.socket(fileno=fd)
         listener.setblocking(False)
-        gate.server = await asyncio.start_server(
-            lambda reader, writer: self._accept(gate, reader, writer), sock=listener, limit=_HEAD_BYTES
-        )
-
-    async def _accept(self, gate: _Gate, reader: StreamReader, writer: StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        gate.connections.add(task)
-        try:
-            if len(gate.connections) > MAX_CONNECTIONS:
-                raise Refused("503 Service Unavailable", f"a slot has at most {MAX_CONNECTIONS} connections at a time")
-            await self._answer(gate, reader, writer)
-        except Refused as refused:
-            body = f"{refused.text}\n".encode(errors="replace")
-            head = f"HTTP/1.1 {refused.status}\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n"
-            writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # one side has gone, or the slot has
-        finally:
-            gate.connections.discard(task)
-            writer.close()
-
-    async def _answer(self, gate: _Gate, reader: StreamReader, writer: StreamWriter) -> None:
-        try:
-            async with asyncio.timeout(_HEAD_PATIENCE_S):
-                head = await reader.readuntil(b"\r\n\r\n")
-        except asyncio.LimitOverrunError:
-            raise Refused("431 Request Header Fields Too Large", "the request's head is too long") from None
-        method, host, port, request = parse_request(head)
-        far_reader, far_writer = await self._connect(gate.rules, host, port)
-        try:
-            if method == "CONNECT":
-                writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
-            else:
-                far_writer.write(request)
-            async with asyncio.TaskGroup() as both:
-                both.create_task(_copy(reader, far_writer))
-                both.create_task(_copy(far_reader, writer))
-        except* (OSError, TimeoutError):
-            pass
-        finally:
-            far_writer.close()
-
-    async def _connect(self, rules: Sequence[Rule], host: str, port: int) -> tuple[StreamReader, StreamWriter]:
-        """Look the host up, check every address, connect to the first that answers."""
-        if (why := allowlist.refusal(rules, host, port)) is not None:
-            raise Refused("403 Forbidden", why)
-        failure: object = "it has no address"
-        for address in await self._look_up(host, port):
-            if (why := allowlist.address_refusal(host, address)) is not None:
-                raise Refused("403 Forbidden", why)
-            try:
-                async with asyncio.timeout(_CONNECT_PATIENCE_S):
-                    return await asyncio.open_connection(str(address), port)
-            except (OSError, TimeoutError) as error:
-                failure = error
-        raise Refused("502 Bad Gateway", f"cannot connect to {host}:{port}: {failure}")
-
-    async def _look_up(self, host: str, port: int) -> list[allowlist.Address]:
-        address = allowlist.literal(host)
-        if address is not None:
-            return [address]
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(_CONNECT_PATIENCE_S):
-                found = await loop.run_in_executor(
-                    self._resolver, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                )
-        except (OSError, TimeoutError, UnicodeError) as error:
-            raise Refused("502 Bad Gateway", f"{host} cannot be looked up: {error}") from None
-        texts = dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found)
-        return [address for text in texts if (address := allowlist.literal(text)) is not None]
-
-
-def parse_request(head: bytes) -> tuple[str, str, int, bytes]:
-    """Method, host, port, and the request as the far side is to see it (RFC 9112, 3.2). Raises `Refused`."""
-    lines = head[:-4].decode("latin-1").split("\r\n")
-    try:
-        method, target, version = lines[0].split(" ")
-        absolute = urllib.parse.urlsplit(target if method != "CONNECT" else f"//{target}")
-        host, port = allowlist.normal(absolute.hostname or ""), absolute.port
-    except ValueError:
-        raise Refused("400 Bad Request", "this is not a request to a proxy") from None
-    if method != "CONNECT" and absolute.scheme != "http":
-        raise Refused("400 Bad Request", "this is a proxy: ask it for http://host/path, or CONNECT host:port")
-    if not host or (method == "CONNECT" and port is None):
-        raise Refused("400 Bad Request", "the request names no host and port")
-    path = urllib.parse.urlunsplit(("", "", absolute.path or "/", absolute.query, ""))
-    kept = [line for line in lines[1:] if line.partition(":")[0].strip().lower() not in _HOP_BY_HOP]
-    authority = absolute.netloc.rpartition("@")[2]
-    request = "\r\n".join([f"{method} {path} {version}", f"Host: {authority}", *kept, "Connection: close", "", ""])
-    return method, host, port or 80, request.encode("latin-1")
-
-
-async def _copy(reader: StreamReader, writer: StreamWriter) -> None:
-    while True:
-        async with asyncio.timeout(_IDLE_PATIENCE_S):
-            data = await reader.read(_PIECE_BYTES)
-        if not data:
-            break
-        writer.write(data)
-        await writer.drain()
-    if writer.can_write_eof():
-        writer.write_eof()
+        server = await asyncio.start_server(forwarder.accept, sock=listener, limit=HEAD_BYTES)
+        self._gates[name] = _Gate(forwarder, server)

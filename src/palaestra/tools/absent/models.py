@@ -6,17 +6,6 @@ from palaestra.tools.absent.base import absent, text
 
 MODELS = (
     absent(
-        "vision_analyze",
-        "vision",
-        "this version cannot ask a model about images",
-        "Look at an image and answer a question about it.",
-        {
-            "image_url": text("Where the image is: an http(s) address or a path of a file."),
-            "question": text("What to find out about the image."),
-        },
-        ("image_url", "question"),
-    ),
-    absent(
         "image_generate",
         "image_gen",
         "this version cannot make images",

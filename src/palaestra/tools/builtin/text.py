@@ -67,7 +67,7 @@ async def read_text_file(slot: Slot, path: str) -> TextFile:
     """A text file of the slot. Raises `ToolMistake` for anything that is not one."""
     _check_name(path)
     info = await slot.stat(path)
-    data = await _read(slot, path, info)
+    data = await read_file_bytes(slot, path, info)
     if is_binary(data):
         raise ToolMistake(
             f"{path} is a binary file ({len(data)} bytes); the file tools handle text only. "
@@ -98,17 +98,16 @@ async def remove_file(slot: Slot, path: str) -> None:
         raise ToolMistake(f"Cannot remove {path}: {reason(error)}") from error
 
 
-async def _read(slot: Slot, path: str, info: FileInfo | None) -> bytes:
+async def read_file_bytes(slot: Slot, path: str, info: FileInfo | None, *, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """A file of the slot, of which `stat` said `info`. Raises `ToolMistake` for what is none or too large."""
     if info is not None and info.kind == "dir":
         raise ToolMistake(f"{path} is a directory; list it with search_files (target files) or ls")
     if info is not None and info.kind == "other":
         raise ToolMistake(f"{path} is a device, pipe or socket, not a file")
-    if info is not None and info.size > MAX_TEXT_BYTES:
-        raise ToolMistake(
-            f"{path} has {info.size} bytes; the file tools open at most {MAX_TEXT_BYTES}. Use the terminal"
-        )
+    if info is not None and info.size > most_bytes:
+        raise ToolMistake(f"{path} has {info.size} bytes; this tool opens at most {most_bytes}. Use the terminal")
     try:
-        return await slot.read_bytes(path, max_bytes=MAX_TEXT_BYTES)
+        return await slot.read_bytes(path, max_bytes=most_bytes)
     except InfraError:
         raise
     except FileNotFoundError:

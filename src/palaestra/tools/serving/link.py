@@ -8,6 +8,7 @@ nothing.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
@@ -28,7 +29,10 @@ from palaestra.tools.builtin.terminal import clamp_timeout
 from palaestra.tools.schema import FunctionTool, Tool, ToolReply, ToolRun, ToolSchema
 from palaestra.tools.serving.payloads import ToolCallPayload, ToolServerExecuteRequest, ToolServerResultPayload
 from palaestra.tools.serving.web import Answer, encoded
+from palaestra.tools.states import States
 from palaestra.tools.wire import ToolCall, reply_of
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from palaestra.tools.serving.tool_server import ToolServer
@@ -58,6 +62,7 @@ class ToolServerLink:
         self._token = token
         self._http = None if url == INPROCESS else _Http(url)
         self._here: WeakSet[_InProcess] = WeakSet()
+        self._shared = States()  # of the servers in this process, which come and go with their registries
 
     def served(self, tools: Iterable[Tool]) -> list[Tool]:
         """The tools, those that are external run by the server; one elsewhere need not lack what is lacking here."""
@@ -89,9 +94,12 @@ class ToolServerLink:
                 raise self._refused(answer, "release")
 
     async def aclose(self) -> None:
-        """Close the connections."""
+        """Close the connections, and what servers in this process hold."""
         if self._http is not None:
             await self._http.aclose()
+        for wire in tuple(self._here):
+            await wire.aclose()
+        await self._shared.aclose()
 
     @property
     def _authorization(self) -> str | None:
@@ -101,7 +109,7 @@ class ToolServerLink:
         from palaestra.tools.registry import ToolRegistry
         from palaestra.tools.serving.tool_server import ToolServer
 
-        wire = _InProcess(ToolServer(ToolRegistry(tools), token=self._token))
+        wire = _InProcess(ToolServer(ToolRegistry(tools), token=self._token, shared=self._shared))
         self._here.add(wire)
         return wire
 
@@ -111,6 +119,7 @@ class ToolServerLink:
         async def run(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
             asked = arguments.get("timeout")
             limit = clamp_timeout(asked if isinstance(asked, (int, float)) else run.timeout_s)
+            run.state(_Used).note(self, run.task_id)
             return await self._call(wire, name, arguments, run.task_id, limit)
 
         missing = tool.missing if self._http is None else lambda: None
@@ -155,11 +164,34 @@ class ToolServerLink:
         return ToolServerRefused(text) if answer.status < 500 else ToolServerUnavailable(text)
 
 
+class _Used:
+    """Where a rollout has called tool servers: they drop what they hold for it when it ends."""
+
+    def __init__(self) -> None:
+        self._names: dict[ToolServerLink, set[str]] = {}
+
+    def note(self, link: ToolServerLink, trajectory_id: str) -> None:
+        self._names.setdefault(link, set()).add(trajectory_id)
+
+    async def aclose(self) -> None:
+        """Where a server cannot be told, its lease runs out."""
+        while self._names:
+            link, names = self._names.popitem()
+            for name in filter(None, names):
+                try:
+                    await link.release(name)
+                except ToolServerError as error:
+                    logger.warning("trajectory %s could not be released at the tool server: %s", name, error)
+
+
 class _InProcess:
     """No socket: the server's own `answer`."""
 
     def __init__(self, server: ToolServer) -> None:
         self._server = server
+
+    async def aclose(self) -> None:
+        await self._server.aclose()
 
     async def post(self, path: str, body: bytes, authorization: str | None, timeout_s: float) -> Answer:
         return await self._server.answer(path, body, authorization)

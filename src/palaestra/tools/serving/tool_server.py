@@ -41,6 +41,7 @@ from palaestra.tools.serving.web import (
     respond,
     route,
 )
+from palaestra.tools.states import States
 from palaestra.tools.wire import ToolResult, result_of
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -48,7 +49,10 @@ DEFAULT_LEASE_S = 3600.0
 
 
 class ToolServer:
-    """External tools by trajectory. `token` is what callers must send, None lets everybody call."""
+    """External tools by trajectory. `token` is what callers must send, None lets everybody call.
+
+    `shared` is what the tools of all trajectories have together; without one the server has and closes its own.
+    """
 
     def __init__(
         self,
@@ -57,9 +61,11 @@ class ToolServer:
         token: str | None = None,
         lease_s: float = DEFAULT_LEASE_S,
         clock: Clock | None = None,
+        shared: States | None = None,
     ) -> None:
         served = [tool for name in tools.list_tools() if (tool := tools.get(name)) is not None and tool.schema.external]
-        self.tools = ToolRegistry(served)
+        self._own = States()
+        self.tools = ToolRegistry(served, shared=self._own if shared is None else shared)
         self.leases = Leases(lease_s, clock)
         self._token = token
         self._states: dict[str, SlotTools] = {}
@@ -84,7 +90,16 @@ class ToolServer:
     async def serving(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
         """Listen for as long as the block runs; gives the URL. Raises `ConfigError`."""
         async with beside(self.leases.sweep(self.release)), listening(self.app(), host, port) as url:
-            yield url
+            try:
+                yield url
+            finally:
+                await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close what the tools of all trajectories hold. Idempotent."""
+        while self._states:
+            await self.release(next(iter(self._states)))
+        await self._own.aclose()
 
     async def execute(self, request: ToolServerExecuteRequest) -> ToolServerResultPayload:
         """Run one call. Mistakes and failures of a tool are results.
@@ -97,7 +112,11 @@ class ToolServer:
             there_are = ", ".join(self.tools.list_tools()) or "none"
             raise Refusal(404, f"this server has no tool {request.tool.name!r}; it has {there_are}", "UnknownTool")
         if request.trajectory_id is None:
-            payload = await self._called(_bound(self.tools, ""), name, call.arguments, request.timeout_s)
+            alone = _bound(self.tools, "")
+            try:
+                payload = await self._called(alone, name, call.arguments, request.timeout_s)
+            finally:
+                await alone.aclose()
         else:
             with self.leases.in_use(request.trajectory_id):
                 bound = self._states.setdefault(request.trajectory_id, _bound(self.tools, request.trajectory_id))
@@ -107,8 +126,10 @@ class ToolServer:
         return payload
 
     async def release(self, trajectory_id: str) -> None:
-        """Drop a trajectory's tool state."""
-        self._states.pop(trajectory_id, None)
+        """Close and drop a trajectory's tool state."""
+        bound = self._states.pop(trajectory_id, None)
+        if bound is not None:
+            await bound.aclose()
 
     async def _called(
         self, bound: SlotTools, name: str, arguments: dict[str, JSON], timeout_s: float | None

@@ -1,0 +1,185 @@
+"""Forwards HTTP requests in absolute form and CONNECT to where a judge lets them: what the proxies of this project do.
+
+`proxy.py` runs it for slots, in a process of its own; what else on the machine needs a way out with rules runs it too.
+Whoever has a listener hands over each connection.
+
+Invariant: a host is judged as it was asked for, every address found for it is judged, and the address that was judged
+is the one that is connected to. Nothing is asked twice, so no second look-up can answer otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import socket
+import urllib.parse
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from . import allowlist
+
+NAME = "palaestra"
+"""Says in `Proxy-Status` that an answer is the proxy's own (RFC 9209)."""
+HEAD_BYTES = 64 << 10
+_PIECE_BYTES = 64 << 10
+_HEAD_PATIENCE_S, _CONNECT_PATIENCE_S, _IDLE_PATIENCE_S = 30.0, 20.0, 600.0
+_HOP_BY_HOP = ("connection", "keep-alive", "proxy-connection", "proxy-authorization", "host", "upgrade")
+
+
+class Refused(Exception):
+    """An answer instead of a connection: a status of HTTP and a line that a person can read."""
+
+    def __init__(self, status: str, text: str, header: str = "") -> None:
+        super().__init__(text)
+        self.status, self.text, self.header = status, text, header
+
+
+class Judge(Protocol):
+    """Says why a host, or an address found for it, may not be reached; None where it may."""
+
+    def refusal(self, host: str, port: int) -> str | None: ...
+
+    def address_refusal(self, host: str, port: int, address: allowlist.Address) -> str | None: ...
+
+
+class Forwarder:
+    """One way out. `most` connections at a time; with a `key`, only for who sends it (RFC 9110, 11.7.2).
+
+    `refused` is told the host, the port and the reason of every connection that is not made.
+    """
+
+    def __init__(
+        self,
+        judge: Judge,
+        resolver: ThreadPoolExecutor,
+        *,
+        most: int,
+        key: str = "",
+        refused: Callable[[str, int, str], None] | None = None,
+    ) -> None:
+        self._judge, self._resolver, self._most, self._key, self._refused = judge, resolver, most, key, refused
+        self._connections: set[asyncio.Task[None]] = set()
+
+    def close(self) -> None:
+        """Break all connections."""
+        for connection in self._connections:
+            connection.cancel()
+
+    async def accept(self, reader: StreamReader, writer: StreamWriter) -> None:
+        """Answer one connection to the end. The reader's limit must be `HEAD_BYTES`."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            if len(self._connections) > self._most:
+                raise Refused("503 Service Unavailable", f"at most {self._most} connections at a time")
+            await self._answer(reader, writer)
+        except Refused as refused:
+            body = f"{refused.text}\n".encode(errors="replace")
+            head = f"HTTP/1.1 {refused.status}\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n"
+            head += f"Proxy-Status: {NAME}; error=http_request_denied\r\n{refused.header}"
+            writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # one side has gone, or the slot has
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _answer(self, reader: StreamReader, writer: StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_HEAD_PATIENCE_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            raise Refused("431 Request Header Fields Too Large", "the request's head is too long") from None
+        self._check_key(head)
+        method, host, port, request = parse_request(head)
+        try:
+            far_reader, far_writer = await self._connect(host, port)
+        except Refused as refused:
+            if self._refused is not None:
+                self._refused(host, port, refused.text)
+            raise
+        try:
+            if method == "CONNECT":
+                writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            else:
+                far_writer.write(request)
+            async with asyncio.TaskGroup() as both:
+                both.create_task(_copy(reader, far_writer))
+                both.create_task(_copy(far_reader, writer))
+        except* (OSError, TimeoutError):
+            pass
+        finally:
+            far_writer.close()
+
+    def _check_key(self, head: bytes) -> None:
+        wanted = f"basic {self._key}".encode()
+        lines = (line.partition(b":") for line in head.split(b"\r\n")[1:])
+        given = [value.strip() for name, _, value in lines if name.strip().lower() == b"proxy-authorization"]
+        if self._key and not any(hmac.compare_digest(each[:6].lower() + each[6:], wanted) for each in given):
+            header = f'Proxy-Authenticate: Basic realm="{NAME}"\r\n'
+            raise Refused("407 Proxy Authentication Required", "this proxy is not for you", header)
+
+    async def _connect(self, host: str, port: int) -> tuple[StreamReader, StreamWriter]:
+        """Look the host up, check every address, connect to the first that answers."""
+        if (why := self._judge.refusal(host, port)) is not None:
+            raise Refused("403 Forbidden", why)
+        failure: object = "it has no address"
+        for address in await self._look_up(host, port):
+            if (why := self._judge.address_refusal(host, port, address)) is not None:
+                raise Refused("403 Forbidden", why)
+            try:
+                async with asyncio.timeout(_CONNECT_PATIENCE_S):
+                    return await asyncio.open_connection(str(address), port)
+            except (OSError, TimeoutError) as error:
+                failure = error
+        raise Refused("502 Bad Gateway", f"cannot connect to {host}:{port}: {failure}")
+
+    async def _look_up(self, host: str, port: int) -> list[allowlist.Address]:
+        address = allowlist.literal(host)
+        if address is not None:
+            return [address]
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_CONNECT_PATIENCE_S):
+                found = await loop.run_in_executor(
+                    self._resolver, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                )
+        except (OSError, TimeoutError, UnicodeError) as error:
+            raise Refused("502 Bad Gateway", f"{host} cannot be looked up: {error}") from None
+        texts = dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found)
+        return [address for text in texts if (address := allowlist.literal(text)) is not None]
+
+
+def parse_request(head: bytes) -> tuple[str, str, int, bytes]:
+    """Method, host, port, and the request as the far side is to see it (RFC 9112, 3.2). Raises `Refused`."""
+    lines = head[:-4].decode("latin-1").split("\r\n")
+    try:
+        method, target, version = lines[0].split(" ")
+        absolute = urllib.parse.urlsplit(target if method != "CONNECT" else f"//{target}")
+        host, port = allowlist.normal(absolute.hostname or ""), absolute.port
+    except ValueError:
+        raise Refused("400 Bad Request", "this is not a request to a proxy") from None
+    if method != "CONNECT" and absolute.scheme != "http":
+        raise Refused("400 Bad Request", "this is a proxy: ask it for http://host/path, or CONNECT host:port")
+    if not host or (method == "CONNECT" and port is None):
+        raise Refused("400 Bad Request", "the request names no host and port")
+    path = urllib.parse.urlunsplit(("", "", absolute.path or "/", absolute.query, ""))
+    kept = [line for line in lines[1:] if line.partition(":")[0].strip().lower() not in _HOP_BY_HOP]
+    authority = absolute.netloc.rpartition("@")[2]
+    request = "\r\n".join([f"{method} {path} {version}", f"Host: {authority}", *kept, "Connection: close", "", ""])
+    return method, host, port or 80, request.encode("latin-1")
+
+
+async def _copy(reader: StreamReader, writer: StreamWriter) -> None:
+    while True:
+        async with asyncio.timeout(_IDLE_PATIENCE_S):
+            data = await reader.read(_PIECE_BYTES)
+        if not data:
+            break
+        writer.write(data)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()

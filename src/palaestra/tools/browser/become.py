@@ -1,0 +1,38 @@
+"""Runs a program as another user: `python -I -S become.py UID HOME PROGRAM ARGUMENT…`. Standard library only.
+
+Chromium is started through it. The profile directory that is named among the arguments becomes the user's; the
+environment, keys in it included, is left behind; descriptors stay open: Chromium is spoken to through two of them.
+
+Invariant: the program ends when its parent does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+_PROFILE = "--user-data-dir="
+
+
+def main(uid: int, home: str, program: str, arguments: list[str]) -> None:
+    parent = os.getppid()
+    if uid != os.getuid():
+        for argument in arguments:
+            if argument.startswith(_PROFILE):
+                os.chown(argument.removeprefix(_PROFILE), uid, uid)  # made for this start, and empty
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # after the last change of user
+    if os.getppid() != parent:
+        os._exit(1)
+    environment = {"HOME": home, "TMPDIR": home, "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
+    os.chdir(home)
+    os.execve(program, [program, *arguments], environment)  # noqa: S606
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])

@@ -1,0 +1,212 @@
+"""What a page holds, as text for a model: the accessibility tree with a reference like @e5 at each element. No I/O.
+
+The source is Playwright's `aria_snapshot(mode="ai")`: YAML-like lines, one per element, with references that begin anew
+with every document. `Numbers` gives out others instead, which are never used twice in a rollout: one that is out of
+date is found out and never means another element.
+
+Invariant: the full form has every line of the source. Where a form leaves lines out, or is cut, it says how many.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+USABLE = frozenset(
+    [
+        "button",
+        "checkbox",
+        "combobox",
+        "gridcell",
+        "link",
+        "listbox",
+        "menuitem",
+        "menuitemcheckbox",
+        "menuitemradio",
+        "option",
+        "radio",
+        "scrollbar",
+        "searchbox",
+        "slider",
+        "spinbutton",
+        "switch",
+        "tab",
+        "textbox",
+        "treeitem",
+    ]
+)
+"""Roles of elements that are there to be used."""
+
+_SIGNS = frozenset(["alert", "alertdialog", "dialog", "heading", "iframe", "status"])
+"""Roles that tell where one is; compact snapshots keep them."""
+
+_SAYINGS = frozenset(["alert", "status"])
+
+_LONGEST_NAME, _LONGEST_TEXT = 200, 1000
+_LINE = re.compile(
+    r"""^(?P<indent>\s*)-\s(?P<quoted>'?)(?P<role>[\w/-]+)        # a role, or text, or /url
+        (?:\s(?P<name>"(?:[^"\\]|\\.)*"))?
+        (?P<marks>(?:\s\[[^\]]*\])*)'?(?P<colon>:?)(?:\s(?P<text>.*))?$""",
+    re.VERBOSE,
+)
+_REFERENCE = re.compile(r"^\s*@?(e\d+)\s*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """One line of the tree. `own` is Playwright's reference; `marks` are states such as `checked` or `level=1`."""
+
+    depth: int
+    role: str
+    name: str = ""
+    marks: tuple[str, ...] = ()
+    text: str = ""
+    own: str = ""
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is there to be used, by its role or because the pointer becomes a hand over it."""
+        return self.role in USABLE or "cursor=pointer" in self.marks
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a reference stands for: an element of one document, by Playwright's reference."""
+
+    document: int
+    own: str
+    role: str
+    name: str
+
+
+class Numbers:
+    """References of one rollout, `@e1` and on. The same element of the same document keeps its own."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Known, int] = {}
+        self._known: dict[str, Known] = {}
+
+    def of(self, document: int, element: Element) -> str:
+        """The element's reference."""
+        known = Known(document, element.own, element.role, element.name)
+        number = self._numbers.setdefault(known, len(self._numbers) + 1)
+        self._known[f"e{number}"] = known
+        return f"@e{number}"
+
+    def find(self, reference: str) -> Known | None:
+        """What a model's `@e5` (or `e5`) stands for; None for what was never given out."""
+        match = _REFERENCE.match(reference)
+        return self._known.get(match[1]) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A form of a page. `left_out` counts elements that compact form has not, `cut` lines that did not fit."""
+
+    text: str
+    elements: int
+    lines: int
+    left_out: int = 0
+    cut: int = 0
+
+
+def parse(source: str) -> list[Element]:
+    """The elements of a snapshot as Playwright gives it, in order."""
+    return [_element(line) for line in source.splitlines() if line.strip()]
+
+
+def show(source: str, numbers: Numbers, document: int, *, full: bool, most_chars: int, skipped_lines: int = 0) -> Shown:
+    """The text that a model reads: from line `skipped_lines` on, as much as fits into `most_chars`."""
+    elements = parse(source)
+    kept = elements if full else _compact(elements)
+    lines = [_line(each, numbers.of(document, each) if each.own else "") for each in kept]
+    chosen: list[str] = []
+    size = 0
+    for line in lines[skipped_lines:]:
+        size += len(line) + 1
+        if size > most_chars and chosen:
+            break
+        chosen.append(line)
+    used = sum(1 for each in kept[skipped_lines : skipped_lines + len(chosen)] if each.own)
+    cut = max(0, len(lines) - skipped_lines - len(chosen))
+    return Shown("\n".join(chosen), used, len(lines), len(elements) - len(kept), cut)
+
+
+def _element(line: str) -> Element:
+    match = _LINE.match(line)
+    if match is None:  # a form that this version does not know is shown as it is
+        return Element((len(line) - len(line.lstrip())) // 2, "", text=line.strip())
+    quote = "''" if match["quoted"] else ""
+    marks = re.findall(r"\[([^\]]*)\]", match["marks"])
+    own = next((mark[4:] for mark in marks if mark.startswith("ref=")), "")
+    name = match["name"] or ""
+    return Element(
+        len(match["indent"]) // 2,
+        match["role"],
+        _plain(name.replace("''", "'") if quote else name),
+        tuple(mark for mark in marks if not mark.startswith("ref=")),
+        _plain(match["text"] or ""),
+        own,
+    )
+
+
+def _plain(text: str) -> str:
+    """A quoted scalar without its quotes."""
+    if len(text) > 1 and text[0] == text[-1] == '"':
+        return re.sub(r"\\(.)", lambda found: {"n": " ", "t": " "}.get(found[1], found[1]), text[1:-1])
+    if len(text) > 1 and text[0] == text[-1] == "'":
+        return text[1:-1].replace("''", "'")
+    return text
+
+
+def _compact(elements: Sequence[Element]) -> list[Element]:
+    """Elements that can be used and signs of where one is, indented by those of them that they lie in.
+
+    One without a name is told by the first text inside it.
+    """
+    kept: list[Element] = []
+    above: list[int] = []
+    for place, each in enumerate(elements):
+        if not each.own or not (each.usable or each.role in _SIGNS):
+            continue
+        while above and above[-1] >= each.depth:
+            above.pop()
+        told = each.name or not (each.usable or each.role in _SAYINGS)
+        text = each.text or ("" if told else next(_inside(elements, place), ""))
+        kept.append(Element(len(above), each.role, each.name, each.marks, text, each.own))
+        above.append(each.depth)
+    return kept
+
+
+def _inside(elements: Sequence[Element], place: int) -> Iterator[str]:
+    """The texts inside an element."""
+    for each in elements[place + 1 :]:
+        if each.depth <= elements[place].depth:
+            return
+        if found := each.text if not each.role.startswith("/") else "":
+            yield found
+        elif each.name:
+            yield each.name
+
+
+def _line(element: Element, reference: str) -> str:
+    marks = [_MARKS.get(mark, mark) for mark in element.marks]
+    if element.role in USABLE:
+        marks = [mark for mark in marks if mark != "clickable"]
+    parts: Iterable[str] = (
+        element.role,
+        f'"{_short(element.name, _LONGEST_NAME)}"' if element.name else "",
+        *(f"[{mark}]" for mark in marks if mark != "active"),
+        reference,
+    )
+    head = " ".join(part for part in parts if part)
+    text = _short(element.text, _LONGEST_TEXT)
+    return "  " * element.depth + "- " + (f"{head}: {text}" if head and text else head or text)
+
+
+_MARKS = {"cursor=pointer": "clickable"}
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters)"

@@ -1,0 +1,166 @@
+"""What becomes of browsers: they end with who started them, are replaced when they die, and are shared by turns."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from palaestra.core.errors import ToolUnavailable
+from palaestra.tools.browser import launching
+from palaestra.tools.browser.engine import SharedBrowser, new_home
+from palaestra.tools.settings import ToolSettings
+from palaestra.tools.states import States
+
+from .conftest import Visiting, Visitor
+
+OPENS_A_PAGE = """
+import asyncio, sys
+from palaestra.tools.browser.engine import SharedBrowser
+from palaestra.tools.settings import ToolSettings
+
+async def main():
+    shared = SharedBrowser()
+    lease = await shared.lease(ToolSettings())
+    await (await lease.context.new_page()).goto("data:text/html,<h1>here</h1>")
+    print(lease.running.home, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def _alive(marks: set[str]) -> list[str]:
+    """The command lines of living processes with one of these marks in environment or command line."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+            words = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if state not in "ZX" and any(mark.encode() in words for mark in marks):
+            found.append(words[:200].decode(errors="replace"))
+    return found
+
+
+def _browser_pid(running_home: Path) -> int:
+    """The process that Playwright's driver started: the one whose home this is and whose parent's it is not."""
+    pids = [
+        int(process.name)
+        for process in Path("/proc").glob("[0-9]*")
+        if (process / "cmdline").exists()
+        and str(running_home).encode() in _read(process / "environ")
+        and b"--type=" not in _read(process / "cmdline")
+        and b"crashpad" not in _read(process / "cmdline")
+    ]
+    return min(pids)
+
+
+async def _until_it_raises(visitor: Visitor) -> None:
+    while True:
+        await visitor.call("snapshot")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.long
+def test_nothing_stays_when_the_process_is_killed() -> None:
+    if (reason := launching.problem()) is not None:
+        pytest.skip(reason)
+    with subprocess.Popen([sys.executable, "-c", OPENS_A_PAGE], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        home = process.stdout.readline().strip()
+        try:
+            assert _alive({home})
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        while _alive({home}):  # the test's own time limit ends a wait that is in vain
+            os.sched_yield()
+    assert Path(home).exists()
+    other, lock = new_home()
+    assert not Path(home).exists()  # the next one that starts cleans up
+    again, second = new_home()
+    assert other.exists()  # what is in use is left alone
+    for path, held in ((other, lock), (again, second)):
+        os.close(held)
+        shutil.rmtree(path)
+
+
+def test_contexts_are_limited_and_a_dead_browser_is_replaced(visiting: Visiting) -> None:
+    async def visit(visitor: Visitor) -> None:
+        own = States()
+        alone = Visitor(visitor.site, own, browser_max_contexts=1)
+        try:
+            await alone.go("/")
+            first = own.get(SharedBrowser)
+            with pytest.raises(ToolUnavailable, match="raise browser_max_contexts"):
+                await first.lease(ToolSettings(browser_wait_s=0.05))
+            assert first.home is not None
+            home = first.home
+            os.kill(_browser_pid(home), signal.SIGKILL)
+            with pytest.raises(ToolUnavailable, match="browser has died"):
+                await _until_it_raises(alone)
+            assert (await alone.go("/about"))["title"] == "About"
+            assert first.home != home
+            assert not home.exists()
+        finally:
+            await alone.tools.aclose()
+            await own.aclose()
+
+    visiting(visit)
+
+
+def test_pages_close_with_the_rollout(visiting: Visiting) -> None:
+    async def visit(visitor: Visitor) -> None:
+        await visitor.go("/")
+        browser = visitor.shared.get(SharedBrowser)
+        before = browser.contexts
+        other = Visitor(visitor.site, visitor.shared)
+        call = asyncio.ensure_future(other.call("navigate", url=f"{visitor.site.url}/silent"))
+        await visitor.site.silent.wait()
+        assert browser.contexts == before + 1
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await other.tools.aclose()
+        assert browser.contexts == before
+
+    visiting(visit)
+
+
+def test_a_chromium_that_does_not_start_is_told_with_the_way_out(tmp_path: Path) -> None:
+    broken = tmp_path / "chromium"
+    broken.write_text("#!/bin/sh\necho no such library >&2\nexit 127\n")
+    broken.chmod(0o755)
+    assert "no such library" in (launching.problem(str(broken)) or "")
+    assert "No such file" in (launching.problem(str(tmp_path / "none")) or "")
+
+
+def test_the_site_is_reached_from_nowhere_else_than_through_the_proxy(visiting: Visiting) -> None:
+    """The proxy asks for its key: a program that finds its port gets nothing."""
+
+    async def visit(visitor: Visitor) -> None:
+        await visitor.go("/")
+        egress = visitor.shared.get(SharedBrowser).egress
+        assert egress is not None
+        host, _, port = egress.address.removeprefix("http://").partition(":")
+        for key in ("", "Proxy-Authorization: Basic YnJvd3Nlcjp3cm9uZw==\r\n"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"GET {visitor.site.url}/ HTTP/1.1\r\nHost: x\r\n{key}\r\n".encode())
+            assert (await reader.readline()).startswith(b"HTTP/1.1 407 ")
+            writer.close()
+
+    visiting(visit)
