@@ -181,6 +181,51 @@ def test_private_addresses_and_metadata_are_out_of_reach_by_every_way(visiting: 
     visiting(visit)
 
 
+class _Knocks(asyncio.DatagramProtocol):
+    """Counts what comes to an address: datagrams, and connections over TCP."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def datagram_received(self, data: bytes, address: object) -> None:
+        self.count += 1
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.count += 1
+        writer.close()
+
+
+BY_OTHER_WAYS = """async (port) => {
+  const turn = {urls: `turn:127.0.0.1:${port}?transport=tcp`, username: 'a', credential: 'b'};
+  const call = new RTCPeerConnection({iceServers: [{urls: `stun:127.0.0.1:${port}`}, turn]});
+  call.createDataChannel('x');
+  const over = new Promise(done => call.onicecandidate = event => event.candidate || done());
+  await call.setLocalDescription(await call.createOffer());
+  await over;
+  await new WebTransport(`https://127.0.0.1:${port}/`).ready.catch(() => {});
+  await new Promise(done => new WebSocket(`ws://127.0.0.1:${port}/`).onerror = done);
+  return 'tried';
+}"""
+
+
+def test_no_other_protocol_is_a_way_out(visiting: Visiting) -> None:
+    async def visit(visitor: Visitor) -> None:
+        knocks, loop = _Knocks(), asyncio.get_running_loop()
+        server = await asyncio.start_server(knocks.connected, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        datagrams, _ = await loop.create_datagram_endpoint(lambda: knocks, local_addr=("127.0.0.1", port))
+        try:
+            await visitor.go("/new")
+            reply = await visitor.call("console", expression=f"({BY_OTHER_WAYS})({port})")
+            assert knocks.count == 0
+            assert reply.get("result") == "tried", reply
+        finally:
+            datagrams.close()
+            server.close()
+
+    visiting(visit)
+
+
 def test_pages_that_cannot_be_had_say_why(visiting: Visiting) -> None:
     async def visit(visitor: Visitor) -> None:
         silent = await visitor.call("navigate", url=f"{visitor.site.url}/silent")

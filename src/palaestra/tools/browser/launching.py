@@ -44,7 +44,8 @@ _DOWNLOADED = ("chromium-*/chrome-linux*/chrome", "chromium_headless_shell-*/chr
 _ARGUMENTS = (
     "--disable-crash-reporter",
     "--disable-gpu",
-    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # the same, as older versions call it
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",  # names are the proxy's to look up
 )
 _NO_EXTRA = "install the extra `browser`: pip install 'palaestra[browser]'"
