@@ -48,6 +48,8 @@ class Shop(HermesAgentBaseEnv):
         assert "error" in ctx.browser_snapshot()
         assert ctx.browser_navigate(f"http://{{SITE}}/opened")["title"] == "Opened"
         assert "Welcome in" in ctx.browser_snapshot()["snapshot"]
+        assert (await ctx.browser_navigate_async(f"http://{{SITE}}/"))["title"] == "Door"
+        assert 'link "Open"' in (await ctx.browser_snapshot_async())["snapshot"]
         assert browser.home == first  # the agents' browser
         assert "not open" in ctx.browser_navigate("http://127.0.0.1:1/")["error"]
         ctx.cleanup()

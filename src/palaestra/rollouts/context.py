@@ -135,11 +135,19 @@ class ToolContext:
 
     def browser_navigate(self, url: str) -> dict[str, JSON]:
         """Ask the tool `browser_navigate`: its reply, or `{"error"}` where it is missing."""
-        return _object(self.call_tool("browser_navigate", {"url": url}))
+        return self._wait(self.browser_navigate_async(url), "browser_navigate_async")
+
+    async def browser_navigate_async(self, url: str) -> dict[str, JSON]:
+        """`browser_navigate`, to be awaited."""
+        return _object(await self.call_tool_async("browser_navigate", {"url": url}))
 
     def browser_snapshot(self) -> dict[str, JSON]:
         """Ask the tool `browser_snapshot`: its reply, or `{"error"}` where it is missing."""
-        return _object(self.call_tool("browser_snapshot", {}))
+        return self._wait(self.browser_snapshot_async(), "browser_snapshot_async")
+
+    async def browser_snapshot_async(self) -> dict[str, JSON]:
+        """`browser_snapshot`, to be awaited."""
+        return _object(await self.call_tool_async("browser_snapshot", {}))
 
     def call_tool(self, tool_name: str, arguments: Mapping[str, JSON]) -> str:
         """Call any tool by name, the agent's or not; the reply is the JSON text that a model would get."""

@@ -26,7 +26,7 @@ let n = 0; function more() { for (let i = 0; i < 50; i++) { const li = document.
 li.innerHTML = `<a href="/item/${n}">Item ${n++}</a><p>words</p>`; list.append(li); } }
 more(); addEventListener('scroll', () => { if (scrollY + innerHeight > document.body.scrollHeight - 50) more(); });
 </script>""",
-    "/outside": "<title>Outside</title><script>fetch('http://169.254.169.254/latest/meta-data').then("
+    "/outside": "<title>Outside</title><script>fetch('http://169.254.170.2/v2/credentials').then("
     "answer => answer.text().then(text => document.title = answer.status + ' ' + text))</script>",
     "/frame": "<title>Frame</title>"
     "<iframe srcdoc='<button onclick=\"this.textContent=`pressed`\">Inner</button>'></iframe>",
