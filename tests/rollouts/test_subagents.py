@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from test_recall import cut, middle, part, taken_up
 from toy import ADD, Sums, services
 
 from palaestra.agent.budget import Budget
@@ -208,6 +209,27 @@ def test_a_run_with_sub_agents_is_played_again(tmp_path: Path) -> None:
     comparison = Comparison()
     comparison.add(*(next(iter(read_groups(tmp_path / name / "journal.jsonl"))) for name in ("first", "second")))
     assert (comparison.ok, comparison.rate) == (True, 1.0)
+
+
+def test_a_rollout_that_was_cut_off_goes_on_without_asking_its_sub_agents_again(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def speaks(first: str, turn: int) -> str:
+        asked.append(first)
+        return two_parts(first, turn)
+
+    (whole,) = part(tmp_path / "whole", Delegating(), Exact(speaks), group_size=1)
+    assert len(asked) == 7
+    cut(tmp_path / "whole", tmp_path / "cut", middle(tmp_path / "whole", turns=1))
+    asked.clear()
+    (group,) = part(tmp_path / "cut", Delegating(), Exact(speaks), begun=True, group_size=1)
+    assert [event.anew for event in taken_up(tmp_path / "cut")] == [""]
+    assert len(asked) == 2, "the agent's own turns after the one with the sub-agents"
+    (was,), (is_now,) = whole.trajectories, group.trajectories
+    assert is_now.messages == was.messages
+    assert [each.messages for each in is_now.subagents] == [each.messages for each in was.subagents]
+    assert sorted(row.tokens for row in is_now.rows) == sorted(row.tokens for row in was.rows)
+    assert verify_run(tmp_path / "cut/journal.jsonl").ok
 
 
 def test_a_page_shows_them_and_what_leaves_them_out_says_so(tmp_path: Path) -> None:
