@@ -46,6 +46,7 @@ from palaestra.rollouts.verification import RunVerdict, verify_run
 from palaestra.tools.builtin.delegate_task import DELEGATE_TASK
 from palaestra.tools.builtin.todo import TODO
 from palaestra.tools.registry import ToolRegistry
+from palaestra.tools.schema import FunctionTool, ToolRun, ToolSchema
 
 Speaks = Callable[[str, int], str | None]
 """What is said in a conversation that began with the user's text, after so many replies; None is no answer ever."""
@@ -209,6 +210,34 @@ def test_a_run_with_sub_agents_is_played_again(tmp_path: Path) -> None:
     comparison = Comparison()
     comparison.add(*(next(iter(read_groups(tmp_path / name / "journal.jsonl"))) for name in ("first", "second")))
     assert (comparison.ok, comparison.rate) == (True, 1.0)
+
+
+def test_what_its_own_tools_hold_ends_with_a_sub_agent(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    class Page:
+        def __init__(self) -> None:
+            self.opened_for = ""
+
+        async def aclose(self) -> None:
+            closed.append(self.opened_for)
+
+    async def look(arguments: Mapping[str, JSON], run: ToolRun) -> JSON:
+        run.state(Page).opened_for += run.user_task[:4]
+        return {"closed": list(closed)}
+
+    class WithPages(Delegating):
+        def kit(self, task: Task, rng: random.Random) -> Kit:
+            return Kit(ToolRegistry([FunctionTool(ToolSchema("look", "Look."), look), DELEGATE_TASK]))
+
+    def speaks(first: str, turn: int) -> str:
+        if first == "mine":
+            return [called("look"), "end"][turn]
+        return [called("look"), called("delegate_task", goal="mine"), called("look"), "end"][turn]
+
+    (trajectory,) = roll_out(tmp_path, Exact(speaks), WithPages())
+    assert replies(trajectory)[2] == {"closed": ["mine"]}
+    assert closed == ["mine", "WhatWhat"]
 
 
 def test_a_rollout_that_was_cut_off_goes_on_without_asking_its_sub_agents_again(tmp_path: Path) -> None:
