@@ -43,6 +43,7 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.trajectory import Trajectory
 from palaestra.rollouts.verification import RunVerdict, verify_run
+from palaestra.tools.binding import SlotTools
 from palaestra.tools.builtin.delegate_task import DELEGATE_TASK
 from palaestra.tools.builtin.todo import TODO
 from palaestra.tools.registry import ToolRegistry
@@ -238,6 +239,17 @@ def test_what_its_own_tools_hold_ends_with_a_sub_agent(tmp_path: Path) -> None:
     (trajectory,) = roll_out(tmp_path, Exact(speaks), WithPages())
     assert replies(trajectory)[2] == {"closed": ["mine"]}
     assert closed == ["mine", "WhatWhat"]
+
+
+def test_tools_that_the_environment_has_bound_itself_have_them_too(tmp_path: Path) -> None:
+    class Bound(Delegating):
+        async def act(self, rollout: Rollout) -> AgentResult:
+            tools = SlotTools(rollout.kit.registry, rollout.sandbox, rollout.rollout_id)
+            rollout.closes(tools)
+            return await rollout.run_agent(tool_handler=tools.handle)
+
+    (trajectory,) = roll_out(tmp_path, Exact(), Bound())
+    assert [each.outcome for each in trajectory.subagents] == [Outcome.NATURAL] * 2
 
 
 def test_a_rollout_that_was_cut_off_goes_on_without_asking_its_sub_agents_again(tmp_path: Path) -> None:
