@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from test_recall import cut, middle, part, taken_up
 from toy import ADD, Sums, services
 
 from palaestra.agent.budget import Budget
@@ -42,9 +43,11 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.trajectory import Trajectory
 from palaestra.rollouts.verification import RunVerdict, verify_run
+from palaestra.tools.binding import SlotTools
 from palaestra.tools.builtin.delegate_task import DELEGATE_TASK
 from palaestra.tools.builtin.todo import TODO
 from palaestra.tools.registry import ToolRegistry
+from palaestra.tools.schema import FunctionTool, ToolRun, ToolSchema
 
 Speaks = Callable[[str, int], str | None]
 """What is said in a conversation that began with the user's text, after so many replies; None is no answer ever."""
@@ -208,6 +211,66 @@ def test_a_run_with_sub_agents_is_played_again(tmp_path: Path) -> None:
     comparison = Comparison()
     comparison.add(*(next(iter(read_groups(tmp_path / name / "journal.jsonl"))) for name in ("first", "second")))
     assert (comparison.ok, comparison.rate) == (True, 1.0)
+
+
+def test_what_its_own_tools_hold_ends_with_a_sub_agent(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    class Page:
+        def __init__(self) -> None:
+            self.opened_for = ""
+
+        async def aclose(self) -> None:
+            closed.append(self.opened_for)
+
+    async def look(arguments: Mapping[str, JSON], run: ToolRun) -> JSON:
+        run.state(Page).opened_for += run.user_task[:4]
+        return {"closed": list(closed)}
+
+    class WithPages(Delegating):
+        def kit(self, task: Task, rng: random.Random) -> Kit:
+            return Kit(ToolRegistry([FunctionTool(ToolSchema("look", "Look."), look), DELEGATE_TASK]))
+
+    def speaks(first: str, turn: int) -> str:
+        if first == "mine":
+            return [called("look"), "end"][turn]
+        return [called("look"), called("delegate_task", goal="mine"), called("look"), "end"][turn]
+
+    (trajectory,) = roll_out(tmp_path, Exact(speaks), WithPages())
+    assert replies(trajectory)[2] == {"closed": ["mine"]}
+    assert closed == ["mine", "WhatWhat"]
+
+
+def test_tools_that_the_environment_has_bound_itself_have_them_too(tmp_path: Path) -> None:
+    class Bound(Delegating):
+        async def act(self, rollout: Rollout) -> AgentResult:
+            tools = SlotTools(rollout.kit.registry, rollout.sandbox, rollout.rollout_id)
+            rollout.closes(tools)
+            return await rollout.run_agent(tool_handler=tools.handle)
+
+    (trajectory,) = roll_out(tmp_path, Exact(), Bound())
+    assert [each.outcome for each in trajectory.subagents] == [Outcome.NATURAL] * 2
+
+
+def test_a_rollout_that_was_cut_off_goes_on_without_asking_its_sub_agents_again(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def speaks(first: str, turn: int) -> str:
+        asked.append(first)
+        return two_parts(first, turn)
+
+    (whole,) = part(tmp_path / "whole", Delegating(), Exact(speaks), group_size=1)
+    assert len(asked) == 7
+    cut(tmp_path / "whole", tmp_path / "cut", middle(tmp_path / "whole", turns=1))
+    asked.clear()
+    (group,) = part(tmp_path / "cut", Delegating(), Exact(speaks), begun=True, group_size=1)
+    assert [event.anew for event in taken_up(tmp_path / "cut")] == [""]
+    assert len(asked) == 2, "the agent's own turns after the one with the sub-agents"
+    (was,), (is_now,) = whole.trajectories, group.trajectories
+    assert is_now.messages == was.messages
+    assert [each.messages for each in is_now.subagents] == [each.messages for each in was.subagents]
+    assert sorted(row.tokens for row in is_now.rows) == sorted(row.tokens for row in was.rows)
+    assert verify_run(tmp_path / "cut/journal.jsonl").ok
 
 
 def test_a_page_shows_them_and_what_leaves_them_out_says_so(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
@@ -44,7 +45,10 @@ SYSTEM_PROMPT = (
     "that reply is all that the other agent reads, so say what you did, what you found, and what is left or went wrong."
 )
 
+logger = logging.getLogger(__name__)
+
 _NAME = "delegate_task"
+_CLOSE_S = 30.0
 
 
 class _Forking(Protocol):
@@ -164,6 +168,7 @@ class _One:
             await self.loop.run(messages)
         finally:
             self._account()
+            await self._close()
         result, failure = self.loop.result, self.loop.failure
         if result.outcome.scored:
             return _report(result)
@@ -178,6 +183,14 @@ class _One:
         self.turned()
         self.record.segments = list(getattr(self.server, "segments", ()))
         self.above.delegated(self.loop)
+
+    async def _close(self) -> None:
+        """End what its own tools hold, such as pages of a browser, also when it is cancelled."""
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await asyncio.shield(self.tools.aclose())
+        except TimeoutError:
+            logger.warning("what the tools of sub-agent %d hold could not be closed in time", self.record.number)
 
 
 def _members(toolsets: Sequence[str], brought: Collection[str]) -> set[str]:

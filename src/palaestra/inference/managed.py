@@ -94,6 +94,7 @@ class ManagedChat:
         self._clock = clock or SystemClock()
         self._threads = Threads()
         self.segments: list[int] = []
+        self._turns = 0
         self._declared: Reason | None = None
 
     async def __aenter__(self) -> Self:
@@ -224,7 +225,8 @@ class ManagedChat:
             if not thread.seen:
                 self._threads.add(thread)
         thread.kinds = plan.kinds
-        turn = self.ledger.append(thread.segment, plan.delta, pieces)
+        self.ledger.append(thread.segment, plan.delta, pieces)
+        self._turns += 1
         ids = [number for piece in pieces for number in piece.sampled.ids]
         finish_reason = pieces[-1].sampled.finish_reason
         message = self._speech.read(
@@ -232,7 +234,7 @@ class ManagedChat:
             thinking=renderer.thinks_at_once(messages),
             cut=finish_reason == "length",
             tools=renderer.tools,
-            turn=turn,
+            turn=self._turns,  # not the ledger's: that depends on what conversations beside this one do meanwhile
         )
         thread.went_on(messages, message)
         if message.tool_calls and finish_reason == "stop":

@@ -141,7 +141,7 @@ class Recall:
             or not _same(messages, event.messages)
         ):
             raise self.fail(Anew.CONVERSATION if turn is not None else Anew.PROMPT)
-        if event.sampled != list(sampled):
+        if _ordered(event.sampled) != _ordered(sampled):
             raise self.fail(Anew.TOKENS)
         if turn is not None:
             turn.model_s, turn.tool_s = event.seconds
@@ -200,6 +200,11 @@ def _calls(messages: Sequence[Message]) -> list[_Call]:
 def _same(messages: Sequence[Message], recorded: Sequence[Message]) -> bool:
     """Whether messages are the recorded ones. What was written to the journal came back as plain JSON."""
     return list(messages) == list(recorded) or _decoded(msgspec.json.encode(messages)) == list(recorded)
+
+
+def _ordered(sampled: Sequence[SampledTurn]) -> list[bytes]:
+    """What was sampled in a turn, in one order: sub-agents that work at the same time take turns in any."""
+    return sorted(msgspec.json.encode(each) for each in sampled)
 
 
 def _decoded(text: str | bytes) -> JSON:

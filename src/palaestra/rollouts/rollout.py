@@ -213,7 +213,8 @@ class Rollout:
     def _ended(self, loop: HermesAgentLoop) -> None:
         self.result = loop.result
         self._note_inside(loop.result.turns_used)
-        self.tools.share(Delegation())  # it holds the loop, which holds the tools
+        for tools in self._every_tools():
+            tools.share(Delegation())  # it holds the loop, which holds the tools
 
     def loop(
         self,
@@ -242,7 +243,8 @@ class Rollout:
             budget=settings.budget,
             beyond=settings.beyond,
         )
-        Subagents(loop, self.tools, self.at.moved, self._served, numbers=self._subagents).offer()
+        bound = next((tools for tools in self._others if tools.handle == tool_handler), self.tools)
+        Subagents(loop, bound, self.at.moved, self._served, numbers=self._subagents).offer()
         self.charge = loop.charge
         return loop
 
@@ -305,8 +307,12 @@ class Rollout:
 
     def _note_inside(self, turn: int) -> None:
         """Take what programs did in the turn into the record."""
-        if self._tools is not None:
-            self.inner_calls += self._tools.state(Inside).taken(turn)
+        for tools in self._every_tools():
+            self.inner_calls += tools.state(Inside).taken(turn)
+
+    def _every_tools(self) -> list[SlotTools]:
+        """The rollout's tools, and those that its environment has bound otherwise."""
+        return [*self._others, *(() if self._tools is None else (self._tools,))]
 
     def ledger_record(self) -> LedgerRecord | None:
         """The exact tokens so far: those of the server that the agent really used, which may be a hook's own.
