@@ -69,6 +69,10 @@ _LOAD_BYTES = 26
 _DESTINATION = {4: (16, 4), 6: (24, 16)}
 """Where the address lies in a packet's head: offset and size."""
 
+_PORTS = {4: (20, (0, (0x45,))), 6: (40, (6, (6, 17)))}
+"""The size of a head; which byte of it says that ports follow at once, and by which values: a head without options; TCP
+or UDP next."""
+
 _CONTEXT = {4: (4,), 6: (8, 12, 16, 20)}
 """Where the words of the address lie in what a program for connections is given (struct bpf_sock_addr)."""
 
@@ -115,21 +119,15 @@ def _connections(version: int) -> _Code:
 def _packets() -> _Code:
     """r6 is the packet, which starts with its IP head; what is read of it lies on the stack.
 
-    The port is looked for behind a head without options; a packet with options to such an address is not for DNS.
+    A packet whose ports do not follow its head at once is not for DNS.
     """
-    code: _Code = [_instruction(_COPY, 6, 1)]
-    code += [*_read(0, 1), _instruction(_LOAD, 2, 10, -16), _instruction(_AND, 2, 0, 0, 0xF0)]
+    code: _Code = [_instruction(_COPY, 6, 1), *_read(0, 1), _instruction(_AND, 2, 0, 0, 0xF0)]
     code += [_Jump("version4", 2, 0x40), _Jump("version6", 2, 0x60), _Jump("allow")]
     for version in (4, 6):
-        offset, size = _DESTINATION[version]
-        head, start = (20, 0x45) if version == 4 else (40, None)
-        code += [f"version{version}"]
-        port: _Code = [*_read(head + 2, 2), _instruction(_LOAD, 2, 10, -16), _instruction(_AND, 2, 0, 0, 0xFFFF)]
-        port.append(_Jump("allow", 2, _network_order(_DNS_PORT, 2)))
-        if start is not None:
-            plain: _Code = [*_read(0, 1), _instruction(_LOAD, 2, 10, -16), _instruction(_AND, 2, 0, 0, 0xFF)]
-            code += [*plain, _Jump(f"port{version}", 2, start), _Jump(f"address{version}"), f"port{version}"]
-        code += [*port, f"address{version}", *_read(offset, size)]
+        (head, (place, values)), (offset, size) = _PORTS[version], _DESTINATION[version]
+        code += [f"version{version}", *_read(place, 1), *(_Jump(f"port{version}", 2, value) for value in values)]
+        code += [_Jump(f"address{version}"), f"port{version}", *_read(head + 2, 2)]
+        code += [_Jump("allow", 2, _network_order(_DNS_PORT, 2)), f"address{version}", *_read(offset, size)]
         words = [_instruction(_LOAD, 2, 10, -16 + 4 * word) for word in range(size // 4)]
         for number, network in enumerate(_networks(version)):
             code += _compare(words, network, f"next{version}-{number}")
@@ -157,7 +155,7 @@ def _compare(words: Sequence[bytes], network: Range, otherwise: str) -> _Code:
 
 
 def _read(offset: int, size: int) -> _Code:
-    """A part of the packet r6 to the last 16 bytes of the stack, zeros where it is shorter."""
+    """A part of the packet r6 to the last 16 bytes of the stack, its first word to r2; zeros where it is shorter."""
     clear = [_instruction(_STORE, 10, 0, place, 0) for place in (-16, -8)]
     copy = [_instruction(_COPY, 1, 6), _instruction(_SET, 2, 0, 0, offset), _instruction(_COPY, 3, 10)]
     copy += [
@@ -165,7 +163,7 @@ def _read(offset: int, size: int) -> _Code:
         _instruction(_SET, 4, 0, 0, size),
         _instruction(_CALL, 0, 0, 0, _LOAD_BYTES),
     ]
-    return [*clear, *copy]
+    return [*clear, *copy, _instruction(_LOAD, 2, 10, -16)]
 
 
 def _verdicts() -> _Code:
