@@ -146,7 +146,9 @@ def test_a_chromium_that_does_not_start_is_told_with_the_way_out(tmp_path: Path)
     broken.write_text("#!/bin/sh\necho no such library >&2\nexit 127\n")
     broken.chmod(0o755)
     assert "no such library" in (launching.problem(str(broken)) or "")
+    assert launching.absent(str(broken)) is None  # what is installed is tried by who browses first
     assert "No such file" in (launching.problem(str(tmp_path / "none")) or "")
+    assert "apt-get install chromium" in (launching.absent(str(tmp_path / "none")) or "")
 
 
 def test_the_site_is_reached_from_nowhere_else_than_through_the_proxy(visiting: Visiting) -> None:

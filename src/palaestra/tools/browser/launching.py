@@ -53,8 +53,19 @@ _NO_CHROMIUM = "no Chromium is installed: apt-get install chromium, or playwrigh
 
 
 @functools.cache
+def absent(executable: str | None = None) -> str | None:
+    """What is not installed here, with the way out, or None. Starts nothing, so that every run can afford to ask.
+
+    What is installed and does not start is found out by who browses first (`problem`): the world's failure.
+    """
+    if importlib.util.find_spec("playwright") is None:
+        return _NO_EXTRA
+    return None if any(Path(path).exists() for path in _candidates(executable)) else _NO_CHROMIUM
+
+
+@functools.cache
 def problem(executable: str | None = None) -> str | None:
-    """Why there can be no browser here, with the way out; None where there can. Looked at once per process."""
+    """Why no browser can be started here, with the way out, or None. Starts one, once per process."""
     if importlib.util.find_spec("playwright") is None:
         return _NO_EXTRA
     from playwright.async_api import Page

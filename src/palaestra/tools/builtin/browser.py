@@ -8,7 +8,6 @@ Invariant: the calls of one rollout take turns, and a page that was asked to do 
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -38,7 +37,7 @@ def browser_tools(settings: ToolSettings) -> tuple[Tool, ...]:
     """The tools, told what they may reach."""
 
     def missing() -> str | None:
-        return launching.problem(settings.browser_executable)
+        return launching.absent(settings.browser_executable)
 
     def missing_eyes() -> str | None:
         return missing() or vision_problem(settings)
@@ -57,7 +56,7 @@ def browser_tools(settings: ToolSettings) -> tuple[Tool, ...]:
 
 
 async def _run(action: _Action, settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    if (reason := await asyncio.to_thread(launching.problem, settings.browser_executable)) is not None:
+    if (reason := launching.absent(settings.browser_executable)) is not None:
         raise ToolMistake(f"There is no browser here: {reason}")
     session = run.state(BrowserSession)
     async with session.turn:
