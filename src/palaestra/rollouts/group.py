@@ -244,6 +244,7 @@ class GroupRun:
             recall = recall.again() if recall is not None and not recall.caught_up else None
             self.services.observer.attempt_discarded(trajectory)
             await self._restore()
+        del attempt  # the rollout, its tools and its ledger need not wait for the disk
         self.group.trajectories.append(trajectory)
         await self.services.world.commit()
         await journal.commit()
