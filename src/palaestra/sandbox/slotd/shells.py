@@ -32,8 +32,9 @@ from .slots import Slot, start_error
 from .spills import Spill
 from .transfers import Conversation
 
-INTERRUPT_PATIENCE_S = 1.0
-"""How long a shell has to come back after SIGINT."""
+INTERRUPT_EVERY_S, INTERRUPTS = 0.25, 4
+"""How long a shell has to come back after a SIGINT, and how many it gets. bash passes over one that comes just when a
+program of the command ends by itself, and goes on with the next."""
 
 _MAX_PID = 1 << 22
 _BETWEEN_BYTES = 64 << 10
@@ -196,17 +197,17 @@ class Shell:
         elif self._stop_waiting() and self._process is not None:
             self._slot.kill_child(self._process, self._after, spare=True)
 
-    def _interrupt(self) -> None:
-        """The command's time is over, or its caller has gone."""
-        if self._process is not None:
-            self._slot.signal(self._process, signal.SIGINT)
-            self._say(f"__slot {self._sequence}\n")  # some shells forget the lines they have read ahead
-            self._patience = self._loop.later(INTERRUPT_PATIENCE_S, self._kill)
-
-    def _kill(self) -> None:
+    def _interrupt(self, times: int = INTERRUPTS) -> None:
+        """The command's time is over, or its caller has gone: interrupt it so often, then kill it with its shell."""
         self._patience = None
-        if self._process is not None:
+        if self._process is None:
+            return
+        if not times:
             self._slot.kill_child(self._process, self._after)
+            return
+        self._slot.signal(self._process, signal.SIGINT)
+        self._say(f"__slot {self._sequence}\n")  # some shells forget the lines they have read ahead
+        self._patience = self._loop.later(INTERRUPT_EVERY_S, lambda: self._interrupt(times - 1))
 
     def _finish(self) -> None:
         execution, self._execution = self._execution, None
