@@ -17,6 +17,7 @@ import logging
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROBE_S, START_S = 30.0, 60.0
+_SILENT = f"it showed nothing within {PROBE_S:g} s"
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _PATH = "/usr/local/bin:/usr/bin:/bin:/snap/bin"
@@ -98,24 +100,36 @@ def _candidates(executable: str | None) -> list[str]:
 
 @functools.cache
 def _probe(path: str) -> str | None:
-    """Start it with an empty page: None where it works, else what it said."""
-    with tempfile.TemporaryDirectory(prefix="palaestra-chromium-") as home:
+    """Start it with an empty page: None where it works, else what it said. One that hangs gets another chance."""
+    said = _tried(path)
+    return _tried(path) if said == _SILENT else said
+
+
+def _tried(path: str) -> str | None:
+    with tempfile.TemporaryDirectory(prefix="palaestra-chromium-", ignore_cleanup_errors=True) as home:
         command = [path, "--headless", "--no-sandbox", *_ARGUMENTS, f"--user-data-dir={home}/profile"]
         environment = {"HOME": home, "TMPDIR": home, "PATH": _PATH, "LANG": "C.UTF-8"}
         try:
-            done = subprocess.run(
+            chromium = subprocess.Popen(
                 [*command, "--dump-dom", "about:blank"],
-                capture_output=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 env=environment,
-                timeout=PROBE_S,
-                check=False,
+                start_new_session=True,
             )
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except OSError as error:
             return str(error)
-    if done.returncode == 0 and b"<html" in done.stdout:
+        try:
+            page, errors = chromium.communicate(timeout=PROBE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(chromium.pid, signal.SIGKILL)
+            chromium.communicate()
+            return _SILENT
+    if chromium.returncode == 0 and b"<html" in page:
         return None
-    words = done.stderr.decode(errors="replace").strip().splitlines()
-    return f"exit code {done.returncode}, {words[-1][:200] if words else 'without a word'}"
+    words = errors.decode(errors="replace").strip().splitlines()
+    return f"exit code {chromium.returncode}, {words[-1][:200] if words else 'without a word'}"
 
 
 @dataclass(frozen=True, slots=True)
