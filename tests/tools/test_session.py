@@ -9,13 +9,14 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from palaestra import HermesAgentLoop, get_tool_definitions
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import ConfigError, ImageError, IsolationUnavailable, SandboxError
+from palaestra.core.errors import ConfigError, ImageError, IsolationUnavailable, SandboxError, StaleLease
 from palaestra.core.types import JSON
 from palaestra.tools import session as module
 from palaestra.tools.session import ToolSession
@@ -54,6 +55,21 @@ def test_a_task_keeps_its_slot_and_shares_it_with_no_other(session: ToolSession)
     session.release("a")
     assert session.tasks() == ["b"]
     assert call(session, "terminal", "a", command="cat f")["exit_code"] == 1
+
+
+def test_a_slot_that_nobody_uses_is_ended_and_one_in_use_is_not(session: ToolSession) -> None:
+    with ToolSession(idle_s=0.4) as tidy, ThreadPoolExecutor(1) as beside:
+        working = beside.submit(call, tidy, "terminal", "working", command="sleep 2; echo done")
+        call(tidy, "terminal", "serving", command=nap(), background=True)
+        call(tidy, "terminal", "idle", command="touch mine")
+        while "idle" in tidy.tasks():
+            time.sleep(0.02)
+        assert working.result()["output"] == "done\n"
+        assert "serving" in tidy.tasks()
+        with pytest.raises(StaleLease, match=r"made no call for 0\.4 s"):
+            tidy.handle("terminal", {"command": "ls"}, "idle")
+        tidy.release("idle")
+        assert call(tidy, "terminal", "idle", command="ls")["output"] == ""
 
 
 def test_mistakes_are_replies(session: ToolSession) -> None:

@@ -214,6 +214,11 @@ class ToolExecutor:
         if binding is not None:
             await binding.release()
 
+    async def is_busy(self, trajectory_id: str) -> bool:
+        """Whether a background process of the trajectory runs."""
+        binding = self._bindings.get(trajectory_id)
+        return binding is not None and await binding.is_busy()
+
     async def close(self) -> None:
         """Give all slots back. Unfinished calls raise `StaleLease`. Idempotent."""
         self._closed = True
@@ -270,6 +275,9 @@ class _Binding:
             self._check()
             registry, slot = self._tools.state(ProcessRegistry), await self._tools.slot()
             return await registry.spawn(slot, command, task_id=self._trajectory_id, **options)
+
+    async def is_busy(self) -> bool:
+        return await self._tools.state(ProcessRegistry).has_active_processes(self._trajectory_id)
 
     async def release(self) -> None:
         self._released = True

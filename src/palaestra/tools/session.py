@@ -19,9 +19,11 @@ import functools
 import threading
 from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
+from palaestra.core.clock import Clock
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.types import JSON
@@ -31,6 +33,7 @@ from palaestra.sandbox.base import Backend, Slot, SlotSpec, Snapshot
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.tools.binding import reply_text
 from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
+from palaestra.tools.leases import Leases
 from palaestra.tools.registry import ToolRegistry, unrestricted
 from palaestra.tools.settings import ToolSettings
 
@@ -49,6 +52,10 @@ class ToolSession:
     `registry` has every tool by default, those that are missing with their reason, and those that need a key with the
     ones of `settings`. `config` says what calls may do; its default, the contract's, is a network and the best
     isolation there is. `shared` are objects that the tools of all tasks have together: `Approvals`, `Notes`.
+
+    With `idle_s`, a task's slot is ended so many seconds after its last call, unless a call or a background process of
+    the task still runs. Its next call then raises `StaleLease`, until the task is released: it must not take an empty
+    workspace for its own.
     """
 
     def __init__(
@@ -59,7 +66,11 @@ class ToolSession:
         backend: Backend | None = None,
         settings: ToolSettings | None = None,
         shared: Iterable[object] = (),
+        idle_s: float | None = None,
+        clock: Clock | None = None,
     ) -> None:
+        self._leases = None if idle_s is None else Leases(idle_s, clock)
+        self._sweeping: Future[None] | None = None
         self._slots = _TaskSlots(backend or LocalBackend())
         self._registry = registry if registry is not None else unrestricted(settings=settings)
         self._executor = ToolExecutor(self._slots, self._registry, config, shared=shared)
@@ -91,7 +102,7 @@ class ToolSession:
 
     def spawn(self, task_id: str, command: str, **options: JSON) -> ProcessSession:
         """Start a background process in the task's slot; `options` and errors are `ProcessRegistry.spawn`'s."""
-        return self._wait(self._executor.spawn(task_id, command, **options))
+        return self._wait(self._spawn(task_id, command, options))
 
     def override(self, task_id: str, overrides: Mapping[str, JSON]) -> None:
         """What the task's slot is made from (`IMAGES`) and where its commands start (`cwd`), from its next slot on.
@@ -110,7 +121,7 @@ class ToolSession:
     def release(self, task_id: str) -> None:
         """End the task's slot with everything that runs in it. Its next call gets a new one."""
         if self._thread.is_alive():
-            self._wait(self._executor.release_trajectory(task_id))
+            self._wait(self._release(task_id))
 
     def tasks(self) -> list[str]:
         """The tasks that have a slot now."""
@@ -132,12 +143,24 @@ class ToolSession:
         cwd = self._slots.overrides.get(task_id, {}).get("cwd")
         if cwd is not None and name == "terminal" and isinstance(arguments, Mapping):
             arguments = {"workdir": cwd, **arguments}
-        return reply_text(await self._executor.reply(task_id, name, arguments))
+        with self._leases.in_use(task_id) if self._leases is not None else nullcontext():
+            return reply_text(await self._executor.reply(task_id, name, arguments))
+
+    async def _spawn(self, task_id: str, command: str, options: Mapping[str, JSON]) -> ProcessSession:
+        with self._leases.in_use(task_id) if self._leases is not None else nullcontext():
+            return await self._executor.spawn(task_id, command, **options)
+
+    async def _release(self, task_id: str) -> None:
+        if self._leases is not None:
+            self._leases.end(task_id)
+        await self._executor.release_trajectory(task_id)
 
     async def _holders(self) -> list[str]:
         return [str(each["trajectory_id"]) for each in self._slots.get_status()["holders"]]
 
     async def _end(self) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
         await self._executor.close()
         await self._slots.aclose()
 
@@ -156,6 +179,9 @@ class ToolSession:
                 raise SandboxError("this tool session is closed")
             if not self._thread.is_alive():
                 self._thread.start()
+                if self._leases is not None:
+                    sweeping = self._leases.sweep(self._executor.release_trajectory, self._executor.is_busy)
+                    self._sweeping = asyncio.run_coroutine_threadsafe(sweeping, self._loop)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 

@@ -24,8 +24,8 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
 from palaestra.sandbox.pool import SlotPool
 from palaestra.tools.executor import ToolExecutor
+from palaestra.tools.leases import Leases
 from palaestra.tools.serving import artifacts
-from palaestra.tools.serving.leases import Leases
 from palaestra.tools.serving.payloads import (
     ArtifactArchiveRequestPayload,
     ArtifactArchiveResponsePayload,

@@ -22,9 +22,9 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
 from palaestra.tools.binding import SlotTools
 from palaestra.tools.builtin.terminal import clamp_timeout
+from palaestra.tools.leases import Leases
 from palaestra.tools.registry import ToolRegistry
 from palaestra.tools.schema import FunctionTool, ToolMistake
-from palaestra.tools.serving.leases import Leases
 from palaestra.tools.serving.payloads import (
     ToolExecutorReleaseRequest,
     ToolServerExecuteRequest,

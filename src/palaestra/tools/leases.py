@@ -11,11 +11,15 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import StaleLease
 
 logger = logging.getLogger(__name__)
+
+Busy: TypeAlias = Callable[[str], Awaitable[bool]]
+"""Whether something of a trajectory goes on without a call: a process in the background."""
 
 _MOST_EXPIRED = 10_000
 """How many expired trajectories are remembered."""
@@ -63,24 +67,37 @@ class Leases:
 
     def expire(self) -> list[str]:
         """Take away the trajectories whose time is over, and say which."""
-        limit = self._clock.monotonic() - self.ttl_s
-        over = [name for name, used in self._used.items() if used <= limit and name not in self._calls]
+        over = self._overdue()
         for name in over:
-            del self._used[name]
-            if name in self._worked:
-                self._worked.discard(name)
-                self._expired[name] = None
-        while len(self._expired) > _MOST_EXPIRED:
-            self._expired.popitem(last=False)
+            self._take(name)
         return over
 
-    async def sweep(self, release: Callable[[str], Awaitable[None]]) -> None:
-        """Expire what is over, again and again until cancelled, and `release` each."""
+    async def sweep(self, release: Callable[[str], Awaitable[None]], busy: Busy | None = None) -> None:
+        """Expire what is over, again and again until cancelled, and `release` each; what is `busy` is left its time."""
         while True:
             await self._clock.sleep(self.ttl_s / 4)
-            for name in self.expire():
+            for name in self._overdue():
+                if busy is not None and await busy(name):
+                    if name in self._used:
+                        self._used[name] = self._clock.monotonic()
+                    continue
+                if name not in self._overdue():  # called for meanwhile
+                    continue
+                self._take(name)
                 logger.warning("trajectory %s made no call for %g s and is released", name, self.ttl_s)
                 try:
                     await release(name)
                 except Exception:
                     logger.exception("releasing trajectory %s failed", name)
+
+    def _overdue(self) -> list[str]:
+        limit = self._clock.monotonic() - self.ttl_s
+        return [name for name, used in self._used.items() if used <= limit and name not in self._calls]
+
+    def _take(self, name: str) -> None:
+        del self._used[name]
+        if name in self._worked:
+            self._worked.discard(name)
+            self._expired[name] = None
+        while len(self._expired) > _MOST_EXPIRED:
+            self._expired.popitem(last=False)
