@@ -42,6 +42,8 @@ def test_tasks_are_built_once_and_run_in_slots(daemon: Docker, try_tasks: Try, t
     names = f"{GOOD},does-not-build,only-an-image"
     settings = {"base_image": None, "builder": daemon.command, "cache_dir": str(tmp_path / "cache")}
     lines = try_tasks(TASKS, task_filter=names, build_network=False, **settings)
+    lost = {name: lines[name] for name in GOOD.split(",") if lines[name].finding is not Finding.GOOD}
+    assert not lost, lost
     assert {name for name, line in lines.items() if line.finding is Finding.GOOD} == set(GOOD.split(","))
     assert "its image does not build with docker" in lines["does-not-build"].reason
     assert (
