@@ -21,13 +21,7 @@ from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.attempt import Attempt, blaming
 from palaestra.rollouts.base import Environment, Kit, Phase
 from palaestra.rollouts.foundations import Foundations
-from palaestra.rollouts.journal import (
-    AttemptDiscarded,
-    GroupEnded,
-    GroupStarted,
-    Journal,
-    RolloutEnded,
-)
+from palaestra.rollouts.journal import AttemptDiscarded, GroupEnded, GroupStarted, Journal, RolloutEnded
 from palaestra.rollouts.progress import Observer
 from palaestra.rollouts.recall import Recall
 from palaestra.rollouts.resume import CutOff

@@ -19,7 +19,7 @@ import functools
 import threading
 from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
@@ -143,12 +143,15 @@ class ToolSession:
         cwd = self._slots.overrides.get(task_id, {}).get("cwd")
         if cwd is not None and name == "terminal" and isinstance(arguments, Mapping):
             arguments = {"workdir": cwd, **arguments}
-        with self._leases.in_use(task_id) if self._leases is not None else nullcontext():
+        with self._in_use(task_id):
             return reply_text(await self._executor.reply(task_id, name, arguments))
 
     async def _spawn(self, task_id: str, command: str, options: Mapping[str, JSON]) -> ProcessSession:
-        with self._leases.in_use(task_id) if self._leases is not None else nullcontext():
+        with self._in_use(task_id):
             return await self._executor.spawn(task_id, command, **options)
+
+    def _in_use(self, task_id: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._leases is None else self._leases.in_use(task_id)
 
     async def _release(self, task_id: str) -> None:
         if self._leases is not None:
