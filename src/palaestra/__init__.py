@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         handle_function_call,
         handle_function_call_async,
         register_task_env_overrides,
+        use_session,
     )
     from palaestra.tools.settings import ToolSettings
     from palaestra.tools.wire import ToolCall, ToolResult
@@ -156,6 +157,7 @@ __all__ = [
     "register_task_env_overrides",
     "sample_toolsets_from_distribution",
     "tool",
+    "use_session",
     "validate_distribution",
 ]
 
@@ -238,6 +240,7 @@ _MODULES = {
     "register_task_env_overrides": "tools.session",
     "sample_toolsets_from_distribution": "tools.distributions",
     "tool": "tools.functions",
+    "use_session": "tools.session",
     "validate_distribution": "tools.distributions",
 }
 

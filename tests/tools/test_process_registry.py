@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from palaestra import process_registry
+from palaestra import process_registry, use_session
 from palaestra.core.bridge import bridged
-from palaestra.core.errors import IsolationUnavailable
+from palaestra.core.errors import ConfigError, IsolationUnavailable
 from palaestra.core.types import JSON
+from palaestra.processes.base import Watch
 from palaestra.processes.registry import ProcessRegistry
+from palaestra.processes.told import MAX_TOLD, Told
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import Rung
 from palaestra.tools.process_registry import SharedProcesses
-from palaestra.tools.session import cleanup_vm, handle_function_call
+from palaestra.tools.session import ToolSession, cleanup_vm, handle_function_call
 
 from .conftest import AtDesk, Desk
 
@@ -100,3 +112,174 @@ def test_a_registry_that_nobody_has_any_more_is_forgotten(at_desk: AtDesk) -> No
 
     at_desk(scenario)
     assert process_registry.get(known[0]) is None
+
+
+def test_a_slot_that_somebody_has_runs_sessions_too(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        async def hook() -> JSON:
+            session = process_registry.spawn_via_env(desk.slot, "read x; echo $x in $PWD; exit 5", cwd="/tmp")
+            assert (session.task_id, session.session_key) == (desk.slot.trajectory_id,) * 2
+            assert (session.exited, session.exit_code, session.pid_scope) == (False, None, "sandbox")
+            process_registry.submit_stdin(session.id, "here")
+            return process_registry.wait(session.id), session.exit_code
+
+        waited, exit_code = await bridged(hook())
+        assert (waited["exit_code"], exit_code, waited["output"]) == (5, 5, "here in /tmp\n")
+
+        def beside() -> JSON:
+            session = process_registry.spawn_via_env(desk.slot, "exec sleep 600", task_id="other", session_key="chat")
+            assert process_registry.has_active_for_session("chat")
+            return process_registry.kill_process(session.id)["status"], process_registry.kill_all("other")
+
+        assert await asyncio.to_thread(beside) == ("killed", 0)
+        with pytest.raises(RuntimeError, match=r"await ProcessRegistry\.spawn there instead"):
+            process_registry.spawn_via_env(desk.slot, "true")
+        with pytest.raises(NotADirectoryError):
+            await asyncio.to_thread(process_registry.spawn_via_env, desk.slot, "true", "/etc/hostname")
+
+    at_desk(scenario)
+
+
+def test_what_is_told_waits_for_synchronous_code() -> None:
+    try:
+        address = {"platform": "local", "chat_id": "7"}
+        watch = Watch(patterns=("ready",), interval_s=600, on_exit=True, address=address)
+        session = process_registry.spawn_local("echo ready; read x; exit 3", task_id="told", watch=watch)
+    except IsolationUnavailable as error:
+        pytest.skip(str(error))
+    try:
+        (watcher,) = (each for each in process_registry.pending_watchers if each["session_id"] == session.id)
+        wanted: JSON = {"session_id": session.id, "check_interval": 600, "session_key": "told"}
+        assert watcher == {**wanted, "notify_on_complete": True, **address}
+        process_registry.pending_watchers.remove(watcher)
+        assert watcher not in process_registry.pending_watchers
+        about = {
+            "session_id": session.id,
+            "task_id": "told",
+            "session_key": "told",
+            "command": session.command,
+            **address,
+        }
+        match = process_registry.completion_queue.get(timeout=60)
+        assert match == {"type": "watch_match", "output": "ready", "exit_code": None, **about}
+        process_registry.submit_stdin(session.id, "")
+        assert process_registry.completion_queue.get(timeout=60) == {
+            "type": "completion", "output": "ready\n", "exit_code": 3, **about
+        }  # fmt: skip
+    finally:
+        cleanup_vm("told")
+
+
+def test_where_nobody_reads_the_oldest_gives_way(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        told = Told()
+        registry = ProcessRegistry(told=told)
+        watch = Watch(on_exit=True)
+        for number in range(2):
+            await registry.spawn(desk.slot, f"exit {number}", task_id="t", watch=watch)
+            event = await registry.completion_queue.get()
+            session = registry.get(event.session_id)
+            assert session is not None
+            for _ in range(MAX_TOLD // 2):
+                told.event(session, event)
+        codes = [told.completion_queue.get_nowait()["exit_code"] for _ in range(told.completion_queue.qsize())]
+        assert codes == [0] * (MAX_TOLD // 2 - 1) + [1] * (MAX_TOLD // 2 + 1)
+
+    at_desk(scenario)
+
+
+HOLDER = """
+    import sys, time
+    from pathlib import Path
+    from palaestra import ToolSession, handle_function_call, process_registry, use_session
+    from palaestra.processes.base import Watch
+    from palaestra.sandbox.backends.local import LocalBackend
+    from palaestra.sandbox.base import Rung
+
+    folder, path = Path(sys.argv[1]), Path(sys.argv[2])
+    backend = LocalBackend(rung=Rung.USERNS, service="tools", service_directory=folder)
+    use_session(ToolSession(backend=backend, checkpoint_path=path))
+    handle_function_call("write_file", {"path": "kept", "content": "kept\\n"}, "t")
+    talks = process_registry.spawn_local(
+        'while read -r x; do echo "<$x>"; done; exit 6', task_id="t", session_key="chat", watch=Watch(interval_s=900)
+    )
+    goes = process_registry.spawn_local("exec sleep 1000", task_id="t")
+    process_registry.submit_stdin(talks.id, "a")
+    print(talks.id, goes.id, flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[tuple[Path, Path, list[str]]]:
+    """A process that held the registry and was killed: where its slots stay, its checkpoint, and its session ids."""
+    folder, path = tmp_path / "services", tmp_path / "processes.json"
+    folder.mkdir(mode=0o700)
+    command = [sys.executable, "-c", textwrap.dedent(HOLDER), str(folder), str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        ids = process.stdout.readline().split()
+        process.send_signal(signal.SIGKILL)
+        errors = process.stderr.read()
+    if "IsolationUnavailable" in errors:
+        pytest.skip(errors.strip().splitlines()[-1])
+    assert len(ids) == 2, errors
+    try:
+        yield folder, path, ids
+    finally:
+        use_session(ToolSession())
+        asyncio.run(service(folder).end())
+
+
+def service(folder: Path) -> LocalBackend:
+    return LocalBackend(rung=Rung.USERNS, service="tools", service_directory=folder)
+
+
+def test_processes_are_found_again_after_their_holder_was_killed(holder: tuple[Path, Path, list[str]]) -> None:
+    folder, path, (talks, goes) = holder
+    use_session(ToolSession(backend=service(folder), checkpoint_path=path))
+    assert process_registry.recover_from_checkpoint() == 2
+    assert process_registry.has_active_for_session("chat")
+    assert [each["session_id"] for each in process_registry.pending_watchers] == [talks]
+    process_registry.submit_stdin(talks, "b")
+    assert process_registry.write_stdin(talks, "c\n")["status"] == "ok"
+    while "<c>" not in process_registry.poll(talks)["output_preview"]:
+        time.sleep(0.01)
+    polled = process_registry.poll(talks)
+    assert (polled["output_preview"], polled["detached"]) == ("<a>\n<b>\n<c>\n", True)
+    assert json.loads(handle_function_call("read_file", {"path": "kept"}, "t"))["content"] == "1|kept"
+    fresh = process_registry.spawn_local("exec sleep 1000", task_id="t")
+    assert fresh.id not in (talks, goes)
+    use_session(ToolSession(backend=service(folder), checkpoint_path=path))  # closing the one before leaves its slots
+    assert json.loads(handle_function_call("terminal", {"command": "pgrep -c sleep"}, "t"))["output"] == "2\n"
+    assert process_registry.recover_from_checkpoint() == 3
+    assert process_registry.kill_process(goes)["status"] == "killed"
+    assert process_registry.kill_all("t") == 2
+    cleanup_vm("t")
+    assert json.loads(path.read_text())["sessions"] == []
+    assert "error" in json.loads(handle_function_call("read_file", {"path": "kept"}, "t"))
+
+
+def test_a_pid_that_was_given_to_another_process_is_never_signalled(holder: tuple[Path, Path, list[str]]) -> None:
+    folder, path, ids = holder
+    asyncio.run(service(folder).end())  # what the checkpoint tells of is dead
+    with ToolSession(backend=service(folder)) as later:
+        later.handle("write_file", {"path": "kept", "content": "mine"}, "t")
+        strangers = [later.spawn("t", "exec sleep 1000") for _ in ids]
+    for record, stranger in zip(json.loads(path.read_text())["sessions"], strangers, strict=True):
+        same = (record["slot_id"], record["status"]["process_id"], record["status"]["pid"])
+        assert same == (stranger.slot_id, stranger.status.process_id, stranger.pid)
+    use_session(ToolSession(backend=service(folder), checkpoint_path=path))
+    assert process_registry.recover_from_checkpoint() == 0
+    for session_id in ids:
+        assert "is another one after a restart" in process_registry.kill_process(session_id)["error"]
+    assert process_registry.kill_all() == 0
+    assert process_registry.pending_watchers == []
+    assert json.loads(handle_function_call("terminal", {"command": "pgrep -c sleep"}, "t"))["output"] == "2\n"
+
+
+def test_a_checkpoint_needs_slots_that_stay(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a backend whose slots stay"):
+        ToolSession(checkpoint_path=tmp_path / "processes.json")
+    assert process_registry.recover_from_checkpoint() == 0

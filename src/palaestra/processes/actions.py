@@ -48,7 +48,7 @@ async def poll(session: ProcessSession, since: int | None = None) -> Reply:
         reply |= await _new_output(session, status, since)
     reply |= {"output_total_bytes": status.output_total_bytes, **_full_output(status)}
     if session.recovered:
-        reply["note"] = "Found again after a restart."
+        reply |= {"detached": True, "note": "Found again after a restart."}
     return reply | _notices(session)
 
 

@@ -103,6 +103,56 @@ class ProcessSession:
     waiting: set[asyncio.Future[None]] = field(default_factory=set)
     notices: deque[str] = field(default_factory=lambda: deque(maxlen=8))
 
+    # The contract's names for what was last heard of it.
+
+    @property
+    def pid(self) -> int:
+        """Its pid in the slot."""
+        return self.status.pid
+
+    @property
+    def exited(self) -> bool:
+        """Whether it had ended."""
+        return not self.status.running
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it had ended; None while it ran."""
+        return self.status.exit_code
+
+    @property
+    def detached(self) -> bool:
+        """Whether it was found again after a restart. Its output and input can be had all the same."""
+        return self.recovered
+
+    @property
+    def pid_scope(self) -> str:
+        """Whose pid it is: a process of a sandbox, never of the host."""
+        return "sandbox"
+
+    @property
+    def notify_on_complete(self) -> bool:
+        """Whether its end is told without being asked for."""
+        return self.watch.on_exit
+
+    @property
+    def watcher_interval(self) -> float:
+        """How often its output is told, in seconds; 0 for never."""
+        return self.watch.interval_s or 0
+
+    @property
+    def watcher_platform(self) -> str:
+        """Where that is told, like `watcher_chat_id` and `watcher_thread_id`: what its watch's address says."""
+        return self.watch.address.get("platform", "")
+
+    @property
+    def watcher_chat_id(self) -> str:
+        return self.watch.address.get("chat_id", "")
+
+    @property
+    def watcher_thread_id(self) -> str:
+        return self.watch.address.get("thread_id", "")
+
     @property
     def running(self) -> bool:
         """Whether it ran when it was last heard of, and can be reached."""

@@ -32,6 +32,7 @@ from palaestra.processes.base import (
     SessionLost,
     Watch,
 )
+from palaestra.processes.told import Told
 from palaestra.processes.watching import Follower
 from palaestra.sandbox.base import WORKSPACE, Slot, TerminalSize
 
@@ -50,8 +51,8 @@ class ProcessRegistry:
     """Sessions by id. Methods that take `task_id` see that task's sessions alone; None, for their owner, sees all.
 
     `checkpoint_path` is a file that lets the next registry find the processes of slots that stay. `completion_queue`
-    has what watched sessions tell; where nobody takes it, the oldest gives way. `loop` is that of its sessions, None
-    before the first.
+    has what watched sessions tell; where nobody takes it, the oldest gives way. `told`, where it is given, gets the
+    same for code without `await`. `loop` is that of its sessions, None before the first.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class ProcessRegistry:
         max_processes: int = MAX_PROCESSES,
         finished_ttl_s: float = FINISHED_TTL_SECONDS,
         clock: Clock | None = None,
+        told: Told | None = None,
     ) -> None:
+        self.told = told
         self.completion_queue: asyncio.Queue[ProcessEvent] = asyncio.Queue(MAX_EVENTS)
         self._path, self._most, self._ttl_s = checkpoint_path, max_processes, finished_ttl_s
         self._clock = clock or SystemClock()
@@ -199,12 +202,20 @@ class ProcessRegistry:
         self._save()
         return sum(not session.lost for session in found)
 
+    def forget(self, task_id: str) -> None:
+        """Drop the sessions of a task whose slot has ended."""
+        for session in list(self._of(task_id)):
+            del self._sessions[session.id]
+        self._save()
+
     # Book-keeping
 
     def _take(self, session: ProcessSession) -> None:
         """One session more."""
         self._sessions[session.id] = session
         self._follow(session)
+        if self.told is not None and session.running:
+            self.told.watched(session)
         if self.loop is None:
             self.loop = asyncio.get_running_loop()
             with _knowing:
@@ -282,6 +293,8 @@ class ProcessRegistry:
         if self.completion_queue.full():
             self.completion_queue.get_nowait()
         self.completion_queue.put_nowait(event)
+        if self.told is not None and (session := self._sessions.get(event.session_id)) is not None:
+            self.told.event(session, event)
         self._save()
 
     def _save(self) -> None:

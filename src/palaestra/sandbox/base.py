@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from pathlib import Path
-from typing import Protocol, overload
+from typing import Protocol, overload, runtime_checkable
 
 from palaestra.core.types import JSON, AllowList, Limits, Network
 
@@ -469,6 +469,20 @@ class Backend(Protocol):
         ...
 
     def stats(self) -> Mapping[str, JSON]: ...
+
+
+@runtime_checkable
+class Lasting(Protocol):
+    """What a backend has besides whose slots can outlive the process that leased them."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether they do: then closing the backend leaves them."""
+        ...
+
+    def leases(self) -> Sequence[Slot]:
+        """The slots that were there when it was started, under new leases."""
+        ...
 
 
 class SlotSource(Protocol):

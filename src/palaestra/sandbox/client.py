@@ -158,6 +158,11 @@ class SlotServer:
         return int(self.hello["pid"]) if self._process is None else self._process.pid
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that it can be used on."""
+        return self._loop
+
+    @property
     def ended(self) -> bool:
         """Whether the server is gone, and every slot with it."""
         return self._over is not None

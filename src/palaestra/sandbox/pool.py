@@ -144,6 +144,12 @@ class SlotPool:
         self._leases += 1
         return slot
 
+    def take_up(self, slot: Slot) -> None:
+        """Count a slot that the backend had before, as a service has, as leased; it is released like any other."""
+        self._free -= 1
+        self._held[slot.epoch] = _Holding(slot, self._clock.monotonic())
+        self._leases += 1
+
     async def warmed(self) -> None:
         """Wait until every slot is made that is kept ready."""
         await self._warm.settled()
@@ -206,7 +212,7 @@ class SlotPool:
     @property
     def available_slots(self) -> int:
         """How many could be acquired now."""
-        return self._free
+        return max(0, self._free)
 
     @property
     def acquired_slots(self) -> int:

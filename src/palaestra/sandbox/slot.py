@@ -81,6 +81,11 @@ class LocalSlot(TextFiles):
         self._trajectory_id = value
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that it can be used on."""
+        return self.server.loop
+
+    @property
     def released(self) -> bool:
         """Whether the lease has ended; nothing is asked of the server any more then."""
         return self._lease.released

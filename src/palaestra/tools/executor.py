@@ -192,6 +192,10 @@ class ToolExecutor:
         binding = self._bindings.get(trajectory_id)
         return None if binding is None else binding.slot
 
+    def take_up(self, slot: Slot) -> None:
+        """Make a slot that was there before, as in a service, the one of its trajectory."""
+        self._binding(slot.trajectory_id).slot = slot
+
     async def spawn(self, trajectory_id: str, command: str, **options: JSON) -> ProcessSession:
         """Start a background process in the trajectory's slot; `options` and errors are `ProcessRegistry.spawn`'s."""
         return await self._binding(trajectory_id).spawn(command, options)
@@ -289,6 +293,8 @@ class _Binding:
                 await self._executor.give_back(slot)
 
     async def _lease(self) -> Slot:
+        if self.slot is not None:  # taken up
+            return self.slot
         slot = await self._executor.lease(self._trajectory_id)
         if self._released:  # while this call waited for a slot
             await self._executor.give_back(slot)

@@ -3,9 +3,9 @@
     session = process_registry.spawn_local("python -m http.server", task_id="t1")
     process_registry.poll(session.id)
 
-For code written to the contract: reward functions, scripts around `handle_function_call`. It keeps nothing itself: it
-finds the registries that live in this process (each conversation has one) and asks the one that has the session. What
-the replies are stands in `processes/actions.py`.
+For code written to the contract: reward functions, scripts around `handle_function_call`. It finds the registries that
+live in this process (each rollout has one, and so has the session of `handle_function_call`) and asks the one that has
+the session. What the replies are stands in `processes/actions.py`.
 
 Invariant: a call runs on the loop that its registry belongs to, and blocks nobody else. It works in threads, in code
 without a loop, and in reward functions and hooks, which are bridged; in any other task of a running loop it raises
@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 from palaestra.core.bridge import wait_for_sync
 from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.processes.actions import Reply
-from palaestra.processes.base import ProcessSession
+from palaestra.processes.base import ProcessSession, Watch
 from palaestra.processes.registry import ProcessRegistry, living, not_found
-from palaestra.sandbox.base import WORKSPACE
+from palaestra.sandbox.base import WORKSPACE, Slot
 from palaestra.tools.session import DEFAULT_TASK, default_session
 
 T = TypeVar("T")
@@ -34,22 +36,78 @@ Asking: TypeAlias = Callable[[ProcessRegistry], Coroutine[object, object, T]]
 class SharedProcesses:
     """All sessions of this process. Methods and replies are those of `ProcessRegistry`, without `await`."""
 
+    def __init__(self) -> None:
+        self._of_slots: WeakKeyDictionary[Slot, ProcessRegistry] = WeakKeyDictionary()
+
     def spawn_local(
         self,
         command: str,
         cwd: str | None = None,
-        task_id: str = DEFAULT_TASK,
+        task_id: str = "",
         session_key: str = "",
         env_vars: Mapping[str, str] | None = None,
         use_pty: bool = False,
+        *,
+        watch: Watch | None = None,
     ) -> ProcessSession:
         """Start a command line in the slot that `handle_function_call` has for the task, made where there is none.
 
         Raises BlockingIOError when too many of the task run, and what `Slot.spawn` and leasing a slot raise.
         """
-        return default_session().spawn(
-            task_id, command, cwd=cwd or WORKSPACE, session_key=session_key, env=env_vars, use_pty=use_pty
-        )
+        options = {"session_key": session_key, "env": env_vars, "use_pty": use_pty, "watch": watch}
+        return default_session().spawn(task_id or DEFAULT_TASK, command, cwd=cwd or WORKSPACE, **options)
+
+    def spawn_via_env(
+        self,
+        env: Slot,
+        command: str,
+        cwd: str | None = None,
+        task_id: str = "",
+        session_key: str = "",
+        timeout: float = 10,
+        *,
+        watch: Watch | None = None,
+    ) -> ProcessSession:
+        """Start a command line in a slot that somebody has, of any backend, as a session of `task_id`, else of whoever
+        leased the slot. It ends with the slot.
+
+        A slot that does not say its `loop`, as local ones do, must be of the loop that runs a bridged function. Raises
+        TimeoutError when nobody has said in `timeout` seconds that it started, and what `ProcessRegistry.spawn` raises.
+        """
+        registry = self._of_slots.get(env)
+        if registry is None:
+            registry = self._of_slots[env] = ProcessRegistry(told=default_session().told)
+
+        async def spawn() -> ProcessSession:
+            async with asyncio.timeout(timeout):
+                return await registry.spawn(
+                    env, command, task_id=task_id or env.trajectory_id, cwd=cwd or WORKSPACE, session_key=session_key,
+                    watch=watch,
+                )  # fmt: skip
+
+        loop = getattr(env, "loop", None) or _running_loop()
+        if loop is None:
+            raise RuntimeError(f"{env!r} does not say which loop it is of: await ProcessRegistry.spawn there instead")
+        return _wait_on(loop, spawn, "ProcessRegistry.spawn")
+
+    def recover_from_checkpoint(self) -> int:
+        """Take up what a former process left, where this one's session keeps slots (`use_session`): how many processes
+        were found again. 0 where nothing stays.
+
+        A process is found again only where its slot still has it, with the same pid and start; all others are known as
+        lost, and nothing is ever signalled for them. Raises `ConfigError` for a checkpoint that cannot be read.
+        """
+        return default_session().recover()
+
+    @property
+    def completion_queue(self) -> queue.Queue[Reply]:
+        """What watched processes of `handle_function_call`, `spawn_local` and `spawn_via_env` tell. See `Told`."""
+        return default_session().told.completion_queue
+
+    @property
+    def pending_watchers(self) -> list[Reply]:
+        """The watched sessions whose output is to be reported from time to time, until somebody takes them out."""
+        return default_session().told.pending_watchers
 
     def get(self, session_id: str) -> ProcessSession | None:
         """The session of that id; None where no registry has it."""
@@ -124,17 +182,21 @@ process_registry = SharedProcesses()
 
 
 def _wait(registry: ProcessRegistry, ask: Asking[T], method: str) -> T:
-    """Ask on the registry's own loop, also from a bridged function that runs on another one."""
-    loop = registry.loop
-    assert loop is not None  # it has had a session, or `living` would not name it
+    """Ask on the registry's own loop."""
+    assert registry.loop is not None  # it has had a session, or `living` would not name it
+    return _wait_on(registry.loop, lambda: ask(registry), f"ProcessRegistry.{method}")
+
+
+def _wait_on(loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[object, object, T]], twin: str) -> T:
+    """Do something on a loop, also from a bridged function that runs on another one."""
     here = _running_loop()
 
-    async def asked() -> T:
+    async def done() -> T:
         if here in (None, loop):
-            return await ask(registry)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(ask(registry), loop))
+            return await work()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), loop))
 
-    return wait_for_sync(asked(), loop=here or loop, twin=f"ProcessRegistry.{method}")
+    return wait_for_sync(done(), loop=here or loop, twin=twin)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

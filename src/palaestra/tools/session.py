@@ -7,20 +7,22 @@ Each task id has a slot of its own on this machine, made on its first call and k
 not use this: they have a slot of their run's pool. A `ToolSession` is the same without sharing it with the process.
 
 Invariants: nothing starts before the first call; calls of one task run in order, calls of different tasks together;
-when the process ends, however it ends, no slot stays behind. The calls are synchronous and run on a loop of their own,
-so they work anywhere; on a running loop they block it, and `handle_function_call_async` does not.
+when the process ends, however it ends, no slot stays behind, unless the session was given a backend whose slots are
+meant to stay (`LocalBackend(service=…)`): the next session with that one has them again, with what runs in them. The
+calls are synchronous and run on a loop of their own, so they work anywhere; on a running loop they block it, and
+`handle_function_call_async` does not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import functools
 import threading
 from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from palaestra.core.clock import Clock
@@ -28,8 +30,10 @@ from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.types import JSON
 from palaestra.processes.base import ProcessSession
+from palaestra.processes.registry import ProcessRegistry
+from palaestra.processes.told import Told
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Backend, Slot, SlotSpec, Snapshot
+from palaestra.sandbox.base import Backend, Lasting, Slot, SlotSpec, Snapshot
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.tools.binding import reply_text
 from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
@@ -56,6 +60,9 @@ class ToolSession:
     With `idle_s`, a task's slot is ended so many seconds after its last call, unless a call or a background process of
     the task still runs. Its next call then raises `StaleLease`, until the task is released: it must not take an empty
     workspace for its own.
+
+    `checkpoint_path` is a file that says which background process is which, for the session after this one: with a
+    backend whose slots stay. Closing leaves such slots; `release` ends them. `told` has what background processes tell.
     """
 
     def __init__(
@@ -68,12 +75,20 @@ class ToolSession:
         shared: Iterable[object] = (),
         idle_s: float | None = None,
         clock: Clock | None = None,
+        checkpoint_path: Path | None = None,
     ) -> None:
         self._leases = None if idle_s is None else Leases(idle_s, clock)
         self._sweeping: Future[None] | None = None
+        self._lasting = _lasting(backend)
+        if checkpoint_path is not None and self._lasting is None:
+            raise ConfigError("checkpoint_path needs a backend whose slots stay, such as LocalBackend(service='NAME')")
+        self.told = Told()
+        self._processes = ProcessRegistry(checkpoint_path=checkpoint_path, told=self.told)
+        self._taking_up = asyncio.Lock()
+        self._taken_up: int | None = None if self._lasting is not None else 0
         self._slots = _TaskSlots(backend or LocalBackend())
         self._registry = registry if registry is not None else unrestricted(settings=settings)
-        self._executor = ToolExecutor(self._slots, self._registry, config, shared=shared)
+        self._executor = ToolExecutor(self._slots, self._registry, config, shared=(*shared, self._processes))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tool-session", daemon=True)
         self._starting = threading.Lock()
@@ -104,6 +119,14 @@ class ToolSession:
         """Start a background process in the task's slot; `options` and errors are `ProcessRegistry.spawn`'s."""
         return self._wait(self._spawn(task_id, command, options))
 
+    def recover(self) -> int:
+        """Take up the slots that stayed from a former session, as the first call does; how many background processes
+        were found again.
+
+        Raises `ConfigError` for a checkpoint that cannot be read, `SandboxError` while another process has the slots.
+        """
+        return self._wait(self._take_up())
+
     def override(self, task_id: str, overrides: Mapping[str, JSON]) -> None:
         """What the task's slot is made from (`IMAGES`) and where its commands start (`cwd`), from its next slot on.
 
@@ -120,15 +143,15 @@ class ToolSession:
 
     def release(self, task_id: str) -> None:
         """End the task's slot with everything that runs in it. Its next call gets a new one."""
-        if self._thread.is_alive():
+        if self._thread.is_alive() or self._lasting is not None:
             self._wait(self._release(task_id))
 
     def tasks(self) -> list[str]:
         """The tasks that have a slot now."""
-        return self._wait(self._holders()) if self._thread.is_alive() else []
+        return self._wait(self._holders()) if self._thread.is_alive() or self._lasting is not None else []
 
     def close(self) -> None:
-        """End every slot and the loop. Idempotent; a closed session takes no calls."""
+        """End the loop and every slot that does not stay. Idempotent; a closed session takes no calls."""
         with self._starting:
             already, self._closed = self._closed, True
         if not already and self._thread.is_alive():
@@ -143,27 +166,52 @@ class ToolSession:
         cwd = self._slots.overrides.get(task_id, {}).get("cwd")
         if cwd is not None and name == "terminal" and isinstance(arguments, Mapping):
             arguments = {"workdir": cwd, **arguments}
+        await self._take_up()
         with self._in_use(task_id):
             return reply_text(await self._executor.reply(task_id, name, arguments))
 
     async def _spawn(self, task_id: str, command: str, options: Mapping[str, JSON]) -> ProcessSession:
+        await self._take_up()
         with self._in_use(task_id):
             return await self._executor.spawn(task_id, command, **options)
+
+    async def _take_up(self) -> int:
+        """Once: the slots that stayed, each for its task, and the processes in them."""
+        async with self._taking_up:
+            if self._lasting is not None and self._taken_up is None:
+                await self._slots.start()
+                slots = self._lasting.leases()
+                self._taken_up = await self._processes.recover_from_checkpoint(slots)
+                for slot in slots:
+                    self._slots.take_up(slot)
+                    self._executor.take_up(slot)
+                    if self._leases is not None:
+                        with self._leases.in_use(slot.trajectory_id):
+                            pass  # its time begins now
+            return self._taken_up or 0
 
     def _in_use(self, task_id: str) -> AbstractContextManager[None]:
         return nullcontext() if self._leases is None else self._leases.in_use(task_id)
 
     async def _release(self, task_id: str) -> None:
+        await self._take_up()
         if self._leases is not None:
             self._leases.end(task_id)
+        await self._end_task(task_id)
+
+    async def _end_task(self, task_id: str) -> None:
         await self._executor.release_trajectory(task_id)
+        self._processes.forget(task_id)
 
     async def _holders(self) -> list[str]:
+        await self._take_up()
         return [str(each["trajectory_id"]) for each in self._slots.get_status()["holders"]]
 
     async def _end(self) -> None:
         if self._sweeping is not None:
             self._sweeping.cancel()
+        self._slots.leaving = self._lasting is not None
+        await self._processes.aclose()
         await self._executor.close()
         await self._slots.aclose()
 
@@ -183,9 +231,14 @@ class ToolSession:
             if not self._thread.is_alive():
                 self._thread.start()
                 if self._leases is not None:
-                    sweeping = self._leases.sweep(self._executor.release_trajectory, self._executor.is_busy)
+                    sweeping = self._leases.sweep(self._end_task, self._executor.is_busy)
                     self._sweeping = asyncio.run_coroutine_threadsafe(sweeping, self._loop)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+def _lasting(backend: object) -> Lasting | None:
+    """The backend, where its slots stay."""
+    return backend if isinstance(backend, Lasting) and backend.stays else None
 
 
 class _TaskSlots(SlotPool):
@@ -194,7 +247,12 @@ class _TaskSlots(SlotPool):
     def __init__(self, backend: Backend) -> None:
         super().__init__(SlotPoolConfig(), backend)
         self.overrides: dict[str, dict[str, JSON]] = {}
+        self.leaving = False
         self._first = asyncio.Lock()
+
+    async def release(self, slot: Slot) -> None:
+        if not self.leaving:
+            await super().release(slot)
 
     async def acquire(
         self,
@@ -213,12 +271,34 @@ class _TaskSlots(SlotPool):
         return await super().acquire(trajectory_id, spec=spec, snapshot=snapshot, timeout_s=timeout_s)
 
 
-@functools.cache
+_own: ToolSession | None = None
+_choosing = threading.Lock()
+
+
 def default_session() -> ToolSession:
-    """The process's own session, made on first use and closed when the interpreter ends."""
-    session = ToolSession()
+    """The process's own session: what `use_session` was given, else a plain one, made on first use.
+
+    It is closed when the interpreter ends.
+    """
+    global _own
+    with _choosing:
+        if _own is None:
+            _own = ToolSession()
+            atexit.register(_own.close)
+        return _own
+
+
+def use_session(session: ToolSession) -> None:
+    """Make this the process's own: `handle_function_call`, `process_registry` and what belongs to them work through it.
+
+    The one before it is closed. Its slots end with that, unless they stay.
+    """
+    global _own
+    with _choosing:
+        before, _own = _own, session
     atexit.register(session.close)
-    return session
+    if before is not None and before is not session:
+        before.close()
 
 
 def handle_function_call(

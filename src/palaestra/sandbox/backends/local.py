@@ -178,6 +178,11 @@ class LocalBackend:
         if self._service is not None:
             await services.end(self._service)
 
+    @property
+    def stays(self) -> bool:
+        """Whether its slots stay when it is closed or dies: whether it is a service."""
+        return self._service is not None
+
     def leases(self) -> list[Slot]:
         """The slots that a service held when this backend attached to it, under new leases."""
         server, found = self._running(), []
