@@ -183,4 +183,4 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
         with start(tmp_path, "--metrics-port", str(taken.getsockname()[1])) as going:
             said = end(going)
     assert going.returncode == 2
-    assert "cannot serve metrics on 127.0.0.1 port" in said
+    assert "cannot listen on 127.0.0.1:" in said

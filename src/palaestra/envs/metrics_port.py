@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from palaestra.core.errors import ConfigError
+from palaestra.core.listening import listening
 from palaestra.rollouts.inflight import InFlight
 from palaestra.rollouts.prometheus import exposition
 from palaestra.rollouts.status import RunReader
@@ -34,14 +34,5 @@ async def serving_metrics(reader: RunReader, inflight: InFlight, host: str, port
 
     app = web.Application()
     app.router.add_get("/metrics", metrics)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, host, port)
-        try:
-            await site.start()
-        except OSError as error:
-            raise ConfigError(f"cannot serve metrics on {host} port {port}: {error.strerror}") from error
-        yield f"http://{host}:{runner.addresses[0][1]}/metrics"
-    finally:
-        await runner.cleanup()
+    async with listening(app, host, port) as url:
+        yield f"{url}/metrics"

@@ -14,6 +14,7 @@ from typing import Self
 
 from aiohttp import web
 
+from palaestra.core.listening import listening
 from palaestra.core.types import JSON
 
 
@@ -60,15 +61,12 @@ class LoopbackServer:
     async def __aenter__(self) -> Self:
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.01)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._listening = listening(app, "127.0.0.1", 0, shutdown_s=0.01)
+        self.url = await self._listening.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
+        await self._listening.__aexit__(None, None, None)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()

@@ -13,6 +13,7 @@ from typing import Self
 from aiohttp import web
 
 from palaestra.core.errors import EngineError
+from palaestra.core.listening import listening
 from palaestra.core.types import JSON
 from palaestra.inference.base import Sampled, TokenEngine
 from palaestra.inference.tokens import Tokenizer
@@ -59,14 +60,8 @@ class TokenLoopback:
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=1 << 28)
         self.routes(app)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.01)
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, self._host, self._port).start()
-        except BaseException:
-            await self._runner.cleanup()
-            raise
-        self.url = f"http://{self._host}:{self._runner.addresses[0][1]}"
+        self._listening = listening(app, self._host, self._port, shutdown_s=0.01)
+        self.url = await self._listening.__aenter__()
         return self
 
     def routes(self, app: web.Application) -> None:
@@ -78,7 +73,7 @@ class TokenLoopback:
             app.router.add_post("/v1/completions", self._completions)
 
     async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
+        await self._listening.__aexit__(None, None, None)
 
     async def _body(self, request: web.Request) -> JSON:
         body = await request.json()

@@ -122,9 +122,6 @@ async def serve_model(
     engine: ChattingEngine, host: str, port: int, started: Callable[[str], None], stop: asyncio.Event
 ) -> None:
     """Serve a started engine until told to stop. Raises `ConfigError` where the address cannot be had."""
-    try:
-        async with ModelServer(engine, host=host, port=port) as server:
-            started(server.url)
-            await stop.wait()
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    async with ModelServer(engine, host=host, port=port) as server:
+        started(server.url)
+        await stop.wait()

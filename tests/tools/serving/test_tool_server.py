@@ -15,6 +15,7 @@ from palaestra.core.errors import (
     ToolServerReplyError,
     ToolServerUnavailable,
 )
+from palaestra.core.listening import listening
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
 from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
@@ -22,7 +23,6 @@ from palaestra.tools.functions import tool
 from palaestra.tools.registry import ToolRegistry
 from palaestra.tools.schema import ToolMistake, ToolRun
 from palaestra.tools.serving.tool_server import ToolServer
-from palaestra.tools.serving.web import listening
 from palaestra.tools.wire import ToolCall, ToolResult
 from tools.serving.asking import Client
 from tools.serving.held_clock import HeldClock

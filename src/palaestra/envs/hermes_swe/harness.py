@@ -36,8 +36,11 @@ class Channel:
         os.set_inheritable(descriptor, False)
 
     def send(self, kind: str, **fields: object) -> None:
-        if os.getpid() == self._pid:  # a test forked: what becomes of the child is not the test's outcome
-            os.write(self._descriptor, json.dumps({"nonce": self._nonce, "kind": kind, **fields}).encode() + b"\n")
+        if os.getpid() != self._pid:  # a test forked: what becomes of the child is not the test's outcome
+            return
+        line = json.dumps({"nonce": self._nonce, "kind": kind, **fields}).encode() + b"\n"
+        while line:
+            line = line[os.write(self._descriptor, line) :]
 
 
 def _loaded(text: str) -> tuple[dict[str, Any], str]:

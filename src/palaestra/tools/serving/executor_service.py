@@ -20,6 +20,7 @@ from pydantic import BaseModel
 
 from palaestra.core.clock import Clock
 from palaestra.core.errors import InfraError
+from palaestra.core.listening import listening
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
 from palaestra.sandbox.pool import SlotPool
@@ -37,7 +38,7 @@ from palaestra.tools.serving.payloads import (
     ToolExecutorReleaseRequest,
     ToolResultPayload,
 )
-from palaestra.tools.serving.web import MOST_REQUEST_BYTES, Refusal, beside, listening, read, route
+from palaestra.tools.serving.web import MOST_REQUEST_BYTES, Refusal, beside, read, route
 
 DEFAULT_LEASE_S = 1800.0
 DEFAULT_DRAIN_S = 60.0
@@ -86,7 +87,7 @@ class ExecutorService:
     async def serving(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
         """Listen for as long as the block runs; gives the URL. Raises `ConfigError`."""
         sweeping = self.leases.sweep(self._executor.release_trajectory)
-        async with beside(sweeping), listening(self.app(), host, port) as url:
+        async with beside(sweeping), listening(self.app(), host, port, handler_cancellation=True) as url:
             yield url
 
     async def drain(self, patience_s: float = DEFAULT_DRAIN_S) -> int:

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from palaestra.core.clock import Clock
 from palaestra.core.errors import PalaestraError
+from palaestra.core.listening import listening
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
 from palaestra.tools.binding import SlotTools
@@ -36,7 +37,6 @@ from palaestra.tools.serving.web import (
     Handle,
     Refusal,
     beside,
-    listening,
     read,
     respond,
     route,
@@ -89,7 +89,8 @@ class ToolServer:
     @asynccontextmanager
     async def serving(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
         """Listen for as long as the block runs; gives the URL. Raises `ConfigError`."""
-        async with beside(self.leases.sweep(self.release)), listening(self.app(), host, port) as url:
+        sweeping = self.leases.sweep(self.release)
+        async with beside(sweeping), listening(self.app(), host, port, handler_cancellation=True) as url:
             try:
                 yield url
             finally:

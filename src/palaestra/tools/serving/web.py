@@ -20,7 +20,6 @@ from pydantic import BaseModel, ValidationError
 
 from palaestra.core.errors import (
     AcquireTimeout,
-    ConfigError,
     InfraError,
     IsolationUnavailable,
     PalaestraError,
@@ -134,22 +133,6 @@ def route(app: web.Application, method: str, path: str, token: str | None, handl
         )
 
     app.router.add_route(method, path, handler)
-
-
-@asynccontextmanager
-async def listening(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
-    """Serve for as long as the block runs; gives the URL. Port 0 takes a free one. Raises `ConfigError`."""
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=2.0)
-    await runner.setup()
-    try:
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
-        address = runner.addresses[0]
-        yield f"http://{host}:{address[1]}"
-    finally:
-        await runner.cleanup()
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError
+from palaestra.core.listening import listening
 from palaestra.core.types import JSON
 from palaestra.trainers.atropos.events import AnyEvent, BatchTaken, DataReset, TrainerStarted
 from palaestra.trainers.atropos.exchange import Exchange
@@ -229,15 +230,8 @@ async def serving(
     if store is not None:
         kept = FileStore(store)
         restored(exchange, kept, clock.monotonic())
-    runner = web.AppRunner(TrajectoryServer(exchange, kept, clock=clock).app, shutdown_timeout=2.0)
     try:
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
-        address = runner.addresses[0]
-        yield f"http://{address[0]}:{address[1]}"
+        async with listening(TrajectoryServer(exchange, kept, clock=clock).app, host, port) as url:
+            yield url
     finally:
-        await runner.cleanup()
         kept.close()
