@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 from palaestra.agent.budget import Budget
 from palaestra.agent.hermes_text import HermesText, result_from, result_text, with_tools
 from palaestra.agent.loop import HermesAgentLoop, OnTurn
 from palaestra.agent.result import AgentResult, AgentStep, Turn
+from palaestra.agent.subagents import SYSTEM_PROMPT, Post
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
 from palaestra.inference.base import ChatServer
 from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.wire import ToolCall
+from palaestra.tools.wire import ToolCall, result_of
 
 AGENT_SYSTEM_PROMPT = (
     "You are a capable agent that solves tasks with tools. Work in small steps: look before you change something, act, "
@@ -69,8 +70,8 @@ class AtroposAgent:
     """One agent. `run` may be called again after it returned, but not while it runs.
 
     `execute_tool` runs one call and gives its result; it raises `InfraError` for the world's failure. `tokenizer` is
-    accepted and not used: tokens are the server's, as it sampled them. Raises `ConfigError` for tools without
-    `execute_tool`.
+    accepted and not used: tokens are the server's, as it sampled them. `on_loop` is given every loop before it starts,
+    for `Subagents`. Raises `ConfigError` for tools without `execute_tool`.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class AtroposAgent:
         max_context_tokens: int | None = None,
         on_turn: OnTurn | None = None,
         clock: Clock | None = None,
+        on_loop: Callable[[HermesAgentLoop, AtroposAgent], None] | None = None,
     ) -> None:
         self.server = server
         self.tools = tools if tools is not None else ToolRegistry()
@@ -101,6 +103,7 @@ class AtroposAgent:
         self._max_context_tokens = max_context_tokens
         self._on_turn = on_turn
         self._clock = clock or SystemClock()
+        self._on_loop = on_loop
         self._called = False
         self._running: HermesAgentLoop | None = None
 
@@ -149,16 +152,41 @@ class AtroposAgent:
         prompt = AGENT_SYSTEM_PROMPT if self.config.system_prompt is None else self.config.system_prompt
         return with_tools(prompt, self.tools.definitions())
 
+    def another(self, post: Post) -> TextConversation:
+        """A sub-agent: it speaks, waits between calls and looks for its commands' directory as this one does."""
+
+        async def execute(call: ToolCall) -> CallResult:
+            return result_of(await post.tools.reply(call.name, call.arguments))
+
+        agent = AtroposAgent(
+            post.server,
+            post.tools.registry,
+            replace(self.config, system_prompt=SYSTEM_PROMPT, max_steps=post.max_turns),
+            execute_tool=execute,
+            task_id=self._task_id,
+            extra_body=self._extra_body,
+            budget=post.budget,
+            max_context_tokens=self._max_context_tokens,
+            on_turn=post.on_turn,
+            clock=self._clock,
+        )
+        return agent._conversation(agent.opening([{"role": "user", "content": post.work}]), post.max_turns)
+
     async def _go_on(self, messages: Sequence[Message], max_turns: int) -> AgentResult:
-        chat, self._called = HermesText(self.server), False
-        before = len(messages)
-        loop = self._loop(chat, max_turns, sum(message.get("role") == "assistant" for message in messages))
-        self._running = loop
+        talk = self._conversation(messages, max_turns)
+        self._running = talk.loop
+        if self._on_loop is not None:
+            self._on_loop(talk.loop, self)
         try:
-            self.result = await loop.run(list(messages))
+            await talk.run()
         finally:
-            self.result = _told(loop.result, chat, before)
+            self.result = talk.loop.result
         return self.result
+
+    def _conversation(self, messages: Sequence[Message], max_turns: int) -> TextConversation:
+        chat, self._called = HermesText(self.server), False
+        loop = self._loop(chat, max_turns, sum(message.get("role") == "assistant" for message in messages))
+        return TextConversation(self, loop, chat, list(messages))
 
     def _loop(self, chat: HermesText, max_turns: int, earlier: int) -> HermesAgentLoop:
         """The one loop, set up for this agent. `earlier` turns of the assistant were there before."""
@@ -198,8 +226,25 @@ class AtroposAgent:
         return tool is not None and "workdir" in tool.schema.parameters
 
 
-def _told(result: AgentResult, chat: HermesText, before: int) -> AgentResult:
-    """The result with its history as text, which the model saw, and its steps. `before` messages were the prompt."""
+@dataclass(frozen=True, slots=True)
+class TextConversation:
+    """One conversation of an `AtroposAgent`. After `run`, however that ended, `loop.result` has it as text."""
+
+    agent: AtroposAgent
+    loop: HermesAgentLoop
+    chat: HermesText
+    messages: list[Message]
+
+    async def run(self) -> AgentResult:
+        before = len(self.messages)
+        try:
+            return await self.loop.run(self.messages)
+        finally:
+            _tell(self.loop.result, self.chat, before)
+
+
+def _tell(result: AgentResult, chat: HermesText, before: int) -> None:
+    """Give the result its history as text, which the model saw, and its steps. `before` messages were the prompt."""
     answer = result.final_response if len(result.messages) > before else ""
     plain = chat.as_text(result.messages)
     prompt = len(chat.as_text(result.messages[:before]))
@@ -207,7 +252,6 @@ def _told(result: AgentResult, chat: HermesText, before: int) -> AgentResult:
     if result.steps:
         result.steps[-1].sequence_data = result.trajectory_data
     result.answer, result.messages = answer, plain
-    return result
 
 
 def steps_of(messages: Sequence[Message], plain: Sequence[Message]) -> list[AgentStep]:

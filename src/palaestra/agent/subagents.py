@@ -18,10 +18,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
-from palaestra.agent.loop import HermesAgentLoop
+from palaestra.agent.budget import Budget
+from palaestra.agent.loop import HermesAgentLoop, OnTurn
 from palaestra.agent.result import AgentResult, Subagent
 from palaestra.core.errors import ConfigError, ContextExceeded
-from palaestra.core.types import Outcome
+from palaestra.core.types import Message, Outcome
 from palaestra.inference.base import ChatServer
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.tools.approval import Approvals
@@ -57,12 +58,85 @@ class _Forking(Protocol):
     def child(self, *, number: int) -> ChatServer: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Post:
+    """What a new sub-agent is given: whom it asks, its tools, its work and its limits."""
+
+    server: ChatServer
+    tools: SlotTools
+    work: str
+    max_turns: int
+    budget: Budget
+    on_turn: OnTurn
+
+
+class Agent(Protocol):
+    """One that gives work: whom it asks, and how another like it is set up."""
+
+    @property
+    def server(self) -> ChatServer: ...
+
+    def another(self, post: Post) -> Conversation: ...
+
+
+class Conversation(Protocol):
+    """One that is ready to begin. After `run`, however that ended, `loop.result` is as the model saw it."""
+
+    @property
+    def agent(self) -> Agent: ...
+
+    @property
+    def loop(self) -> HermesAgentLoop: ...
+
+    async def run(self) -> AgentResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """An agent that is its loop: its calls are structured. As a conversation, it begins with `messages`."""
+
+    loop: HermesAgentLoop
+    messages: list[Message] = field(default_factory=list)
+
+    @property
+    def agent(self) -> Agent:
+        return self
+
+    @property
+    def server(self) -> ChatServer:
+        return self.loop.server
+
+    def another(self, post: Post) -> Conversation:
+        above, tools = self.loop, post.tools
+        loop = HermesAgentLoop(
+            post.server,
+            tools.registry.definitions(),
+            set(tools.registry.list_tools()),
+            max_turns=post.max_turns,
+            task_id=above.task_id,
+            temperature=above.temperature,
+            max_tokens=above.max_tokens,
+            extra_body=above.extra_body,
+            tool_handler=tools.handle,
+            max_context_tokens=above.max_context_tokens,
+            parallel_safe=tools.parallel_safe,
+            on_turn=post.on_turn,
+            clock=above.clock,
+            budget=post.budget,
+        )
+        return Calling(loop, [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": post.work}])
+
+    async def run(self) -> AgentResult:
+        return await self.loop.run(self.messages)
+
+
 @dataclass(slots=True)
 class Subagents:
     """The sub-agents of one agent. `loop` and `tools` are that agent's; `moved` hears of every turn of theirs,
     and `served` makes of a server the one that they ask.
 
-    `depth` is how many agents stand above them. `numbers` counts over the whole rollout, from 1.
+    `agent` makes them, where that is not the loop itself. `depth` is how many agents stand above them. `numbers` counts
+    over the whole rollout, from 1. `wall_s` is how long each may take, where no clock above ends them.
     """
 
     loop: HermesAgentLoop
@@ -71,6 +145,8 @@ class Subagents:
     served: Callable[[ChatServer], ChatServer] = lambda server: server
     depth: int = 0
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    agent: Agent | None = None
+    wall_s: float | None = None
 
     def offer(self) -> None:
         """Let the agent's `delegate_task` find them, where it has that tool."""
@@ -115,35 +191,23 @@ class Subagents:
         tools.share(own.state(ProcessRegistry))
         tools.share(own.state(Approvals))
         tools.share(Programs(f"subagent-{number}-"))
-        server = self._server(number)
+        giver = self.agent or Calling(above)
+        server = self._server(giver.server, number)
 
         def turned(*_: object) -> None:
-            record.inner_calls.extend(tools.state(Inside).taken(loop.result.turns_used))
+            record.inner_calls.extend(tools.state(Inside).taken(talk.loop.result.turns_used))
             self.moved()
 
-        loop = HermesAgentLoop(
-            server,
-            registry.definitions(),
-            set(registry.list_tools()),
-            max_turns=min(assignment.max_turns or above.max_turns, above.max_turns),
-            task_id=above.task_id,
-            temperature=above.temperature,
-            max_tokens=above.max_tokens,
-            extra_body=above.extra_body,
-            tool_handler=tools.handle,
-            max_context_tokens=above.max_context_tokens,
-            parallel_safe=tools.parallel_safe,
-            on_turn=turned,
-            clock=above.clock,
-            budget=above.budget.left(above.used(), together),
-        )
-        record = Subagent(number, above.result.turns_used, assignment.goal, loop.result)
-        replace(self, loop=loop, tools=tools, depth=self.depth + 1).offer()
+        work = f"{assignment.goal}\n\n{assignment.context}" if assignment.context else assignment.goal
+        most = min(assignment.max_turns or above.max_turns, above.max_turns)
+        budget = replace(above.budget.left(above.used(), together), wall_s=self.wall_s)
+        talk = giver.another(Post(server, tools, work, most, budget, turned))
+        record = Subagent(number, above.result.turns_used, assignment.goal, talk.loop.result)
+        replace(self, loop=talk.loop, tools=tools, depth=self.depth + 1, agent=talk.agent).offer()
         above.result.subagents.append(record)
-        return _One(assignment, loop, tools, record, above, server, turned)
+        return _One(talk, tools, record, above, server, turned)
 
-    def _server(self, number: int) -> ChatServer:
-        server = self.loop.server
+    def _server(self, server: ChatServer, number: int) -> ChatServer:
         return self.served(cast("_Forking", server).child(number=number)) if hasattr(server, "child") else server
 
 
@@ -151,8 +215,7 @@ class Subagents:
 class _One:
     """One sub-agent at work."""
 
-    assignment: Assignment
-    loop: HermesAgentLoop
+    talk: Conversation
     tools: SlotTools
     record: Subagent
     above: HermesAgentLoop
@@ -161,15 +224,12 @@ class _One:
 
     async def run(self) -> Report:
         """Do the work and report. Raises what the world did to it."""
-        work = self.assignment
-        prompt = f"{work.goal}\n\n{work.context}" if work.context else work.goal
-        messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": prompt}]
         try:
-            await self.loop.run(messages)
+            await self.talk.run()
         finally:
             self._account()
             await self._close()
-        result, failure = self.loop.result, self.loop.failure
+        result, failure = self.talk.loop.result, self.talk.loop.failure
         if result.outcome.scored:
             return _report(result)
         if isinstance(failure, ContextExceeded):  # the work itself is told at too great length, which can be mended
@@ -179,10 +239,10 @@ class _One:
 
     def _account(self) -> None:
         """What it used is the rollout's; what it did is in the record."""
-        self.record.result = self.loop.result
+        self.record.result = self.talk.loop.result
         self.turned()
         self.record.segments = list(getattr(self.server, "segments", ()))
-        self.above.delegated(self.loop)
+        self.above.delegated(self.talk.loop)
 
     async def _close(self) -> None:
         """End what its own tools hold, such as pages of a browser, also when it is cancelled."""

@@ -55,6 +55,7 @@ class AgentEnvironment(ContractEnvironment):
             budget=rollout.settings.budget,
             max_context_tokens=rollout.settings.max_context_tokens,
             on_turn=rollout.record,
+            on_loop=rollout.offer_subagents,
         )
         rollout.charge = agent.charge
         opening = agent.opening(rollout.task.messages())
@@ -62,7 +63,7 @@ class AgentEnvironment(ContractEnvironment):
         try:
             return await agent.converse(opening)
         finally:
-            rollout.result = agent.result
+            rollout.ended(agent.result)
 
     async def verify(
         self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool

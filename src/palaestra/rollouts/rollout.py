@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult, Turn
-from palaestra.agent.subagents import Subagents
+from palaestra.agent.subagents import Agent, Subagents
 from palaestra.core.types import JSON, Message, Task
 from palaestra.inference.base import ChatServer
 from palaestra.inference.ledger import Ledger, LedgerRecord, SampledTurn
@@ -194,7 +194,7 @@ class Rollout:
         try:
             return await loop.run(opening)
         finally:
-            self._ended(loop)
+            self.ended(loop.result)
 
     async def go_on(
         self, message: Message, *, server: ChatServer | None = None, tool_handler: RolloutTool | None = None
@@ -208,11 +208,12 @@ class Rollout:
         try:
             return await loop.run(messages, after=self.result)
         finally:
-            self._ended(loop)
+            self.ended(loop.result)
 
-    def _ended(self, loop: HermesAgentLoop) -> None:
-        self.result = loop.result
-        self._note_inside(loop.result.turns_used)
+    def ended(self, result: AgentResult) -> None:
+        """Take what a conversation of the agent has come to, however it ended."""
+        self.result = result
+        self._note_inside(result.turns_used)
         for tools in self._every_tools():
             tools.share(Delegation())  # it holds the loop, which holds the tools
 
@@ -244,9 +245,16 @@ class Rollout:
             beyond=settings.beyond,
         )
         bound = next((tools for tools in self._others if tools.handle == tool_handler), self.tools)
-        Subagents(loop, bound, self.at.moved, self._served, numbers=self._subagents).offer()
+        self.offer_subagents(loop, tools=bound)
         self.charge = loop.charge
         return loop
+
+    def offer_subagents(
+        self, loop: HermesAgentLoop, agent: Agent | None = None, *, tools: SlotTools | None = None
+    ) -> None:
+        """Let the agent of this loop give work away, where it has the tool for it; `agent` where it is not the loop."""
+        given = self.tools if tools is None else tools
+        Subagents(loop, given, self.at.moved, self._served, numbers=self._subagents, agent=agent).offer()
 
     def _served(self, server: ChatServer) -> ChatServer:
         return self.tracing.served(server, self.rollout_id)
