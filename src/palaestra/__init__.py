@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent
+    from palaestra.agent.delegates import Delegates
     from palaestra.agent.loop import HermesAgentLoop
     from palaestra.agent.result import AgentResult, AgentStep, ToolError
     from palaestra.core.types import Outcome, Score, Task, ToolStep
@@ -97,6 +98,7 @@ __all__ = [
     "AtroposAgent",
     "BaseEnv",
     "BaseEnvConfig",
+    "Delegates",
     "ExecutionResult",
     "HermesAgentBaseEnv",
     "HermesAgentEnvConfig",
@@ -178,6 +180,7 @@ _MODULES = {
     "AtroposAgent": "agent.atropos_agent",
     "BaseEnv": "envs.base_env",
     "BaseEnvConfig": "envs.config",
+    "Delegates": "agent.delegates",
     "ExecutionResult": "sandbox.base",
     "HermesAgentBaseEnv": "envs.hermes_base_env",
     "HermesAgentEnvConfig": "envs.config",

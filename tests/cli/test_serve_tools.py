@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 from palaestra.cli import serve_tools
 from palaestra.cli.serve_tools import executor_settings
 from palaestra.core.errors import ConfigError
+from palaestra.inference.loopback import Answer, LoopbackServer, completion
 from palaestra.tools.serving.payloads import ToolExecutorExecuteRequest
 from tools.serving.asking import Client
 
@@ -72,6 +74,23 @@ def test_an_executor_reaches_the_tools_of_a_tool_server_and_ends_when_told(tmp_p
             assert process.stderr is not None
             assert "note: TOOL_EXECUTOR_JOB_ID has no effect: There is no job." in process.stderr.read()
             assert process.wait(30) == 0
+
+
+@pytest.mark.slots
+@pytest.mark.long
+def test_sub_agents_of_an_executors_clients_ask_the_server_that_was_named() -> None:
+    async def scenario() -> None:
+        async with LoopbackServer(Answer(completion("It is done."))) as server:
+            flags = ["--slots", "1", "--base-url", f"{server.url}/v1", "--model", "m"]
+            env = {"PATH": "/usr/bin:/bin", "TOOL_EXECUTOR_API_KEY": "sesame"}
+            with serving("executor", *flags, env=env) as (_, url):
+                async with Client(url) as client:
+                    result = await client.call("t1", "delegate_task", {"goal": "do it"})
+        assert json.loads(result["output"])["results"][0]["summary"] == "It is done."
+        assert server.seen[-1].body["model"] == "m"
+        assert server.seen[-1].headers["Authorization"] == "Bearer sesame"
+
+    asyncio.run(scenario())
 
 
 def test_variables_are_honoured_named_or_refused(capsys: pytest.CaptureFixture[str]) -> None:

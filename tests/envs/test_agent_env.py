@@ -15,6 +15,7 @@ import pytest
 from envs.agent_script import WITH_META, WITHOUT_META
 from palaestra import AgentEnv, AgentEnvConfig, APIServerConfig
 from palaestra.agent.result import AgentResult
+from palaestra.agent.subagents import SYSTEM_PROMPT
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Task
 from palaestra.envs.flags import CommandLine, Parsed
@@ -26,6 +27,8 @@ from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
 from palaestra.inference.tokens import load_tokenizer
 from palaestra.inference.toy import ToyEngine
 from palaestra.rollouts.exec_tool import ExecTool
+from palaestra.rollouts.export.rows import exported_rows
+from palaestra.rollouts.journal import read_groups
 from palaestra.rollouts.verification import verify_run
 
 LOCAL = ["--env.tool_pool_mode", "local", "--env.use_wandb", "false"]
@@ -246,6 +249,60 @@ def test_the_tokens_of_an_over_long_rollout_are_kept(folder: Path, tmp_path: Pat
     for group in groups:
         trained = [mask for mask in group["masks"][0] if mask != -100]
         assert tokenizer.decode(trained) == f"{CALL}<|im_end|>" * 3
+
+
+def call(name: str, **arguments: JSON) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+DELEGATE = ["--env.enabled_toolsets", "terminal", "delegation", "--env.agent_max_steps", "4"]
+GIVES, LOOKS, TELLS = call("delegate_task", goal="Find out"), call("terminal", command="cat seed.txt"), "I found it."
+
+
+@pytest.mark.slots
+def test_sub_agents_write_their_calls_as_the_agent_does_and_their_tokens_are_trained(
+    folder: Path, tmp_path: Path
+) -> None:
+    groups = exact_lines(Copying, folder, tmp_path, [GIVES, LOOKS, TELLS, "Copied."], *DELEGATE)
+    (journal,) = tmp_path.glob("runs/*/*/journal*")
+    verdict = verify_run(journal, tmp_path / "groups.jsonl")
+    assert (verdict.violation, verdict.turns, verdict.segments, verdict.reasons) == ("", 8, 4, {"subagent": 2})
+    (one, two) = [each for group in read_groups(journal) for each in group.trajectories]
+    assert (one.reward, two.reward) == (1.0, 1.0)
+    assert '"summary": "I found it."' in json.loads(one.messages[3]["content"][15:-16])["output"]
+    (work,) = one.subagents
+    assert [message["role"] for message in work.messages] == ["system", "user", "assistant", "user", "assistant"]
+    system, goal, looks, seen, tells = [message["content"] for message in work.messages]
+    assert system.startswith(SYSTEM_PROMPT)
+    assert '"name": "terminal"' in system
+    assert "delegate_task" not in system
+    assert (goal, looks, tells) == ("Find out", LOOKS, TELLS)
+    assert json.loads(seen[15:-16])["output"] == "one", "what the agent's own workspace holds"
+    tokenizer = load_tokenizer(str(folder))
+    rows = [[token for token, on in zip(row.completion_ids, row.mask, strict=True) if on] for row in exported_rows(one)]
+    assert [tokenizer.decode(row) for row in rows] == [
+        f"{GIVES}<|im_end|>Copied.<|im_end|>",
+        f"{LOOKS}<|im_end|>{TELLS}<|im_end|>",
+    ]
+    assert len(groups) == 2
+
+
+@pytest.mark.slots
+def test_run_agent_has_sub_agents_in_its_own_slot(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        said = [call("terminal", command="echo 42 > seed.txt"), GIVES, LOOKS, TELLS, "Done."]
+        async with LoopbackServer(*(Answer(completion(text)) for text in said)) as server:
+            argv = ["evaluate", "--openai.base_url", server.url, *DELEGATE]
+            argv += ["--env.data_dir_to_save_evals", str(tmp_path / "evals")]
+            with (tmp_path / "log").open("w") as stream:
+                await run(form_of(Copying), parsed(Copying, argv), root=tmp_path / "runs", stream=stream)
+            asked = [request.body for request in server.seen if request.method == "POST"]
+            assert '"output": "42\\n"' in asked[3]["messages"][-1]["content"]
+            assert "I found it." in asked[4]["messages"][-1]["content"]
+
+    asyncio.run(scenario())
+    found = json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"]
+    assert found == {"answer": "Done.", "held": 0, "success": True, "error": "", "tool_calls": 2}
 
 
 @pytest.mark.slots

@@ -18,8 +18,7 @@ from palaestra import HermesAgentLoop, get_tool_definitions
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import ConfigError, ImageError, IsolationUnavailable, SandboxError, StaleLease
 from palaestra.core.types import JSON
-from palaestra.tools import session as module
-from palaestra.tools.session import ToolSession
+from palaestra.tools.session import ToolSession, use_session
 
 pytestmark = pytest.mark.slots
 
@@ -132,18 +131,21 @@ class OneCall:
 
 
 def test_a_loop_without_a_handler_runs_the_tools_in_a_slot_of_its_task(
-    session: ToolSession, monkeypatch: pytest.MonkeyPatch
+    session: ToolSession,
 ) -> None:
-    monkeypatch.setattr(module, "default_session", lambda: session)
+    use_session(session)
 
     async def run() -> AgentResult:
         tools = get_tool_definitions(["terminal"], quiet_mode=True)
         loop = HermesAgentLoop(OneCall(), tools, {"terminal"}, task_id="loop-1")
         return await loop.run([{"role": "user", "content": "what is 6 * 7?"}])
 
-    result = asyncio.run(run())
+    try:
+        result = asyncio.run(run())
+        assert session.tasks() == ["loop-1"]
+    finally:
+        use_session(ToolSession())
     assert json.loads(result.messages[2]["content"])["output"] == "42\n"
-    assert session.tasks() == ["loop-1"]
 
 
 SCRIPT = """

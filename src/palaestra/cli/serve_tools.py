@@ -19,6 +19,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
+    from palaestra.agent.delegates import Delegates
     from palaestra.tools.schema import Tool
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
@@ -127,6 +128,12 @@ class ExecutorSettings(Settings):
     """Its token."""
     token: str | None = None
     """What callers must send."""
+    base_url: str | None = None
+    """The model server that sub-agents ask (`delegate_task`); None: there are none."""
+    model: str = "default"
+    """Its model."""
+    api_key: str | None = None
+    """Its key."""
     nomad_address: str = later("", "Slots are those of this machine.")
     job_id: str = later("", "There is no job.")
     image: str = later("", "Slots are made from this machine's system directories, or from --image.")
@@ -149,6 +156,7 @@ class ExecutorSettings(Settings):
       curl -d '{"trajectory_id": "t1", "tool": {"name": "bash", "arguments": {"command": "ls"}}}' \\
           http://127.0.0.1:9001/execute
       TOOL_EXECUTOR_TOKEN=… palaestra serve executor --host 0.0.0.0
+      palaestra serve executor --base-url http://127.0.0.1:8000/v1 --model NAME    # whom sub-agents ask
 
     A trajectory has one slot from its first call to its release. One that made no call for --lease-s seconds is
     released, and refused until it is released by name. SIGTERM ends new calls and waits --drain-s seconds for those
@@ -158,7 +166,7 @@ class ExecutorSettings(Settings):
     POST /artifacts/read|list|archive {trajectory_id, path, …}, GET /status, GET /health.
 
     Variables: TOOL_EXECUTOR_ and ACQUIRE_TIMEOUT_S, ALLOW_NETWORK, REQUIRE_SANDBOX, TOOL_SERVER_URL, TOOL_SERVER_TOKEN,
-    TOKEN. Those of other backends are accepted and named as without effect.
+    TOKEN, BASE_URL, MODEL, API_KEY. Those of other backends are accepted and named as without effect.
     """,
 )
 @_host
@@ -167,6 +175,8 @@ class ExecutorSettings(Settings):
 @click.option("--isolation", default="best", show_default=True, help="best, full, userns, confined or none.")
 @click.option("--image", help="The root file system of slots: a directory, a tar file or an OCI layout.")
 @click.option("--toolset", "toolsets", multiple=True, metavar="NAME", help="May be given again. Default: all.")
+@click.option("--base-url", metavar="URL", help="The model server that sub-agents ask. Default: there are none.")
+@click.option("--model", metavar="NAME", help="Its model.")
 @click.option("--lease-s", type=click.FloatRange(min=1), default=1800.0, show_default=True)
 @click.option("--drain-s", type=click.FloatRange(min=0), default=60.0, show_default=True)
 @_token_file
@@ -177,11 +187,14 @@ def executor(
     isolation: str,
     image: str | None,
     toolsets: tuple[str, ...],
+    base_url: str | None,
+    model: str | None,
     lease_s: float,
     drain_s: float,
     token_file: Path | None,
 ) -> None:
     settings = executor_settings(os.environ)
+    settings.base_url, settings.model = base_url or settings.base_url, model or settings.model
     settings.token = _token(token_file, f"{_PREFIX}TOKEN")
     asyncio.run(_serve_executor(host, port, slots, isolation, image, toolsets, lease_s, drain_s, settings))
 
@@ -221,7 +234,7 @@ async def _serve_executor(
             registry.register(tool)
     async with (
         SlotPool(SlotPoolConfig(acquire_timeout=settings.acquire_timeout_s, **limits), backend) as pool,
-        ToolExecutor(pool, registry, policy, spec=SlotSpec(image=image)) as running,
+        ToolExecutor(pool, registry, policy, spec=SlotSpec(image=image), delegates=_delegates(settings)) as running,
     ):
         service = ExecutorService(running, pool, token=settings.token, lease_s=lease_s)
         async with service.serving(host, port) as url:
@@ -233,6 +246,16 @@ async def _serve_executor(
             await stop.wait()
             if left := await service.drain(drain_s):
                 click.echo(f"{left} calls had not ended after {drain_s:g} s and are killed", err=True)
+
+
+def _delegates(settings: ExecutorSettings) -> Delegates | None:
+    """Who does delegated work, where a model server was named."""
+    if settings.base_url is None:
+        return None
+    from palaestra.agent.delegates import Delegates
+    from palaestra.inference.config import APIServerConfig
+
+    return Delegates(APIServerConfig(base_url=settings.base_url, model_name=settings.model, api_key=settings.api_key))
 
 
 async def _offered(settings: ExecutorSettings) -> list[Tool]:

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from typing import ClassVar, Generic, TypeVar
 
 from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent, CallResult
+from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult
+from palaestra.agent.subagents import Subagents
 from palaestra.core.types import JSON
 from palaestra.envs.agent_env_config import AgentEnvConfig
 from palaestra.envs.base_env import Item, ScoredDataGroup, ScoredDataItem
@@ -130,7 +132,11 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         async def execute(call: ToolCall) -> CallResult:
             return await executor.execute(name, call)
 
-        agent = AtroposAgent(self.server, self.tools, self.build_agent_config(None), execute_tool=execute, task_id=name)
+        def delegate(loop: HermesAgentLoop, agent: AtroposAgent) -> None:
+            Subagents(loop, executor.tools_of(name), agent=agent).offer()
+
+        config = self.build_agent_config(None)
+        agent = AtroposAgent(self.server, self.tools, config, execute_tool=execute, task_id=name, on_loop=delegate)
         try:
             result = await agent.run(task)
         finally:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from palaestra.tools.binding import SlotTools
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,19 @@ as asked, and `PalaestraError` for the world's failure."""
 
 @dataclass(slots=True)
 class Delegation:
-    """Who does the work of one rollout; None where there is nobody."""
+    """Who does the work of one rollout; None where there is nobody, and `missing` says why."""
 
     work: Work | None = None
+    missing: str = "no agent is at work here whose model sub-agents could ask"
+
+
+class DelegationSource(Protocol):
+    """Who does work for tasks whose agent is elsewhere, such as those of a `ToolExecutor`."""
+
+    def work(self, tools: SlotTools) -> Work:
+        """Who does it for the task that has these tools."""
+        ...
+
+    async def aclose(self) -> None:
+        """Let go of what the work has opened. Later work opens it anew. Idempotent."""
+        ...

@@ -27,6 +27,7 @@ from palaestra.processes.registry import ProcessRegistry
 from palaestra.sandbox.base import Rung, Slot, SlotSource, SlotSpec
 from palaestra.tools.binding import SlotTools
 from palaestra.tools.builtin.terminal import clamp_timeout
+from palaestra.tools.delegation import Delegation, DelegationSource
 from palaestra.tools.registry import ToolRegistry
 from palaestra.tools.schema import ToolReply
 from palaestra.tools.serving import artifacts
@@ -85,6 +86,7 @@ class ToolExecutor:
 
     `backend` (or `pool`, the same) hands out the slots. `spec` is what they are made from; the configuration
     decides its network. `shared` are objects that the tools of all trajectories have together, such as `Approvals`.
+    `delegates` do the work of `delegate_task`; they are closed with the executor.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class ToolExecutor:
         pool: SlotSource | None = None,
         spec: SlotSpec | None = None,
         shared: Iterable[object] = (),
+        delegates: DelegationSource | None = None,
     ) -> None:
         source = backend if backend is not None else pool
         if source is None:
@@ -110,6 +113,7 @@ class ToolExecutor:
             self._tools = ToolRegistry(served, self._tools.missing, self._tools.settings, self._tools.shared)
         self._spec = _with_network(spec or SlotSpec(), self._config.allow_network)
         self._lent = tuple(shared)
+        self._delegates = delegates
         self._own = States()
         self._shared = self._tools.shared if self._tools.shared is not None else self._own
         self._bindings: dict[str, _Binding] = {}
@@ -196,6 +200,19 @@ class ToolExecutor:
         """Make a slot that was there before, as in a service, the one of its trajectory."""
         self._binding(slot.trajectory_id).slot = slot
 
+    def tools_of(self, trajectory_id: str) -> SlotTools:
+        """The trajectory's tools as the executor binds them: for an agent of its own that calls them beside it.
+
+        Calls through these do not wait for the trajectory's others, and have no part in the statistics.
+        """
+        return self._binding(trajectory_id).tools
+
+    def delegation(self, tools: SlotTools) -> Delegation:
+        """Who does work for a trajectory that has these tools."""
+        if self._delegates is None:
+            return Delegation(missing="no model server was given for sub-agents (delegates=)")
+        return Delegation(self._delegates.work(tools))
+
     async def spawn(self, trajectory_id: str, command: str, **options: JSON) -> ProcessSession:
         """Start a background process in the trajectory's slot; `options` and errors are `ProcessRegistry.spawn`'s."""
         return await self._binding(trajectory_id).spawn(command, options)
@@ -230,6 +247,8 @@ class ToolExecutor:
             await self.release_trajectory(next(iter(self._bindings)))
         if self._link is not None:
             await self._link.aclose()
+        if self._delegates is not None:
+            await self._delegates.aclose()
         await self._own.aclose()
 
     async def lease(self, trajectory_id: str) -> Slot:
@@ -262,9 +281,9 @@ class _Binding:
     ) -> None:
         self._executor = executor
         self._trajectory_id = trajectory_id
-        self._tools = SlotTools(tools, self._lease, trajectory_id, shared=shared)
-        for thing in lent:
-            self._tools.share(thing)
+        self.tools = SlotTools(tools, self._lease, trajectory_id, shared=shared)
+        for thing in (*lent, executor.delegation(self.tools)):
+            self.tools.share(thing)
         self._turn = asyncio.Lock()  # asyncio locks are first come, first served
         self.slot: Slot | None = None
         self._released = False
@@ -272,22 +291,22 @@ class _Binding:
     async def run(self, name: str, arguments: Mapping[str, JSON] | str, timeout_s: float | None) -> ToolReply:
         async with self._turn:
             self._check()
-            return await self._tools.reply(name, arguments, timeout_s=timeout_s)
+            return await self.tools.reply(name, arguments, timeout_s=timeout_s)
 
     async def spawn(self, command: str, options: Mapping[str, JSON]) -> ProcessSession:
         async with self._turn:
             self._check()
-            registry, slot = self._tools.state(ProcessRegistry), await self._tools.slot()
+            registry, slot = self.tools.state(ProcessRegistry), await self.tools.slot()
             return await registry.spawn(slot, command, task_id=self._trajectory_id, **options)
 
     async def is_busy(self) -> bool:
-        return await self._tools.state(ProcessRegistry).has_active_processes(self._trajectory_id)
+        return await self.tools.state(ProcessRegistry).has_active_processes(self._trajectory_id)
 
     async def release(self) -> None:
         self._released = True
         slot, self.slot = self.slot, None
         try:
-            await self._tools.aclose()
+            await self.tools.aclose()
         finally:
             if slot is not None:
                 await self._executor.give_back(slot)

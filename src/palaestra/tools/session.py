@@ -36,6 +36,7 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import Backend, Lasting, Slot, SlotSpec, Snapshot
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.tools.binding import reply_text
+from palaestra.tools.delegation import DelegationSource
 from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.leases import Leases
 from palaestra.tools.registry import ToolRegistry, unrestricted
@@ -56,6 +57,7 @@ class ToolSession:
     `registry` has every tool by default, those that are missing with their reason, and those that need a key with the
     ones of `settings`. `config` says what calls may do; its default, the contract's, is a network and the best
     isolation there is. `shared` are objects that the tools of all tasks have together: `Approvals`, `Notes`.
+    `delegates` do the work of `delegate_task`.
 
     With `idle_s`, a task's slot is ended so many seconds after its last call, unless a call or a background process of
     the task still runs. Its next call then raises `StaleLease`, until the task is released: it must not take an empty
@@ -73,6 +75,7 @@ class ToolSession:
         backend: Backend | None = None,
         settings: ToolSettings | None = None,
         shared: Iterable[object] = (),
+        delegates: DelegationSource | None = None,
         idle_s: float | None = None,
         clock: Clock | None = None,
         checkpoint_path: Path | None = None,
@@ -88,7 +91,8 @@ class ToolSession:
         self._taken_up: int | None = None if self._lasting is not None else 0
         self._slots = _TaskSlots(backend or LocalBackend())
         self._registry = registry if registry is not None else unrestricted(settings=settings)
-        self._executor = ToolExecutor(self._slots, self._registry, config, shared=(*shared, self._processes))
+        lent = (*shared, self._processes)
+        self._executor = ToolExecutor(self._slots, self._registry, config, shared=lent, delegates=delegates)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tool-session", daemon=True)
         self._starting = threading.Lock()

@@ -58,13 +58,12 @@ SCHEMA = ToolSchema(
 
 async def run_delegate_task(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Have `goal` or `tasks` done; the reply has one of `results` for each, in order."""
-    work = run.state(Delegation).work
-    if work is None:
-        raise ToolMistake("There are no sub-agents here. Do it yourself")
+    delegation = run.state(Delegation)
+    if delegation.work is None:
+        raise ToolMistake(f"delegate_task cannot be used here: {delegation.missing}. Do the work yourself")
     if arguments.get("model"):
         raise ToolMistake("Sub-agents use the model of this conversation; leave model out. Nothing was started")
-    assignments = _assignments(arguments)
-    reports = await work(assignments)
+    reports = await delegation.work(_assignments(arguments))
     return {"results": [_result(index, report) for index, report in enumerate(reports)]}
 
 
