@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from palaestra.inference.servers import ServerManager
     from palaestra.processes.registry import ProcessRegistry
     from palaestra.rollouts.context import ToolContext
+    from palaestra.rollouts.world.modes import open_world
     from palaestra.sandbox.base import ExecutionResult, Slot
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
     from palaestra.tools.catalog import (
@@ -153,6 +154,7 @@ __all__ = [
     "handle_function_call_async",
     "list_distributions",
     "list_parsers",
+    "open_world",
     "print_distribution_info",
     "process_registry",
     "register_parser",
@@ -237,6 +239,7 @@ _MODULES = {
     "handle_function_call_async": "tools.session",
     "list_distributions": "tools.distributions",
     "list_parsers": "inference.parsers",
+    "open_world": "rollouts.world.modes",
     "print_distribution_info": "tools.distributions",
     "process_registry": "tools.process_registry",
     "register_parser": "inference.parsers",

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from palaestra.cli import serve_tools
 from palaestra.cli.serve_tools import executor_settings
 from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
 from palaestra.inference.loopback import Answer, LoopbackServer, completion
 from palaestra.tools.serving.payloads import ToolExecutorExecuteRequest
 from tools.serving.asking import Client
@@ -91,6 +92,29 @@ def test_sub_agents_of_an_executors_clients_ask_the_server_that_was_named() -> N
         assert server.seen[-1].headers["Authorization"] == "Bearer sesame"
 
     asyncio.run(scenario())
+
+
+@pytest.mark.slots
+@pytest.mark.long
+def test_an_executor_plays_a_recording_without_a_network(tmp_path: Path) -> None:
+    tools, folder = tmp_path / "my_tools.py", tmp_path / "recorded"
+    tools.write_text(TOOLS)
+
+    async def scenario(url: str, *, text: str = "hi") -> dict[str, JSON]:
+        async with Client(url) as client:
+            assert await client.bash("t1", "echo here") == "here\n"
+            return await client.call("t1", "shout", {"text": text})
+
+    env = {"PATH": "/usr/bin:/bin", "TOOL_EXECUTOR_WORLD": "record", "TOOL_EXECUTOR_WORLD_FILE": str(folder)}
+    with serving("tools", str(tools)) as (_, tool_server):
+        env["TOOL_EXECUTOR_TOOL_SERVER_URL"] = tool_server
+        with serving("executor", "--toolset", "default", env=env) as (_, url):
+            recorded = asyncio.run(scenario(url))
+    assert recorded["output"] == "HI"
+    with serving("executor", "--toolset", "default", env={**env, "TOOL_EXECUTOR_WORLD": "replay"}) as (_, url):
+        played = asyncio.run(scenario(url))  # the tool server is gone
+        assert {**played, "uniq_id": None} == {**recorded, "uniq_id": None}
+        assert "no reply to it was recorded" in asyncio.run(scenario(url, text="new"))["error"]
 
 
 def test_variables_are_honoured_named_or_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,10 +6,12 @@ Tokens come from a file or from a variable of the environment, never from a flag
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -20,7 +22,7 @@ from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
     from palaestra.agent.delegates import Delegates
-    from palaestra.tools.schema import Tool
+    from palaestra.tools.schema import Tool, ToolSchema
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _PREFIX = "TOOL_EXECUTOR_"
@@ -134,6 +136,12 @@ class ExecutorSettings(Settings):
     """Its model."""
     api_key: str | None = None
     """Its key."""
+    world: Literal["live", "record", "replay", "fill"] = "live"
+    """What tools that touch the world are told: what it says, which may be recorded, or what was recorded."""
+    world_file: str | None = None
+    """The recording: a file, or a folder that has or gets one."""
+    world_miss: Literal["reply", "fail"] = "reply"
+    """A call that the replayed recording lacks: an error that the model reads, or a failed request."""
     nomad_address: str = later("", "Slots are those of this machine.")
     job_id: str = later("", "There is no job.")
     image: str = later("", "Slots are made from this machine's system directories, or from --image.")
@@ -166,7 +174,8 @@ class ExecutorSettings(Settings):
     POST /artifacts/read|list|archive {trajectory_id, path, …}, GET /status, GET /health.
 
     Variables: TOOL_EXECUTOR_ and ACQUIRE_TIMEOUT_S, ALLOW_NETWORK, REQUIRE_SANDBOX, TOOL_SERVER_URL, TOOL_SERVER_TOKEN,
-    TOKEN, BASE_URL, MODEL, API_KEY. Those of other backends are accepted and named as without effect.
+    TOKEN, BASE_URL, MODEL, API_KEY, WORLD (live, record, replay, fill), WORLD_FILE, WORLD_MISS (reply, fail). Those of
+    other backends are accepted and named as without effect.
     """,
 )
 @_host
@@ -211,6 +220,7 @@ async def _serve_executor(
     settings: ExecutorSettings,
 ) -> None:
     from palaestra.cli.tools import tool_settings
+    from palaestra.rollouts.world.modes import open_world
     from palaestra.sandbox.backends.local import LocalBackend
     from palaestra.sandbox.base import SlotSpec
     from palaestra.sandbox.ladder import warning
@@ -218,6 +228,7 @@ async def _serve_executor(
     from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
     from palaestra.tools.registry import build_tool_registry
     from palaestra.tools.serving.executor_service import ExecutorService
+    from palaestra.tools.serving.link import elsewhere
 
     stop = told_to_stop()
     limits: dict[str, JSON] = {} if slots is None else {"max_slots": slots}
@@ -228,24 +239,29 @@ async def _serve_executor(
         tool_server_url=settings.tool_server_url,
         tool_server_token=settings.tool_server_token,
     )
-    registry = build_tool_registry(toolsets or None, settings=tool_settings(), world=settings.allow_network)
-    for tool in await _offered(settings):
-        if registry.get(tool.name) is None:
-            registry.register(tool)
-    async with (
-        SlotPool(SlotPoolConfig(acquire_timeout=settings.acquire_timeout_s, **limits), backend) as pool,
-        ToolExecutor(pool, registry, policy, spec=SlotSpec(image=image), delegates=_delegates(settings)) as running,
-    ):
-        service = ExecutorService(running, pool, token=settings.token, lease_s=lease_s)
-        async with service.serving(host, port) as url:
-            click.echo(url)
-            click.echo(f"{pool.total_slots} slots, isolation {pool.rung.label}", err=True)
-            if weak := warning(pool.rung):
-                click.echo(f"WARNING: isolation {pool.rung.label}: {weak}", err=True)
-            _warn_open(host, settings.token)
-            await stop.wait()
-            if left := await service.drain(drain_s):
-                click.echo(f"{left} calls had not ended after {drain_s:g} s and are killed", err=True)
+    allowed, replayed = settings.allow_network, settings.world == "replay"
+    world = open_world(settings.world, settings.world_file, strict=settings.world_miss == "fail")
+    registry = build_tool_registry(toolsets or None, settings=tool_settings(), world=allowed, replayed=replayed)
+    for schema in await _offered(settings):
+        if registry.get(schema.name) is None:
+            registry.register(elsewhere(schema))
+    with closing(world):
+        async with (
+            SlotPool(SlotPoolConfig(acquire_timeout=settings.acquire_timeout_s, **limits), backend) as pool,
+            ToolExecutor(
+                pool, registry, policy, spec=SlotSpec(image=image), delegates=_delegates(settings), world=world
+            ) as running,
+        ):
+            service = ExecutorService(running, pool, token=settings.token, lease_s=lease_s)
+            async with service.serving(host, port) as url:
+                click.echo(url)
+                click.echo(f"{pool.total_slots} slots, isolation {pool.rung.label}", err=True)
+                if weak := warning(pool.rung):
+                    click.echo(f"WARNING: isolation {pool.rung.label}: {weak}", err=True)
+                _warn_open(host, settings.token)
+                await stop.wait()
+                if left := await service.drain(drain_s):
+                    click.echo(f"{left} calls had not ended after {drain_s:g} s and are killed", err=True)
 
 
 def _delegates(settings: ExecutorSettings) -> Delegates | None:
@@ -258,17 +274,25 @@ def _delegates(settings: ExecutorSettings) -> Delegates | None:
     return Delegates(APIServerConfig(base_url=settings.base_url, model_name=settings.model, api_key=settings.api_key))
 
 
-async def _offered(settings: ExecutorSettings) -> list[Tool]:
-    """What the tool server says that it has."""
-    if settings.tool_server_url is None:
-        return []
+async def _offered(settings: ExecutorSettings) -> list[ToolSchema]:
+    """What the tool server says that it has. It is kept beside a recording: a replay does not ask the server."""
+    from palaestra.rollouts.world.recording import recording_in
+    from palaestra.tools.schema import ToolSchema
     from palaestra.tools.serving.link import ToolServerLink
 
+    if settings.tool_server_url is None:
+        return []
+    kept = None if settings.world_file is None else recording_in(Path(settings.world_file)).with_suffix(".tools.json")
+    if settings.world == "replay" and kept is not None and kept.is_file():
+        return [ToolSchema.from_dict(each, external=True) for each in json.loads(kept.read_text(encoding="utf-8"))]
     link = ToolServerLink(settings.tool_server_url, settings.tool_server_token)
     try:
-        return await link.offered()
+        offered = await link.offered()
     finally:
         await link.aclose()
+    if settings.world in ("record", "fill") and kept is not None:
+        kept.write_text(json.dumps([schema.to_dict() for schema in offered]), encoding="utf-8")
+    return offered
 
 
 def executor_settings(environ: Mapping[str, str]) -> ExecutorSettings:

@@ -149,7 +149,7 @@ def network_policy(allowed: bool) -> NetworkPolicy:
 
 def make_world(config: BaseEnvConfig) -> RunWorld:
     """What answers for the tools that touch the world. Raises `ConfigError` for a recording that cannot be read."""
-    recording = Path(config.world_file) if config.world_file else None
+    recording = config.world_file if config.world in ("replay", "fill") else None  # else the run's folder has it
     return open_world(config.world, recording, strict=config.world_miss == "fail")
 
 

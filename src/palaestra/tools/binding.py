@@ -86,7 +86,12 @@ class SlotTools:
     def schemas(self) -> list[ToolSchema]:
         """The tools that can be used here."""
         tools = (self.registry.get(name) for name in self.registry.list_tools())
-        return [tool.schema for tool in tools if tool is not None and tool.missing() is None]
+        replayed = self.world is not None and self.world.replayed
+        return [
+            tool.schema
+            for tool in tools
+            if tool is not None and ((replayed and tool.touches_world) or tool.missing() is None)
+        ]
 
     async def call(self, name: str, arguments: Mapping[str, JSON]) -> ToolReply:
         """Run a tool for another one; see `reply`."""

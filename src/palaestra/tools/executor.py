@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -42,6 +42,7 @@ from palaestra.tools.serving.payloads import (
 )
 from palaestra.tools.states import States
 from palaestra.tools.wire import ToolCall, ToolResult, result_of
+from palaestra.tools.world import World, Worlds
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,9 @@ class ToolExecutor:
     `backend` (or `pool`, the same) hands out the slots. `spec` is what they are made from; the configuration
     decides its network. `shared` are objects that the tools of all trajectories have together, such as `Approvals`.
     `delegates` do the work of `delegate_task`; they are closed with the executor.
+    `world` answers for the tools that touch the world, at a tool server too: it records their replies, or has them
+    recorded (`open_world`); it is its owner's to close. A trajectory that was released and comes back is another one
+    there, `NAME#2`.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class ToolExecutor:
         spec: SlotSpec | None = None,
         shared: Iterable[object] = (),
         delegates: DelegationSource | None = None,
+        world: Worlds | None = None,
     ) -> None:
         source = backend if backend is not None else pool
         if source is None:
@@ -114,6 +119,8 @@ class ToolExecutor:
         self._spec = _with_network(spec or SlotSpec(), self._config.allow_network)
         self._lent = tuple(shared)
         self._delegates = delegates
+        self._worlds = world
+        self._lives: Counter[str] = Counter()
         self._own = States()
         self._shared = self._tools.shared if self._tools.shared is not None else self._own
         self._bindings: dict[str, _Binding] = {}
@@ -222,9 +229,16 @@ class ToolExecutor:
             raise StaleLease(f"The executor is closed; trajectory {trajectory_id} cannot make further calls")
         if trajectory_id not in self._bindings:
             self._bindings[trajectory_id] = _Binding(
-                self, self._tools, trajectory_id, shared=self._shared, lent=self._lent
+                self, self._tools, trajectory_id, shared=self._shared, lent=self._lent, world=self._world(trajectory_id)
             )
         return self._bindings[trajectory_id]
+
+    def _world(self, trajectory_id: str) -> World | None:
+        if self._worlds is None:
+            return None
+        self._lives[trajectory_id] += 1
+        life = self._lives[trajectory_id]
+        return self._worlds.rollout(trajectory_id if life == 1 else f"{trajectory_id}#{life}")
 
     async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = False) -> None:
         """Give the trajectory's slot back. Its unfinished calls raise `StaleLease`; a later call gets a new slot.
@@ -278,10 +292,11 @@ class _Binding:
         *,
         shared: States,
         lent: Iterable[object] = (),
+        world: World | None = None,
     ) -> None:
         self._executor = executor
         self._trajectory_id = trajectory_id
-        self.tools = SlotTools(tools, self._lease, trajectory_id, shared=shared)
+        self.tools = SlotTools(tools, self._lease, trajectory_id, shared=shared, world=world)
         for thing in (*lent, executor.delegation(self.tools)):
             self.tools.share(thing)
         self._turn = asyncio.Lock()  # asyncio locks are first come, first served

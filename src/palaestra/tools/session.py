@@ -41,6 +41,7 @@ from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.leases import Leases
 from palaestra.tools.registry import ToolRegistry, unrestricted
 from palaestra.tools.settings import ToolSettings
+from palaestra.tools.world import Worlds
 
 T = TypeVar("T")
 
@@ -65,6 +66,9 @@ class ToolSession:
 
     `checkpoint_path` is a file that says which background process is which, for the session after this one: with a
     backend whose slots stay. Closing leaves such slots; `release` ends them. `told` has what background processes tell.
+
+    `world` records what the tools were told that touch the world, or answers from a recording: see `open_world`. It is
+    closed with the session.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class ToolSession:
         idle_s: float | None = None,
         clock: Clock | None = None,
         checkpoint_path: Path | None = None,
+        world: Worlds | None = None,
     ) -> None:
         self._leases = None if idle_s is None else Leases(idle_s, clock)
         self._sweeping: Future[None] | None = None
@@ -91,8 +96,11 @@ class ToolSession:
         self._taken_up: int | None = None if self._lasting is not None else 0
         self._slots = _TaskSlots(backend or LocalBackend())
         self._registry = registry if registry is not None else unrestricted(settings=settings)
+        self._world = world
         lent = (*shared, self._processes)
-        self._executor = ToolExecutor(self._slots, self._registry, config, shared=lent, delegates=delegates)
+        self._executor = ToolExecutor(
+            self._slots, self._registry, config, shared=lent, delegates=delegates, world=world
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tool-session", daemon=True)
         self._starting = threading.Lock()
@@ -162,6 +170,8 @@ class ToolSession:
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CLOSE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CLOSE_S)
+        if self._world is not None:
+            self._world.close()
         if not self._loop.is_running():
             self._loop.close()
 

@@ -1,4 +1,4 @@
-"""What a run does about the world: `live`, `record`, `replay` or `fill`.
+"""What a run, an executor or a tool session does about the world: `live`, `record`, `replay` or `fill`.
 
 A run that is not `live` keeps what its rollouts were told in its own folder, so that `palaestra replay` needs
 nothing else. Not for naming calls (`rollout.py`).
@@ -14,20 +14,31 @@ from pathlib import Path
 from typing import TypeAlias
 from weakref import WeakValueDictionary
 
-from palaestra.core.errors import ToolUnavailable
-from palaestra.rollouts.world.recording import WORLD_NAME, Reader, Writer, recording_at
+from palaestra.core.config import nearest
+from palaestra.core.errors import ConfigError, ToolUnavailable
+from palaestra.rollouts.world.recording import WORLD_NAME, Reader, Writer, recording_at, recording_in
 from palaestra.rollouts.world.rollout import Answers, Call, RolloutWorld
 from palaestra.tools.schema import ToolReply
 from palaestra.tools.world import Ask
+
+MODES = ("record", "live", "replay", "fill")
 
 End: TypeAlias = Callable[[], None]
 Repeats: TypeAlias = Callable[[], bool]
 
 
 class RunWorld:
-    """The world of one run; without anything, the world itself. `close` ends its files."""
+    """The world of one run; without anything, the world itself. `close` ends its files. Implements `Worlds`."""
 
-    def __init__(self, answers: Answers | None = None, *, added: Writer | None = None, end: End = lambda: None) -> None:
+    def __init__(
+        self,
+        answers: Answers | None = None,
+        *,
+        added: Writer | None = None,
+        end: End = lambda: None,
+        replayed: bool = False,
+    ) -> None:
+        self.replayed = replayed
         self._answers = answers or Live()
         self._writers = [added] if added is not None else []
         self._end = end
@@ -47,7 +58,7 @@ class RunWorld:
         """The world as the attempt at a rollout that starts now sees it. `repeats` says whether it still does what an
         earlier part of the run had done."""
         answers = self._answers if self._before is None else Remembered(self._answers, self._before, repeats)
-        return RolloutWorld(rollout_id, answers)
+        return RolloutWorld(rollout_id, answers, replayed=self.replayed)
 
     async def commit(self) -> None:
         """Return once everything recorded so far is on the disk."""
@@ -156,20 +167,27 @@ class Filled:
         return reply
 
 
-def open_world(mode: str, recording: Path | None = None, *, strict: bool = False) -> RunWorld:
-    """The world of a run in one of the modes; `keep` it, unless the mode is live. Raises `ConfigError`.
+def open_world(mode: str, recording: str | Path | None = None, *, strict: bool = False) -> RunWorld:
+    """The world in one of the modes: for a run, for `ToolExecutor(world=…)` or for `ToolSession(world=…)`.
 
-    `recording` is what replay and fill answer from: a file, or for replay the folder of a run too. `strict` is for
-    calls that the replayed one lacks.
+    `recording` is a file (`birds.jsonl`) or a folder, such as a run's, that has or gets one: what `replay` and `fill`
+    answer from, and where `record` and `fill` keep what is new. A run names none to record, and keeps everything in its
+    own folder itself. `strict` ends a rollout with a call that the replayed one lacks. Raises `ConfigError`.
     """
-    if mode in ("live", "record"):
+    if mode not in MODES:
+        raise ConfigError(f"world {mode!r} is none of {', '.join(MODES)}.{nearest(mode, MODES)}")
+    path = Path(recording) if recording else None
+    if mode == "live" or (mode == "record" and path is None):
         return RunWorld()
-    assert recording is not None, f"{mode} needs a recording"
+    if path is None:
+        raise ConfigError(f"world {mode} needs a recording: a file, or the folder of a run that has one")
     if mode == "replay":
-        reader = Reader(recording_at(recording))
-        return RunWorld(Replayed(reader, reader.path, strict=strict), end=reader.close)
-    added = Writer(recording / WORLD_NAME if recording.is_dir() else recording)
+        reader = Reader(recording_at(path))
+        return RunWorld(Replayed(reader, reader.path, strict=strict), end=reader.close, replayed=True)
+    added = Writer(recording_in(path))
     added.open()
+    if mode == "record":
+        return RunWorld(Recorded(Live(), added), added=added)
     reader = Reader(added.path)
     return RunWorld(Filled(reader, added), added=added, end=reader.close)
 
@@ -178,4 +196,5 @@ def world_of_run(folder: Path) -> RunWorld:
     """The world as a run recorded it, for playing the run again. What it lacks ends the rollout, blamed on the tool."""
     path = folder / WORLD_NAME
     reader = Reader(path) if path.is_file() else None
-    return RunWorld(Replayed(reader, path, strict=True), end=reader.close if reader is not None else lambda: None)
+    end = reader.close if reader is not None else lambda: None
+    return RunWorld(Replayed(reader, path, strict=True), end=end, replayed=True)

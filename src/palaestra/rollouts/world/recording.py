@@ -173,6 +173,11 @@ def recording_at(path: Path) -> Path:
     return found
 
 
+def recording_in(path: Path) -> Path:
+    """Where a recording is to be kept: a file that is there or has a suffix is one, all else is a folder for one."""
+    return path if path.is_file() or (path.suffix and not path.is_dir()) else path / WORLD_NAME
+
+
 def _distance(recorded: int, wanted: int) -> tuple[bool, int]:
     """How far a recorded call is from the one wanted: later ones come after all earlier ones."""
     return recorded > wanted, abs(recorded - wanted)

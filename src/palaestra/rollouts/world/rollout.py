@@ -54,8 +54,9 @@ class Call:
 class RolloutWorld:
     """Names the calls of one rollout. Implements `World`."""
 
-    def __init__(self, rollout: str, answers: Answers) -> None:
+    def __init__(self, rollout: str, answers: Answers, *, replayed: bool = False) -> None:
         self.rollout = rollout
+        self.replayed = replayed
         self._answers = answers
         self._made: Counter[str] = Counter()
         self._sessions: dict[str, str] = {}
@@ -72,4 +73,4 @@ class RolloutWorld:
 
     def beside(self, name: str) -> RolloutWorld:
         """The same world for another part of the rollout, such as its grading or a sub-agent: its calls count apart."""
-        return RolloutWorld(f"{self.rollout}:{name}", self._answers)
+        return RolloutWorld(f"{self.rollout}:{name}", self._answers, replayed=self.replayed)

@@ -70,20 +70,18 @@ class ToolServerLink:
         wire: _Wire = self._http or self._made_here(tools)
         return [self._proxy(tool, wire) if tool.schema.external else tool for tool in tools]
 
-    async def offered(self) -> list[Tool]:
-        """What a server elsewhere says that it has; none for one in this process. Raises `ToolServerError`."""
+    async def offered(self) -> list[ToolSchema]:
+        """What a server elsewhere says that it has; nothing for one in this process. Raises `ToolServerError`."""
         if self._http is None:
             return []
         answer = await self._http.get("/tools", self._authorization, _CONNECT_S)
         if answer.status != 200:
             raise self._refused(answer, "the list of its tools")
         try:
-            schemas = [ToolSchema.from_dict(each, external=True) for each in json.loads(answer.body)["tools"]]
+            return [ToolSchema.from_dict(each, external=True) for each in json.loads(answer.body)["tools"]]
         except (ValueError, KeyError, TypeError, AttributeError):
             shown = _shown(answer.body)
             raise ToolServerReplyError(f"tool server {self.url} listed what are no tools: {shown}") from None
-        tools = (FunctionTool(schema, _elsewhere, "tool-server", touches_world=True) for schema in schemas)
-        return [self._proxy(tool, self._http) for tool in tools]
 
     async def release(self, trajectory_id: str) -> None:
         """Tell the server that a trajectory has ended. Raises `ToolServerError`."""
@@ -129,7 +127,7 @@ class ToolServerLink:
             tool.toolset,
             parallel_safe=tool.parallel_safe,
             missing=missing,
-            touches_world=tool.touches_world,
+            touches_world=tool.touches_world or self._http is not None,
             world_session=tool.world_session,
             world_key=tool.world_key,
         )
@@ -247,6 +245,11 @@ class _Http:
                 connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
             )
         return self._session
+
+
+def elsewhere(schema: ToolSchema) -> FunctionTool:
+    """A tool that only its server has: `served` makes it one that can be called."""
+    return FunctionTool(schema, _elsewhere, "tool-server", touches_world=True)
 
 
 async def _elsewhere(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
