@@ -121,14 +121,16 @@ class ToolServerLink:
             return await self._call(wire, name, arguments, run.task_id, limit)
 
         missing = tool.missing if self._http is None else lambda: None
+        beyond = self._http is not None and not tool.touches_world
         return FunctionTool(
             tool.schema,
             run,
             tool.toolset,
             parallel_safe=tool.parallel_safe,
             missing=missing,
-            touches_world=tool.touches_world or self._http is not None,
-            world_session=tool.world_session,
+            touches_world=tool.touches_world or beyond,
+            # What does not say that it touches the world may remember there what was asked before.
+            world_session="tool-server" if beyond and not tool.parallel_safe else tool.world_session,
             world_key=tool.world_key,
         )
 
@@ -249,7 +251,7 @@ class _Http:
 
 def elsewhere(schema: ToolSchema) -> FunctionTool:
     """A tool that only its server has: `served` makes it one that can be called."""
-    return FunctionTool(schema, _elsewhere, "tool-server", touches_world=True)
+    return FunctionTool(schema, _elsewhere, "tool-server")
 
 
 async def _elsewhere(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:

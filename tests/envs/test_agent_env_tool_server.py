@@ -1,0 +1,168 @@
+"""An `AgentEnv` whose external tools run at a `palaestra serve tools`, which holds things for its rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from palaestra import AgentEnv, AgentEnvConfig, APIServerConfig, tool
+from palaestra.core.types import JSON
+from palaestra.envs.flags import CommandLine, Parsed
+from palaestra.envs.forms import form_of
+from palaestra.envs.running import run
+from palaestra.inference.loopback import Answer, LoopbackServer, completion
+from palaestra.rollouts.exec_tool import ExecTool
+from palaestra.tools.schema import Tool
+from tools.serving.asking import Client
+
+SERVED = """
+from pathlib import Path
+from palaestra import ToolRun, tool
+
+class Held:
+    name = ""
+    words = 0
+
+    async def aclose(self):
+        with Path(LOG).open("a") as log:
+            log.write(f"{self.name} {self.words}\\n")
+
+@tool(external=True)
+async def hold(run: ToolRun, word: str) -> str:
+    '''Hold a word.'''
+    held = run.state(Held)
+    held.name, held.words = run.task_id, held.words + 1
+    return f"{held.words}: {word}"
+"""
+
+
+@tool(external=True)
+async def hold(word: str) -> str:
+    """Hold a word."""
+    raise AssertionError("it runs at its server")
+
+
+def holding(word: str) -> str:
+    return f'<tool_call>{{"name": "hold", "arguments": {{"word": "{word}"}}}}</tool_call>'
+
+
+class Holding(AgentEnv[AgentEnvConfig]):
+    """Holds words at the server: the agent twice, and the check once more. `held` is what the server says meanwhile."""
+
+    name = "holding"
+    held: list[int]
+
+    async def setup_agent_env(self) -> None:
+        self.items = iter(["one", "two", "three"])
+        self.held = type(self).held = []
+
+    def own_tools(self) -> Sequence[Tool]:
+        return [hold]
+
+    async def get_next_item(self) -> JSON:
+        return next(self.items, None)
+
+    def build_task(self, item: JSON) -> str:
+        return f"Hold {item}."
+
+    async def score_trajectory(self, item: JSON, final_response: str) -> float:
+        raise AssertionError("the verification replaces this")
+
+    async def verify_and_score_trajectory(
+        self, item: JSON, final_response: str, *, trajectory_id: str, exec_tool: ExecTool, **more: JSON
+    ) -> tuple[float, dict[str, JSON]]:
+        done = await exec_tool("hold", {"word": "check"})
+        if self.config.world != "replay":
+            async with Client(str(self.config.tool_server_url)) as client:
+                self.held.append((await client.get("/health"))[1]["trajectories"])
+        return float(done.output.endswith("check")), {"said": done.output}
+
+
+@pytest.fixture
+def tool_server(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """The server, which says its address first."""
+    path = tmp_path / "served.py"
+    path.write_text(SERVED.replace("LOG", repr(str(tmp_path / "released"))))
+    command = [sys.executable, "-m", "palaestra", "serve", "tools", str(path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def parsed(argv: Sequence[str]) -> Parsed[AgentEnvConfig, APIServerConfig]:
+    form = form_of(Holding)
+    line = CommandLine(
+        prog="test", env_type=form.config_type(), server_type=APIServerConfig, env_values={}, server_values=[],
+        name=form.name, command="process", about="",
+    ).parse(argv, {})  # fmt: skip
+    assert isinstance(line, Parsed)
+    return line
+
+
+def played(folder: Path, answers: Sequence[Answer], tool_server: str, *flags: str) -> list[JSON]:
+    """The rollouts of a run, in order."""
+
+    async def main() -> None:
+        async with LoopbackServer(*answers) as server:
+            argv = [
+                *["process", "--openai.base_url", f"{server.url}/v1", "--env.tool_server_url", tool_server],
+                *["--env.group_size", "1", "--env.max_num_workers", "1", "--env.total_steps", "3"],
+                *["--env.agent_max_steps", "3", "--env.infra_retries", "0", "--env.use_wandb", "false"],
+                *["--env.ensure_scores_are_not_same", "false", "--env.tool_pool_mode", "local"],
+                *["--env.data_path_to_save_groups", str(folder / "groups.jsonl"), *flags],
+            ]
+            with (folder / "log").open("w") as stream:
+                await run(form_of(Holding), parsed(argv), root=folder / "runs", stream=stream)
+
+    folder.mkdir()
+    asyncio.run(main())
+    groups = [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
+    return [rollout for group in groups for rollout in group["rollouts"]]
+
+
+def health(url: str) -> JSON:
+    async def main() -> JSON:
+        async with Client(url) as client:
+            return (await client.get("/health"))[1]
+
+    return asyncio.run(main())
+
+
+@pytest.mark.slots
+def test_the_server_lets_go_of_a_rollout_that_has_ended_however_it_did(
+    tmp_path: Path, tool_server: subprocess.Popen[str]
+) -> None:
+    """One ends by itself, one at its step limit, one because its model server failed. Played, the server is gone."""
+    assert tool_server.stdout is not None
+    url = tool_server.stdout.readline().strip()
+    natural, limit = [holding("a"), holding("b"), "Held."], [holding("c")] * 3
+    answers = [Answer(completion(text)) for text in (*natural, *limit, holding("d"), holding("e"))]
+    answers.append(Answer({"error": "no"}, status=400))
+    rollouts = played(tmp_path / "first", answers, url)
+    outcomes = [each["outcome"] for each in rollouts]
+    assert outcomes == ["natural", "max_turns"], (tmp_path / "first/log").read_text()
+    assert [each["detail"]["said"] for each in rollouts] == ["1: check"] * 2
+    assert Holding.held == [2, 2]  # the agent's and the check's; nothing of the rollouts before
+    assert health(url)["trajectories"] == 0
+    released = [line.split() for line in (tmp_path / "released").read_text().splitlines()]
+    assert sorted(released) == [
+        ["000000-item-0/0", "2"], ["000000-item-0/0:grade", "1"],
+        ["000001-item-1/0", "3"], ["000001-item-1/0:grade", "1"],
+        ["000002-item-2/0", "2"],
+    ]  # fmt: skip
+
+    tool_server.terminate()
+    tool_server.wait()
+    (recording,) = (tmp_path / "first").glob("runs/**/world.jsonl")
+    again = played(tmp_path / "again", answers, url, "--env.world", "replay", "--env.world_file", str(recording))
+    assert [(each["outcome"], each["reward"], each["detail"]) for each in again] == [
+        (each["outcome"], each["reward"], each["detail"]) for each in rollouts
+    ]
