@@ -10,13 +10,13 @@ them outlives `aclose`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 from palaestra.agent.budget import Budget
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import Subagent
 from palaestra.agent.subagents import Subagents
+from palaestra.core.ending import Ending
 from palaestra.core.errors import StaleLease
 from palaestra.core.types import JSON
 from palaestra.inference.base import Engine, SessionContext
@@ -59,7 +59,7 @@ class Delegates:
         self._on_end = on_end
         self._opening = asyncio.Lock()
         self._engine: Engine | None = None
-        self._under_way: dict[asyncio.Timeout, asyncio.Event] = {}
+        self._working = Ending()
 
     def work(self, tools: SlotTools) -> Work:
         """Who works for the task that has these tools."""
@@ -67,7 +67,8 @@ class Delegates:
 
         async def work(assignments: Sequence[Assignment]) -> list[Report]:
             nonlocal subagents
-            async with self._until_closed(tools.task_id):
+            closed = StaleLease(f"Tools were closed while sub-agents of task {tools.task_id} worked")
+            async with self._working.block(closed):
                 if subagents is None:
                     subagents = Subagents(await self._above(tools.task_id), tools, wall_s=self._budget.wall_s)
                 try:
@@ -79,30 +80,10 @@ class Delegates:
 
     async def aclose(self) -> None:
         """End what is under way, which raises `StaleLease`, and close the connections. Later work opens them anew."""
-        ended = list(self._under_way.values())
-        for limit in self._under_way:
-            limit.reschedule(asyncio.get_running_loop().time())
-        for each in ended:
-            await each.wait()
+        await self._working.end()
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.aclose()
-
-    @asynccontextmanager
-    async def _until_closed(self, task_id: str) -> AsyncIterator[None]:
-        ended = asyncio.Event()
-        limit = asyncio.timeout(None)
-        try:
-            async with limit:
-                self._under_way[limit] = ended
-                yield
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise StaleLease(f"Tools were closed while sub-agents of task {task_id} worked") from None
-        finally:
-            self._under_way.pop(limit, None)
-            ended.set()
 
     async def _above(self, task_id: str) -> HermesAgentLoop:
         """The loop that stands for a task's caller: it never runs, and has the limits and what is used of them."""

@@ -128,6 +128,11 @@ class ToolExecutor:
         self._closed = False
         self.stats = ExecutorStats(0, 0, deque(maxlen=_KEPT_LATENCIES))
 
+    @property
+    def registry(self) -> ToolRegistry:
+        """The tools that calls find. One that is registered while the executor is at work is found from then on."""
+        return self._tools
+
     async def start(self) -> None:
         """Nothing to do: calls are dispatched by the tasks that make them. Kept for the contract."""
 

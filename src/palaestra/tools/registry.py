@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ConfigError
@@ -58,6 +59,10 @@ class ToolRegistry:
         if tool.name in self._tools:
             raise ConfigError(f"Two tools are called '{tool.name}'; rename one of them")
         self._tools[tool.name] = tool
+
+    def copy(self) -> ToolRegistry:
+        """The same tools, to which others can be added."""
+        return ToolRegistry(self._tools.values(), self.missing, self.settings, self.shared)
 
     def get(self, name: str) -> Tool | None:
         """The tool of that name, or None."""
@@ -178,6 +183,23 @@ def unrestricted(registry: ToolRegistry | None = None, settings: ToolSettings | 
     names = {tool.name for tool in own}
     others = (tool for tool in all_tools(settings) if tool.name not in names)
     return ToolRegistry([*own, *others], settings=settings, shared=None if registry is None else registry.shared)
+
+
+def chosen_tools(
+    tools: Iterable[Tool], enabled_toolsets: Iterable[str] | None, disabled_toolsets: Iterable[str] | None
+) -> list[Tool]:
+    """Those of `tools` that are in the enabled toolsets (None: in all that are not on request) and in no disabled one.
+
+    Raises `ConfigError` for a toolset that neither the package nor any of the tools has.
+    """
+    known = list(tools)
+    toolsets = dict(TOOLSETS)
+    for tool in known:
+        toolset = toolsets.get(tool.toolset, Toolset(""))
+        if tool.name not in toolset.tools:
+            toolsets[tool.toolset] = replace(toolset, tools=(*toolset.tools, tool.name))
+    names = set(resolve_toolsets(enabled_toolsets, disabled_toolsets, toolsets))
+    return [tool for tool in known if tool.name in names]
 
 
 def get_tool_definitions(

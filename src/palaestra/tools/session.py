@@ -39,7 +39,9 @@ from palaestra.tools.binding import reply_text
 from palaestra.tools.delegation import DelegationSource
 from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.leases import Leases
-from palaestra.tools.registry import ToolRegistry, unrestricted
+from palaestra.tools.mcp.config import servers_of
+from palaestra.tools.mcp.on_demand import ServersOnDemand
+from palaestra.tools.registry import ToolRegistry, chosen_tools, unrestricted
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.world import Worlds
 
@@ -58,7 +60,9 @@ class ToolSession:
     `registry` has every tool by default, those that are missing with their reason, and those that need a key with the
     ones of `settings`. `config` says what calls may do; its default, the contract's, is a network and the best
     isolation there is. `shared` are objects that the tools of all tasks have together: `Approvals`, `Notes`.
-    `delegates` do the work of `delegate_task`.
+    `delegates` do the work of `delegate_task`. `mcp` are MCP servers: a file of them, or what such a file would say;
+    `variables` are what `${NAME}` in it stands for. Each is started by the first call of one of its tools, or of one
+    that hands all tools on, and ends with the session.
 
     With `idle_s`, a task's slot is ended so many seconds after its last call, unless a call or a background process of
     the task still runs. Its next call then raises `StaleLease`, until the task is released: it must not take an empty
@@ -84,6 +88,8 @@ class ToolSession:
         clock: Clock | None = None,
         checkpoint_path: Path | None = None,
         world: Worlds | None = None,
+        mcp: str | Path | Mapping[str, JSON] | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self._leases = None if idle_s is None else Leases(idle_s, clock)
         self._sweeping: Future[None] | None = None
@@ -95,12 +101,13 @@ class ToolSession:
         self._taking_up = asyncio.Lock()
         self._taken_up: int | None = None if self._lasting is not None else 0
         self._slots = _TaskSlots(backend or LocalBackend())
-        self._registry = registry if registry is not None else unrestricted(settings=settings)
+        tools = unrestricted(settings=settings) if registry is None else registry.copy()
         self._world = world
         lent = (*shared, self._processes)
-        self._executor = ToolExecutor(
-            self._slots, self._registry, config, shared=lent, delegates=delegates, world=world
-        )
+        self._executor = ToolExecutor(self._slots, tools, config, shared=lent, delegates=delegates, world=world)
+        self._registry = self._executor.registry
+        self._servers = ServersOnDemand(servers_of(mcp or {}, variables), self._registry)
+        self._left_out = () if delegates is not None else ("delegate_task",)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tool-session", daemon=True)
         self._starting = threading.Lock()
@@ -126,6 +133,22 @@ class ToolSession:
     ) -> str:
         """`handle`, to be awaited. Cancelling it kills the command."""
         return await asyncio.wrap_future(self._post(self._reply(name, arguments, task_id or DEFAULT_TASK)))
+
+    def definitions(
+        self, enabled_toolsets: Iterable[str] | None = None, disabled_toolsets: Iterable[str] | None = None
+    ) -> list[dict[str, JSON]]:
+        """What a model is shown of the tools that work here, in OpenAI's form, with those of the MCP servers.
+
+        Toolsets are chosen as by `get_tool_definitions`; a server's is `mcp-NAME`. Starts all servers. Raises
+        `ConfigError` for an unknown toolset, `ToolServerError` for a server that cannot be had and is required.
+        """
+        return self._wait(self._definitions(enabled_toolsets, disabled_toolsets))
+
+    async def definitions_async(
+        self, enabled_toolsets: Iterable[str] | None = None, disabled_toolsets: Iterable[str] | None = None
+    ) -> list[dict[str, JSON]]:
+        """`definitions`, to be awaited."""
+        return await asyncio.wrap_future(self._post(self._definitions(enabled_toolsets, disabled_toolsets)))
 
     def spawn(self, task_id: str, command: str, **options: JSON) -> ProcessSession:
         """Start a background process in the task's slot; `options` and errors are `ProcessRegistry.spawn`'s."""
@@ -175,6 +198,13 @@ class ToolSession:
         if not self._loop.is_running():
             self._loop.close()
 
+    async def _definitions(
+        self, enabled: Iterable[str] | None, disabled: Iterable[str] | None
+    ) -> list[dict[str, JSON]]:
+        await self._servers.all()
+        chosen = chosen_tools(self._registry.tools(), enabled, disabled)
+        return [tool.schema.to_dict() for tool in chosen if tool.missing() is None and tool.name not in self._left_out]
+
     async def _reply(self, name: str, arguments: Mapping[str, JSON] | str, task_id: str) -> str:
         name = self._registry.known_as(name)
         cwd = self._slots.overrides.get(task_id, {}).get("cwd")
@@ -182,6 +212,7 @@ class ToolSession:
             arguments = {"workdir": cwd, **arguments}
         await self._take_up()
         with self._in_use(task_id):
+            await self._servers.for_call(name)
             return reply_text(await self._executor.reply(task_id, name, arguments))
 
     async def _spawn(self, task_id: str, command: str, options: Mapping[str, JSON]) -> ProcessSession:
@@ -227,6 +258,7 @@ class ToolSession:
         self._slots.leaving = self._lasting is not None
         await self._processes.aclose()
         await self._executor.close()
+        await self._servers.aclose()
         await self._slots.aclose()
 
     def _wait(self, work: Coroutine[object, object, T]) -> T:

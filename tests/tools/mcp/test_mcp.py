@@ -9,8 +9,8 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -23,9 +23,9 @@ from palaestra.tools.mcp import leash
 from palaestra.tools.mcp.config import MCPServerConfig
 from palaestra.tools.mcp.servers import MCPServers
 from palaestra.tools.registry import build_tool_registry
+from tools.mcp.serving import command, http_server, living
 
 pytest.importorskip("mcp", reason="needs the extra 'mcp'")
-SERVER = str(Path(__file__).with_name("mcp_server.py"))
 
 
 async def no_slot() -> Slot:
@@ -51,14 +51,6 @@ class Agent:
 async def agent_of(**settings: JSON) -> AsyncIterator[Agent]:
     async with MCPServers({"test": MCPServerConfig(**settings)}) as servers:
         yield Agent(servers)
-
-
-def command(*words: str, **settings: JSON) -> dict[str, JSON]:
-    return {"command": sys.executable, "args": [SERVER, "stdio", *words], **settings}
-
-
-def living(*pids: int) -> list[int]:
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 def test_what_a_command_offers_is_a_toolset() -> None:
@@ -161,20 +153,6 @@ def test_a_program_that_is_not_there_is_named() -> None:
                 pass
 
     asyncio.run(scenario())
-
-
-@contextmanager
-def http_server(token: str) -> Iterator[str]:
-    process = subprocess.Popen(
-        [sys.executable, SERVER, "http", token], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert process.stdout is not None
-    try:
-        yield process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 def test_a_server_at_an_address_wants_its_token_and_is_missed_when_it_is_gone() -> None:

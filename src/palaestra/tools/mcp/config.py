@@ -5,7 +5,8 @@
       tickets: {url: "https://tickets.example.org/mcp", headers: {Authorization: "Bearer ${TICKETS_TOKEN}"}}
 
 `${NAME}` and `${NAME:-default}` stand for environment variables. They are replaced where a server is opened, with the
-variables that the command line has handed over (`take_variables`), so that a run records the name and never the value.
+variables that the command line or a session has handed over (`take_variables`), so that a run records the name and
+never the value.
 Durations are seconds, sizes bytes.
 """
 
@@ -127,7 +128,7 @@ class MCPServerConfig(Settings):
             if name in self._variables:
                 return self._variables[name]
             if default is None:
-                raise ConfigError(f"${{{name}}} has no value here: variables are read at the command line only")
+                raise ConfigError(f"${{{name}}} has no value here: nobody handed over any variables")
             return default
 
         return _VARIABLE.sub(value, text)
@@ -143,11 +144,29 @@ def read_servers(path: Path) -> dict[str, JSON]:
         raise ConfigError(f"cannot read the file of MCP servers {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is neither JSON nor YAML: {error}") from None
-    if isinstance(content, dict):
+    return _by_name(content, str(path))
+
+
+def servers_of(
+    told: str | Path | Mapping[str, JSON], variables: Mapping[str, str] | None = None
+) -> dict[str, MCPServerConfig]:
+    """The servers of a file, or as such a file would tell them, with the variables they refer to.
+
+    Raises `ConfigError`, also for a variable that is not among them.
+    """
+    written = _by_name(told, "mcp") if isinstance(told, Mapping) else read_servers(Path(told))
+    servers = configured(written)
+    checked_names(servers)
+    hand_over(variables or {}, servers)
+    return servers
+
+
+def _by_name(content: JSON, where: str) -> dict[str, JSON]:
+    if isinstance(content, Mapping):
         content = next((content[heading] for heading in _HEADINGS if heading in content), content)
-    if not isinstance(content, dict) or not all(isinstance(value, dict) for value in content.values()):
-        raise ConfigError(f"{path}: expected servers by name under {_HEADINGS[0]}, each with a command or a url")
-    return content
+    if not isinstance(content, Mapping) or not all(isinstance(value, Mapping) for value in content.values()):
+        raise ConfigError(f"{where}: expected servers by name under {_HEADINGS[0]}, each with a command or a url")
+    return dict(content)
 
 
 def configured(servers: Mapping[str, Mapping[str, JSON]]) -> dict[str, MCPServerConfig]:
