@@ -4,8 +4,9 @@ The preparation really works: it unpacks a source tree (the standard library), c
 the result into a new virtual environment, about ten seconds on one core, without a network. `one` is a group of one
 rollout, `group` one of 16; every rollout leases its own slot and finds the installed tree in it. Wall time is from
 the group's start until the last rollout has its slot; CPU time is that of this process and of all that ran in slots,
-making and dropping them included. Each sample is a process of its own and the cases take turns; both targets are
-ratios to `one` in the same run.
+making and dropping them included. `kept` is a group that is also kept for other runs, in a store that is empty, and
+`again` the same group in another process, which finds it there. Each sample is a process of its own and the cases take
+turns; both targets are ratios to `one` in the same run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import json
 import random
 import resource
+import shutil
 import sys
 import tempfile
 import time
@@ -40,15 +42,15 @@ env/bin/python -c 'import json, sys; assert json.loads("1") == 1' && touch insta
 WHOLE, PART = ".", "email json asyncio"
 
 
-def sample(rollouts: int, parts: str) -> measure.Sample:
-    """Prepare a group of so many rollouts in this process, and say what it took."""
+def sample(rollouts: int, parts: str, store: str) -> measure.Sample:
+    """Prepare a group of so many rollouts in this process, with a store where one is named, and say what it took."""
     with tempfile.TemporaryDirectory() as folder:
-        wall_s = asyncio.run(prepared(Path(folder), rollouts, parts))
+        wall_s = asyncio.run(prepared(Path(folder), rollouts, parts, store))
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return {"wall_s": wall_s, "cpu_s": sum(each.ru_utime + each.ru_stime for each in used)}
 
 
-async def prepared(folder: Path, rollouts: int, parts: str) -> float:
+async def prepared(folder: Path, rollouts: int, parts: str, store: str) -> float:
     """Seconds until every rollout of the group has its slot, with the installed tree in it."""
     from palaestra.core.types import Limits, Score, Task
     from palaestra.inference.config import APIServerConfig
@@ -64,6 +66,8 @@ async def prepared(folder: Path, rollouts: int, parts: str) -> float:
     from palaestra.rollouts.runner import Runner
     from palaestra.sandbox.backends.local import LocalBackend
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+    from palaestra.sandbox.snapshot_store import SnapshotStore
+    from palaestra.sandbox.snapshots import Prepared as PreparedBefore
     from palaestra.tools.registry import ToolRegistry
 
     ready: list[float] = []
@@ -76,7 +80,8 @@ async def prepared(folder: Path, rollouts: int, parts: str) -> float:
             return "prepared"
 
         async def tasks(self) -> AsyncIterator[Task]:
-            yield Task(id="t", prompt="?", setup=SETUP.replace("PARTS", parts), limits=Limits(disk_bytes=4 << 30))
+            setup = SETUP.replace("PARTS", parts)
+            yield Task(id="t", prompt="?", setup=setup, limits=Limits(disk_bytes=4 << 30), recipe="1")
 
         def kit(self, task: Task, rng: random.Random) -> Kit:
             return Kit(ToolRegistry([]))
@@ -89,7 +94,8 @@ async def prepared(folder: Path, rollouts: int, parts: str) -> float:
         async def score(self, rollout: Rollout, grading: Grading) -> Score:
             return Score(1.0)
 
-    async with SlotPool(SlotPoolConfig(), LocalBackend.from_isolation("best")) as pool:
+    backend = LocalBackend.from_isolation("best")
+    async with SlotPool(SlotPoolConfig(), backend) as pool:
         slots = AdmittedSlots(pool, pool.total_slots)
         services = Services(
             engine=ServerGroup([APIServerConfig(server_type="scripted", model_name="noop")]),
@@ -98,6 +104,7 @@ async def prepared(folder: Path, rollouts: int, parts: str) -> float:
             observer=NullObserver(),
             group_size=rollouts,
             foundations=Foundations(slots),
+            prepared=PreparedBefore(backend, SnapshotStore(Path(store))) if store else None,
         )
         started = time.perf_counter()
         totals = await Runner(Prepared(), services).run()
@@ -106,34 +113,51 @@ async def prepared(folder: Path, rollouts: int, parts: str) -> float:
     return max(ready) - started
 
 
+NAMES = {
+    "one": "one rollout",
+    "group": f"group of {GROUP}",
+    "kept": f"group of {GROUP}, kept for others",
+    "again": f"group of {GROUP} in another run",
+}
+
+
 def rows(found: dict[str, dict[str, float]]) -> list[measure.Row]:
-    """The table: what one takes, and the group beside it."""
-    one, group = found["one"], found["group"]
+    """The table: what one takes, and the groups beside it."""
     table: list[measure.Row] = []
     for key, what in (("wall_s", "until the last has its slot"), ("cpu_s", "CPU")):
-        ratio = group[key] / one[key]
-        table.append(measure.Row(f"one rollout: {what}", one[key], "s", 1.0))
-        row = measure.Row(f"group of {GROUP}: {what}", group[key], "s", ratio)
-        table.append(measure.judged(row, TARGET, ratio <= TARGET))
+        for case, name in NAMES.items():
+            ratio = found[case][key] / found["one"][key]
+            row = measure.Row(f"{name}: {what}", found[case][key], "s", ratio)
+            table.append(measure.judged(row, TARGET, ratio <= TARGET) if case == "group" else row)
     return table
 
 
 def main() -> int:
-    """Measure both cases in turns and print the table."""
+    """Measure all cases in turns and print the table."""
     parser = measure.options_parser(__doc__)
     options = parser.parse_args()
     rounds = options.rounds or (1 if options.quick else 5)
     parts = PART if options.quick else WHOLE
-    cases = {
-        name: lambda size=size: measure.fresh_process(__file__, "--sample", str(size), parts)
-        for name, size in (("one", 1), ("group", GROUP))
-    }
-    found = measure.interleaved(cases, rounds)
+
+    def case(size: int, store: str = "", *, empty: bool = False) -> measure.Sample:
+        if empty:
+            shutil.rmtree(store, ignore_errors=True)
+        return measure.fresh_process(__file__, "--sample", str(size), parts, store)
+
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:  # a disk, where /tmp may be memory
+        store = f"{folder}/store"
+        cases = {
+            "one": lambda: case(1),
+            "group": lambda: case(GROUP),
+            "kept": lambda: case(GROUP, store, empty=True),
+            "again": lambda: case(GROUP, store),
+        }
+        found = measure.interleaved(cases, rounds)
     return measure.report(f"Preparing a group of {GROUP}, median of {rounds}", rows(found), options.json)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--sample"]:
-        print(json.dumps(sample(int(sys.argv[2]), sys.argv[3])))
+        print(json.dumps(sample(int(sys.argv[2]), *sys.argv[3:5])))
     else:
         sys.exit(main())

@@ -6,14 +6,16 @@ import asyncio
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable, PrepareError
+from palaestra.core.types import JSON, Limits
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, SlotSpec, Snapshot
+from palaestra.sandbox.base import Mount, Rung, SlotSpec, Snapshot
 from palaestra.sandbox.snapshot_store import SnapshotStore
 from palaestra.sandbox.snapshots import Prepared, Put, Recipe, Run
 
@@ -157,13 +159,63 @@ def test_what_is_in_use_is_not_evicted(tmp_path: Path) -> None:
     on(Rung.USERNS, body)
 
 
+def test_a_caller_that_gives_up_while_its_snapshot_is_kept_leaves_it_whole(tmp_path: Path) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(SnapshotStore):
+        def keep(self, path: Path, key: str, recipe: JSON) -> None:
+            begun.set()
+            go_on.wait()
+            super().keep(path, key, recipe)
+
+    store = Slow(tmp_path / "store")
+
+    async def body(backend: LocalBackend) -> None:
+        asking = asyncio.create_task(Prepared(backend, store).get(MADE))
+        await asyncio.to_thread(begun.wait)
+        asking.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        (entry,) = store.entries()
+        assert store.is_whole(entry.key)
+        assert store.halves() == []
+
+    on(Rung.USERNS, body)
+
+
+def test_what_is_taken_is_the_callers_to_forget(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path / "store", max_bytes=1 << 30)
+
+    async def body(backend: LocalBackend) -> None:
+        async def never() -> Snapshot:
+            raise AssertionError("it is there")
+
+        prepared = Prepared(backend, store)
+        await prepared.get(MADE)
+        key = MADE.key(backend.rung)
+        first, second = await prepared.take(MADE, never), await prepared.take(MADE, never)
+        assert (first.found, second.found) == (True, True)
+        await backend.forget(first.snapshot)
+        assert not store.remove(key)
+        await backend.forget(second.snapshot)
+        assert store.remove(key)
+
+    on(Rung.USERNS, body)
+
+
 def test_only_halves_that_nobody_holds_are_swept(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path / "store")
     (store.folder / "new-dead" / "layers").mkdir(parents=True)
     (store.folder / "new-dead" / "layers").chmod(0)
-    with store.new() as path:
-        assert store.sweep() == 1
-        assert path.exists()
+
+    async def main() -> None:
+        async with store.new() as path:
+            assert store.sweep() == 1
+            assert path.exists()
+
+    asyncio.run(main())
     assert list(store.folder.iterdir()) == []
 
 
@@ -172,11 +224,13 @@ def test_the_key_holds_all_that_goes_in() -> None:
     others = [
         Recipe(steps=(Put("a", b"2"), Run("true"))), Recipe(steps=(Put("a", b"1", 0o700), Run("true"))),
         Recipe(steps=(Run("true"), Put("a", b"1"))), Recipe(steps=base.steps, version="2"),
-        Recipe(SlotSpec(image="/usr"), base.steps), Recipe(SlotSpec(env=(("A", "1"),)), base.steps),
+        Recipe(SlotSpec(image="/opt"), base.steps), Recipe(SlotSpec(env=(("A", "1"),)), base.steps),
+        Recipe(SlotSpec(limits=Limits(pids=9)), base.steps),
+        Recipe(SlotSpec(mounts=(Mount("/opt", "/o"),)), base.steps),
     ]  # fmt: skip
     keys = {recipe.key(Rung.FULL) for recipe in (base, *others)} | {base.key(Rung.USERNS)}
-    assert len(keys) == 8
-    assert base.key(Rung.FULL) == Recipe(steps=(Put("a", b"1"), Run("true", timeout_s=9))).key(Rung.FULL)
+    assert len(keys) == 10
+    assert base.key(Rung.FULL) == Recipe(steps=(Put("a", b"1"), Run("true", timeout_s=9)), name="n").key(Rung.FULL)
 
 
 def test_a_step_that_fails_says_which_and_leaves_no_slot(tmp_path: Path) -> None:
@@ -195,10 +249,10 @@ def test_a_store_that_others_can_write_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(ConfigError, match="chmod 700"):
-        SnapshotStore(tmp_path / "open")
+        SnapshotStore(tmp_path / "open").open()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file"):
-        SnapshotStore(tmp_path / "file")
+        SnapshotStore(tmp_path / "file").open()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small disk needs root")

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from palaestra.core.types import JSON
+from palaestra.rollouts.export.printable import printable
 from palaestra.sandbox.snapshot_store import SnapshotStore, default_folder
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
@@ -64,9 +65,8 @@ def list_slots(directory: Path | None, store: Path | None, as_json: bool) -> Non
         for lease in service["leases"]:
             click.echo(f"  {lease['slot']:<12} epoch {lease['epoch']:<5} {lease['about'].get('trajectory_id', '')}")
     for entry in found["workspaces"]:
-        click.echo(
-            f"workspace {entry['key'][:12]}  {entry['size_bytes'] >> 20:>6} MiB  used {_age(entry['idle_s'])} ago"
-        )
+        size, idle = f"{entry['size_bytes'] >> 20:>6} MiB", f"used {_age(entry['idle_s'])} ago"
+        click.echo(printable(f"workspace {entry['key'][:12]}  {size}  {idle:<16}  {entry['name']}"))
     if not any(found.values()):
         click.echo("no slots, no services, no prepared workspaces", err=True)
 
@@ -111,7 +111,12 @@ async def _found(directory: Path | None, store: Path | None) -> dict[str, list[J
         "servers": [asdict(server) for server in census.running_servers()],
         "services": [asdict(each) for each in running if each is not None],
         "workspaces": [
-            {"key": entry.key, "size_bytes": entry.size_bytes, "idle_s": round(now - entry.used_at, 1)}
+            {
+                "key": entry.key,
+                "name": entry.name,
+                "size_bytes": entry.size_bytes,
+                "idle_s": round(now - entry.used_at, 1),
+            }
             for entry in entries
         ],
     }
@@ -145,7 +150,7 @@ def _sockets(directory: Path | None) -> list[Path]:
 def _open(store: Path | None) -> SnapshotStore | None:
     """The store, if there is one: looking does not make it."""
     folder = store or default_folder()
-    return SnapshotStore(folder) if folder.is_dir() else None
+    return SnapshotStore(folder).open() if folder.is_dir() else None
 
 
 def _age(seconds: float) -> str:

@@ -64,6 +64,7 @@ def _lines(status: RunStatus, now: float) -> list[str]:
         f"run        {status.run_id}: {status.env} with {status.model}",
         f"state      {status.state} after {duration(max(0.0, until - status.started_at))}",
         f"groups     {status.groups_ended} ended of {status.groups_begun} begun{failed}",
+        *([f"prepared   {_prepared(status)}"] if status.prepared else []),
         f"rollouts   {status.rollouts} ended: {_counts(status.outcomes)}; {status.discarded} attempts discarded",
         *([f"resumed    {status.resumed}"] if status.resumed else []),
         f"reward     {_reward(status)}",
@@ -81,6 +82,10 @@ def _lines(status: RunStatus, now: float) -> list[str]:
     lines.append(f"tokens     {status.prompt_tokens:,} read, {status.completion_tokens:,} written{cost}")
     lines.append(f"disk       {_megabytes(status.disk_bytes)} taken, {_megabytes(status.disk_free_bytes)} free")
     return lines
+
+
+def _prepared(status: RunStatus) -> str:
+    return f"{status.prepared} workspaces, {status.from_store} of them found prepared on this machine"
 
 
 def _reward(status: RunStatus) -> str:

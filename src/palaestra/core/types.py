@@ -112,6 +112,10 @@ class Task:
     system: a directory, a tar file or an OCI layout; None means an allow-list of the host's system directories.
     `toolsets` None leaves the choice to the environment.
 
+    `recipe` says that the prepared workspace is a function of image, files, setup and the environment's hooks, of the
+    task itself and of what this text names (a version): neither of the time nor of chance nor of anything outside. Runs
+    on this machine then share it. None: it is prepared in every run.
+
     `floor` is the most that a rollout may score without doing the work; `palaestra env check` holds the task to it.
     `data`, `solution` and `answer` never enter a slot that an agent has.
     """
@@ -121,6 +125,7 @@ class Task:
     image: str | None = None
     files: Mapping[str, str | bytes] = field(default_factory=dict)
     setup: str | None = None
+    recipe: str | None = None
     toolsets: Sequence[str] | None = None
     network: NetworkPolicy = NetworkPolicy()
     limits: Limits = Limits()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from palaestra.core.config import DEFAULT
+from palaestra.core.errors import ConfigError
 from palaestra.envs.class_environment import numbers
 from palaestra.envs.config import BaseEnvConfig
 from palaestra.envs.evaluation import Evaluation, in_short, save_evaluation
@@ -42,6 +43,7 @@ from palaestra.rollouts.tracing.base import NO_TRACING, Tracing
 from palaestra.rollouts.trajectory import Group
 from palaestra.rollouts.world.modes import RunWorld
 from palaestra.sandbox.pool import SlotPool
+from palaestra.sandbox.snapshots import Prepared
 
 RunLine = Parsed[BaseEnvConfig, APIServerConfig]
 
@@ -104,6 +106,7 @@ class Batch:
     world: RunWorld
     reporting: Reporting
     tracing: Tracing = NO_TRACING
+    prepared: Prepared | None = None
 
     async def run(self, progress: Observer) -> Totals:
         """Run the command's groups, for as long as the stops let it. Cancelling it cancels what is in flight."""
@@ -214,10 +217,13 @@ class Batch:
     def _services(self, observer: Observer) -> Services:
         config = self.parsed.env_config
         slots = AdmittedSlots(self.pool, self.pool.total_slots)
+        if self.prepared is not None:
+            self.prepared.trouble = _once(observer)
         return Services(
             engine=self.engine,
             slots=slots,
             foundations=Foundations(slots),
+            prepared=self.prepared,
             journal=self.output.journal,
             observer=observer,
             seed=config.seed,
@@ -254,6 +260,18 @@ def concurrency(config: BaseEnvConfig) -> int:
     return max(2, 2 * (os.cpu_count() or 1))
 
 
+def _once(observer: Observer) -> Callable[[ConfigError], None]:
+    """Say what keeps workspaces from being kept, the first time."""
+    said: list[ConfigError] = []
+
+    def say(trouble: ConfigError) -> None:
+        if not said:
+            observer.note(f"a prepared workspace is not kept for other runs: {trouble}")
+        said.append(trouble)
+
+    return say
+
+
 def _say_where(output: Output, figures: dict[str, float], reason: str, stream: TextIO) -> None:
     names = ("groups", "groups_failed", "rollouts", "scored")
     groups, failed, rollouts, scored = (int(figures.get(name, 0)) for name in names)
@@ -265,9 +283,11 @@ def _say_where(output: Output, figures: dict[str, float], reason: str, stream: T
         name = "reward/mean_with_unscored"
         reward += f", {figures[name]:.3f}{_within(figures, name)} with the unscored as 0"
     resumed = f"  resumed {output.resumed}\n" if output.resumed else ""
+    found, prepared = (int(figures.get(name, 0)) for name in ("groups_from_store", "groups_prepared"))
+    store = f"  {found} of {prepared} workspaces were prepared already on this machine\n" if found else ""
     stream.write(
         f"{reason}: {groups} groups ({failed} not run), {rollouts} rollouts ({rollouts - scored} unscored), {reward}\n"
-        f"{resumed}  groups  {output.groups.path}\n  report  {output.report}\n  run     {output.folder.path}\n"
+        f"{resumed}{store}  groups  {output.groups.path}\n  report  {output.report}\n  run     {output.folder.path}\n"
     )
 
 

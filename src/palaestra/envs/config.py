@@ -19,6 +19,7 @@ from palaestra.core.config import Settings, later
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.stages import IDLE_LIMITS
+from palaestra.sandbox.snapshot_store import DEFAULT_MAX_BYTES
 from palaestra.tools.distributions import find_distribution
 from palaestra.tools.mcp.config import MCPServerConfig, hand_over
 from palaestra.tools.settings import ToolSettings
@@ -65,6 +66,19 @@ class BaseEnvConfig(Settings):
         description="Which rung of the ladder (see `palaestra doctor`): best, full, userns, confined, none.",
     )
     require_sandbox: bool = Field(default=False, description="Refuse to run below the `userns` rung.")
+    keep_workspaces: bool = Field(
+        default=True,
+        description="Share prepared workspaces with other runs on this machine, where a task or environment declares "
+        "what they are made from (its recipe); the others are prepared in every run.",
+    )
+    workspace_store: str | None = Field(
+        default=None, description="The folder that keeps them; None: the user's own on this machine."
+    )
+    workspace_store_bytes: int = Field(
+        default=DEFAULT_MAX_BYTES,
+        ge=0,
+        description="Bytes that they may take on disk; more, and those unused for longest go.",
+    )
     acquire_timeout_s: float = Field(default=30, gt=0, description="Seconds to wait for a free slot.")
     infra_retries: int = Field(
         default=1, ge=0, description="Fresh attempts at a rollout that the world broke, before it stays unscored."

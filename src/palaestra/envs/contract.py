@@ -11,8 +11,10 @@ from palaestra.agent.result import AgentResult
 from palaestra.core.bridge import bridged
 from palaestra.core.errors import GraderError
 from palaestra.core.types import JSON, Score, Task
+from palaestra.envs import recipes
 from palaestra.envs.base_env import Item
 from palaestra.envs.class_environment import ROW_KEYS, ClassEnvironment, numbers
+from palaestra.envs.config import HermesAgentEnvConfig
 from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
 from palaestra.envs.settings import agent_settings, network_policy
 from palaestra.inference.ledger import Ledger
@@ -60,6 +62,20 @@ class ContractEnvironment(ClassEnvironment):
 
     def prepares(self, task: Task) -> bool:
         return self.inner.config.share_setup or overrides(self.inner, "prepare_group")
+
+    def recipe(self, task: Task) -> JSON:
+        """What the class declares for the item, with the item, the class's own settings and where its code is."""
+        inner = self.inner
+        declared = inner.group_recipe(task.data)
+        if declared is None:
+            return None
+        return [
+            declared,
+            recipes.code([cls for cls in type(inner).__mro__ if cls.__module__ != "builtins"], task.id),
+            recipes.own_settings(inner.config, HermesAgentEnvConfig),
+            [inner.config.seed, inner.config.share_setup],
+            recipes.named(task.data, task.id),
+        ]
 
     async def prepare(self, task: Task, sandbox: Slot) -> None:
         async def slot() -> Slot:

@@ -27,6 +27,7 @@ from pydantic import Field, create_model
 
 from palaestra.core.errors import ConfigError, GraderError, TaskError
 from palaestra.core.types import JSON, NetworkPolicy, Score, Task
+from palaestra.envs import recipes
 from palaestra.envs.held_out import HeldOutConfig, serves
 from palaestra.envs.hooks import Hook, HookFunction, Source, declare
 from palaestra.envs.settings import agent_settings, kit, mcp_servers, network_policy
@@ -205,6 +206,19 @@ class FunctionEnvironment(Environment):
         if self.form.preparation is not None:
             rng = random.Random(f"{self.config.seed}:{task.id}:prepare")
             await self.form.preparation({"task": _known(task), "sandbox": _known(sandbox), "rng": _known(rng)})
+
+    def recipe(self, task: Task) -> JSON:
+        """What the task declares, and with a prepare hook all that the hook is given and where its code is."""
+        hook = self.form.preparation
+        if task.recipe is None or hook is None:
+            return task.recipe
+        return [
+            task.recipe,
+            recipes.code([hook.function, self.form.source], task.id),
+            recipes.own_settings(self.config, FunctionEnvConfig),
+            self.config.seed,
+            recipes.named(task, task.id),
+        ]
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         sources: dict[str, Source] = {

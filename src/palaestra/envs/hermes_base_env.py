@@ -57,6 +57,12 @@ class HermesAgentBaseEnv(BaseEnv):
     async def prepare_group(self, item: Item, exec_tool: ExecTool) -> None:
         """Prepare the workspace once per group; every rollout starts from a fork of it."""
 
+    def group_recipe(self, item: Item) -> str | None:
+        """Say that what `prepare_group` makes (with `share_setup`, `setup_trajectory_workspace` too) depends on nothing
+        but the item, the class's own settings and file, and what this text names (a version). None: it may. See
+        `Task.recipe`."""
+        return None
+
     async def setup_trajectory_workspace(
         self, item: Item, *, trajectory_id: str, exec_tool: ExecTool
     ) -> dict[str, JSON]:

@@ -29,7 +29,7 @@ from palaestra.envs.forms import Form, form_of
 from palaestra.envs.loading import load_environment, reference_of
 from palaestra.envs.output import Output, claim_folder, resumed_folder
 from palaestra.envs.reporting import make_reporting
-from palaestra.envs.settings import make_pool, make_world, server_settings
+from palaestra.envs.settings import make_pool, make_prepared, make_world, server_settings
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.servers import ServerGroup
 from palaestra.rollouts.base import Environment
@@ -103,6 +103,7 @@ async def run(
     config = parsed.env_config
     servers = server_settings(config, parsed.server_configs)
     async with started(ServerGroup(servers)) as engine, make_pool(config) as pool:
+        prepared = make_prepared(config, pool.backend)
         environment = form.build(config, servers, engine)
         async with opened(environment), closed(make_world(config)) as world:
             output = _open_output(form, parsed, engine, root, reference)
@@ -125,7 +126,7 @@ async def run(
                 run_id=output.folder.run_id,
                 content=config.otel_content,
             ) as tracing:
-                batch = Batch(environment, parsed, engine, pool, output, stops, world, reporting, tracing)
+                batch = Batch(environment, parsed, engine, pool, output, stops, world, reporting, tracing, prepared)
                 totals = await recorded(batch, stream)
     return RunReport(
         exit_code=stops.exit_code if stops.reason else TOO_MANY_FAILURES if _unfinished(totals, config) else DONE,

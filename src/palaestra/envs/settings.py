@@ -15,7 +15,10 @@ from palaestra.rollouts.base import AgentSettings, Kit
 from palaestra.rollouts.export.recording import open_recording
 from palaestra.rollouts.world.modes import RunWorld, open_world
 from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import Backend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.sandbox.snapshot_store import SnapshotStore, default_folder
+from palaestra.sandbox.snapshots import Prepared
 from palaestra.tools.distributions import sample_toolsets_from_distribution
 from palaestra.tools.installed import installed_tools
 from palaestra.tools.mcp.server import toolset_of
@@ -151,6 +154,19 @@ def make_world(config: BaseEnvConfig) -> RunWorld:
     """What answers for the tools that touch the world. Raises `ConfigError` for a recording that cannot be read."""
     recording = config.world_file if config.world in ("replay", "fill") else None  # else the run's folder has it
     return open_world(config.world, recording, strict=config.world_miss == "fail")
+
+
+def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
+    """The workspaces that are prepared already on this machine; None where the settings want none of them.
+
+    Raises `ConfigError` for a folder, named by somebody, that cannot be used.
+    """
+    if not config.keep_workspaces or not isinstance(backend, LocalBackend):
+        return None
+    named = config.workspace_store
+    folder = default_folder() if named is None else Path(named).expanduser()
+    store = SnapshotStore(folder, max_bytes=config.workspace_store_bytes)
+    return Prepared(backend, store if named is None else store.open())
 
 
 def make_pool(config: BaseEnvConfig) -> SlotPool:

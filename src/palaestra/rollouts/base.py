@@ -141,6 +141,17 @@ class Environment(ABC):
     async def prepare(self, task: Task, sandbox: Slot) -> None:
         """Prepare the workspace, once per group. Every rollout starts from a fork of it."""
 
+    def recipe(self, task: Task) -> JSON:
+        """What the task's whole preparation depends on besides its image, `files`, `setup` and slot, as JSON; None
+        where that cannot be said.
+
+        Saying it lets runs on this machine share the prepared workspace: `lay` and `prepare` are then not called where
+        it is there already, so all that they do must be in it. By default what the task says, unless there are hooks.
+        """
+        own = type(self)
+        hooks = own.prepare is not Environment.prepare or own.foundation is not Environment.foundation
+        return None if hooks else task.recipe
+
     async def collect(self, task: Task, group_id: str, wanted: int) -> int:
         """How many rollouts the group has. One that is collected in one go is collected here; `act` takes its rows."""
         return wanted

@@ -1,5 +1,8 @@
 """One group: prepare the task's workspace once, then let `group_size` rollouts start from forks of it.
 
+Where the environment says what its preparation depends on, a workspace that another run has prepared is used as it is,
+and one that is prepared here is kept for others (`sandbox/snapshots.py`). Not so with a network, whatever is said.
+
 A preparation that fails ends the group with an error and no trajectory: nothing was rolled out, so nothing is scored.
 A prepared workspace that is lost with its backend is prepared again.
 """
@@ -7,6 +10,7 @@ A prepared workspace that is lost with its backend is prepared again.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 import time
@@ -15,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from palaestra.core.errors import InfraError, PrepareError, SandboxError, TaskError
-from palaestra.core.types import Blame, Task
+from palaestra.core.types import Blame, Network, Task
 from palaestra.inference.base import Engine, SessionContext
 from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.attempt import Attempt, blaming
@@ -32,6 +36,7 @@ from palaestra.rollouts.trajectory import Group, Trajectory
 from palaestra.rollouts.turns import Turns
 from palaestra.rollouts.world.modes import RunWorld
 from palaestra.sandbox.base import Slot, Snapshot
+from palaestra.sandbox.snapshots import Prepared, Put, Recipe, Run
 from palaestra.tools.registry import schema_hash
 
 logger = logging.getLogger(__name__)
@@ -58,6 +63,7 @@ class Services:
     group_size: int = 1
     infra_retries: int = 0
     foundations: Foundations = field(kw_only=True)
+    prepared: Prepared | None = None
     finished: Mapping[str, Mapping[int, Trajectory]] = field(default_factory=dict)
     cut_off: dict[str, CutOff] = field(default_factory=dict)
     idle_limits: Mapping[str, float] = field(default_factory=lambda: IDLE_LIMITS)
@@ -144,14 +150,40 @@ class GroupRun:
         return await self._prepare_once()
 
     async def _prepare_once(self) -> Snapshot | None:
-        key = self.env.foundation(self.task)
-        foundation = None
-        if key is not None:
-            lay = partial(self._in_slot, self.env.lay, None, f"laying the foundation {key}")
-            foundation = await self.services.foundations.get(key, lay)
-        if foundation is None and not self.env.prepares(self.task):
+        services = self.services
+        at = Stages(self.group.group_id, services.observer.stage, services.idle_limits, services.tracing)
+        async with at.watched():
+            recipe = await blaming(PrepareError, self._recipe(), f"asking for the recipe of task {self.task.id}")
+            if recipe is None or services.prepared is None:
+                return await self._make(at) if self._prepares else None
+            with at.stage("store"):
+                taken = await services.prepared.take(recipe, partial(self._make, at))
+            self.group.from_store = taken.found
+            if taken.found:
+                self.group.prepare_s += round(at.seconds["store"], 6)
+            return taken.snapshot
+
+    @property
+    def _prepares(self) -> bool:
+        return self.env.foundation(self.task) is not None or self.env.prepares(self.task)
+
+    async def _recipe(self) -> Recipe | None:
+        """What the preparation is a function of; None where it has to be done in every run."""
+        task, spec = self.task, self.env.slot_spec(self.task, Phase.PREPARE)
+        declared = self.env.recipe(task)
+        if declared is None or spec.network is not Network.OFF or not self._prepares:
             return None
-        return await self._in_slot(self._fill, foundation, f"preparing task {self.task.id}")
+        files = [Put(path, _bytes(content)) for path, content in task.files.items()]
+        setup = [Run(task.setup)] if task.setup else []
+        version = json.dumps(declared, sort_keys=True)
+        return Recipe(spec, (*files, *setup), version, f"{self.env.name} {task.id}")
+
+    async def _make(self, at: Stages) -> Snapshot:
+        key, foundation = self.env.foundation(self.task), None
+        if key is not None:
+            lay = partial(self._in_slot, at, self.env.lay, None, f"laying the foundation {key}")
+            foundation = await self.services.foundations.get(key, lay)
+        return await self._in_slot(at, self._fill, foundation, f"preparing task {self.task.id}")
 
     async def _restore(self) -> None:
         """Before another attempt: prepare the workspace again, where the snapshot of it is lost. Once for all rollouts.
@@ -167,32 +199,30 @@ class GroupRun:
                 logger.warning("the lost workspace of task %s cannot be prepared again: %s", self.task.id, error)
 
     async def _in_slot(
-        self, work: Callable[[Task, Slot], Awaitable[None]], base: Snapshot | None, doing: str
+        self, at: Stages, work: Callable[[Task, Slot], Awaitable[None]], base: Snapshot | None, doing: str
     ) -> Snapshot:
         """Do preparation work in a slot and seal it. What goes wrong in it is the task's fault."""
-        slots, services = self.services.slots, self.services
-        at = Stages(self.group.group_id, services.observer.stage, services.idle_limits, services.tracing)
-        async with at.watched():
-            with at.stage("admit"):
-                await slots.admit()
-            started = time.perf_counter()
-            spec = self.env.slot_spec(self.task, Phase.PREPARE)
-            with at.stage("acquire"):
-                slot = await slots.lease(f"{self.group.group_id}:prepare", spec=spec, snapshot=base)
-            try:
-                with at.stage("prepare"):
-                    await blaming(PrepareError, work(self.task, slot), doing)
-            except BaseException:
-                await asyncio.shield(slots.release(slot))
-                raise
-            with at.stage("seal"):
-                snapshot = await slots.seal(slot)
+        slots = self.services.slots
+        with at.stage("admit"):
+            await slots.admit()
+        started = time.perf_counter()
+        spec = self.env.slot_spec(self.task, Phase.PREPARE)
+        with at.stage("acquire"):
+            slot = await slots.lease(f"{self.group.group_id}:prepare", spec=spec, snapshot=base)
+        try:
+            with at.stage("prepare"):
+                await blaming(PrepareError, work(self.task, slot), doing)
+        except BaseException:
+            await asyncio.shield(slots.release(slot))
+            raise
+        with at.stage("seal"):
+            snapshot = await slots.seal(slot)
         self.group.prepare_s += round(time.perf_counter() - started, 6)
         return snapshot
 
     async def _fill(self, task: Task, slot: Slot) -> None:
         for path, content in task.files.items():
-            await slot.write_bytes(path, content.encode() if isinstance(content, str) else content)
+            await slot.write_bytes(path, _bytes(content))
         if task.setup:
             done = await slot.execute(task.setup, timeout_s=SETUP_TIMEOUT_S)
             if not done.success:
@@ -280,6 +310,10 @@ class GroupRun:
             world=self.services.world.rollout(rollout_id, lambda: recall is not None and not recall.caught_up),
             recall=recall,
         )
+
+
+def _bytes(content: str | bytes) -> bytes:
+    return content.encode() if isinstance(content, str) else content
 
 
 def failed_for_the_engine(group: Group) -> bool:

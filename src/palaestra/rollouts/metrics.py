@@ -27,7 +27,7 @@ class Figures:
 
     def __init__(self) -> None:
         self.groups = 0
-        self._failed = 0
+        self._failed = self._from_store = 0
         self._totals: Counter[str] = Counter()
         self._outcomes: Counter[str] = Counter()
         self._blames: Counter[str] = Counter()
@@ -46,6 +46,7 @@ class Figures:
         self._rewards.extend(rewards)
         self._sizes.append((len(rewards), len(group.trajectories) - len(rewards)))
         if group.prepare_s:
+            self._from_store += group.from_store
             self._seconds["prepare"].append(group.prepare_s)
         for trajectory in group.trajectories:
             self._count(trajectory)
@@ -77,6 +78,7 @@ class Figures:
         """`reward/*` and `percent_correct` (the share, 0 to 1, of rewards of at least 1) are over scored rollouts, but
         those with `_with_unscored`, which count the others as 0; `reward/std` is the population's. `outcomes/<name>`
         and `blame/<name>` are counts, `blame_rate/<name>` shares of all rollouts, `tokens/*` and `cost` totals,
+        `groups_prepared` had a workspace prepared, of which `groups_from_store` found it prepared on this machine,
         `stage/<name>/p50` and `p95` seconds, and `metric/<name>` the mean over the rollouts that report it. `…/low`
         and `…/high` are a 95 % interval; that of a mean takes the rollouts of one group as alike.
         """
@@ -86,9 +88,10 @@ class Figures:
             for name, q in (("p50", 0.5), ("p95", 0.95))
         }
         metrics = {f"metric/{name}": _mean(self._metrics[name]) for name in sorted(self._metrics)}
-        return (
-            {"groups": self.groups, "groups_failed": self._failed} | self._counts() | self._reward() | seconds | metrics
-        )
+        groups: dict[str, float] = {"groups": self.groups, "groups_failed": self._failed}
+        if prepared := len(self._seconds["prepare"]):
+            groups |= {"groups_prepared": prepared, "groups_from_store": self._from_store}
+        return groups | self._counts() | self._reward() | seconds | metrics
 
     @property
     def outcomes(self) -> Counter[str]:

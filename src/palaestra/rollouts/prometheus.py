@@ -32,6 +32,8 @@ def _metrics(status: RunStatus, now: float) -> Iterator[tuple[str, str, str, Sam
     yield "run_start_time_seconds", "gauge", "When it began, since the epoch.", _one(status.started_at)
     yield "groups_total", "counter", "Groups that have ended.", _one(status.groups_ended)
     yield "groups_failed_total", "counter", "Groups without a rollout, among them.", _one(status.groups_failed)
+    yield "preparations_total", "counter", "Workspaces made ready for groups.", _one(status.prepared)
+    yield "preparations_from_store_total", "counter", "Those found prepared, among them.", _one(status.from_store)
     yield "rollouts_total", "counter", "Rollouts that have ended, by outcome.", _by("outcome", status.outcomes)
     yield "scored_rollouts_total", "counter", "Rollouts that have a reward.", _one(status.scored)
     yield "discarded_attempts_total", "counter", "Attempts that were tried again.", _one(status.discarded)

@@ -60,7 +60,8 @@ class Latency:
 @dataclass(slots=True)
 class RunStatus:
     """A run at a moment. `state` is running, killed, the reason with which it ended, or elsewhere (another host has
-    it, and this one cannot tell). `in_flight` is by stage; of a run that was killed, what was.
+    it, and this one cannot tell). `in_flight` is by stage; of a run that was killed, what was. `prepared` workspaces
+    were made ready for groups, `from_store` of them were found prepared on the machine.
 
     `blame` is over the rollouts that ended. `mean_reward` is over the scored ones, `mean_with_unscored` counts those
     without a reward as 0, `full` is the share of scored rollouts with a reward of 1 or more, and `…_interval` the 95 %
@@ -78,6 +79,8 @@ class RunStatus:
     groups_begun: int = 0
     groups_ended: int = 0
     groups_failed: int = 0
+    prepared: int = 0
+    from_store: int = 0
     rollouts: int = 0
     scored: int = 0
     discarded: int = 0
@@ -138,6 +141,7 @@ class _Rollout(msgspec.Struct):
 class _Group(msgspec.Struct):
     group_id: str
     prepare_s: float = 0.0
+    from_store: bool = False
 
 
 class _Ended(NamedTuple):
@@ -214,6 +218,8 @@ class RunReader:
                 for rollout_id in [name for name, each in rollouts.items() if each.blame in CUT_OFF]:
                     del rollouts[rollout_id]
                 if line.group.prepare_s:
+                    status.prepared += 1
+                    status.from_store += line.group.from_store
                     self._seconds["prepare"].append(line.group.prepare_s)
                 self._group_ends.pop(line.group.group_id, None)
             case "taken_up" if line.turns:

@@ -157,7 +157,8 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `toolsets` are those that the group was given, drawn or named. `tools` are the schemas that its models saw and
     `tools_hash` their name; `tools_missing` has those that were asked for but are not here, with the reason. `error`
-    tells why there are no trajectories, when preparing the task failed, and `blame` whose fault that was.
+    tells why there are no trajectories, when preparing the task failed, and `blame` whose fault that was. `prepare_s`
+    is how long preparing took, in seconds, and `from_store` whether the workspace was found prepared on this machine.
     """
 
     schema: str = GROUP_SCHEMA
@@ -172,6 +173,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     error: str = ""
     blame: Blame | None = None
     prepare_s: float = 0.0
+    from_store: bool = False
 
     @property
     def scored(self) -> list[Trajectory]:

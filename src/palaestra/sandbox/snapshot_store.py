@@ -2,7 +2,8 @@
 
 An entry appears under its name only when it is whole (written beside it, synced, renamed), so a crash leaves no half
 entry; what is half is held by a lock while its maker lives and is removed once nobody holds it. Entries in use are
-locked by the slot server that uses them (`LocalBackend.load`) and never evicted.
+locked by the slot server that uses them (`LocalBackend.load`) and never evicted. What others have done to an entry
+since (a cleaner of caches, an editor) is noticed by `is_whole`; that the disk gives back other bytes is not.
 
     STORE/KEY/layers/N/TREE   one folder per layer, topmost first     STORE/KEY/about.json   what it is, and when used
     STORE/new-*               half an entry, or one on its way out    STORE/turn-*           locks of those who prepare
@@ -10,24 +11,29 @@ locked by the slot server that uses them (`LocalBackend.load`) and never evicted
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import ctypes
+import errno
 import fcntl
 import json
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from palaestra.core.clock import Clock
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
+from palaestra.sandbox import identity
 from palaestra.sandbox.images import store as images
 from palaestra.sandbox.turns import turn
 
-SCHEMA = "palaestra.snapshot/1"
+SCHEMA = "palaestra.snapshot/2"
 DEFAULT_MAX_BYTES = 20 << 30
 
 _TURN_S = 0.05
@@ -41,19 +47,27 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One kept snapshot. `size_bytes` is that of its files, `used_at` the last use in seconds since the epoch."""
+    """One kept snapshot. `size_bytes` is what it takes on the disk, `used_at` the last use in seconds since the epoch,
+    `name` what it was made for first."""
 
     key: str
     size_bytes: int
     used_at: float
+    name: str = ""
 
 
 class SnapshotStore:
-    """The folder. Every method may be called while other runs use it."""
+    """The folder. Every method may be called while other runs use it. Nothing is made or looked at before `open`."""
 
     def __init__(self, folder: Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
-        """Raises `ConfigError` for a folder that is somebody else's or open to others: what is in it is run."""
         self.folder, self.max_bytes = folder, max_bytes
+
+    def open(self) -> SnapshotStore:
+        """Make the folder if it is not there. Idempotent.
+
+        Raises `ConfigError` for one that is somebody else's or open to others: what is in it is run.
+        """
+        folder = self.folder
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = folder.stat()
@@ -61,6 +75,7 @@ class SnapshotStore:
             raise ConfigError(f"the snapshot store {str(folder)!r} cannot be used: {error.strerror}") from None
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise ConfigError(f"the snapshot store {str(folder)!r} must be yours and writable by you alone (chmod 700)")
+        return self
 
     def files(self, key: str) -> Path:
         """Where the layers of an entry are."""
@@ -69,39 +84,75 @@ class SnapshotStore:
     def entries(self) -> list[Entry]:
         """What is there, least recently used first."""
         found = []
-        for path in self.folder.iterdir():
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
             with contextlib.suppress(OSError, ValueError, KeyError):
                 if _KEY.fullmatch(path.name):
                     about = json.loads((path / "about.json").read_text())
-                    found.append(Entry(path.name, int(about["size_bytes"]), (path / "about.json").stat().st_mtime))
+                    used_at = (path / "about.json").stat().st_mtime
+                    name = str((about.get("recipe") or {}).get("name", ""))
+                    found.append(Entry(path.name, int(about["size_bytes"]), used_at, name))
         return sorted(found, key=lambda entry: entry.used_at)
+
+    def has(self, key: str) -> bool:
+        """Whether there is an entry, whole or not."""
+        return (self.folder / key).exists()
+
+    def is_whole(self, key: str) -> bool:
+        """Whether an entry is as it was kept. Blocks for as long as it takes to look at each of its files."""
+        try:
+            about = json.loads((self.folder / key / "about.json").read_text())
+            return bool(about["digest"] == identity.of_tree(str(self.files(key)))[0])
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
     def touch(self, key: str) -> None:
         """Note that an entry is used."""
         with contextlib.suppress(FileNotFoundError):
             os.utime(self.folder / key / "about.json")
 
-    @contextlib.contextmanager
-    def new(self) -> Iterator[Path]:
+    @contextlib.asynccontextmanager
+    async def new(self) -> AsyncIterator[Path]:
         """A folder to fill, held by a lock; gone at the end unless `keep` has taken it."""
-        path = self.folder / f"new-{os.urandom(8).hex()}"
-        path.mkdir(mode=0o700)
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        path, lock = self._held_folder()
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
             (path / "layers").mkdir(mode=0o755)
             yield path
         finally:
-            _remove(path)
+            await to_the_end(partial(_remove, path))
             os.close(lock)
 
-    def keep(self, path: Path, key: str, size_bytes: int, recipe: JSON) -> None:
-        """Give a whole entry its name. Where another run was quicker, that one's is kept. Blocks while disks sync."""
-        about = {"schema": SCHEMA, "key": key, "size_bytes": size_bytes, "recipe": recipe}
+    def _held_folder(self) -> tuple[Path, int]:
+        while True:
+            path = self.folder / f"new-{os.urandom(8).hex()}"
+            path.mkdir(mode=0o700)
+            lock = -1
+            with contextlib.suppress(OSError):  # somebody swept it away before it was held
+                lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.stat().st_ino == os.fstat(lock).st_ino:
+                    return path, lock
+            if lock >= 0:
+                os.close(lock)
+
+    def keep(self, path: Path, key: str, recipe: JSON) -> None:
+        """Give a whole entry its name, and evict others to make room. Where another run was quicker, that one's is
+        kept. Blocks while the disk syncs. Raises OSError (EFBIG) for one that is larger than the store may be.
+        """
+        _sync(path)
+        digest, size_bytes = identity.of_tree(str(path / "layers"))
+        if size_bytes > self.max_bytes:
+            raise OSError(
+                errno.EFBIG, f"it takes {size_bytes} bytes, more than the {self.max_bytes} of the whole store"
+            )
+        self.evict(size_bytes)
+        about = {"schema": SCHEMA, "key": key, "size_bytes": size_bytes, "digest": digest, "recipe": recipe}
         (path / "about.json").write_text(json.dumps(about))
-        os.sync()
-        with contextlib.suppress(OSError):  # ENOTEMPTY: it is there already
+        _sync(path)
+        try:
             path.rename(self.folder / key)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
 
     def evict(self, room: int = 0) -> list[str]:
         """Remove the least recently used entries that nobody uses until all fit with `room` bytes; their keys."""
@@ -127,7 +178,7 @@ class SnapshotStore:
 
     def _take_away(self, path: Path, locked: Path) -> bool:
         try:
-            lock = os.open(locked, os.O_RDONLY | os.O_DIRECTORY)
+            lock = os.open(locked if locked.is_dir() else path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
             return False
         try:
@@ -143,7 +194,28 @@ class SnapshotStore:
 
     def turn(self, key: str, clock: Clock) -> contextlib.AbstractAsyncContextManager[None]:
         """One run at a time for one key, whoever runs it; a run that dies loses its turn."""
-        return turn(self.folder / f"turn-{key[:2]}", clock.sleep, _TURN_S)
+        return turn(self.folder / f"turn-{key[:3]}", clock.sleep, _TURN_S)
+
+
+async def to_the_end(work: Callable[[], None]) -> None:
+    """Work in a thread, which ends before this does, cancelled or not: what it works on may be gone afterwards."""
+    working = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        await asyncio.shield(working)
+    finally:
+        while not working.done():
+            with contextlib.suppress(asyncio.CancelledError, OSError):
+                await asyncio.shield(working)
+
+
+def _sync(path: Path) -> None:
+    """Write all of one file system to its disk: a workspace has too many files to do that for each."""
+    libc, folder = ctypes.CDLL(None, use_errno=True), os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if libc.syncfs(folder) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
+    finally:
+        os.close(folder)
 
 
 def _remove(path: Path) -> None:
