@@ -22,6 +22,7 @@ PARAMETERS: Mapping[str, str] = {
     "todo": "todos merge",
     "web_search": "query! limit",
     "web_extract": "urls! offset",
+    "web_crawl": "url! instructions limit depth",
     "browser_navigate": "url!",
     "browser_snapshot": "full",
     "browser_click": "ref!",
@@ -155,7 +156,7 @@ SCENES: Mapping[str, tuple[Step, ...]] = {
     "session_search": (step({"query": "x"}, "error", lambda r: "are kept here" in r["error"]),),
     "clarify": (step({"question": "x"}, "error", lambda r: "nobody to ask" in r["error"]),),
     "delegate_task": (
-        step({"goal": "x"}, "error", lambda r: "no sub-agents here" in r["error"]),
+        step({"goal": "x"}, "error", lambda r: "cannot be used here" in r["error"]),
         step({"tasks": [{}]}, "error", lambda r: "Invalid arguments" in r["error"]),
     ),
     "todo": (
@@ -177,6 +178,12 @@ SCENES: Mapping[str, tuple[Step, ...]] = {
             "results error",
             lambda r: all(each["url"] and each["error"] for each in r["results"]),
         ),
+    ),
+    "web_crawl": (
+        step(
+            {"url": "http://127.0.0.1:1/"}, "results links_left error", lambda r: "private" in r["results"][0]["error"]
+        ),
+        step({"url": "file:///etc/passwd", "depth": 1}, "results links_left error"),
     ),
     "browser_navigate": (
         step(

@@ -252,13 +252,15 @@ def builtin_tools(settings: ToolSettings | None = None) -> tuple[Tool, ...]:
     from palaestra.tools.builtin.todo import TODO
     from palaestra.tools.builtin.vision import vision_tool
     from palaestra.tools.builtin.web import web_tools
+    from palaestra.tools.builtin.web_crawl import web_crawl_tool
 
     settings = settings or ToolSettings()
     files = (READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES)
     here = (TERMINAL, PROCESS, *files, TODO, TERMINAL_STATEFUL, TMUX, EXECUTE_CODE, DELEGATE_TASK)
     people = (CLARIFY, MEMORY, SESSION_SEARCH)
     eyes = (*browser_tools(settings), vision_tool(settings))
-    return (*here, *people, *web_tools(settings), *eyes, *MODELS, *ASSISTANT, *TRAINING)
+    web = (*web_tools(settings), web_crawl_tool(settings))
+    return (*here, *people, *web, *eyes, *MODELS, *ASSISTANT, *TRAINING)
 
 
 def all_tools(settings: ToolSettings | None = None, others: Iterable[Installed] | None = None) -> list[Tool]:

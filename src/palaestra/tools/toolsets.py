@@ -86,6 +86,7 @@ TOOLSETS: Mapping[str, Toolset] = {
     "tmux": Toolset("A terminal with a screen, and keys to press", ("tmux",), on_request=True),
     "todo": Toolset("Keep a list of the steps of a task", ("todo",)),
     "web": Toolset("Search the web and read pages", ("web_search", "web_extract")),
+    "web_crawl": Toolset("Read a web site from one page on", ("web_crawl",), on_request=True),
     "search": Toolset("Search the web without reading pages", ("web_search",)),
     "browser": Toolset("Drive a browser, and search for pages to open", _BROWSER, includes=("search",)),
     "vision": Toolset("Look at images", ("vision_analyze",)),

@@ -120,7 +120,7 @@ async def run_extract(pages: PageReader, arguments: Mapping[str, JSON]) -> ToolR
     """`results`: for each address its `title` and `content` or its `error`, with `total_chars` and a `hint` where it is
     cut; and an `error` of the whole where no page could be read."""
     urls, offset = [str(url) for url in arguments["urls"]], int(arguments.get("offset", 0))
-    results = [_shown(page, offset) for page in await pages.read(urls)]
+    results = [shown(page, offset) for page in await pages.read(urls)]
     if all("error" in each for each in results):
         return {"results": results, "error": "No page could be read; each result says why"}
     return {"results": results}
@@ -132,18 +132,20 @@ def _refuse_without(choice: Choice, schema: ToolSchema) -> None:
         raise ToolMistake(f"{schema.name} cannot be used here: {choice.missing}")
 
 
-def _shown(page: Page, offset: int) -> dict[str, JSON]:
+def shown(page: Page, offset: int, most: int = MAX_PAGE_CHARS, way: str = "") -> dict[str, JSON]:
+    """A page from an offset on, `most` characters of it, or its error; `way` says how to go on where it is cut."""
     if page.error:
         return {"url": page.url, "error": page.error}
     total = len(page.content)
     if offset and offset >= total:
         return {"url": page.url, "error": f"offset {offset} is beyond the end: the page has {total} characters"}
-    content = page.content[offset : offset + MAX_PAGE_CHARS]
-    shown: dict[str, JSON] = {"url": page.url, "title": _cut(page.title, _TITLE_CHARS), "content": content}
+    content = page.content[offset : offset + most]
+    reply: dict[str, JSON] = {"url": page.url, "title": _cut(page.title, _TITLE_CHARS), "content": content}
     end = offset + len(content)
     if end < total:
-        shown |= {"total_chars": total, "hint": f"Characters {offset} to {end} are shown; go on with offset={end}"}
-    return {**shown, "note": page.note} if page.note else shown
+        hint = f"Characters {offset} to {end} are shown; {way or f'go on with offset={end}'}"
+        reply |= {"total_chars": total, "hint": hint}
+    return {**reply, "note": page.note} if page.note else reply
 
 
 def _cut(text: str, most: int) -> str:

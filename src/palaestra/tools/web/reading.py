@@ -18,7 +18,7 @@ from palaestra.tools.web.article import read_article
 from palaestra.tools.web.base import Page, PageReader
 from palaestra.tools.web.fetching import Fetched, Unreadable, fetch, screen
 
-_HTML = frozenset({"text/html", "application/xhtml+xml"})
+HTML = frozenset({"text/html", "application/xhtml+xml"})
 _TEXT = frozenset(
     f"application/{kind}"
     for kind in ("json", "xml", "javascript", "x-ndjson", "yaml", "x-yaml", "toml", "x-sh", "x-latex", "sql")
@@ -79,20 +79,20 @@ async def as_text(url: str, fetched: Fetched) -> Page:
     if kind in _UNTYPED and b"\0" not in fetched.body[:4096]:
         kind = "text/plain"
     note = f"only its first {len(fetched.body)} bytes were read" if fetched.cut else ""
-    if kind in _HTML:
-        article = await read_article(_decoded(fetched), fetched.url)
+    if kind in HTML:
+        article = await read_article(decoded(fetched), fetched.url)
         if not article.text:
             raise Unreadable("the page has no text of its own; it may be made by scripts, which only a browser runs")
         return Page(url, article.title, article.text, note="; ".join(filter(None, (note, article.note))))
     if kind.startswith("text/") or kind in _TEXT or kind.endswith(("+json", "+xml")):
-        return Page(url, content=_pretty(kind, _decoded(fetched)), note=note)
+        return Page(url, content=_pretty(kind, decoded(fetched)), note=note)
     raise Unreadable(f"it is {kind or 'of no known kind'}, which has no text")
 
 
-def _decoded(fetched: Fetched) -> str:
+def decoded(fetched: Fetched) -> str:
     """The text by the charset that was declared, else UTF-8; what does not decode is marked."""
     body, charset = fetched.body, fetched.charset
-    if charset is None and fetched.content_type.lower() in _HTML:
+    if charset is None and fetched.content_type.lower() in HTML:
         charset = _declared(body)
     try:
         codecs.lookup(charset or "utf-8")

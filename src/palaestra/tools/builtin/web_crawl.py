@@ -1,0 +1,84 @@
+"""The `web_crawl` tool: the pages of a site, from one on.
+
+Only for who names its toolset: `web_search` and `web_extract` say more for fewer pages. Names and parameters are the
+contract's, with bounds besides. Nothing is summarised: `instructions` only decide which links are followed first.
+
+Invariant: a reply is bounded, and says what was cut or left out and how to get it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from palaestra.core.types import JSON
+from palaestra.tools.builtin.web import shown
+from palaestra.tools.schema import FunctionTool, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.settings import ToolSettings
+from palaestra.tools.web.addresses import Reachable
+from palaestra.tools.web.crawling import Crawled, Crawler
+from palaestra.tools.web.providers.choosing import choose_reader
+from palaestra.tools.web.reading import Fetcher
+
+MAX_PAGES, MAX_DEPTH = 20, 3
+PAGE_CHARS = 3_000
+TIME_S = 60.0
+
+SCHEMA = ToolSchema(
+    name="web_crawl",
+    external=True,
+    description=(
+        "Read a web site from one page on, following its links within the same site. Of each page the first "
+        f"{PAGE_CHARS} characters are shown; read one whole with web_extract."
+    ),
+    parameters={
+        "url": {"type": "string", "description": "The address of the page to begin with.", "minLength": 1},
+        "instructions": {
+            "type": "string",
+            "description": "What to look for, in words that its links may have: those with most of them come first.",
+        },
+        "limit": {
+            "type": "integer",
+            "description": "How many pages, at most.",
+            "default": 10,
+            "minimum": 1,
+            "maximum": MAX_PAGES,
+        },
+        "depth": {
+            "type": "integer",
+            "description": "How many links away from the first page.",
+            "default": 2,
+            "minimum": 1,
+            "maximum": MAX_DEPTH,
+        },
+    },
+    required=("url",),
+)
+
+
+def web_crawl_tool(settings: ToolSettings, time_s: float = TIME_S) -> FunctionTool:
+    """The tool as a configuration has it; it says what it lacks. Raises `ConfigError`."""
+
+    def missing() -> str | None:
+        if settings.web_extract_provider != "fetch":
+            return "it reads pages from this machine, so web_extract_provider must be fetch"
+        return choose_reader(settings).missing
+
+    async def run(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+        if (reason := missing()) is not None:
+            return {"error": f"web_crawl cannot be used here: {reason}"}
+        fetcher = Fetcher(Reachable(settings.web_allow), settings.lane())
+        crawler = Crawler(fetcher, int(arguments.get("limit", 10)), int(arguments.get("depth", 2)), time_s)
+        return _reply(await crawler.crawl(str(arguments["url"]), str(arguments.get("instructions") or "")), time_s)
+
+    return FunctionTool(SCHEMA, run, "web_crawl", parallel_safe=True, missing=missing, touches_world=True)
+
+
+def _reply(crawled: Crawled, time_s: float) -> dict[str, JSON]:
+    """`results`, as those of web_extract; `links_left` not followed; a `note` where the time was over."""
+    results = [shown(page, 0, PAGE_CHARS, "read it whole with web_extract") for page in crawled.pages]
+    reply: dict[str, JSON] = {"results": results, "links_left": crawled.left}
+    if crawled.over:
+        reply["note"] = f"Not all that was asked for was read: {time_s:g} s were over"
+    if all("error" in each for each in results):
+        reply["error"] = "No page could be read; each result says why" if results else str(reply.get("note"))
+    return reply
