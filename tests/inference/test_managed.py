@@ -234,6 +234,23 @@ def test_a_template_without_tools_is_refused_before_anything_is_sampled() -> Non
     assert engine.requests == 0
 
 
+@pytest.mark.parametrize(
+    ("request_", "complaint"),
+    [
+        ({"n": 0}, "n is 0"),
+        ({"tools": ["f"]}, "A tool is given as 'f'"),
+        ({"tools": [{"type": "function"}]}, "A tool is given as"),
+        ({"messages": ["hello"]}, "Message 0 is 'hello'"),
+        ({"messages": [*HI, {"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "no function with a name.*'x'"),
+    ],
+)
+def test_a_request_of_another_shape_is_refused(request_: JSON, complaint: str) -> None:
+    engine = toy("hello")
+    with pytest.raises(ConfigError, match=complaint):
+        asyncio.run(managed(engine).chat_completion(**{"messages": HI, **request_}))
+    assert engine.requests == 0
+
+
 def test_an_edited_history_is_a_segment_that_says_so() -> None:
     chat = managed(toy("hello", "there", "world"))
 

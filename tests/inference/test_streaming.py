@@ -118,6 +118,18 @@ def test_calls_side_by_side_and_calls_with_the_same_arguments() -> None:
     assert said == [("a", "f", '{"a": 1}'), ("b", "g", WHOLE), ("c", "g", WHOLE)]
 
 
+@pytest.mark.parametrize("name", ["f", "g"])
+@pytest.mark.parametrize("arguments", ["{}", '{"a": 1}'])
+def test_calls_that_share_an_index_are_told_apart_by_their_ids(name: str, arguments: str) -> None:
+    pieces = [call("f", "{}", index=0, id="a"), call(name, "", index=0, id="b"), call(None, arguments, index=0, id="b")]
+    reply = streamed(*(event(piece) for piece in pieces), event({}, "tool_calls"), DONE)
+    calls = reply.choices[0].message.tool_calls or []
+    assert [(each.id, each.function.name, each.function.arguments) for each in calls] == [
+        ("a", "f", "{}"),
+        ("b", name, arguments),
+    ]
+
+
 def test_malformed_arguments_stay_malformed() -> None:
     reply = streamed(event(call("f", '{"a": ', index=0, id="a")), event({}, "length"), DONE)
     calls = reply.choices[0].message.tool_calls or []

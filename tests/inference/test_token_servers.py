@@ -182,6 +182,85 @@ def test_missing_log_probabilities_are_a_typed_error(kind: str, spoil: Callable[
         with_server(kind, lambda engine: engine.chat_completion(messages=HI), server={"spoil": spoil})
 
 
+def other_ids(reply: JSON) -> JSON:
+    if "meta_info" in reply:
+        entries = reply["meta_info"]["output_token_logprobs"]
+        reply["output_ids"] = [*(entry[1] for entry in entries[:-1]), entries[-1][1] + 1]
+    else:
+        reply["choices"][0]["logprobs"]["tokens"][-1] = "token_id:5"
+    return reply
+
+
+def no_number(reply: JSON) -> JSON:
+    reply["choices"][0]["logprobs"]["tokens"][-1] = "token_id:"
+    return reply
+
+
+def no_reason(reply: JSON) -> JSON:
+    if "meta_info" in reply:
+        reply["meta_info"]["finish_reason"] = None
+    else:
+        reply["choices"][0]["finish_reason"] = None
+    return reply
+
+
+def beyond_32_bits(reply: JSON) -> JSON:
+    if "meta_info" in reply:
+        reply["meta_info"]["output_token_logprobs"][0][0] = -1e39
+    else:
+        reply["choices"][0]["logprobs"]["token_logprobs"][0] = -1e39
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("kind", "spoil", "complaint"),
+    [
+        ("sglang", other_ids, "of other tokens than its output_ids"),
+        ("vllm", other_ids, "of other tokens than its token ids"),
+        ("vllm before token ids", no_number, "it has no token ids"),
+        ("sglang", no_reason, "finish_reason"),
+        ("vllm", no_reason, "does not say why it ended"),
+        ("sglang", beyond_32_bits, "a log-probability that is none"),
+        ("vllm", beyond_32_bits, "a log-probability that is none"),
+    ],
+)
+def test_what_cannot_be_of_the_sampled_tokens_is_refused(
+    kind: str, spoil: Callable[[JSON], JSON], complaint: str
+) -> None:
+    with pytest.raises(EngineReplyError, match=f"toy.*{complaint}"):
+        with_server(kind, lambda engine: engine.chat_completion(messages=HI), server={"spoil": spoil})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_names_of_the_limit_count_over_aborts(kind: str) -> None:
+    def work(engine: TokenServer) -> Awaitable[ManagedChat]:
+        async def go() -> ManagedChat:
+            chat = engine.managed_server()
+            await chat.chat_completion(messages=HI, max_completion_tokens=5)
+            return chat
+
+        return go()
+
+    chat = with_server(kind, work, toy={"abort_rate": 0.5})
+    assert len([mask for mask in chat.ledger.rows()[0].masks if mask != -100]) == 5
+
+
+def test_vllm_says_itself_which_model_it_does_not_have() -> None:
+    refusal = {"object": "error", "message": "The model `toy` does not exist.", "type": "NotFoundError", "code": 404}
+
+    async def go() -> None:
+        async with LoopbackServer(Answer(refusal, 404)) as server:
+            engine = VLLMEngine(config(server.url), tokenizer=TOKENIZER, clock=ManualClock())
+            try:
+                await engine.chat_completion(messages=HI)
+            finally:
+                assert [seen.path for seen in server.seen] == ["/v1/completions"]
+                await engine.aclose()
+
+    with pytest.raises(EngineRefused, match="does not exist"):
+        asyncio.run(go())
+
+
 def other_prompt(reply: JSON) -> JSON:
     if "meta_info" in reply:
         reply["meta_info"]["prompt_tokens"] += 1

@@ -70,6 +70,12 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["/no/such/model", "./no-such-model", "~/no-such-model"])
+def test_a_path_is_not_looked_for_elsewhere(name: str) -> None:
+    with pytest.raises(ConfigError, match="There is no model folder"):
+        load_tokenizer(name)
+
+
 @pytest.mark.parametrize("name", ["", "none", "default"])
 def test_no_name(name: str) -> None:
     with pytest.raises(ConfigError, match=r"set --openai\.tokenizer_name"):

@@ -135,13 +135,17 @@ class ManagedChat:
         `chat_template_kwargs` among the settings go to the template, all others to the engine. Raises `EngineError`
         when there is no reply and `ConfigError` when the template refuses.
         """
+        if n < 1:
+            raise ConfigError(f"n is {n}; a request asks for at least one reply.")
         settings = {**sampling, **(extra_body or {})}
         renderer = self._format.renderer(tools or (), settings.get("chat_template_kwargs"))
         settings = {key: value for key, value in settings.items() if key not in _NOT_SAMPLING}
-        for key, value in (("temperature", temperature), ("max_tokens", max_tokens)):
+        limit = settings.pop("max_completion_tokens", None)  # OpenAI's newer name; engines know one
+        for key, value in (("temperature", temperature), ("max_tokens", max_tokens), ("max_tokens", limit)):
             if value is not None:
                 settings.setdefault(key, value)
-        settings["stop_token_ids"] = list(dict.fromkeys([*settings.get("stop_token_ids", ()), *renderer.stop_ids]))
+        stops = settings.get("stop_token_ids") or ()
+        settings["stop_token_ids"] = list(dict.fromkeys([*stops, *renderer.stop_ids]))
         replies = await self._replies(renderer, messages, settings, n)
         sampled = sum(reply.sampled_tokens for reply in replies)
         return ChatCompletion(

@@ -73,7 +73,7 @@ def refused(url: URL, status: int, body: bytes, model: str) -> EngineRefused:
     if 300 <= status < 400:
         way_out = "The address redirects; set --openai.base_url to where it leads (https instead of http?)."
     text = (
-        f"The model server at {shown(url)} refused the request (HTTP {status}, model '{model}'): {said or 'no text'}."
+        f"The model server at {shown(url)} refused the request (HTTP {status}, model '{model}'): {said.rstrip('.') or 'no text'}."
     )
     return EngineRefused(f"{text} {way_out}".rstrip())
 

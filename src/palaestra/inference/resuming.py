@@ -24,6 +24,9 @@ MOST_RESUMES = 200
 HIGHEST_LOGPROB = 1e-3
 """A log-probability may be above 0 by what rounding can do."""
 
+LOWEST_LOGPROB = -3.4e38
+"""Below it, the ledger's 32 bits hold minus infinity."""
+
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 
 
@@ -72,7 +75,9 @@ def _check(sampled: Sampled, engine: str, prompt_tokens: int, most: int | None, 
         problem = (
             f"token id {min(ids) if min(ids) < 0 else max(ids)}, which the tokenizer ({vocabulary} ids) does not have"
         )
-    elif ids and not (math.isfinite(sum(logprobs)) and max(logprobs) <= HIGHEST_LOGPROB):
+    elif ids and not (
+        math.isfinite(sum(logprobs)) and min(logprobs) >= LOWEST_LOGPROB and max(logprobs) <= HIGHEST_LOGPROB
+    ):
         problem = "a log-probability that is none"
     if problem:
         raise EngineReplyError(f"Engine '{engine}' answered a prompt of {prompt_tokens} tokens with {problem}.")

@@ -131,7 +131,8 @@ class _Call:
 class _Choice:
     texts: dict[str, list[str]] = field(default_factory=dict)
     details: list[JSON] = field(default_factory=list)
-    calls: dict[JSON, _Call] = field(default_factory=dict)
+    calls: list[_Call] = field(default_factory=list)
+    latest: dict[JSON, _Call] = field(default_factory=dict)
     logprobs: list[JSON] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -157,11 +158,21 @@ class _Choice:
         return Delta(index, content, reasoning) if content or reasoning else None
 
     def _call_of(self, call: dict[str, JSON]) -> _Call:
-        """By index; where there is none, an id that is new begins a call, and anything else goes on with the last."""
-        key = call.get("index")
+        """By index; where there is none, an id that is new begins a call, and anything else goes on with the last.
+
+        Some servers give every call of a reply the same index: an id other than that of the call there, with a name,
+        begins a call too.
+        """
+        key, id_ = call.get("index"), _text(call.get("id"))
         if not isinstance(key, int):
-            key = _text(call.get("id")) or (list(self.calls)[-1] if self.calls else 0)
-        return self.calls.setdefault(key, _Call())
+            key = id_ or (list(self.latest)[-1] if self.latest else 0)
+        latest = self.latest.get(key)
+        function = call.get("function")
+        named = isinstance(function, dict) and bool(_text(function.get("name")))
+        if latest is None or (named and id_ and latest.id and latest.id != id_):
+            latest = self.latest[key] = _Call()
+            self.calls.append(latest)
+        return latest
 
     def as_reply(self, index: int) -> dict[str, JSON]:
         message: dict[str, JSON] = {"role": "assistant", "content": None}
@@ -169,7 +180,7 @@ class _Choice:
         if self.details:
             message["reasoning_details"] = self.details
         if self.calls:
-            message["tool_calls"] = [call.as_message() for call in self.calls.values()]
+            message["tool_calls"] = [call.as_message() for call in self.calls]
         logprobs = {"content": self.logprobs} if self.logprobs else None
         return {"index": index, "message": message, "finish_reason": self.finish_reason, "logprobs": logprobs}
 

@@ -125,6 +125,11 @@ def load_tokenizer(name: str) -> FastTokenizer:
         return _from_files(name, lambda file: path / file if (path / file).is_file() else None)
     if path.is_file():
         return _from_files(name, lambda file: path if file == "tokenizer.json" else _beside(path, file))
+    if name.startswith(("/", ".", "~")):
+        raise ConfigError(
+            f"There is no model folder {path}. `palaestra model tiny {path}` makes a small one; a model of the hub is "
+            "named OWNER/NAME."
+        )
     return _from_files(name, lambda file: _fetched(name, file))
 
 

@@ -134,6 +134,12 @@ def test_a_template_that_depends_on_everything_is_rendered_in_full(caplog: pytes
             "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}",
             "'path' is not in",
         ),
+        (  # its words are there by accident
+            "look at the path {{ tools | map(attribute='function.description') | join }}"
+            "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}",
+            "does not show tool 'look'",
+        ),
+        ("{{ 1 % 0 }}{{ tools | tojson }}", "refuses this conversation: .*zero"),
         (
             "{{ tools | tojson }}{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endif %}"
             "{% endfor %}",

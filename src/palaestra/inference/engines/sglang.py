@@ -42,7 +42,8 @@ class SGLangEngine(TokenServer):
         if not 200 <= response.status < 300:
             self.transport.failures += 1
             raise refused(url, response.status, response.body, self.name)
-        info = self._decoded(response.body, _Generated, url, len(input_ids)).meta_info
+        reply = self._decoded(response.body, _Generated, url, len(input_ids))
+        info = reply.meta_info
         reason = info.finish_reason
         if reason.type == "abort" and reason.status_code is not None and 400 <= reason.status_code < 500:
             raise EngineRefused(f"The model server at {shown(url)} (model '{self.name}') refused: {reason.message}.")
@@ -53,8 +54,11 @@ class SGLangEngine(TokenServer):
             raise self._wrong(url, len(input_ids), f"{sampled} tokens but {given} log-probabilities")
         if any(entry[0] is None for entry in info.output_token_logprobs):
             raise self._wrong(url, len(input_ids), "a token has no log-probability")
+        ids = [entry[1] for entry in info.output_token_logprobs]
+        if reply.output_ids is not None and reply.output_ids != ids:
+            raise self._wrong(url, len(input_ids), "its log-probabilities are of other tokens than its output_ids")
         return Sampled(
-            ids=[entry[1] for entry in info.output_token_logprobs],
+            ids=ids,
             logprobs=[entry[0] or 0.0 for entry in info.output_token_logprobs],
             finish_reason=reason.type,
             policy_version=str(info.weight_version or ""),
@@ -79,3 +83,4 @@ class _MetaInfo(msgspec.Struct):
 
 class _Generated(msgspec.Struct):
     meta_info: _MetaInfo
+    output_ids: list[int] | None = None

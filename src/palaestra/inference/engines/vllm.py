@@ -42,7 +42,7 @@ class VLLMEngine(TokenServer):
             "add_special_tokens": False,
         }
         response = await self._continued(url, "prompt", input_ids, body)
-        if response.status in (404, 405) and self._stock is None:
+        if response.status in (404, 405) and self._stock is None and not _speaks_of_request(response.body):
             self._stock = False
             return await self._from_atropos(list(input_ids), sampling)
         if not 200 <= response.status < 300:
@@ -60,16 +60,20 @@ class VLLMEngine(TokenServer):
             raise self._wrong(url, len(input_ids), "it was given other prompt tokens, it says")
         if reply.usage is not None and reply.usage.prompt_tokens != len(input_ids):
             raise self._wrong(url, len(input_ids), f"it was given {reply.usage.prompt_tokens} tokens, it says")
-        ids = choice.token_ids
+        if choice.finish_reason is None:
+            raise self._wrong(url, len(input_ids), "it does not say why it ended")
+        ids, spelled = choice.token_ids, _spelled_ids(logprobs.tokens)
         if ids is None:
-            if not all(token.startswith(_SPELLED) for token in logprobs.tokens):
+            if spelled is None:
                 raise self._wrong(url, len(input_ids), "it has no token ids (vLLM 0.10.2 or newer gives them)")
-            ids = [int(token.removeprefix(_SPELLED)) for token in logprobs.tokens]
+            ids = spelled
+        elif spelled is not None and spelled != ids:
+            raise self._wrong(url, len(input_ids), "its log-probabilities are of other tokens than its token ids")
         if len(ids) != len(logprobs.token_logprobs) or None in logprobs.token_logprobs:
             found = sum(value is not None for value in logprobs.token_logprobs)
             raise self._wrong(url, len(input_ids), f"{len(ids)} tokens but {found} log-probabilities")
         values = [value for value in logprobs.token_logprobs if value is not None]
-        return Sampled(ids=ids, logprobs=values, finish_reason=choice.finish_reason or "stop")
+        return Sampled(ids=ids, logprobs=values, finish_reason=choice.finish_reason)
 
     async def _from_atropos(self, input_ids: list[int], sampling: Mapping[str, JSON]) -> Sampled:
         url = self.root_url / "generate"
@@ -86,6 +90,25 @@ class VLLMEngine(TokenServer):
             ids.append(token)
             logprobs.append(logprob)
         return Sampled(ids=ids, logprobs=logprobs, finish_reason=reply.finish_reasons[0])
+
+
+def _spelled_ids(tokens: Sequence[str]) -> list[int] | None:
+    """The ids that tokens spell, if all of them do."""
+    if not all(token.startswith(_SPELLED) for token in tokens):
+        return None
+    try:
+        return [int(token.removeprefix(_SPELLED)) for token in tokens]
+    except ValueError:
+        return None
+
+
+def _speaks_of_request(raw: bytes) -> bool:
+    """Whether a 404 is vLLM's own, about a model it does not have, and not its web server's about the path."""
+    try:
+        said = msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return False
+    return isinstance(said, dict) and ("error" in said or "message" in said)
 
 
 def _are(said: msgspec.Raw, ids: Sequence[int]) -> bool:

@@ -23,6 +23,16 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
 from palaestra.inference.tokens import Tokenizer
 
+_REFUSALS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What a template, a program that somebody else wrote, can end with."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -67,7 +77,7 @@ class ChatTemplate:
             return self._template.render(
                 values, messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except _REFUSALS as error:
             raise ConfigError(f"The chat template refuses this conversation: {error}.") from error
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -19,11 +20,13 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 def for_template(messages: Sequence[Message], reasoning_field: str | None, *, joined: bool = False) -> list[Message]:
     """All of them. `reasoning_field` None writes thinking into the content, as families without a field do. `joined`
-    writes what a call comes with into its thinking, for templates that refuse both at once.
+    writes what a call comes with into its thinking, for templates that refuse both at once. Raises `ConfigError`.
     """
     names: dict[str, str] = {}
     ready = []
-    for message in messages:
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ConfigError(f"Message {number} is {message!r:.100}, not an object with a role and content.")
         if message.get("role") == "assistant":
             message = assistant_message(message, reasoning_field)
             if joined and reasoning_field in message and message["content"] and "tool_calls" in message:
@@ -59,8 +62,10 @@ def reasoning_of(message: Mapping[str, JSON]) -> str:
 
 
 def _call(call: Mapping[str, JSON]) -> dict[str, JSON]:
-    function = call.get("function") or {}
-    written = {"name": function.get("name", ""), "arguments": _arguments(function.get("arguments"))}
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ConfigError(f"A tool call of an assistant message has no function with a name: {call!r:.200}.")
+    written = {"name": function["name"], "arguments": _arguments(function.get("arguments"))}
     return {"id": call.get("id", ""), "type": "function", "function": written}
 
 

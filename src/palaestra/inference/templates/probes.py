@@ -13,7 +13,7 @@ from typing import Protocol
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.templates.marks import CALL_ID, CONTENT, Shape
+from palaestra.inference.templates.marks import CALL_ID, CONTENT, NONCE, Shape
 from palaestra.inference.templates.messages import REASONING_FIELDS, THINK_OPEN, for_template
 from palaestra.inference.tokens import Tokenizer
 
@@ -23,9 +23,15 @@ _REASONING = "thinking" + CONTENT
 
 
 class Render(Protocol):
-    """Renders messages with the tools and variables at hand. Raises `ConfigError`."""
+    """Renders messages with the variables at hand, and the tools, or others. Raises `ConfigError`."""
 
-    def __call__(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str: ...
+    def __call__(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, JSON]] | None = None,
+    ) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +85,31 @@ def _function(tool: Mapping[str, JSON]) -> Mapping[str, JSON]:
     return function
 
 
+def _properties(tool: Mapping[str, JSON]) -> Mapping[str, JSON]:
+    properties: Mapping[str, JSON] = (_function(tool).get("parameters") or {}).get("properties") or {}
+    return properties
+
+
+def _marked(tool: Mapping[str, JSON]) -> dict[str, JSON]:
+    """The tool under names that stand nowhere else in a prompt: a template can hold any word by accident."""
+    function = dict(_function(tool))
+    function["name"] = f"{function.get('name', '')}{NONCE}"
+    if parameters := function.get("parameters"):
+        properties = {name + NONCE: value for name, value in _properties(tool).items()}
+        required = [f"{name}{NONCE}" for name in parameters.get("required") or ()]
+        function["parameters"] = {**parameters, "properties": properties, "required": required}
+    return {**tool, "function": function} if "function" in tool else function
+
+
 def _check_tools(render: Render, tools: Sequence[Mapping[str, JSON]]) -> None:
-    text = render([_USER])
+    text = render([_USER], tools=[_marked(tool) for tool in tools])
     for tool in tools:
-        function = _function(tool)
-        parameters = (function.get("parameters") or {}).get("properties") or {}
-        missing = [word for word in (function.get("name", ""), *parameters) if word not in text]
+        name = _function(tool).get("name", "")
+        missing = [word for word in (name, *_properties(tool)) if word + NONCE not in text]
         if missing:
             raise ConfigError(
-                f"The chat template does not show tool '{function.get('name')}' to the model ('{missing[0]}' is not in "
-                "the prompt), so it could only guess. Use a template with tools, or run without tools."
+                f"The chat template does not show tool '{name}' to the model ('{missing[0]}' is not in the prompt), so "
+                "it could only guess. Use a template with tools, or run without tools."
             )
     message = _call(tools).message()
     result: Message = {"role": "tool", "tool_call_id": CALL_ID, "content": _RESULT}

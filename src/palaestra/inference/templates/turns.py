@@ -84,6 +84,10 @@ class TurnRenderer:
         variables: Mapping[str, JSON] | None = None,
         stop_ids: Sequence[int] = (),
     ) -> None:
+        for tool in tools:
+            function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+            if not isinstance(function, Mapping) or not function.get("name"):
+                raise ConfigError(f"A tool is given as {tool!r:.100}, not as an object with a function and its name.")
         self.tools = list(tools)
         self.variables = dict(variables or {})
         self._written = [WrittenOnce(tool) for tool in tools] or None
@@ -214,10 +218,15 @@ class TurnRenderer:
         return for_template(messages, self.traits.reasoning_field, joined=self.traits.joined)
 
     def _render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, template: ChatTemplate | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        template: ChatTemplate | None = None,
+        tools: Sequence[Mapping[str, JSON]] | None = None,
     ) -> str:
         return (template or self._template).render(
-            messages, tools=self._written, add_generation_prompt=add_generation_prompt, **self.variables
+            messages, tools=tools or self._written, add_generation_prompt=add_generation_prompt, **self.variables
         )
 
 
