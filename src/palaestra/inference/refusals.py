@@ -72,9 +72,8 @@ def refused(url: URL, status: int, body: bytes, model: str) -> EngineRefused:
     way_out = _WAYS_OUT.get(status, "")
     if 300 <= status < 400:
         way_out = "The address redirects; set --openai.base_url to where it leads (https instead of http?)."
-    text = (
-        f"The model server at {shown(url)} refused the request (HTTP {status}, model '{model}'): {said.rstrip('.') or 'no text'}."
-    )
+    words = said.rstrip(".") or "no text"
+    text = f"The model server at {shown(url)} refused the request (HTTP {status}, model '{model}'): {words}."
     return EngineRefused(f"{text} {way_out}".rstrip())
 
 
