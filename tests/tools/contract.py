@@ -156,7 +156,7 @@ SCENES: Mapping[str, tuple[Step, ...]] = {
     "session_search": (step({"query": "x"}, "error", lambda r: "are kept here" in r["error"]),),
     "clarify": (step({"question": "x"}, "error", lambda r: "nobody to ask" in r["error"]),),
     "delegate_task": (
-        step({"goal": "x"}, "error", lambda r: "cannot be used here" in r["error"]),
+        step({"goal": "x"}, "error", lambda r: "delegate_task cannot be used here: no agent" in r["error"]),
         step({"tasks": [{}]}, "error", lambda r: "Invalid arguments" in r["error"]),
     ),
     "todo": (

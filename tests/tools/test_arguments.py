@@ -108,6 +108,16 @@ def test_nothing_is_coerced(raw: str, part: str) -> None:
     assert part in refusal(raw)
 
 
+def test_what_is_plainly_meant_is_told_and_still_not_run() -> None:
+    quoted = "(a string; send the integer itself, without quotes around it)"
+    assert quoted in refusal({"command": "x", "timeout": "60"})
+    assert "quotes" not in refusal({"command": "x", "timeout": "soon"})
+    assert "quotes" not in refusal({"command": "x", "timeout": "1.5"})
+    assert "got null (to say nothing about it, leave it out)" in refusal({"command": "x", "timeout": None})
+    assert "leave it out" not in refusal({"command": None})
+    assert refusal({}).endswith('Expected: command (string, required), timeout (integer), mode ("fast"|"slow").')
+
+
 def test_a_schema_may_be_open_to_unknown_names() -> None:
     assert parse_arguments('{"x": 1}', {**NOTHING_REQUIRED, "additionalProperties": True}) == {"x": 1}
 

@@ -55,6 +55,10 @@ def test_a_failing_tool_is_told_with_the_type(caplog: pytest.LogCaptureFixture) 
 def test_an_unknown_tool_is_told_with_those_there_are() -> None:
     error = handled("bash", {})["error"]
     assert error.startswith("Unknown tool 'bash'. Available tools: ['misbehave', 'terminal'")
+    missing = FunctionTool(ToolSchema("paint", ""), misbehave, missing=lambda: "there is no paint")
+    registry = ToolRegistry([missing, FunctionTool(ToolSchema("misbehave", ""), misbehave)])
+    reply = asyncio.run(SlotTools(registry, no_slot, "t").reply("rub", {}))
+    assert reply == {"error": "Unknown tool 'rub'. Available tools: ['misbehave']"}
 
 
 def test_arguments_are_checked_here_too() -> None:

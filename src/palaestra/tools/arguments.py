@@ -26,6 +26,7 @@ from palaestra.tools.schema import ToolSchema
 _CACHED_SCHEMAS = 512
 _CACHED_OBJECTS = 64
 _SHOWN_CHARS = 120
+_MOST_OPTIONS = 12
 
 
 class InvalidArguments(ValueError):
@@ -99,8 +100,19 @@ class ArgumentSchema:
         if not problems:
             name = ".".join(str(part) for part in error.path[1:])
             rule = str(error.message).removeprefix(str(error.name)).strip()
-            problems = [f"argument '{name}' {rule}, got {_show(error.value)}" if name else rule]
+            problems = [f"argument '{name}' {rule}, got {_show(error.value)}{self._hint(error)}" if name else rule]
         raise InvalidArguments(f"Invalid arguments: {'; '.join(problems)}. {self._expected()}") from None
+
+    def _hint(self, error: fastjsonschema.JsonSchemaValueException) -> str:
+        """What to do about a value whose type is wrong, where that is plain."""
+        if error.rule != "type":
+            return ""
+        if error.value is None and len(error.path) == 2 and error.path[1] not in self._required:
+            return " (to say nothing about it, leave it out)"
+        wanted = error.rule_definition
+        if isinstance(error.value, str) and _is_json_of(wanted, error.value):
+            return f" (a string; send the {wanted} itself, without quotes around it)"
+        return ""
 
     def _unknown(self, name: str) -> str:
         close = difflib.get_close_matches(name, list(self._properties), n=1, cutoff=0.5)
@@ -113,6 +125,9 @@ class ArgumentSchema:
         for name, schema in self._properties.items():
             kind = schema.get("type", "any") if isinstance(schema, Mapping) else "any"
             kind = "|".join(kind) if isinstance(kind, list) else kind
+            options = schema.get("enum") if isinstance(schema, Mapping) else None
+            if isinstance(options, list) and len(options) <= _MOST_OPTIONS:
+                kind = "|".join(_show(option) for option in options)
             parts.append(f"{name} ({kind}{', required' if name in self._required else ''})")
         return f"Expected: {', '.join(parts)}."
 
@@ -193,6 +208,13 @@ def _no_remote(uri: str) -> NoReturn:
     raise ConfigError(f"a tool's schema refers to {uri}; schemas must be complete in themselves")
 
 
+_PYTHON_TYPES: Mapping[object, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+}
 _NO_REMOTE = {"http": _no_remote, "https": _no_remote, "ftp": _no_remote, "file": _no_remote}
 _DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_no_constant)
 
@@ -205,6 +227,17 @@ def _kind(value: JSON) -> str:
 def _show(value: JSON) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"
+
+
+def _is_json_of(wanted: object, text: str) -> bool:
+    """Whether a text is JSON of a type that is no string: what a model wrote in quotes by mistake."""
+    if wanted not in _PYTHON_TYPES:
+        return False
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return type(value) in _PYTHON_TYPES[wanted]
 
 
 def _near(raw: str, position: int) -> str:

@@ -106,7 +106,7 @@ class SlotTools:
         """
         tool = self.registry.get(name)
         if tool is None:
-            return {"error": f"Unknown tool '{name}'. Available tools: {self.registry.list_tools()}"}
+            return {"error": f"Unknown tool '{name}'. Available tools: {[schema.name for schema in self.schemas()]}"}
         try:
             checked = parse_arguments(arguments, tool.schema)
         except InvalidArguments as mistake:

@@ -270,6 +270,7 @@ def test_a_page_that_crashes_is_replaced(visiting: Visiting) -> None:
 
 def test_without_a_page_there_is_a_word_on_what_to_do(visiting: Visiting) -> None:
     async def visit(visitor: Visitor) -> None:
+        assert "url is empty" in (await visitor.call("navigate", url=" "))["error"]
         for action, arguments in (("snapshot", {}), ("click", {"ref": "@e1"}), ("back", {}), ("console", {})):
             assert "browser_navigate" in (await visitor.call(action, **arguments))["error"]
         assert (await visitor.call("close"))["closed"]

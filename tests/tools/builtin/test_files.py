@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from palaestra.core.types import JSON
 from palaestra.tools.builtin.files import MAX_CONTENT_CHARS, MAX_LINE_CHARS, numbered
 
 if TYPE_CHECKING:
@@ -50,9 +51,62 @@ def test_what_is_no_text_file_is_refused_clearly(at_desk: AtDesk) -> None:
         assert "directory" in (await desk.call("read_file", path="folder"))["error"]
         assert "pipe" in (await desk.call("read_file", path="pipe"))["error"]
         assert "Cannot read zero" in (await desk.call("read_file", path="zero"))["error"]
-        assert "not a file" in (await desk.call("write_file", path="folder", content=""))["error"]
+        assert "is a directory" in (await desk.call("write_file", path="folder", content=""))["error"]
         assert "Cannot write" in (await desk.call("write_file", path="data.bin/x", content=""))["error"]
         assert "NUL" in (await desk.call("read_file", path="a\0b"))["error"]
+
+    at_desk(scenario)
+
+
+@pytest.mark.parametrize("name", ["read_file", "write_file", "patch", "search_files"])
+def test_what_is_no_path_is_told_by_every_tool(at_desk: AtDesk, name: str) -> None:
+    more: dict[str, dict[str, JSON]] = {
+        "write_file": {"content": "x"},
+        "patch": {"mode": "replace", "old_string": "a", "new_string": "b"},
+        "search_files": {"pattern": "x"},
+    }
+
+    async def scenario(desk: Desk) -> None:
+        async def error(path: str) -> str:
+            reply: JSON = await desk.call(name, path=path, **more.get(name, {}))
+            return str(reply["error"])
+
+        await desk.slot.execute("ln -s loop loop; mkfifo pipe")
+        assert (await error("x" * 300)).endswith("… is no path that can be used: File name too long")
+        assert await error("loop/x") == "loop/x is no path that can be used: Too many levels of symbolic links"
+        assert "encoded" in await error("\ud800")
+        assert "a device, pipe or socket" in await error("pipe")
+        assert "loop" in await error("loop")
+
+    at_desk(scenario)
+
+
+def test_a_path_may_begin_at_home_as_in_a_command(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        assert (await desk.call("write_file", path="~/notes/a.txt", content="one\n"))["created"]
+        assert (await desk.call("terminal", command="cat ~/notes/a.txt"))["output"] == "one\n"
+        assert (await desk.call("read_file", path="~/notes/a.txt"))["content"] == "1|one"
+        change = (
+            "*** Begin Patch\n*** Update File: ~/notes/a.txt\n*** Move to: ~/notes/b.txt\n@@\n-one\n+two\n*** End Patch"
+        )
+        assert (await desk.call("patch", mode="patch", patch=change))["success"]
+        replaced = {"mode": "replace", "path": "~/notes/b.txt", "old_string": "two", "new_string": "three"}
+        assert (await desk.call("patch", **replaced))["success"]
+        found = await desk.call("search_files", pattern="three", path="~/notes")
+        assert [match["path"].rpartition("/")[2] for match in found["matches"]] == ["b.txt"]
+        assert (await desk.call("terminal", command="ls", workdir="~/notes"))["output"] == "b.txt\n"
+        await desk.call("terminal", command="mkdir '~'; echo other > '~/x'")
+        assert (await desk.call("read_file", path="./~/x"))["content"] == "1|other"
+
+    at_desk(scenario)
+
+
+def test_a_link_to_nothing_and_text_that_no_file_can_hold(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.slot.execute("ln -s nowhere dangling")
+        assert await desk.call("read_file", path="dangling") == {"error": "dangling is a link to what does not exist"}
+        assert "half of a surrogate pair" in (await desk.call("write_file", path="a", content="\ud800"))["error"]
+        assert await desk.slot.stat("a") is None
 
     at_desk(scenario)
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, MAX_OUTPUT_CHARS, clamp_timeout, cut
+from palaestra.core.types import JSON
+from palaestra.tools.builtin.terminal import MAX_COMMAND_BYTES, MAX_KEPT_BYTES, MAX_OUTPUT_CHARS, clamp_timeout, cut
 
 if TYPE_CHECKING:
     from tests.tools.conftest import AtDesk, Desk
@@ -35,6 +36,38 @@ def test_workdir_is_where_the_command_runs(at_desk: AtDesk) -> None:
         assert reply["exit_code"] != 0
         assert "nowhere is not a directory" in reply["error"]
         assert await desk.slot.stat("ran") is None
+
+    at_desk(scenario)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"command": "touch ran; echo a\0b"}, "holds a NUL character; nothing was run"),
+        ({"command": "touch ran; echo \ud800"}, "half of a surrogate pair; nothing was run"),
+        ({"command": "touch ran; : " + "x" * MAX_COMMAND_BYTES}, "and 131071 can be run at most; nothing was run"),
+        ({"command": "touch ran", "workdir": "x" * 300}, "cannot be used"),
+        ({"command": "touch ran", "workdir": "loop"}, "workdir loop cannot be used"),
+        ({"command": "touch ran", "workdir": "a\0b"}, "cannot hold a NUL character; nothing was run"),
+        ({"command": "touch ran", "workdir": "loop", "background": True}, "Nothing was started in loop"),
+    ],
+)
+def test_what_cannot_be_run_is_told(at_desk: AtDesk, arguments: dict[str, JSON], part: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.slot.execute("ln -s loop loop")
+        reply = await desk.call("terminal", **arguments)
+        assert part in reply["error"]
+        assert len(reply["error"]) < 500
+        assert await desk.slot.stat("ran") is None
+
+    at_desk(scenario)
+
+
+def test_the_longest_command_that_can_be_run_is_run(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        longest = "echo ok; : "
+        reply = await desk.call("terminal", command=longest + "x" * (MAX_COMMAND_BYTES - len(longest)))
+        assert reply == {"output": "ok\n", "exit_code": 0, "error": None}
 
     at_desk(scenario)
 

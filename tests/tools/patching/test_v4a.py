@@ -116,6 +116,7 @@ def test_unified_diff_ranges_after_at_signs_are_ignored() -> None:
     ("patch", "part"),
     [
         ("", "must start with"),
+        ("--- a/f\n+++ b/f", "must start with the line '*** Begin Patch', got '--- a/f'"),
         ("*** Begin Patch\n*** Update File: f\n-a", "incomplete"),
         (wrap(), "changes no file"),
         (wrap("-a"), "Patch line 2"),

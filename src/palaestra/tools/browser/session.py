@@ -308,6 +308,8 @@ class BrowserSession:
 def _address(url: str) -> tuple[str, str, int]:
     """The whole address, its host and port. Raises `ToolMistake` for what is not opened."""
     url = url.strip()
+    if not url:
+        raise ToolMistake("url is empty: say which page to open")
     if url == "about:blank":
         return url, "", 0
     if not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:(?!\d+([/?#]|$))", url):

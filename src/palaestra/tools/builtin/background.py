@@ -13,6 +13,7 @@ from palaestra.core.types import JSON
 from palaestra.processes.base import Watch
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.sandbox.base import WORKSPACE
+from palaestra.tools.builtin.text import in_full, reason
 from palaestra.tools.schema import ToolReply, ToolRun
 
 MIN_CHECK_INTERVAL_S = 30.0
@@ -51,7 +52,8 @@ ONLY_WITH_BACKGROUND = ("pty", "check_interval", "notify_on_complete", "watch_pa
 
 async def start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Start `command` as a session of the run's task; `session_id`, or why it was not started."""
-    slot, workdir = await run.slot(), arguments.get("workdir") or WORKSPACE
+    slot = await run.slot()
+    workdir = await in_full(slot, arguments.get("workdir") or WORKSPACE)
     interval_s = arguments.get("check_interval")
     watch = Watch(
         patterns=tuple(arguments.get("watch_patterns", ())),
@@ -74,7 +76,7 @@ async def start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     except (FileNotFoundError, NotADirectoryError):
         return _reply(1, f"workdir {workdir} is not a directory; nothing was started")
     except OSError as error:
-        return _reply(1, f"Nothing was started: {error}")
+        return _reply(1, f"Nothing was started in {workdir}: {reason(error)}")
     extra: dict[str, JSON] = {"session_id": session.id, "pid": session.status.pid}
     if interval_s is not None and interval_s < MIN_CHECK_INTERVAL_S:
         extra["check_interval_note"] = f"check_interval was raised to {MIN_CHECK_INTERVAL_S:g}s."

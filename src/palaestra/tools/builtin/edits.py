@@ -10,12 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import replace as with_fields
 
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
 from palaestra.tools.builtin.files import PATH_PARAMETER
 from palaestra.tools.builtin.syntax import check_syntax
-from palaestra.tools.builtin.text import TextFile, in_slot, read_text_file, remove_file, write_file_bytes
+from palaestra.tools.builtin.text import (
+    TextFile,
+    file_info,
+    in_full,
+    in_slot,
+    read_text_file,
+    remove_file,
+    write_file_bytes,
+)
 from palaestra.tools.patching.diff import MAX_DIFF_CHARS, unified_diff
 from palaestra.tools.patching.fuzzy import Ambiguous, NoMatch, replace
 from palaestra.tools.patching.v4a import FileChange, PatchError, parse_patch
@@ -66,9 +75,9 @@ async def run_patch(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         return await _patch(await run.slot(), arguments["patch"])
     _require(arguments, ("path", "old_string", "new_string"), ("patch",))
     replace_all = bool(arguments.get("replace_all", False))
-    return await _replace(
-        await run.slot(), arguments["path"], arguments["old_string"], arguments["new_string"], replace_all
-    )
+    slot = await run.slot()
+    path = await in_full(slot, arguments["path"])
+    return await _replace(slot, path, arguments["old_string"], arguments["new_string"], replace_all)
 
 
 def _require(arguments: Mapping[str, JSON], needed: tuple[str, ...], foreign: tuple[str, ...]) -> None:
@@ -103,7 +112,14 @@ async def _replace(slot: Slot, path: str, old: str, new: str, replace_all: bool)
 
 async def _patch(slot: Slot, patch: str) -> dict[str, JSON]:
     try:
-        changes = parse_patch(patch)
+        changes = [
+            with_fields(
+                change,
+                path=await in_full(slot, change.path),
+                target=None if change.target is None else await in_full(slot, change.target),
+            )
+            for change in parse_patch(patch)
+        ]
         before = {path: await _content(slot, path) for path in _paths(changes)}
         texts = {path: None if file is None else file.text for path, file in before.items()}
         results = apply_patch(changes, texts)
@@ -131,7 +147,7 @@ def _paths(changes: list[FileChange]) -> list[str]:
 
 
 async def _content(slot: Slot, path: str) -> TextFile | None:
-    if await slot.stat(path) is None:
+    if await file_info(slot, path) is None:
         return None
     return await read_text_file(slot, path)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import WORKSPACE
 from palaestra.tools.builtin.syntax import check_syntax
-from palaestra.tools.builtin.text import read_text_file, write_file_bytes
+from palaestra.tools.builtin.text import KINDS, file_info, in_full, read_text_file, write_file_bytes
 from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_LINES = 2000
@@ -63,8 +63,10 @@ WRITE_SCHEMA = ToolSchema(
 
 async def run_read_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """One window of a text file: `content`, `total_lines`, `truncated`, and a `hint` how to go on."""
-    path, offset, limit = arguments["path"], int(arguments.get("offset", 1)), int(arguments.get("limit", 500))
-    text = (await read_text_file(await run.slot(), path)).text
+    offset, limit = int(arguments.get("offset", 1)), int(arguments.get("limit", 500))
+    slot = await run.slot()
+    path = await in_full(slot, arguments["path"])
+    text = (await read_text_file(slot, path)).text
     lines = text.removesuffix("\n").split("\n") if text else []
     if offset > max(len(lines), 1):
         raise ToolMistake(f"offset {offset} is beyond the end: {path} has {len(lines)} lines", total_lines=len(lines))
@@ -99,11 +101,17 @@ def _cut(line: str) -> str:
 
 async def run_write_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Write the file whole: `bytes_written`, `created`, and `syntax_check` where the kind of file has one."""
-    path, content = arguments["path"], arguments["content"]
-    slot, data = await run.slot(), content.encode()
-    present = await slot.stat(path) if path and "\0" not in path else None
+    slot, content = await run.slot(), arguments["content"]
+    path = await in_full(slot, arguments["path"])
+    try:
+        data = content.encode()
+    except UnicodeEncodeError:
+        raise ToolMistake(
+            "content holds half of a surrogate pair, which no file can hold; nothing was written"
+        ) from None
+    present = await file_info(slot, path)
     if present is not None and present.kind not in ("file", "symlink"):
-        raise ToolMistake(f"{path} is there already and is not a file (it is a {present.kind})")
+        raise ToolMistake(f"{path} is there already, and is {KINDS[present.kind]}; nothing was written")
     await write_file_bytes(slot, path, data)
     reply: dict[str, JSON] = {"path": path, "bytes_written": len(data), "created": present is None}
     checked = check_syntax(path, content)

@@ -14,7 +14,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.base import WORKSPACE, Slot
 from palaestra.tools.builtin.globs import name_filter
 from palaestra.tools.builtin.search_engines import Query, count_matches, list_files, matching_lines
-from palaestra.tools.builtin.text import not_found
+from palaestra.tools.builtin.text import KINDS, file_info, in_full, not_found
 from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_LIMIT = 500
@@ -76,12 +76,15 @@ SCHEMA = ToolSchema(
 
 async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """One page of results, `total_count` of all, and a `hint` how to go on when there are more."""
-    slot, path = await run.slot(), arguments.get("path", ".") or "."
-    if "\0" in path or "\0" in arguments["pattern"]:
-        raise ToolMistake("path and pattern cannot hold NUL characters")
-    root = await slot.stat(path)
+    slot = await run.slot()
+    path = await in_full(slot, arguments.get("path", ".") or ".")
+    if any("\0" in text for text in (path, arguments["pattern"], arguments.get("file_glob", ""))):
+        raise ToolMistake("path, pattern and file_glob cannot hold NUL characters")
+    root = await file_info(slot, path)
     if root is None:
         raise await not_found(slot, path)
+    if root.kind == "other":
+        raise ToolMistake(f"{path} is {KINDS[root.kind]}, which is not searched")
     wanted = name_filter(arguments.get("file_glob"), path, root.kind == "dir")
     timeout_s = min(run.timeout_s, MAX_SEARCH_S)
     if arguments.get("target", "content") == "files":

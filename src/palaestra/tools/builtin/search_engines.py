@@ -60,7 +60,7 @@ async def count_matches(slot: Slot, query: Query) -> dict[str, int]:
         if found is not None and ".git" not in path.split("/"):
             counts[_shown(path)] = int(text)
     if not counts and result.exit_code > 1:
-        raise ToolMistake(_engine_error(result))
+        raise ToolMistake(_engine_error(result, query))
     return dict(sorted(counts.items()))
 
 
@@ -140,12 +140,18 @@ def _check(result: ExecutionResult) -> None:
 
 
 def _check_pattern(pattern: str) -> None:
+    try:
+        pattern.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise ToolMistake("The pattern holds half of a surrogate pair, which no text holds.") from None
     if "\n" in pattern or _NEWLINE_ESCAPE.search(pattern):
         raise ToolMistake("The search goes line by line, so a pattern cannot match a line end; search for one line.")
 
 
-def _engine_error(result: ExecutionResult) -> str:
+def _engine_error(result: ExecutionResult, query: Query) -> str:
     said = result.output.strip().rpartition("\n")[2][:300]  # both engines say last what is wrong
+    if not said:  # they were told to keep quiet about files
+        return f"{query.root} cannot be read"
     return (
         f"The pattern cannot be used: {said}. To mean characters such as ( [ * + ? literally, put a backslash before."
     )

@@ -16,6 +16,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.base import WORKSPACE, ExecutionResult, Slot
 from palaestra.tools.approval import Approvals
 from palaestra.tools.builtin import background
+from palaestra.tools.builtin.text import in_full, reason
 from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1.0, 600.0
@@ -24,6 +25,8 @@ MAX_OUTPUT_CHARS = 50_000
 HEAD_CHARS = 20_000
 MAX_KEPT_BYTES = 2 << 20
 """How much output is captured; what a reply cannot hold of it is written to a file in the slot."""
+MAX_COMMAND_BYTES = (128 << 10) - 1
+"""What Linux takes as one argument of a program."""
 SPILL_DIR = "/tmp/terminal-output"  # noqa: S108 - a path inside the slot, which nobody else shares
 
 SCHEMA = ToolSchema(
@@ -60,8 +63,24 @@ def clamp_timeout(timeout_s: float) -> float:
     return min(max(float(timeout_s), MIN_TIMEOUT_S), MAX_TIMEOUT_S)
 
 
+def check_command(command: str, most_bytes: int | None = None) -> None:
+    """Raises `ToolMistake` for a command line that no program can be given."""
+    try:
+        size = len(command.encode("utf-8", "surrogateescape"))
+    except UnicodeEncodeError:
+        raise ToolMistake("The command holds half of a surrogate pair; nothing was run") from None
+    if "\0" in command:
+        raise ToolMistake("The command holds a NUL character; nothing was run. Write such bytes with printf '\\0'")
+    if most_bytes is not None and size > most_bytes:
+        raise ToolMistake(
+            f"The command has {size} bytes, and {most_bytes} can be run at most; nothing was run. Write what is long "
+            "to a file with write_file, and use that"
+        )
+
+
 async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Run `command`; the reply has `output`, `exit_code` and `error` (null unless something stopped the command)."""
+    check_command(arguments["command"], MAX_COMMAND_BYTES)
     if (refusal := await run.state(Approvals).refusal(arguments["command"], run.task_id)) is not None:
         return {**_reply("", -1, refusal), "status": "blocked"}
     if arguments.get("background"):
@@ -70,13 +89,18 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
     if misplaced:
         raise ToolMistake(f"{misplaced[0]} needs background=true; nothing was run")
     timeout_s = clamp_timeout(arguments.get("timeout", run.timeout_s))
-    slot, workdir = await run.slot(), arguments.get("workdir") or WORKSPACE
+    slot = await run.slot()
+    workdir = await in_full(slot, arguments.get("workdir") or WORKSPACE)
     try:
         result = await slot.execute(
             arguments["command"], cwd=workdir, timeout_s=timeout_s, max_output_bytes=MAX_KEPT_BYTES
         )
     except (FileNotFoundError, NotADirectoryError):
         return _reply("", 1, f"workdir {workdir} is not a directory; nothing was run")
+    except InfraError:
+        raise
+    except OSError as error:
+        return _reply("", 1, f"workdir {workdir} cannot be used: {reason(error)}; nothing was run")
     return await reply_to(slot, result, timeout_s)
 
 

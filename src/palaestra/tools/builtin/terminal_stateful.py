@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import WORKSPACE, Shell, Slot
 from palaestra.tools.approval import Approvals
-from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, clamp_timeout, reply_to
+from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, check_command, clamp_timeout, reply_to
 from palaestra.tools.schema import FunctionTool, ToolReply, ToolRun, ToolSchema
 
 SCHEMA = ToolSchema(
@@ -57,6 +57,7 @@ class StatefulShell:
 
 async def run_terminal_stateful(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Run `command`; the reply is that of `terminal`, and `shell_restarted` where that happened."""
+    check_command(arguments["command"])
     timeout_s = clamp_timeout(arguments.get("timeout", run.timeout_s))
     if (refusal := await run.state(Approvals).refusal(arguments["command"], run.task_id)) is not None:
         return {"output": "", "exit_code": -1, "error": refusal, "status": "blocked"}

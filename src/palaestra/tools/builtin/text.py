@@ -18,7 +18,9 @@ from palaestra.tools.schema import ToolMistake
 
 MAX_TEXT_BYTES = 16 << 20
 """The largest file that the file tools open; larger ones are work for the terminal."""
+KINDS = {"dir": "a directory", "other": "a device, pipe or socket", "file": "a file", "symlink": "a link"}
 _SNIFFED_BYTES = 8192
+_SHOWN_CHARS = 100
 _BOM = "\ufeff"
 
 
@@ -65,8 +67,7 @@ def in_slot(path: str) -> str:
 
 async def read_text_file(slot: Slot, path: str) -> TextFile:
     """A text file of the slot. Raises `ToolMistake` for anything that is not one."""
-    _check_name(path)
-    info = await slot.stat(path)
+    info = await file_info(slot, path)
     data = await read_file_bytes(slot, path, info)
     if is_binary(data):
         raise ToolMistake(
@@ -75,6 +76,25 @@ async def read_text_file(slot: Slot, path: str) -> TextFile:
         )
     mode = info.mode if info is not None and info.kind == "file" else None
     return replace(decode(data), mode=mode)
+
+
+async def in_full(slot: Slot, path: str) -> str:
+    """The path with a leading `~` as a shell of the slot means it: models write paths as they do in commands."""
+    if path != "~" and not path.startswith("~/"):
+        return path
+    home = await slot.execute('printf %s "$HOME"')
+    return posixpath.normpath(posixpath.join(home.output or "/", path[2:]))
+
+
+async def file_info(slot: Slot, path: str) -> FileInfo | None:
+    """What is at a path, links not followed; None when there is nothing. Raises `ToolMistake` for what is no path."""
+    _check_name(path)
+    try:
+        return await slot.stat(path)
+    except InfraError:
+        raise
+    except OSError as error:
+        raise ToolMistake(f"{_short(path)} is no path that can be used: {reason(error)}") from error
 
 
 async def write_file_bytes(slot: Slot, path: str, data: bytes, mode: int | None = None) -> None:
@@ -103,7 +123,7 @@ async def read_file_bytes(slot: Slot, path: str, info: FileInfo | None, *, most_
     if info is not None and info.kind == "dir":
         raise ToolMistake(f"{path} is a directory; list it with search_files (target files) or ls")
     if info is not None and info.kind == "other":
-        raise ToolMistake(f"{path} is a device, pipe or socket, not a file")
+        raise ToolMistake(f"{path} is {KINDS[info.kind]}, not a file")
     if info is not None and info.size > most_bytes:
         raise ToolMistake(f"{path} has {info.size} bytes; this tool opens at most {most_bytes}. Use the terminal")
     try:
@@ -111,6 +131,8 @@ async def read_file_bytes(slot: Slot, path: str, info: FileInfo | None, *, most_
     except InfraError:
         raise
     except FileNotFoundError:
+        if info is not None and info.kind == "symlink":
+            raise ToolMistake(f"{path} is a link to what does not exist") from None
         raise await not_found(slot, path) from None
     except OSError as error:
         raise ToolMistake(f"Cannot read {path}: {reason(error)}") from error
@@ -130,6 +152,10 @@ async def not_found(slot: Slot, path: str) -> ToolMistake:
     similar = [posixpath.join(posixpath.dirname(path), by_folded[folded]) for folded in close]
     hint = f". Did you mean {', '.join(similar)}?" if similar else ""
     return ToolMistake(f"{path} does not exist{hint}", similar_files=similar)
+
+
+def _short(path: str) -> str:
+    return path if len(path) <= _SHOWN_CHARS else path[:_SHOWN_CHARS] + "…"
 
 
 def reason(error: OSError) -> str:

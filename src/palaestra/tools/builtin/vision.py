@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from palaestra.core.types import JSON
-from palaestra.tools.builtin.text import read_file_bytes
+from palaestra.tools.builtin.text import file_info, in_full, read_file_bytes
 from palaestra.tools.schema import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.vision.asking import look, vision_problem
@@ -77,7 +77,8 @@ async def _image(settings: ToolSettings, where: str, run: ToolRun) -> Image:
 
 async def _read(settings: ToolSettings, path: str, run: ToolRun) -> Image:
     slot, most = await run.slot(), settings.vision_max_image_bytes
-    data = await read_file_bytes(slot, path, await slot.stat(path), most_bytes=most)
+    path = await in_full(slot, path)
+    data = await read_file_bytes(slot, path, await file_info(slot, path), most_bytes=most)
     return recognised(data, most, path)
 
 

@@ -74,7 +74,7 @@ def parse_patch(patch: str) -> list[FileChange]:
     """The file changes of a patch, in order. Raises `PatchError`."""
     lines = patch.replace("\r\n", "\n").strip("\n").split("\n")
     if lines[0].strip() != BEGIN:
-        raise PatchError(f"A patch must start with the line '{BEGIN}'")
+        raise PatchError(f"A patch must start with the line '{BEGIN}', got {lines[0][:80]!r}")
     if lines[-1].strip() != END:
         raise PatchError(f"A patch must end with the line '{END}': this one is incomplete and was not applied")
     changes: list[FileChange] = []
