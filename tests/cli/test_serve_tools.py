@@ -117,6 +117,35 @@ def test_an_executor_plays_a_recording_without_a_network(tmp_path: Path) -> None
         assert "no reply to it was recorded" in asyncio.run(scenario(url, text="new"))["error"]
 
 
+@pytest.mark.slots
+@pytest.mark.long
+def test_an_executor_has_the_tools_of_the_contract_and_says_which_are_missing() -> None:
+    async def scenario(url: str) -> None:
+        async with Client(url) as client:
+            assert await client.bash("t1", "echo here") == "here\n"
+            assert (await client.call("t1", "bash_stateful", {"command": "cd /tmp"}))["success"]
+            assert (await client.call("t1", "terminal_stateful", {"command": "pwd"}))["output"] == "/tmp\n"
+            assert (await client.call("t1", "write_file", {"path": "f", "content": "x"}))["success"]
+            assert (await client.call("t1", "read_file", {"path": "f"}))["output"] == "1|x"
+            crawled = await client.call("t1", "web_crawl", {"url": "http://127.0.0.1:1/"})
+            assert "private" in crawled["output"] + crawled["error"] + str(crawled["metadata"])
+            for name in ("image_generate", "mixture_of_agents", "vision_analyze"):
+                refused = await client.call("t1", name, {})
+                assert refused["error"].startswith(f"{name} cannot be used here: ")
+            assert (await client.call("t1", "nothing", {}))["error"] == "Unknown tool: nothing"
+
+    with serving("executor", env={"PATH": "/usr/bin:/bin"}) as (_, url):
+        asyncio.run(scenario(url))
+    with serving("executor", env={"PATH": "/usr/bin:/bin", "TOOL_EXECUTOR_ALLOW_NETWORK": "false"}) as (_, url):
+        asyncio.run(without_a_network(url))
+
+
+async def without_a_network(url: str) -> None:
+    async with Client(url) as client:
+        for name in ("web_crawl", "web_extract"):
+            assert (await client.call("t1", name, {"url": "http://1.1.1.1/"}))["error"] == f"Unknown tool: {name}"
+
+
 def test_variables_are_honoured_named_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
     settings = executor_settings(
         {"TOOL_EXECUTOR_ALLOW_NETWORK": "false", "TOOL_EXECUTOR_ACQUIRE_TIMEOUT_S": "5", "TOOL_EXECUTOR_SLOTS": "4"}

@@ -39,6 +39,7 @@ def test_a_lease_from_acquire_to_release() -> None:
             await slot.execute("true")
         stats = pool.get_stats()
         assert (stats["leases"], stats["waiting"], stats["backend"]["slots"]) == (1, 0, 0)
+        assert (stats["slots_by_state"], stats["containers"]) == ({"available": 2, "acquired": 0}, 0)
 
     with_pool(2, body)
 

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,32 @@ def test_a_slot_that_somebody_has_runs_sessions_too(at_desk: AtDesk) -> None:
     at_desk(scenario)
 
 
+def test_synchronous_code_has_cursors_the_end_of_input_and_interrupts(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        def beside() -> None:
+            session = process_registry.spawn_via_env(desk.slot, "cat; exit 4", session_key="chat")
+            assert process_registry.write_stdin(session.id, "one\n")["status"] == "ok"
+            polled = process_registry.poll(session.id, since=0)
+            while "one" not in polled["output"]:
+                polled = process_registry.poll(session.id, since=polled["cursor"])
+            assert process_registry.poll(session.id, since=polled["cursor"])["output"] == ""
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(process_registry.wait, session.id)
+                while not process_registry.interrupt(session_key="chat"):
+                    time.sleep(0.01)
+                assert waiting.result()["status"] == "interrupted"
+            assert process_registry.interrupt(session_key="chat") == 0
+            assert process_registry.has_active_for_session("chat")
+            assert not process_registry.has_active_for_session("chat", max_age_s=0.0)
+            process_registry.submit_stdin(session.id, "two", end=True)
+            assert process_registry.wait(session.id)["exit_code"] == 4
+            assert process_registry.poll(session.id, since=polled["cursor"])["output"] == "two\n"
+
+        await asyncio.to_thread(beside)
+
+    at_desk(scenario)
+
+
 def test_what_is_told_waits_for_synchronous_code() -> None:
     try:
         address = {"platform": "local", "chat_id": "7"}
@@ -242,6 +269,7 @@ def test_processes_are_found_again_after_their_holder_was_killed(holder: tuple[P
     assert process_registry.recover_from_checkpoint() == 2
     assert process_registry.has_active_for_session("chat")
     assert [each["session_id"] for each in process_registry.pending_watchers] == [talks]
+    assert [each["detached"] for each in process_registry.list_sessions("t")] == [True, True]
     process_registry.submit_stdin(talks, "b")
     assert process_registry.write_stdin(talks, "c\n")["status"] == "ok"
     while "<c>" not in process_registry.poll(talks)["output_preview"]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -22,10 +22,13 @@ from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
     from palaestra.agent.delegates import Delegates
+    from palaestra.tools.registry import ToolRegistry
     from palaestra.tools.schema import Tool, ToolSchema
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _PREFIX = "TOOL_EXECUTOR_"
+_ON_REQUEST = frozenset({"terminal_stateful", "tmux", "web_crawl"})
+"""What an executor service runs besides the tools that models are shown by default."""
 
 _host = click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 _token_file = click.option(
@@ -242,6 +245,8 @@ async def _serve_executor(
     allowed, replayed = settings.allow_network, settings.world == "replay"
     world = open_world(settings.world, settings.world_file, strict=settings.world_miss == "fail")
     registry = build_tool_registry(toolsets or None, settings=tool_settings(), world=allowed, replayed=replayed)
+    if not toolsets:
+        registry = _with_more(registry, _ON_REQUEST if allowed else _ON_REQUEST - {"web_crawl"}, replayed)
     for schema in await _offered(settings):
         if registry.get(schema.name) is None:
             registry.register(elsewhere(schema))
@@ -262,6 +267,20 @@ async def _serve_executor(
                 await stop.wait()
                 if left := await service.drain(drain_s):
                     click.echo(f"{left} calls had not ended after {drain_s:g} s and are killed", err=True)
+
+
+def _with_more(registry: ToolRegistry, names: Collection[str], replayed: bool) -> ToolRegistry:
+    """Besides, tools that a model is not shown unasked; and of all that is missing why, so that calls are told."""
+    from palaestra.tools.registry import ToolRegistry, builtin_tools
+
+    others = {tool.name: tool for tool in builtin_tools(registry.settings) if registry.get(tool.name) is None}
+    missing = {
+        name: why
+        for name, tool in others.items()
+        if (why := None if replayed and tool.touches_world else tool.missing()) is not None
+    }
+    more = [tool for name, tool in others.items() if name in names and name not in missing]
+    return ToolRegistry([*registry.tools(), *more], {**registry.missing, **missing}, registry.settings, registry.shared)
 
 
 def _delegates(settings: ExecutorSettings) -> Delegates | None:

@@ -125,7 +125,7 @@ async def summary(session: ProcessSession) -> Reply:
     status = await session.refresh()
     started = datetime.fromtimestamp(session.started_at, UTC).isoformat(timespec="seconds")
     reply: Reply = {"session_id": session.id, "command": session.command[:LISTED_CHARS], "cwd": session.cwd}
-    reply |= {**_state(status), "started_at": started}
+    reply |= {**_state(status), "started_at": started, **({"detached": True} if session.detached else {})}
     return reply | await _tail(session, status, "output_preview", LISTED_CHARS) | _notices(session)
 
 

@@ -222,10 +222,13 @@ class SlotPool:
     def get_stats(self) -> Mapping[str, JSON]:
         """Counts, waiting times in seconds, and what the backend says of itself."""
         waits, makes = sorted(self._waits), sorted(self._makes)
+        of_backend = dict(self._backend.stats())
         return {
             "total_slots": self.total_slots,
             "available_slots": self.available_slots,
             "acquired_slots": self.acquired_slots,
+            "slots_by_state": {"available": self.available_slots, "acquired": self.acquired_slots},
+            "containers": of_backend.get("containers", 0),
             "waiting": len(self._waiting),
             "leases": self._leases,
             "timeouts": self._timeouts,
@@ -238,7 +241,7 @@ class SlotPool:
             "warm_misses": self._warm.misses,
             "quarantined": len(self._quarantine),
             "started": self._started,
-            "backend": dict(self._backend.stats()),
+            "backend": of_backend,
         }
 
     def get_status(self) -> Mapping[str, JSON]:

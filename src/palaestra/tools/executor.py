@@ -171,7 +171,9 @@ class ToolExecutor:
             return ToolResult(False, error=call.error, uniq_id=call.uniq_id)
         name = self._tools.known_as(call.name)
         if self._tools.get(name) is None:
-            return ToolResult(False, error=f"Unknown tool: {call.name}", uniq_id=call.uniq_id)
+            why = self._tools.missing.get(name)
+            error = f"Unknown tool: {call.name}" if why is None else f"{name} cannot be used here: {why}"
+            return ToolResult(False, error=error, uniq_id=call.uniq_id)
         arguments = {key: value for key, value in call.arguments.items() if key not in POLICY_ARGUMENTS}
         if timeout_s is not None:
             timeout_s = clamp_timeout(timeout_s)

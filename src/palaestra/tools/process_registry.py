@@ -114,9 +114,9 @@ class SharedProcesses:
         found = self._find(session_id)
         return None if found is None else found.get(session_id)
 
-    def poll(self, session_id: str) -> Reply:
-        """How it is."""
-        return self._ask(session_id, "poll", lambda registry: registry.poll(session_id))
+    def poll(self, session_id: str, since: int | None = None) -> Reply:
+        """How it is, with the end of its output, or with what it wrote after the cursor `since`."""
+        return self._ask(session_id, "poll", lambda registry: registry.poll(session_id, since))
 
     def read_log(self, session_id: str, offset: int = 0, limit: int = 200) -> Reply:
         """Lines of its output: the last `limit` ones, or `limit` ones after `offset`."""
@@ -130,13 +130,13 @@ class SharedProcesses:
         """End it and all that it has started."""
         return self._ask(session_id, "kill_process", lambda registry: registry.kill_process(session_id))
 
-    def write_stdin(self, session_id: str, data: str) -> Reply:
-        """Write to its input as it is."""
-        return self._ask(session_id, "write_stdin", lambda registry: registry.write_stdin(session_id, data))
+    def write_stdin(self, session_id: str, data: str, *, end: bool = False) -> Reply:
+        """Write to its input as it is, and close that if this is the `end`."""
+        return self._ask(session_id, "write_stdin", lambda registry: registry.write_stdin(session_id, data, end=end))
 
-    def submit_stdin(self, session_id: str, data: str) -> Reply:
-        """Write a line to its input."""
-        return self._ask(session_id, "submit_stdin", lambda registry: registry.submit_stdin(session_id, data))
+    def submit_stdin(self, session_id: str, data: str, *, end: bool = False) -> Reply:
+        """Write a line to its input, and close that if this is the `end`."""
+        return self._ask(session_id, "submit_stdin", lambda registry: registry.submit_stdin(session_id, data, end=end))
 
     def list_sessions(self, task_id: str | None = None) -> list[Reply]:
         """All sessions of the task, or all there are."""
@@ -146,9 +146,18 @@ class SharedProcesses:
         """Whether any process of the task runs."""
         return any(self._each("has_active_processes", lambda registry: registry.has_active_processes(task_id)))
 
-    def has_active_for_session(self, session_key: str) -> bool:
-        """Whether any process of that conversation runs."""
-        return any(self._each("has_active_for_session", lambda registry: registry.has_active_for_session(session_key)))
+    def has_active_for_session(self, session_key: str, max_age_s: float | None = None) -> bool:
+        """Whether any process of that conversation runs, so that it must not be reset; older ones do not count."""
+        asked = self._each("has_active_for_session", lambda r: r.has_active_for_session(session_key, max_age_s))
+        return any(asked)
+
+    def interrupt(self, task_id: str | None = None, session_key: str | None = None) -> int:
+        """End the waits for processes of that task and that conversation, and nobody else's; how many there were."""
+
+        async def interrupt(registry: ProcessRegistry) -> int:
+            return registry.interrupt(task_id=task_id, session_key=session_key)
+
+        return sum(self._each("interrupt", interrupt))
 
     def kill_all(self, task_id: str | None = None) -> int:
         """End every process of the task, or all there are; how many ran."""
