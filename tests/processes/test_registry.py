@@ -261,3 +261,19 @@ def test_the_end_of_a_slot_is_the_worlds_failure_to_its_task_alone(on_backend: O
         assert await registry.kill_all() == 0
 
     on_backend(scene)
+
+
+def test_what_is_no_longer_waited_for_leaves_no_process_without_a_session(with_registry: WithRegistry) -> None:
+    """Wherever in the start the cancellation comes: what runs in the end is what there are sessions for."""
+
+    async def scene(registry: ProcessRegistry, slot: Slot) -> None:
+        for number in range(30):
+            starting = asyncio.ensure_future(registry.spawn(slot, "exec sleep 1000", task_id="t"))
+            for _ in range(number):
+                await asyncio.sleep(0)
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        running = {each.pid for each in await slot.processes() if (await each.status()).running}
+        assert running == {each["pid"] for each in await registry.list_sessions("t")}
+
+    with_registry(scene)

@@ -15,9 +15,11 @@ import contextlib
 import errno
 import hashlib
 import itertools
+import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeAlias
 from weakref import WeakSet
 
 from palaestra.core.clock import Clock, SystemClock
@@ -34,13 +36,17 @@ from palaestra.processes.base import (
 )
 from palaestra.processes.told import Told
 from palaestra.processes.watching import Follower
-from palaestra.sandbox.base import WORKSPACE, Slot, TerminalSize
+from palaestra.sandbox.base import WORKSPACE, Process, ProcessStatus, Slot, TerminalSize
+
+logger = logging.getLogger(__name__)
 
 TERMINAL_SIZE = TerminalSize(rows=30, columns=120)
 MAX_EVENTS = 256
 _ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
 """A program that writes to a pipe holds its output back; whoever looks at a process wants it now."""
 
+
+_Started: TypeAlias = tuple[Process, ProcessStatus]
 
 _known: WeakSet[ProcessRegistry] = WeakSet()
 _knowing = threading.Lock()
@@ -100,16 +106,17 @@ class ProcessRegistry:
     ) -> ProcessSession:
         """Start a command line in a slot as a session of `task_id`.
 
-        `session_key` names the conversation, which is the task itself where nothing else is said. Raises
-        BlockingIOError when too many of the task run, and what `Slot.spawn` raises.
+        `session_key` names the conversation, which is the task itself where nothing else is said. Cancelling it leaves
+        no process behind. Raises BlockingIOError when too many of the task run, and what `Slot.spawn` raises.
         """
         await self._make_room(task_id)
         environment = {**_ENVIRONMENT, **(env or {})}
         started_at = self._clock.wall()
-        process = await slot.spawn(command, cwd=cwd, env=environment, terminal=TERMINAL_SIZE if use_pty else None)
+        size = TERMINAL_SIZE if use_pty else None
+        process, status = await self._started(_start(slot.spawn(command, cwd=cwd, env=environment, terminal=size)))
         session = ProcessSession(
             self._new_id(task_id), command, task_id, session_key or task_id, cwd, slot.slot_id, started_at, process,
-            await process.status(), watch or Watch(),
+            status, watch or Watch(),
         )  # fmt: skip
         self._take(session)
         self._save()
@@ -210,6 +217,21 @@ class ProcessRegistry:
 
     # Book-keeping
 
+    async def _started(self, start: Coroutine[object, object, _Started]) -> _Started:
+        """The process, which ends again where nobody waits for it any more: it would run without a name."""
+        starting = asyncio.ensure_future(start)
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._aside(_end(starting)))
+            raise
+
+    def _aside(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._followers.add(task)
+        task.add_done_callback(self._followers.discard)
+        return task
+
     def _take(self, session: ProcessSession) -> None:
         """One session more."""
         self._sessions[session.id] = session
@@ -285,9 +307,7 @@ class ProcessRegistry:
 
     def _follow(self, session: ProcessSession) -> None:
         if session.watch and not session.lost:
-            follower = asyncio.ensure_future(Follower(session, self._tell, self._clock).run())
-            self._followers.add(follower)
-            follower.add_done_callback(self._followers.discard)
+            self._aside(Follower(session, self._tell, self._clock).run())
 
     def _tell(self, event: ProcessEvent) -> None:
         if self.completion_queue.full():
@@ -300,6 +320,19 @@ class ProcessRegistry:
     def _save(self) -> None:
         if self._path is not None:
             checkpoint.save(self._path, self._sessions.values())
+
+
+async def _start(spawning: Awaitable[Process]) -> _Started:
+    process = await spawning
+    return process, await process.status()
+
+
+async def _end(starting: asyncio.Future[_Started]) -> None:
+    try:
+        process, _ = await starting
+        await process.kill(0.0)
+    except Exception as error:
+        logger.debug("what was not waited for did not start, or has ended: %s", error)
 
 
 def not_found(session_id: str) -> Reply:
