@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import ConfigError, SandboxError, StaleLease
+from palaestra.core.errors import ConfigError, ImageError, SandboxError, StaleLease
 from palaestra.core.types import Limits
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import Mount, Slot, SlotSpec, Snapshot, View
@@ -63,6 +63,32 @@ def test_numbers_that_mean_nothing(with_slot: WithSlot) -> None:
             await slot.execute([])
 
     with_slot(body)
+
+
+def test_a_long_time_is_no_bug(with_slot: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        for timeout_s in (2.2e6, 1e18):
+            assert (await slot.execute("echo hi", timeout_s=timeout_s)).output == "hi\n"
+        shell = await slot.shell()
+        assert (await shell.run("echo hi", timeout_s=1e7)).output == "hi\n"
+
+    with_slot(body)
+
+
+@pytest.mark.parametrize("image", ["", "/", "/.", "/etc"])
+def test_what_is_no_root_file_system_of_its_own(with_slot: WithSlot, image: str) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        with pytest.raises(ImageError, match=f"the image '{image}'"):
+            await backend.create(SlotSpec(image=image), "x")
+
+    with_slot(body)
+
+
+@pytest.mark.parametrize("name", ["memory_bytes", "cpus", "pids", "disk_bytes", "open_files"])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_limits_that_are_none(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"the limit {name} of a slot must be positive, not {value}"):
+        Limits(**{name: value})  # type: ignore[arg-type]
 
 
 def test_images_and_mounts_that_are_not_there(with_slot: WithSlot, tmp_path: Path) -> None:
@@ -158,7 +184,8 @@ def test_no_user_namespaces() -> None:
 @needs_root
 def test_a_file_system_that_no_overlay_takes(tmp_path: Path) -> None:
     """As on a kernel without overlay: the mount is refused. An overlay of overlays is one too many."""
-    stack = f"cd {tmp_path}; mkdir base l u1 w1 u2 w2; mount -t tmpfs none base; cd base; mkdir a u1 w1 u2 w2 m1 m2\n"
+    stack = f"cd {tmp_path}; mkdir base l u1 w1 u2 w2; mount -t tmpfs none base; cd base\n"
+    stack += "mkdir -p a/usr u1 w1 u2 w2 m1 m2\n"
     stack += "mount -t overlay -o lowerdir=a,upperdir=u1,workdir=w1 none m1\n"
     stack += "mount -t overlay -o lowerdir=m1,upperdir=u2,workdir=w2 none m2"
     said = start_in(stack, "FULL", str(tmp_path / "base/m2"))

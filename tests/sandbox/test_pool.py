@@ -24,6 +24,16 @@ def with_pool(max_slots: int, body: Callable[[SlotPool], Awaitable[None]]) -> No
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("timeout_s", [-1.0, float("nan")])
+def test_a_wait_that_means_nothing(timeout_s: float) -> None:
+    async def body(pool: SlotPool) -> None:
+        with pytest.raises(ValueError, match=f"timeout_s must not be negative.* not {timeout_s}"):
+            await pool.acquire("t-1", timeout_s=timeout_s)
+        assert pool.available_slots == 1
+
+    with_pool(1, body)
+
+
 def test_a_lease_from_acquire_to_release() -> None:
     async def body(pool: SlotPool) -> None:
         slot = await pool.acquire("t-1")

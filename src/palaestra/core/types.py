@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -75,13 +76,24 @@ class NetworkPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one slot may use. Sizes in bytes; `cpus` in cores. None means the backend's default."""
+    """What one slot may use. Sizes in bytes; `cpus` in cores. None means the backend's default.
+
+    Raises ValueError for what is no limit: zero, less, or no number.
+    """
 
     memory_bytes: int | None = 2 << 30
     cpus: float | None = None
     pids: int | None = 512
     disk_bytes: int | None = 2 << 30
     open_files: int | None = 4096
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None and not 0 < value < math.inf:  # also false for what is no number
+                raise ValueError(
+                    f"the limit {each.name} of a slot must be positive, not {value}; leave it out for none"
+                )
 
 
 @dataclass(frozen=True, slots=True)

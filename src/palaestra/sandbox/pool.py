@@ -127,9 +127,12 @@ class SlotPool:
 
         Raises `AcquireTimeout` when no place comes free in `timeout_s` (None: `acquire_timeout` of the configuration).
         """
+        timeout_s = self.config.acquire_timeout if timeout_s is None else timeout_s
+        if not timeout_s >= 0:  # also true for what is no number
+            raise ValueError(f"timeout_s must not be negative, and be a number, not {timeout_s}")
         if not self._started:
             raise SandboxError("the slot pool is not running; call start() first")
-        await self._take_place(trajectory_id, self.config.acquire_timeout if timeout_s is None else timeout_s)
+        await self._take_place(trajectory_id, timeout_s)
         try:
             wanted = spec or (snapshot.spec if snapshot is not None else SlotSpec())
             slot = self._warm.take(wanted, trajectory_id) if snapshot is None else None

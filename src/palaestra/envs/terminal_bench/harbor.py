@@ -181,8 +181,11 @@ def _mode(mode: str, section: Section) -> Network | AllowList:
 
 def _limits(environment: Section) -> Limits:
     default = Limits()
-    return Limits(
-        memory_bytes=environment.size_bytes("memory", "memory_mb") or default.memory_bytes,
-        cpus=environment.number("cpus"),
-        disk_bytes=environment.size_bytes("storage", "storage_mb") or default.disk_bytes,
-    )
+    try:
+        return Limits(
+            memory_bytes=environment.size_bytes("memory", "memory_mb") or default.memory_bytes,
+            cpus=environment.number("cpus") or None,
+            disk_bytes=environment.size_bytes("storage", "storage_mb") or default.disk_bytes,
+        )
+    except ValueError as error:
+        raise TaskError(f"task.toml: {error}") from None

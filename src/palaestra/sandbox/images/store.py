@@ -71,8 +71,15 @@ class ImageStore:
     async def directory(self, image: str) -> str:
         """The root file system of an image: itself where it is one, else unpacked. Raises `ImageError` naming it."""
         path = os.path.realpath(image)
+        if not image or path == "/":
+            raise ImageError(
+                f"the image {image!r} would be this machine itself, secrets and all; leave it out for its system "
+                "directories, or give a root directory, a tar file or an OCI layout"
+            )
         if os.path.isdir(path) and not formats.is_layout(path):
-            return path  # whatever is in it: its owner has made it for this
+            if not any(os.path.isdir(os.path.join(path, name)) for name in ("bin", "usr")):
+                raise ImageError(f"the image {image!r} is no root file system: there is neither bin nor usr in {path}")
+            return path  # its owner has made it for this
         if not os.path.exists(path):
             raise ImageError(f"the image {image!r} is not there; give a root directory, a tar file or an OCI layout")
         async with self._asking.setdefault(path, asyncio.Lock()):

@@ -21,6 +21,9 @@ Job = Iterator[None]
 _MANY = 64
 """Cancelled timers that are not worth a look; descriptors of one round."""
 
+_LONGEST_S = 3600.0
+"""The longest wait: epoll counts milliseconds in 31 bits, and a command may be given a year."""
+
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
@@ -128,7 +131,7 @@ class Loop:
         while timers and timers[0][2].call is None:
             heapq.heappop(timers)
             self._forgotten -= 1
-        return max(0.0, timers[0][0] - time.monotonic()) if timers else None
+        return min(max(0.0, timers[0][0] - time.monotonic()), _LONGEST_S) if timers else None
 
     def _run_timers(self) -> None:
         now = time.monotonic()
