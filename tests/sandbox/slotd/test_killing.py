@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+
+from palaestra.sandbox.slotd import killing
 from palaestra.sandbox.slotd.killing import Command, Process, tree
 
 COMMAND = Command(pid=10, started=100)
@@ -52,3 +56,15 @@ def test_what_was_there_at_a_moment_stays_with_its_new_children() -> None:
 def test_orphans_up_to_a_moment_stay() -> None:
     table = [process(10, 1, 10), process(30, 1, 10, 150), process(31, 1, 31, 149), process(32, 1, 10, 150)]
     assert tree(table, COMMAND, [], after=(150, 30)) == {10, 32}
+
+
+def test_a_moment_is_told_by_the_youngest_process_of_then() -> None:
+    with subprocess.Popen(["/bin/sleep", "60"]) as child:
+        then = killing.last_pid()
+        assert then >= child.pid
+        [began] = [process.started for process in killing.processes() if process.pid == child.pid]
+        inside = killing.inside(os.getpid(), (began, then))
+        child.kill()
+    assert inside[0] == began
+    assert child.pid <= inside[1] <= then
+    assert killing.inside(os.getpid(), (began + 1, then)) == (began + 1, 0)

@@ -36,7 +36,7 @@ def freeze(init: int) -> Generator[None, None, list[int]]:
     deadline = time.monotonic() + PATIENCE_S
     try:
         while True:
-            table = _descendants(init)
+            table = descendants(init)
             if asleep is None:
                 asleep = {pid for pid, state in table if state in (b"T", b"t")}
             fresh = [pid for pid, state in table if state not in _GONE and pid not in asleep and pid not in stopped]
@@ -64,7 +64,7 @@ def maps_files_shared(init: int) -> bool:
 
     A process that does not let itself be looked at counts as one that does.
     """
-    return any(_maps_shared(pid) for pid, state in _descendants(init) if state not in _GONE)
+    return any(_maps_shared(pid) for pid, state in descendants(init) if state not in _GONE)
 
 
 def _maps_shared(pid: int) -> bool:
@@ -84,7 +84,7 @@ def _all_still(table: list[tuple[int, bytes]]) -> bool:
     return states - {b"D"} <= _STILL and (b"D" not in states or b"T" in states)
 
 
-def _descendants(init: int) -> list[tuple[int, bytes]]:
+def descendants(init: int) -> list[tuple[int, bytes]]:
     """The pids below a process with their states, parents before children."""
     found: list[tuple[int, bytes]] = []
     pending = _children(init)

@@ -12,11 +12,14 @@ ended by killing everything in the slot but init.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from . import freezing
 
 PATIENCE_S = 2.0
 
@@ -64,6 +67,41 @@ def kill_everything() -> None:
 def now() -> int:
     """This moment in that unit."""
     return ticks(time.clock_gettime(time.CLOCK_BOOTTIME))
+
+
+def last_pid() -> int:
+    """The last process id that was given out, as this process's namespace numbers processes."""
+    return int(os.pread(_load(), 128, 0).rpartition(b" ")[2])
+
+
+@functools.cache
+def _load() -> int:
+    return os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def inside(init: int, moment: Moment) -> Moment:
+    """A moment of this process's namespace as the init of a slot sees it: by the youngest process of then that lives.
+
+    Process ids are only looked at among processes that began in the same tick, so that one of them is as good as all.
+    """
+    started, last = moment
+    before = [_number_inside(pid) for pid, _ in freezing.descendants(init) if pid <= last and _began_in(pid, started)]
+    return started, max(before, default=0)
+
+
+def _began_in(pid: int, tick: int) -> bool:
+    with contextlib.suppress(OSError):
+        return _read(pid).started == tick
+    return False
+
+
+def _number_inside(pid: int) -> int:
+    """The number that a process has in the innermost namespace it is in; 0 for one that is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"NSpid:"):
+                return int(line.split()[-1])
+    return 0
 
 
 def kill_tree(

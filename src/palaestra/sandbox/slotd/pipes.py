@@ -55,10 +55,10 @@ class Memory:
 
     def put(self, data: bytes) -> None:
         """Replace the content."""
-        view, position = memoryview(data), 0
-        while position < len(view):
-            position += os.pwrite(self.fd, view[position:], position)
-        os.ftruncate(self.fd, len(view))  # afterwards, so that its pages are used again
+        position = os.pwrite(self.fd, data, 0)
+        while position < len(data):
+            position += os.pwrite(self.fd, memoryview(data)[position:], position)
+        os.ftruncate(self.fd, position)  # afterwards, so that its pages are used again
 
     def close(self) -> None:
         """Let go of it. Idempotent."""

@@ -3,8 +3,9 @@
 It is an interactive shell without a terminal. Its own input is a pipe from the server, so that it comes back to the
 top after SIGINT, an error or a syntax error, whatever the command was in the middle of. For each command it gets two
 lines: the first runs a memory file that holds the command, as if its text stood there; the second reports the exit
-status, with the command's number and the last process id given out, on a descriptor of its own. Nothing is looked for
-in the output.
+status with the command's number on a descriptor of its own. Nothing is looked for in the output. Every word of these
+lines costs each command: what can be found out from outside is not asked of the shell, and a descriptor that is there
+(its errors between commands go to /dev/null) is not opened anew.
 
 A command that runs out of time is interrupted; what it has started is killed; the shell lives on if it came back in
 time, and is killed otherwise. A shell that is gone (also by `exit`, `exec`, `set -e`) is started anew for the next
@@ -56,8 +57,9 @@ _BASH = _Dialect(
     "set +o history +H; unset HISTFILE MAILCHECK\n",
 )
 _SH = _Dialect(["/bin/sh", "-i"], (6, 7, 8, 9), "")
-_REPORT = '__slot(){{ local s=$? p; read -r _ _ _ _ p </proc/loadavg; printf " $1 $s $p\\n" >&{status}; return $s; }}\n'
-_RUN = ". /proc/self/fd/{command} <{stdin} 2>&{errors}\n__slot {number}\n"
+_REPORT = '__slot(){{ printf " $1 $2\\n" >&{status}; return "$2"; }}\n'
+_TELL = '__slot {number} "$?"\n'
+_RUN = ". /proc/self/fd/{command} <{stdin} 2>&{errors}\n" + _TELL
 
 
 class ShellBusy(Exception):
@@ -82,7 +84,7 @@ class Shell:
         self._between = Capture(_BETWEEN_BYTES)
         self._execution: Execution | None = None
         self._lost = False
-        self._sequence = self._last_pid = 0
+        self._sequence = 0
         self._after = killing.ALWAYS
         self._patience: Timer | None = None
 
@@ -93,7 +95,7 @@ class Shell:
         if self._process is None:
             self._start()
         self._command.put(command)
-        source = "/dev/null"
+        source = "&2"
         stdin, file, _, errors = self._dialect.places
         if request.stdin:
             self._input.put(request.stdin)
@@ -106,7 +108,7 @@ class Shell:
             for part in before.parts():
                 execution.take(part)
         execution.start()
-        self._after = (killing.now(), self._last_pid)
+        self._after = (killing.now(), killing.last_pid())
         self._sequence += 1
         self._say(_RUN.format(command=file, stdin=source, errors=errors, number=self._sequence))
 
@@ -178,14 +180,13 @@ class Shell:
             pass
 
     def _read_status(self) -> None:
-        """Lines of `number status pid`; what a command of the slot may have written there by mistake is passed over."""
+        """Lines of `number status`; what a command of the slot may have written there by mistake is passed over."""
         data = pipes.read(self._status) if self._status >= 0 else None
         if data == b"":
             self._loop.unwatch(self._status)
         for line in (data or b"").splitlines():
-            words = line.split()[-3:]
-            if len(words) == 3 and words[0] == b"%d" % self._sequence and words[1].isdigit() and words[2].isdigit():
-                self._last_pid = int(words[2])
+            words = line.split()[-2:]
+            if len(words) == 2 and words[0] == b"%d" % self._sequence and words[1].isdigit():
                 self._on_status(int(words[1]))
 
     def _on_status(self, code: int) -> None:
@@ -195,7 +196,7 @@ class Shell:
         if execution.on_exit(Report(ReportKind.EXIT, value=code)):
             self._finish()
         elif self._stop_waiting() and self._process is not None:
-            self._slot.kill_child(self._process, self._after, spare=True)
+            self._slot.kill_child(self._process, killing.inside(self._slot.pid, self._after), spare=True)
 
     def _interrupt(self, times: int = INTERRUPTS) -> None:
         """The command's time is over, or its caller has gone: interrupt it so often, then kill it with its shell."""
@@ -203,10 +204,10 @@ class Shell:
         if self._process is None:
             return
         if not times:
-            self._slot.kill_child(self._process, self._after)
+            self._slot.kill_child(self._process, killing.inside(self._slot.pid, self._after))
             return
         self._slot.signal(self._process, signal.SIGINT)
-        self._say(f"__slot {self._sequence}\n")  # some shells forget the lines they have read ahead
+        self._say(_TELL.format(number=self._sequence))  # some shells forget the lines they have read ahead
         self._patience = self._loop.later(INTERRUPT_EVERY_S, lambda: self._interrupt(times - 1))
 
     def _finish(self) -> None:
