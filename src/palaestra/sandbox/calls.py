@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 from palaestra.core.errors import StaleLease
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import ExecutionResult, Rung
-from palaestra.sandbox.client import CommandNotStarted, SlotServer
+from palaestra.sandbox.client import CommandNotStarted, Reply, SlotServer
+from palaestra.sandbox.slotd import outcomes
 
 MAX_OUTPUT_BYTES = 16 << 20
 MAX_STDIN_BYTES = 32 << 20
 
-_OF_A_COMMAND: Mapping[str, JSON] = {
-    "exit_code": 0, "returncode": 0, "timeout": False, "cancelled": False, "swept": False, "oom": False,
-    "truncated": False, "output_total_bytes": 0,
-}  # fmt: skip
+_SHELLS: Mapping[int, str | None] = {0: None, outcomes.BASH: "bash", outcomes.SH: "sh"}
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _ENOENT = 2
 
@@ -35,7 +33,7 @@ class Lease:
     names: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
-        self._defaults = {**_OF_A_COMMAND, "rung": self.rung.label}
+        self._rung = self.rung.label
 
     def fields(self) -> dict[str, JSON]:
         """What names this lease in a request. Raises `StaleLease` after release."""
@@ -47,31 +45,40 @@ class Lease:
         """The next execution id."""
         return f"{self.slot_id}.{next(self.names)}"
 
-    def result(self, name: str, fields: dict[str, JSON], data: bytes, timeout_s: float) -> ExecutionResult:
-        """What a command did, from its RESULT, which leaves out zeros: `data` is head, tail and verdict."""
-        head, tail = fields.pop("head", 0), fields.pop("tail", 0)
-        fields = {**self._defaults, **fields}
-        missing = fields["output_total_bytes"] - head - tail
-        if missing > 0:
-            gap = f"\n… {missing} of {fields['output_total_bytes']} bytes left out{_where(fields)} …\n"
+    def result(self, name: str, reply: Reply, timeout_s: float) -> ExecutionResult:
+        """What a command did, from its RESULT."""
+        return self._result(name, outcomes.decode(reply.data), reply.fields, reply.data[outcomes.SIZE :], timeout_s)
+
+    def _result(
+        self, name: str, outcome: outcomes.Outcome, file: Mapping[str, JSON], data: bytes, timeout_s: float
+    ) -> ExecutionResult:
+        """`data` is head, tail and verdict; `file` says where all of a long output is."""
+        code, flags, head, tail, total, duration_s, cpu_s, max_rss_bytes = outcome
+        metadata: dict[str, JSON] = {
+            "exit_code": code, "returncode": code, "rung": self._rung, "duration_s": duration_s, "cpu_s": cpu_s,
+            "max_rss_bytes": max_rss_bytes, "shell": _SHELLS[flags & (outcomes.BASH | outcomes.SH)],
+            "timeout": flags & outcomes.TIMEOUT != 0, "cancelled": flags & outcomes.CANCELLED != 0,
+            "swept": flags & outcomes.SWEPT != 0, "oom": flags & outcomes.OOM != 0,
+            "output_total_bytes": total, "truncated": total > head + tail, **file,
+        }  # fmt: skip
+        if flags & outcomes.STATEFUL:
+            metadata["shell_restarted"] = flags & outcomes.RESTARTED != 0
+        if total > head + tail:
+            gap = f"\n… {total - head - tail} of {total} bytes left out{_where(metadata)} …\n"
             output = data[:head].decode(errors="replace") + gap + data[head : head + tail].decode(errors="replace")
         else:
             output = data[: head + tail].decode(errors="replace")
-        code = fields["returncode"] = fields["exit_code"]
         error = ""
         if code:
-            error = f"Command timed out after {timeout_s:g}s" if fields["timeout"] else f"Exit code: {code}"
-        return ExecutionResult(code == 0, output, error, name, self.slot_id, fields, data[head + tail :])
+            error = f"Command timed out after {timeout_s:g}s" if flags & outcomes.TIMEOUT else f"Exit code: {code}"
+        return ExecutionResult(code == 0, output, error, name, self.slot_id, metadata, data[head + tail :])
 
     def not_started(self, name: str, command: str | Sequence[str], error: CommandNotStarted) -> ExecutionResult:
         """The result of a program that could not be run, as a shell would tell it."""
         code = _NOT_FOUND if error.errno == _ENOENT else _NOT_EXECUTABLE
         program = command if isinstance(command, str) else command[0]
-        fields: dict[str, JSON] = {
-            "exit_code": code, "duration_s": 0.0, "shell": None, "cpu_s": 0.0, "max_rss_bytes": 0
-        }  # fmt: skip
         text = f"{program[:200]}: {error}\n".encode(errors="backslashreplace")
-        return self.result(name, {**fields, "head": len(text), "output_total_bytes": len(text)}, text, 0)
+        return self._result(name, outcomes.Outcome(code, head=len(text), total=len(text)), {}, text, 0)
 
 
 def limits(timeout_s: float, max_output_bytes: int, stdin: bytes) -> dict[str, JSON]:

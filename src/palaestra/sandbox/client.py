@@ -186,16 +186,21 @@ class SlotServer:
     def call(
         self, op: str, fields: dict[str, JSON], data: bytes = b"", on_data: OnData | None = None
     ) -> Coroutine[None, None, Reply]:
-        """One request, to its answer."""
-        return self.request(Kind.REQUEST, {"op": op, **fields}, data, on_data)
+        """One request, to its answer. `fields` becomes its own."""
+        fields["op"] = op
+        return self.request(Kind.REQUEST, fields, data, on_data)
 
     async def request(
         self, kind: Kind, fields: dict[str, JSON], data: bytes = b"", on_data: OnData | None = None
     ) -> Reply:
         """Send a frame and wait for its answer. Cancelled, it cancels on the server and waits for the end there."""
-        number, call = self._open(on_data)
+        if self._over is not None:
+            raise self._over
+        number = next(self._numbers)
+        if self._wire is not None:
+            self._wire.link.send(kind, number, fields, data)  # first: the server works on it while we prepare to wait
+        call = self._calls[number] = _Call(self._loop.create_future(), on_data)
         try:
-            self._send(kind, number, fields, data)
             reply = await call.answer
         except asyncio.CancelledError:
             await self._abandon(number, call)
@@ -223,7 +228,7 @@ class SlotServer:
     async def upload(self, fields: dict[str, JSON], data: bytes) -> None:
         """Write a file. What is more than one piece follows the request, at the pace at which the server takes it."""
         if len(data) <= CHUNK:
-            await self.call("write", {**fields, "whole": True}, data)
+            await self.call("write", fields, data)
         else:
             await self._upload(fields, _pieces_of(data))
 
@@ -237,7 +242,7 @@ class SlotServer:
         wire = self._wire
         assert wire is not None
         try:
-            self._send(Kind.REQUEST, number, {"op": "write", **fields, "whole": False})
+            self._send(Kind.REQUEST, number, {"op": "write", **fields, "follows": True})
             async for piece in pieces:
                 if call.answered:
                     break
@@ -276,18 +281,18 @@ class SlotServer:
         self._on_lost("", 0)
 
     def _on_frame(self, frame: Frame) -> None:
-        if frame.kind is Kind.LOST:
-            self._on_lost(frame.fields["slot"], frame.fields["epoch"])
-        elif frame.kind is Kind.ERROR and frame.request == 0:
-            self._over = _error(frame.fields)
-        elif frame.request in self._calls:
-            call = self._calls[frame.request]
-            if frame.kind is Kind.DATA:
-                self._take(frame, call)
-            elif frame.kind is Kind.ERROR:
-                call.fail(_error(frame.fields))
-            else:
+        kind, call = frame.kind, self._calls.get(frame.request)
+        if call is not None:
+            if kind is Kind.RESULT or kind is Kind.HELLO:
                 call.succeed(frame)
+            elif kind is Kind.DATA:
+                self._take(frame, call)
+            elif kind is Kind.ERROR:
+                call.fail(_error(frame.fields))
+        elif kind is Kind.LOST:
+            self._on_lost(frame.fields["slot"], frame.fields["epoch"])
+        elif kind is Kind.ERROR and frame.request == 0:
+            self._over = _error(frame.fields)
 
     def _take(self, frame: Frame, call: _Call) -> None:
         if call.on_data is not None and call.failure is None:

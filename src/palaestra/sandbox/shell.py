@@ -62,13 +62,15 @@ class LocalShell:
     async def _run(
         self, command: str, stdin: bytes, bounds: Mapping[str, JSON], on_output: Callable[[bytes], None] | None
     ) -> ExecutionResult:
-        fields = {**self._lease.fields(), **bounds, "shell": self._name, "command": command, "spill": True}
+        fields = {**self._lease.fields(), **bounds, "shell": self._name, "command": command}
+        if on_output is not None:
+            fields["stream"] = True
         name = self._lease.name()
         try:
-            reply = await self._lease.server.call("run", {**fields, "stream": on_output is not None}, stdin, on_output)
+            reply = await self._lease.server.call("run", fields, stdin, on_output)
         except CommandNotStarted as error:
             return self._lease.not_started(name, command, error)
-        return self._lease.result(name, reply.fields, reply.data, bounds["timeout_s"])
+        return self._lease.result(name, reply, bounds["timeout_s"])
 
     async def state(self) -> bytes:
         """What a new shell needs to go on from here; see `Shell.state`. Raises `SandboxError` where it is too large."""

@@ -119,22 +119,23 @@ class LocalSlot(TextFiles):
         spill: bool = True,
     ) -> ExecutionResult:
         """Run a command; see `Slot.execute`. A missing `cwd` raises FileNotFoundError; no such program is exit 127."""
-        fields: dict[str, JSON] = {
-            **program(command),
-            **limits(timeout_s, max_output_bytes, stdin),
-            **self._lease.fields(),
-            "cwd": cwd,
-            "env": dict(env) if env else None,
-            "stream": on_output is not None,
-            "verdict": verdict,
-            "spill": spill,
-        }
+        fields = {**self._lease.fields(), **program(command), **limits(timeout_s, max_output_bytes, stdin)}
+        if cwd != WORKSPACE:
+            fields["cwd"] = cwd
+        if env:
+            fields["env"] = dict(env)
+        if on_output is not None:
+            fields["stream"] = True
+        if verdict:
+            fields["verdict"] = True
+        if not spill:
+            fields["no_spill"] = True
         name = self._lease.name()
         try:
             reply = await self.server.call("exec", fields, stdin, on_output)
         except CommandNotStarted as error:
             return self._lease.not_started(name, command, error)
-        return self._lease.result(name, reply.fields, reply.data, timeout_s)
+        return self._lease.result(name, reply, timeout_s)
 
     async def shell(
         self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b""
@@ -165,11 +166,14 @@ class LocalSlot(TextFiles):
         pieces: list[bytes] = []
         fields = {**self._lease.fields(), "path": path, "offset": offset, "max_bytes": max_bytes}
         last = await self.server.call("read", fields, on_data=pieces.append)
-        return b"".join((*pieces, last.data))
+        return b"".join((*pieces, last.data)) if pieces else last.data
 
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         """Write atomically, creating parent directories. A link is followed, inside the slot."""
-        await self.server.upload({**self._lease.fields(), "path": path, "mode": mode}, data)
+        fields = {**self._lease.fields(), "path": path}
+        if mode is not None:
+            fields["mode"] = mode
+        await self.server.upload(fields, data)
 
     async def list_dir(self, path: str = ".") -> list[FileInfo]:
         """The entries of a directory, sorted by name; their paths are absolute."""

@@ -12,9 +12,9 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from . import pipes
+from . import outcomes, pipes
 from .capture import Capture
 from .frames import WINDOW, Fields, Kind
 from .link import Link
@@ -26,6 +26,8 @@ from .spills import Spill
 
 MAX_VERDICT_BYTES = 16 << 20
 TIMEOUT_EXIT_CODE = 124
+
+_SHELLS = {None: 0, "bash": outcomes.BASH, "sh": outcomes.SH}
 
 
 class Request(NamedTuple):
@@ -49,8 +51,9 @@ class Request(NamedTuple):
 class Execution:
     """From the spawn message to the RESULT frame. `kill` is how the slot is asked to act.
 
-    `output` is where a command that runs in a process which was there before writes; what `open_spill` gives takes what
-    is too long.
+    It is made when the command is on its way to the slot's init already: until it has begun there is time. `pipe` is
+    where it writes, without a writing end (negative) for one that runs in a process which was there before; what
+    `open_spill` gives takes what is too long.
     """
 
     def __init__(
@@ -60,13 +63,15 @@ class Execution:
         loop: Loop,
         link: Link,
         kill: Callable[[], None],
-        output: int | None = None,
+        pipe: tuple[int, int],
+        verdict: int = -1,
         open_spill: Callable[[], Spill] | None = None,
     ) -> None:
         self.number, self.request = number, request
         self._loop, self._link, self._kill = loop, link, kill
-        self._output, self.child_output = pipes.pipe() if output is None else (output, -1)
-        self._verdict, self.child_verdict = pipes.pipe() if request.verdict else (-1, -1)
+        self._output, self._child_output = pipe
+        self._shared = self._child_output < 0
+        self._verdict = verdict
         self.open_spill = open_spill if request.spill else None
         self._spill: Spill | None = None
         self._capture = Capture(request.max_output_bytes)
@@ -80,10 +85,7 @@ class Execution:
         """The output pipe that a daemon still holds after the end, watched until somebody else empties it."""
 
     def start(self) -> None:
-        """The command is on its way to the slot's init."""
-        if self.child_verdict >= 0:
-            os.close(self.child_verdict)
-            self.child_verdict = -1
+        """Listen to the command."""
         self._loop.watch(self._output, self._read_output)
         if self._verdict >= 0:
             self._loop.watch(self._verdict, self._read_verdict)
@@ -132,34 +134,35 @@ class Execution:
         """Whether it, or what a shell ran as its last command, ended by SIGKILL."""
         return self._exit is not None and self._exit.value in (-signal.SIGKILL, 128 + signal.SIGKILL)
 
-    def finish(self, oom: bool, **more: object) -> None:
-        """Take what is left in the pipes and send the RESULT; `more` are fields of it.
+    def finish(self, oom: bool, of_shell: int = 0) -> None:
+        """Take what is left in the pipes and send the RESULT; `of_shell` are the flags of one that goes on.
 
-        What is 0 or false is left out of it, but for the exit code (see `calls.Lease.result`).
+        Whoever waits for it gets it before anything is put away.
         """
-        self._stop()
-        self._close_child_ends()
-        self._drain()
+        self._close_child_end()
+        held = self._drain()
         head, tail = self._capture.parts()
         end = self._exit or Report(ReportKind.EXIT, self.number, -signal.SIGKILL)
-        fields: dict[str, Any] = {
-            "exit_code": TIMEOUT_EXIT_CODE if self._timed_out else _shell_status(end.value),
-            "duration_s": round(time.monotonic() - self._started, 6),
-            "shell": self.request.shell,
-            "cpu_s": end.cpu_s,
-            "max_rss_bytes": end.max_rss_bytes,
-            **more,
-        }
-        if self._capture.total:
-            fields |= {"output_total_bytes": self._capture.total, "truncated": self._capture.truncated}
-            fields |= {"head": len(head), "tail": len(tail)}
-        if oom or self.killing:
-            fields |= {"oom": oom, "swept": self._swept}
-            fields |= {"timeout": self._timed_out, "cancelled": self._cancelled}
+        outcome = outcomes.encode(
+            TIMEOUT_EXIT_CODE if self._timed_out else _shell_status(end.value),
+            of_shell | _SHELLS[self.request.shell] | (self._why_killed(oom) if oom or self.killing else 0),
+            len(head),
+            len(tail),
+            self._capture.total,
+            round(time.monotonic() - self._started, 6),
+            end.cpu_s,
+            end.max_rss_bytes,
+        )
+        fields = None
         if self._spill is not None:
             self._spill.close()
-            fields |= self._spill.fields()
-        self._link.send(Kind.RESULT, self.number, fields, head + tail + bytes(self._verdict_data))
+            fields = self._spill.fields()
+        self._link.send(Kind.RESULT, self.number, fields, b"".join((outcome, head, tail, self._verdict_data)))
+        self._stop()
+        if held:
+            self.leftover, self._output = self._output, -1
+        else:
+            self._close_output()
 
     def fail(self, fields: Fields) -> None:
         """The command could not be started, or its slot is gone."""
@@ -169,13 +172,19 @@ class Execution:
     def drop(self) -> None:
         """Let go of everything, without an answer."""
         self._stop()
-        self._close_child_ends()
+        self._close_child_end()
         self._close_verdict()
         if self._spill is not None:
             self._spill.close()
-        if self._output >= 0:
-            self._loop.close(self._output)
-            self._output = -1
+        self._close_output()
+
+    def _why_killed(self, oom: bool) -> int:
+        return (
+            (outcomes.TIMEOUT if self._timed_out else 0)
+            | (outcomes.CANCELLED if self._cancelled else 0)
+            | (outcomes.SWEPT if self._swept else 0)
+            | (outcomes.OOM if oom else 0)
+        )
 
     def _begin_kill(self) -> None:
         if not self.killing:
@@ -192,8 +201,7 @@ class Execution:
         if data is None:
             return
         if not data:
-            self._loop.close(self._output)
-            self._output = -1
+            self._close_output()
             return
         self.take(data)
 
@@ -206,26 +214,24 @@ class Execution:
         if not data:
             self._close_verdict()
 
-    def _drain(self) -> None:
-        """What the command wrote before it ended is in the pipes now; no more than a pipe holds belongs to it."""
+    def _drain(self) -> bool:
+        """What the command wrote before it ended is in the pipes now; no more than a pipe holds belongs to it.
+
+        True where somebody can still write to the output.
+        """
         if self._verdict >= 0:
             for _ in range(PIPE_BYTES // READ_BYTES + 1):
                 if self._verdict >= 0:
                     self._read_verdict()
             self._close_verdict()
         taken = 0
-        while self._output >= 0 and taken <= PIPE_BYTES:
+        while self._output >= 0 and taken <= PIPE_BYTES and not (self._shared and pipes.is_empty(self._output)):
             data = pipes.read(self._output)
-            if data is None:
-                break
             if not data:
-                self._loop.close(self._output)
-                self._output = -1
-                break
+                return data is None
             taken += len(data)
             self.take(data)
-        if self._output >= 0:
-            self.leftover, self._output = self._output, -1
+        return self._output >= 0
 
     def _stop(self) -> None:
         if self._timer is not None:
@@ -236,11 +242,15 @@ class Execution:
             self._loop.close(self._verdict)
             self._verdict = -1
 
-    def _close_child_ends(self) -> None:
-        for fd in (self.child_output, self.child_verdict):
-            if fd >= 0:
-                os.close(fd)
-        self.child_output = self.child_verdict = -1
+    def _close_output(self) -> None:
+        if self._output >= 0:
+            self._loop.close(self._output)
+            self._output = -1
+
+    def _close_child_end(self) -> None:
+        if self._child_output >= 0:
+            os.close(self._child_output)
+            self._child_output = -1
 
 
 def _shell_status(code: int) -> int:

@@ -74,7 +74,10 @@ def open_for_reading(root: int, path: str, offset: int, max_bytes: int) -> tuple
 
 
 class Writing:
-    """One file that is being written. Nothing is seen of it before `finish`; `discard` forgets it."""
+    """One file that is being written. Nothing is seen of it before `finish`; `discard` forgets it.
+
+    After `finish` it waits for `close`, so that who asked can be told first.
+    """
 
     def __init__(self, root: int, path: str, mode: int | None, owner: int) -> None:
         self._folder, self._status, path = _at_end_of_links(root, path, owner)
@@ -95,12 +98,12 @@ class Writing:
 
     def add(self, data: bytes) -> None:
         """The next piece."""
-        view = memoryview(data)
-        while view:
-            try:
-                view = view[os.write(self._fd, view) :]
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, self._path) from None
+        try:
+            written = os.write(self._fd, data)
+            while written < len(data):
+                written += os.write(self._fd, memoryview(data)[written:])
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._path) from None
 
     def finish(self) -> None:
         """Put the file in its place."""
@@ -112,6 +115,9 @@ class Writing:
         except OSError as error:
             self.discard()
             raise OSError(error.errno, error.strerror, self._path) from None
+
+    def close(self) -> None:
+        """Let go of what has been written."""
         os.close(self._fd)
         os.close(self._folder)
 
@@ -122,8 +128,7 @@ class Writing:
         except OSError:
             pass  # the slot may be gone
         finally:
-            os.close(self._fd)
-            os.close(self._folder)
+            self.close()
 
 
 def create(root: int, path: str, owner: int) -> int:
@@ -266,9 +271,9 @@ def _at_end_of_links(root: int, path: str, owner: int) -> tuple[int, os.stat_res
 
 
 def _make_folders(root: int, path: str, owner: int) -> int:
-    """Open a directory, made with its parents where it is missing."""
+    """A handle of a directory, made with its parents where it is missing."""
     try:
-        return open_at(root, path, os.O_RDONLY | os.O_DIRECTORY)
+        return open_at(root, path, os.O_PATH | os.O_DIRECTORY)
     except FileNotFoundError:
         folder, name = posixpath.split(path.rstrip("/"))
         parent = _make_folders(root, folder, owner)
@@ -279,7 +284,7 @@ def _make_folders(root: int, path: str, owner: int) -> int:
         raise OSError(error.errno, error.strerror, path) from None
     finally:
         os.close(parent)
-    return open_at(root, path, os.O_RDONLY | os.O_DIRECTORY)
+    return open_at(root, path, os.O_PATH | os.O_DIRECTORY)
 
 
 def _not_regular(status: os.stat_result, path: str) -> OSError:

@@ -12,6 +12,8 @@ integers big-endian. Output travels as bytes, never as text.
     CANCEL                       ->   the command is killed; its RESULT still comes
                                  <-   LOST    slot, reason: a slot died without being asked to
 
+The RESULT of a command begins with a struct (`outcomes.py`).
+
 What can be asked is listed where it is served: one command, files and layers in `server.py`, the rest in `modes.py`.
 Every request that names a slot carries the epoch of the lease; one of another epoch is answered with a `stale` ERROR.
 """
@@ -22,10 +24,10 @@ import json
 import struct
 from collections.abc import Callable, Iterable
 from enum import IntEnum
-from functools import partial
+from json.scanner import make_scanner
 from typing import Any, NamedTuple
 
-VERSION = 4
+VERSION = 5
 """Both sides must agree; the server is started from the same package, so a mismatch is a broken installation."""
 
 WINDOW = 256 << 10
@@ -45,19 +47,21 @@ Fields = dict[str, Any]
 """The JSON object of a frame."""
 
 
-def _encoder() -> Callable[[Fields], Iterable[str]]:
-    """Gives the pieces of an object's JSON. What the standard library makes per call costs as much as encoding does."""
+def _encoder() -> Callable[[Fields, bool], Iterable[str]]:
+    """Gives the pieces of an object's JSON; the flag is False.
+
+    What the standard library makes for each call costs as much as encoding does.
+    """
     encoder = json.JSONEncoder(separators=(",", ":"))
+    found: Callable[[Fields, bool], Iterable[str]] = encoder.iterencode
     make = getattr(json.encoder, "c_make_encoder", None)
-    if make is None:
-        return encoder.iterencode
-    return partial(
-        make(None, encoder.default, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, True),
-        _current_indent_level=0,
-    )
+    if make is not None:
+        text = json.encoder.encode_basestring_ascii
+        found = make(None, encoder.default, text, None, ":", ",", False, False, True)
+    return found
 
 
-_to_json, _from_json = _encoder(), json.JSONDecoder().raw_decode
+_to_json, _from_json = _encoder(), make_scanner(json.JSONDecoder())  # type: ignore[arg-type]
 
 
 class Kind(IntEnum):
@@ -96,7 +100,7 @@ _new = tuple.__new__
 
 def encode(kind: Kind, request: int, fields: Fields | None = None, data: bytes = b"") -> bytes:
     """One frame as bytes."""
-    text = "".join(_to_json(fields)).encode() if fields else b""
+    text = "".join(_to_json(fields, False)).encode() if fields else b""
     return b"".join((_HEADER.pack(len(text) + len(data), kind, request, len(text)), text, data))
 
 
@@ -127,7 +131,7 @@ class Decoder:
                 self._needed = _HEADER.size + length
                 break
             position, text_end = start + length, start + text_length
-            fields = _from_json(str(view[start:text_end], "utf-8"))[0] if text_length else {}
+            fields = _from_json(str(view[start:text_end], "utf-8"), 0)[0] if text_length else {}
             found.append(_new(Frame, (_KINDS[kind], request, fields, bytes(view[text_end:position]))))
         if position < len(view) or self._buffer:
             self._buffer = bytearray(view[position:])

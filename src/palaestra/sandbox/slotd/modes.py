@@ -11,7 +11,7 @@
     processes                                                       processes: one object each
     dismiss     process                                             the process is killed and forgotten
     shell       cwd, env                                            shell
-    run         shell, command, …: as exec                          as exec, and shell_restarted
+    run         shell, command, …: as exec                          as exec, of a shell that goes on
     close_shell shell
 
 All carry the lease. `output`, `wait` and `input` can be cancelled; they are then answered with what there is.
@@ -162,7 +162,7 @@ class ModeRequests:
         request = Request(
             argv=[], shell=shell.kind, cwd="", env=modes.slot.environment, stdin=frame.data,
             timeout_s=fields["timeout_s"], max_output_bytes=fields["max_output_bytes"],
-            stream=fields["stream"], verdict=False, spill=fields["spill"],
+            stream="stream" in fields, verdict=False, spill=True,
         )  # fmt: skip
         try:
             command = _bytes(fields["command"])

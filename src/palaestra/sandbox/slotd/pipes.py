@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import os
+import termios
 
 from .roots import HOST
 
 PIPE_BYTES = 256 << 10
 READ_BYTES = 64 << 10
 """What a pipe holds unless its writer has changed that."""
+
+_NO_BYTES = bytes(4)
+"""As FIONREAD gives it."""
 
 
 def pipe() -> tuple[int, int]:
@@ -26,6 +31,11 @@ def input_pipe() -> tuple[int, int]:
     reader, writer = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writer, False)
     return reader, writer
+
+
+def is_empty(fd: int) -> bool:
+    """Whether there is nothing to read in a pipe now: cheaper than to try, which ends in an exception."""
+    return fcntl.ioctl(fd, termios.FIONREAD, _NO_BYTES) == _NO_BYTES
 
 
 def read(fd: int) -> bytes | None:

@@ -218,11 +218,12 @@ class Server:
             shell = slot.likely_shell()
             argv = [f"/bin/{shell}", "-c", fields["command"]]
         request = Request(
-            argv=argv, shell=shell, cwd=files.absolute(fields["cwd"]), env=slot.environment,
-            stdin=frame.data, timeout_s=fields["timeout_s"], max_output_bytes=fields["max_output_bytes"],
-            stream=fields["stream"], verdict=fields["verdict"], spill=fields["spill"],
+            argv=argv, shell=shell, cwd=files.absolute(fields["cwd"]) if "cwd" in fields else files.WORKSPACE,
+            env=slot.environment, stdin=frame.data, timeout_s=fields["timeout_s"],
+            max_output_bytes=fields["max_output_bytes"],
+            stream="stream" in fields, verdict="verdict" in fields, spill="no_spill" not in fields,
         )  # fmt: skip
-        if fields["env"]:
+        if "env" in fields:
             try:
                 request = request._replace(env=slot.with_variables(fields["env"]))
             except ValueError:  # a NUL, a lone surrogate, a variable without a name
@@ -254,10 +255,10 @@ class Server:
         slot, fields = self._leased(frame), frame.fields
         place = self._locate(slot, fields["path"], writing=True)
         try:
-            writing = files.Writing(place.root, place.path, fields["mode"], place.owner)
+            writing = files.Writing(place.root, place.path, fields.get("mode"), place.owner)
         except OSError as error:
             raise place.error(error) from None
-        if not fields["whole"]:
+        if "follows" in fields:
             Upload(frame.request, writing, self._link, self._transfers)
             return
         try:
@@ -267,6 +268,7 @@ class Server:
             raise
         writing.finish()
         self._link.send(Kind.RESULT, frame.request)
+        writing.close()
 
     def _stat(self, frame: Frame) -> None:
         with self._at(self._leased(frame), frame.fields["path"]) as place:

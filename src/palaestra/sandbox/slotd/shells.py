@@ -21,7 +21,7 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from . import killing, pipes
+from . import killing, outcomes, pipes
 from .capture import Capture
 from .executions import Execution, Request
 from .frames import Fields, Frame, Kind
@@ -100,7 +100,11 @@ class Shell:
         if request.stdin:
             self._input.put(request.stdin)
             source = f"/proc/self/fd/{stdin}"
-        execution = Execution(number, request, self._loop, self._link, self._interrupt, self._output, open_spill)
+        self._after = (killing.now(), killing.last_pid())
+        self._sequence += 1
+        self._say(_RUN.format(command=file, stdin=source, errors=errors, number=self._sequence))
+        pipe = (self._output, -1)
+        execution = Execution(number, request, self._loop, self._link, self._interrupt, pipe, open_spill=open_spill)
         self._execution, self._output = execution, -1
         self._talks[number] = self
         if self._between.total:
@@ -108,9 +112,6 @@ class Shell:
             for part in before.parts():
                 execution.take(part)
         execution.start()
-        self._after = (killing.now(), killing.last_pid())
-        self._sequence += 1
-        self._say(_RUN.format(command=file, stdin=source, errors=errors, number=self._sequence))
 
     def on_frame(self, frame: Frame) -> None:
         """The client gives credit for more output, or has given the command up."""
@@ -214,10 +215,10 @@ class Shell:
         execution, self._execution = self._execution, None
         if execution is None:
             return
+        restarted, self._lost = self._lost, False
+        self._slot.conclude(execution, outcomes.STATEFUL | (outcomes.RESTARTED if restarted else 0))
         self._stop_waiting()
         self._talks.pop(execution.number, None)
-        restarted, self._lost = self._lost, False
-        self._slot.conclude(execution, shell_restarted=restarted)
         if execution.leftover is not None:
             if self._process is None:
                 self._slot.empty(execution.leftover)

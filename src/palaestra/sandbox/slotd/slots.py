@@ -21,6 +21,7 @@ from typing import Protocol
 from . import cgroups, descriptors, files, killing, orders, pipes
 from .executions import Execution, Request
 from .frames import Fields
+from .frames import Kind as FrameKind
 from .link import Link
 from .loop import Loop
 from .orders import Kind, Order, Report, Spawn
@@ -115,21 +116,25 @@ class Slot:
     def execute(self, number: int, request: Request, open_spill: Callable[[], Spill] | None = None) -> None:
         """Start a command; its RESULT or ERROR is sent when it is over."""
         stdin = descriptors.memory_file(request.stdin) if request.stdin else -1
+        output, verdict, child_verdict = pipes.pipe(), -1, -1
+        fds, places = [stdin if stdin >= 0 else pipes.nothing(), output[1]], _STANDARD
         try:
-            kill = functools.partial(self._kill_command, number)
-            execution = Execution(number, request, self.loop, self.link, kill, open_spill=open_spill)
-            self._executions[number] = execution
-            fds, places = [stdin if stdin >= 0 else pipes.nothing(), execution.child_output], _STANDARD
             if request.verdict:
-                fds, places = [*fds, execution.child_verdict], _WITH_VERDICT
+                verdict, child_verdict = pipes.pipe()
+                fds, places = [*fds, child_verdict], _WITH_VERDICT
             self._ask(orders.encode_spawn(Spawn(number, request.argv, request.cwd, request.env, places)), fds)
         except ValueError:  # a NUL, a lone surrogate, a variable without a name
-            del self._executions[number]
-            execution.fail(start_error(Report(Kind.NOT_STARTED, number, errno.EINVAL)))
+            pipes.close(*output, verdict)
+            self.link.send(FrameKind.ERROR, number, start_error(Report(Kind.NOT_STARTED, number, errno.EINVAL)))
             return
         finally:
+            if child_verdict >= 0:
+                os.close(child_verdict)
             if stdin >= 0:
                 os.close(stdin)
+        kill = functools.partial(self._kill_command, number)
+        execution = Execution(number, request, self.loop, self.link, kill, output, verdict, open_spill)
+        self._executions[number] = execution
         execution.start()
 
     def spawn(self, child: Child, spawn: Spawn, fds: list[int]) -> None:
@@ -156,12 +161,12 @@ class Slot:
         """Kill what is left of a child as soon as its main process has ended. KILLED follows its end."""
         self._ask(orders.encode_kill(command, at_end=True))
 
-    def conclude(self, execution: Execution, **more: object) -> None:
-        """Send a command's RESULT, with more fields."""
+    def conclude(self, execution: Execution, of_shell: int = 0) -> None:
+        """Send a command's RESULT, with the flags of a shell that goes on."""
         kills = self._oom_kills
         if self.groups and execution.was_killed:
             self._oom_kills = cgroups.oom_kills(list(self.groups))
-        execution.finish(oom=self._oom_kills > kills, **more)
+        execution.finish(self._oom_kills > kills, of_shell)
 
     def empty(self, fd: int) -> None:
         """Read an output pipe that nobody waits for any more, so that who still holds it can write."""

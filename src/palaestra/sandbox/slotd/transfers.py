@@ -82,6 +82,7 @@ class Upload:
             del self._transfers[self._number]
             if frame.kind is Kind.END:
                 self._writing.finish()
+                self._writing.close()
             else:
                 self._writing.discard()
             self._link.send(Kind.RESULT, self._number)

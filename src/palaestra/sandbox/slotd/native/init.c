@@ -521,6 +521,7 @@ int main(int count, char **arguments) {
             continue;
         if (watched[1].revents) {
             struct signalfd_siginfo gone[2];
+            reap(); /* first, since somebody waits for the report; again, for who has ended before the signal was taken */
             if (read(children, gone, sizeof gone) > 0) /* however many have ended, it is pending once */
                 reap();
         }

@@ -1,0 +1,38 @@
+"""How a command ended crosses the stream whole, and the bytes after it are found."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from palaestra.sandbox.slotd import outcomes
+from palaestra.sandbox.slotd.outcomes import Outcome
+
+seconds = st.floats(min_value=0, max_value=1e9)
+some_outcomes = st.builds(
+    Outcome,
+    exit_code=st.integers(-(2**31), 2**31 - 1),
+    flags=st.integers(0, 255),
+    head=st.integers(0, 2**32 - 1),
+    tail=st.integers(0, 2**32 - 1),
+    total=st.integers(0, 2**64 - 1),
+    duration_s=seconds,
+    cpu_s=seconds,
+    max_rss_bytes=st.integers(0, 2**64 - 1),
+)
+
+
+@given(some_outcomes, st.binary(max_size=50))
+def test_an_outcome_survives_before_the_output(outcome: Outcome, output: bytes) -> None:
+    data = outcomes.encode(*outcome) + output
+    assert outcomes.decode(data) == outcome
+    assert data[outcomes.SIZE :] == output
+
+
+def test_flags_are_told_apart() -> None:
+    flags = (
+        outcomes.TIMEOUT, outcomes.CANCELLED, outcomes.SWEPT, outcomes.OOM,
+        outcomes.BASH, outcomes.SH, outcomes.STATEFUL, outcomes.RESTARTED,
+    )  # fmt: skip
+    assert sum(flags) == 255
+    assert len(set(flags)) == len(flags)
