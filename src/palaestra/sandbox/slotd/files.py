@@ -24,6 +24,7 @@ from .stack import kind_of
 WORKSPACE = "/workspace"
 MAX_ENTRIES = 200_000
 
+_HANDLE = os.O_PATH | os.O_DIRECTORY
 _IN_ROOT = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
 _PROC = 0x9FA0
 _MAX_LINKS = 40
@@ -273,7 +274,7 @@ def _at_end_of_links(root: int, path: str, owner: int) -> tuple[int, os.stat_res
 def _make_folders(root: int, path: str, owner: int) -> int:
     """A handle of a directory, made with its parents where it is missing."""
     try:
-        return open_at(root, path, os.O_PATH | os.O_DIRECTORY)
+        return _open_folder(root, path)
     except FileNotFoundError:
         folder, name = posixpath.split(path.rstrip("/"))
         parent = _make_folders(root, folder, owner)
@@ -284,7 +285,18 @@ def _make_folders(root: int, path: str, owner: int) -> int:
         raise OSError(error.errno, error.strerror, path) from None
     finally:
         os.close(parent)
-    return open_at(root, path, os.O_PATH | os.O_DIRECTORY)
+    return _open_folder(root, path)
+
+
+def _open_folder(root: int, path: str) -> int:
+    """A handle of a directory. Right below the root, as the workspace is, there is nothing on the way to resolve."""
+    name = path[1:]
+    if "/" not in name and name != "..":
+        try:
+            return os.open(name or ".", _HANDLE | os.O_NOFOLLOW, dir_fd=root)
+        except OSError:
+            pass  # it is a link, or not there
+    return open_at(root, path, _HANDLE)
 
 
 def _not_regular(status: os.stat_result, path: str) -> OSError:
