@@ -193,6 +193,19 @@ def test_a_race_of_links_leads_nowhere(with_slot: WithSlot) -> None:
     with_slot(body)
 
 
+def test_a_link_for_a_folder_right_below_the_root_is_resolved_inside(with_slot: WithSlot, tmp_path: Path) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute(f"mkdir -p {tmp_path}; ln -s ../../workspace /near; ln -s {tmp_path} /far; ln -s / /whole")
+        for name, found in (("near", "/workspace"), ("far", str(tmp_path)), ("whole", "")):
+            await slot.write_text(f"/{name}/written-{name}", name)
+            assert await slot.read_text(f"{found}/written-{name}") == name
+        with pytest.raises(NotADirectoryError):
+            await slot.write_text("/workspace/written-near/x", "x")
+
+    with_slot(body)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_cancelled_upload_leaves_nothing(with_slot: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         writing = asyncio.ensure_future(slot.write_bytes("big", bytes(40 << 20)))
