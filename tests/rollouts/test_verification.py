@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from palaestra.inference.templates import ChatFormat
 from palaestra.inference.toy import ToyEngine, toy_tokenizer
 from palaestra.rollouts.base import Projection
 from palaestra.rollouts.export.atropos import GroupsFile
-from palaestra.rollouts.journal import RolloutEnded, read_groups, read_journal
+from palaestra.rollouts.journal import RolloutEnded, RunEnded, read_groups, read_journal
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.trajectory import TokenRow, Trajectory
@@ -92,6 +93,11 @@ def rewrite_journal(folder: Path, change: Callable[[Trajectory], None]) -> None:
             change(event.trajectory)
         encoded.append(msgspec.json.encode(event))
     (folder / "journal.jsonl").write_bytes(b"\n".join(encoded) + b"\n")
+
+
+def end_run(folder: Path, reason: str) -> None:
+    with (folder / "journal.jsonl").open("ab") as journal:
+        journal.write(msgspec.json.encode(RunEnded(reason=reason)) + b"\n")
 
 
 def rewrite_groups(folder: Path, change: Callable[[list[dict[str, JSON]]], None]) -> None:
@@ -238,6 +244,10 @@ def repeat_line(lines: list[dict[str, JSON]]) -> None:
     lines[1] = lines[0]
 
 
+def drop_logprobs(lines: list[dict[str, JSON]]) -> None:
+    del lines[1]["inference_logprobs"]
+
+
 def invent_rollout(lines: list[dict[str, JSON]]) -> None:
     lines[1]["rollouts"][0]["rollout_id"] = "made up"
 
@@ -251,6 +261,7 @@ def invent_rollout(lines: list[dict[str, JSON]]) -> None:
         drop_row,
         drop_masks,
         drop_row_of_logprobs,
+        drop_logprobs,
         repeat_line,
         invent_rollout,
     ],
@@ -261,6 +272,37 @@ def test_a_groups_file_that_says_something_else_is_found(
     roll_out(tmp_path)
     rewrite_groups(tmp_path, change)
     assert verified(tmp_path).violation.startswith("groups.jsonl, line 2: T3: ")
+
+
+def drop_line(lines: list[dict[str, JSON]]) -> None:
+    del lines[1]
+
+
+def drop_rollout(lines: list[dict[str, JSON]]) -> None:
+    for key in ("tokens", "masks", "inference_logprobs", "rollouts"):
+        del lines[1][key][0]
+
+
+@pytest.mark.parametrize("change", [drop_line, drop_rollout, list.clear])
+def test_rows_that_are_left_out_are_missed(tmp_path: Path, change: Callable[[list[dict[str, JSON]]], None]) -> None:
+    roll_out(tmp_path)
+    end_run(tmp_path, "done")
+    rewrite_groups(tmp_path, change)
+    assert re.match(r"groups\.jsonl: T3: rollout 00000[01]-sum-[01]/0 has a score and no", verified(tmp_path).violation)
+
+
+def test_a_killed_run_has_not_written_all_of_its_lines(tmp_path: Path) -> None:
+    roll_out(tmp_path)
+    rewrite_groups(tmp_path, drop_line)
+    assert verified(tmp_path).ok
+
+
+def test_a_rollout_that_ends_twice_is_found(tmp_path: Path) -> None:
+    roll_out(tmp_path)
+    journal = tmp_path / "journal.jsonl"
+    (end,) = (line for line in journal.read_bytes().splitlines() if b'"event":"rollout"' in line and b"sum-1/0" in line)
+    journal.write_bytes(journal.read_bytes() + end + b"\n")
+    assert verified(tmp_path).violation == "000001-sum-1/0: T3: it ends twice in the journal"
 
 
 def test_rows_of_the_environments_own_are_counted_and_not_believed(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from palaestra.core.errors import ConfigError
 from palaestra.inference.ledger import LedgerRecord, record_rows, verify_ledger
-from palaestra.rollouts.journal import AttemptDiscarded, RolloutEnded, read_journal
+from palaestra.rollouts.journal import AttemptDiscarded, GroupEnded, RolloutEnded, RunEnded, read_journal
 from palaestra.rollouts.trajectory import Trajectory
 
 _Rows = list[tuple[list[int], list[int], list[float] | None]]
@@ -50,23 +50,32 @@ def verify_run(journal: Path, groups: Path | None = None) -> RunVerdict:
     """
     verdict = RunVerdict()
     ends: dict[str, Trajectory] = {}
+    ended_groups: set[str] = set()
+    over = False
     for event in read_journal(journal):
+        over = isinstance(event, RunEnded)
+        if isinstance(event, GroupEnded):
+            ended_groups.add(event.group_id)
         if not isinstance(event, RolloutEnded | AttemptDiscarded):
             continue
         trajectory = event.trajectory
         verdict.violation = _rollout(trajectory, verdict)
-        if not verdict.ok:
-            return verdict
         if isinstance(event, RolloutEnded):
+            if trajectory.rollout_id in ends:
+                verdict.violation = f"{trajectory.rollout_id}: T3: it ends twice in the journal"
             # the conversation is not needed any more, and a long run has many
             ends[trajectory.rollout_id] = msgspec.structs.replace(trajectory, messages=[], detail={})
+        if not verdict.ok:
+            return verdict
     if verdict.rollouts == verdict.without_tokens:
         raise ConfigError(
             f"{journal} has no recorded tokens, so there is nothing to prove: the model server only chatted. Run with "
             "--openai.server_type sglang, vllm or transformers."
         )
     if groups is not None:
-        verdict.violation = next(_lines(groups, ends, verdict), "")
+        # a run that was killed has not written all of its lines
+        due = {each for each, one in ends.items() if over and one.scored and one.group_id in ended_groups}
+        verdict.violation = next(_lines(groups, ends, due, verdict), "")
     return verdict
 
 
@@ -137,8 +146,10 @@ class _Line(msgspec.Struct):
     inference_logprobs: list[list[float]] | None = None
 
 
-def _lines(groups: Path, ends: dict[str, Trajectory], verdict: RunVerdict) -> Iterator[str]:
-    """What is wrong with the groups file: its rows must be those of the ledgers, each once."""
+def _lines(groups: Path, ends: dict[str, Trajectory], due: set[str], verdict: RunVerdict) -> Iterator[str]:
+    """What is wrong with the groups file: its rows must be those of the ledgers, each once, and none that is due left
+    out.
+    """
     decoder = msgspec.json.Decoder(_Line)
     seen: set[str] = set()
     with groups.open("rb") as file:
@@ -158,6 +169,8 @@ def _lines(groups: Path, ends: dict[str, Trajectory], verdict: RunVerdict) -> It
             verdict.lines += 1
             verdict.rows += len(line.tokens)
             yield from (f"{place}: T3: {problem}" for problem in _compared(line, stored))
+    if lost := sorted(due - seen):
+        yield f"{groups.name}: T3: rollout {lost[0]} has a score and no line; {len(lost)} have none"
 
 
 def _stored(trajectory: Trajectory) -> _Rows:
@@ -172,6 +185,9 @@ def _compared(line: _Line, stored: _Rows) -> Iterator[str]:
         yield f"{len(line.tokens)} rows of tokens and {len(line.masks)} of masks; the journal has {len(stored)}"
         return
     logprobs = line.inference_logprobs
+    if logprobs is None and all(recorded is not None for _, _, recorded in stored):
+        yield "no log-probabilities; the journal has them for each row"
+        return
     if logprobs is not None and len(logprobs) != len(stored):
         yield f"{len(logprobs)} rows of log-probabilities; the journal has {len(stored)}"
         return
