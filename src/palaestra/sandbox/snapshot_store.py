@@ -220,8 +220,10 @@ def _sync(path: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Remove a tree of somebody's files: directories may refuse their owner, and links are not followed."""
-    for folder, _, _ in os.walk(path):
-        with contextlib.suppress(OSError):
-            if stat.S_IMODE(os.lstat(folder).st_mode) & 0o700 != 0o700:
-                os.chmod(folder, 0o700)
+    for folder, below, _ in os.walk(path):
+        for name in below:  # before the walk goes into it
+            with contextlib.suppress(OSError):
+                mode = os.lstat(f"{folder}/{name}").st_mode
+                if stat.S_ISDIR(mode) and stat.S_IMODE(mode) & 0o700 != 0o700:
+                    os.chmod(f"{folder}/{name}", 0o700)
     shutil.rmtree(path, ignore_errors=True)

@@ -17,3 +17,9 @@ pytestmark = [pytest.mark.slots, pytest.mark.long]
 def test_the_suite_of_the_local_backend_without_root() -> None:
     only = "not model and not unprivileged and (isolation or layers or lifetime or userns)"
     run_suite(Path(__file__).parent, only, "-W", "ignore::hypothesis.errors.HypothesisWarning")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="already runs without root")
+@pytest.mark.timeout(180)
+def test_the_store_of_prepared_workspaces_without_root() -> None:
+    run_suite(Path(__file__).parents[1] / "test_snapshots.py", "")
