@@ -255,6 +255,36 @@ def test_a_store_that_others_can_write_is_refused(tmp_path: Path) -> None:
         SnapshotStore(tmp_path / "file").open()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_disk_that_slots_cannot_start_from_is_named_and_done_without(tmp_path: Path) -> None:
+    """The kernel stacks two overlays at most, and the store lies in two already."""
+    below, mounted = tmp_path, []
+    for name in ("one", "two"):
+        parts = {part: tmp_path / f"{name}-{part}" for part in ("disk", "merged")}
+        for part in parts.values():
+            part.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "none", str(parts["disk"])], check=True)
+        mounted.append(parts["disk"])
+        (parts["disk"] / "upper").mkdir()
+        (parts["disk"] / "work").mkdir()
+        options = f"lowerdir={below},upperdir={parts['disk']}/upper,workdir={parts['disk']}/work"
+        subprocess.run(["mount", "-t", "overlay", "-o", options, "none", str(parts["merged"])], check=True)
+        below = parts["merged"]
+        mounted.append(below)
+    heard: list[str] = []
+
+    async def body(backend: LocalBackend) -> None:
+        prepared = Prepared(backend, SnapshotStore(below / "store"), trouble=lambda error: heard.append(str(error)))
+        assert await shown(backend, await prepared.get(Recipe(steps=(Put("f", b"x"),))), "cat f") == "x"
+
+    try:
+        on(Rung.FULL, body, body, body)
+        assert [("Invalid argument" in text, str(below) in text) for text in heard] == [(True, True)] * 2
+    finally:
+        for path in reversed(mounted):
+            subprocess.run(["umount", "-l", str(path)], check=True)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small disk needs root")
 def test_a_full_disk_is_named_and_nothing_half_is_kept(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
@@ -263,7 +293,7 @@ def test_a_full_disk_is_named_and_nothing_half_is_kept(tmp_path: Path) -> None:
         store = SnapshotStore(tmp_path / "disk")
 
         async def body(backend: LocalBackend) -> None:
-            with pytest.raises(ConfigError, match=r"disk.*No space.*give another folder"):
+            with pytest.raises(ConfigError, match=r"disk.*No space.*another folder"):
                 await Prepared(backend, store).get(Recipe(steps=(Put("big", bytes(3 << 20)),)))
 
         on(Rung.USERNS, body)

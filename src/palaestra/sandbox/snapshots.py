@@ -22,7 +22,7 @@ from functools import partial
 from typing import Protocol
 
 from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import ConfigError, PrepareError, SandboxError
+from palaestra.core.errors import ConfigError, PrepareError, SandboxError, SlotLost
 from palaestra.core.types import JSON, Network
 from palaestra.sandbox import identity
 from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot
@@ -123,6 +123,7 @@ class Prepared:
     _known: dict[str, tuple[int, Snapshot]] = field(default_factory=dict, init=False)
     _turns: dict[str, asyncio.Lock] = field(default_factory=dict, init=False)
     _images: dict[str | None, JSON] = field(default_factory=dict, init=False)
+    _proved: bool = field(default=False, init=False)
     _looking: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     async def get(self, recipe: Recipe) -> Snapshot:
@@ -159,7 +160,7 @@ class Prepared:
             try:
                 await turn.enter_async_context(store.turn(key, self.clock))
             except OSError as error:
-                self.trouble(_cannot(store, f"be locked: {error}"))
+                self.trouble(_cannot(store, f"be locked: {error}; name another folder"))
             found = await self._load(recipe, key, store)
             if found is not None:
                 return Taken(found, True)
@@ -183,7 +184,7 @@ class Prepared:
 
     async def _load(self, recipe: Recipe, key: str, store: SnapshotStore) -> Snapshot | None:
         """The entry, locked by the server from now on; None where there is none. A damaged one is removed."""
-        if not store.has(key):
+        if self.store is None or not store.has(key):
             return None
         snapshot = None
         with contextlib.suppress(OSError):  # evicted just now, or damaged
@@ -194,7 +195,7 @@ class Prepared:
             if snapshot is not None:
                 await asyncio.shield(self._forget(snapshot))
             raise
-        if snapshot is not None and whole:
+        if snapshot is not None and whole and await self._starts_a_slot(snapshot, recipe, store):
             store.touch(key)
             return snapshot
         if snapshot is not None:
@@ -203,18 +204,34 @@ class Prepared:
             await asyncio.to_thread(store.remove, key)
         return None
 
+    async def _starts_a_slot(self, snapshot: Snapshot, recipe: Recipe, store: SnapshotStore) -> bool:
+        """Whether slots can be made from what lies on that disk: tried once. Overlays do not take every file system."""
+        if not self._proved:
+            try:
+                await self.backend.destroy(await self.backend.create(recipe.spec, "proof", snapshot))
+            except SlotLost:
+                raise
+            except SandboxError as error:
+                self.store = None
+                self.trouble(_cannot(store, f"be used from that disk ({error}); name a folder on another"))
+                return False
+            self._proved = True
+        return True
+
     async def _forget(self, snapshot: Snapshot) -> None:
         with contextlib.suppress(SandboxError):  # a server that died has dropped it
             await self.backend.forget(snapshot)
 
     async def _keep(self, snapshot: Snapshot, recipe: Recipe, key: str, store: SnapshotStore) -> None:
+        if self.store is None:  # it was found to be of no use
+            return
         try:
             await asyncio.to_thread(store.sweep)
             async with store.new() as folder:
                 await self.backend.save(snapshot, str(folder / "layers"))
                 await to_the_end(partial(store.keep, folder, key, _describe(recipe)))
         except OSError as error:
-            self.trouble(_cannot(store, f"keep {recipe.name or key[:12]}: {error}; free some space"))
+            self.trouble(_cannot(store, f"keep {recipe.name or key[:12]}: {error}; make room, or name another folder"))
 
     async def _prepare(self, recipe: Recipe) -> Snapshot:
         slot = await self.backend.create(recipe.spec, "prepare")
@@ -237,7 +254,7 @@ async def _do(slot: Slot, step: Put | Run, name: str) -> None:
 
 
 def _cannot(store: SnapshotStore, what: str) -> ConfigError:
-    return ConfigError(f"the snapshot store {str(store.folder)!r} cannot {what}, or give another folder")
+    return ConfigError(f"the snapshot store {str(store.folder)!r} cannot {what}")
 
 
 def _describe(recipe: Recipe) -> JSON:
