@@ -83,6 +83,10 @@ class Holding(AgentEnv[AgentEnvConfig]):
                 self.held.append((await client.get("/health"))[1]["trajectories"])
         return float(done.output.endswith("check")), {"said": done.output}
 
+    async def evaluate(self, *args: JSON, **kwargs: JSON) -> JSON:
+        said = [(await self.run_agent(f"Hold {item}."))[0] for item in ("one", "two")]
+        await self.evaluate_log({"said": said})
+
 
 @pytest.fixture
 def tool_server(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
@@ -101,29 +105,36 @@ def parsed(argv: Sequence[str]) -> Parsed[AgentEnvConfig, APIServerConfig]:
     form = form_of(Holding)
     line = CommandLine(
         prog="test", env_type=form.config_type(), server_type=APIServerConfig, env_values={}, server_values=[],
-        name=form.name, command="process", about="",
+        name=form.name, command=argv[0], about="",
     ).parse(argv, {})  # fmt: skip
     assert isinstance(line, Parsed)
     return line
 
 
-def played(folder: Path, answers: Sequence[Answer], tool_server: str, *flags: str) -> list[JSON]:
-    """The rollouts of a run, in order."""
+def went(folder: Path, command: str, answers: Sequence[Answer], tool_server: str, *flags: str) -> list[JSON]:
+    """Run a command of the environment; what the model server was asked."""
 
-    async def main() -> None:
+    async def main() -> list[JSON]:
         async with LoopbackServer(*answers) as server:
             argv = [
-                *["process", "--openai.base_url", f"{server.url}/v1", "--env.tool_server_url", tool_server],
+                *[command, "--openai.base_url", f"{server.url}/v1", "--env.tool_server_url", tool_server],
                 *["--env.group_size", "1", "--env.max_num_workers", "1", "--env.total_steps", "3"],
                 *["--env.agent_max_steps", "3", "--env.infra_retries", "0", "--env.use_wandb", "false"],
                 *["--env.ensure_scores_are_not_same", "false", "--env.tool_pool_mode", "local"],
-                *["--env.data_path_to_save_groups", str(folder / "groups.jsonl"), *flags],
+                *["--env.data_dir_to_save_evals", str(folder), *flags],
             ]
             with (folder / "log").open("w") as stream:
                 await run(form_of(Holding), parsed(argv), root=folder / "runs", stream=stream)
+            return [each.body for each in server.seen if each.method == "POST"]
 
     folder.mkdir()
-    asyncio.run(main())
+    return asyncio.run(main())
+
+
+def played(folder: Path, answers: Sequence[Answer], tool_server: str, *flags: str) -> list[JSON]:
+    """The rollouts of a run, in order."""
+    saved = str(folder / "groups.jsonl")
+    went(folder, "process", answers, tool_server, "--env.data_path_to_save_groups", saved, *flags)
     groups = [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
     return [rollout for group in groups for rollout in group["rollouts"]]
 
@@ -166,3 +177,22 @@ def test_the_server_lets_go_of_a_rollout_that_has_ended_however_it_did(
     assert [(each["outcome"], each["reward"], each["detail"]) for each in again] == [
         (each["outcome"], each["reward"], each["detail"]) for each in rollouts
     ]
+
+
+@pytest.mark.slots
+def test_an_agent_outside_of_rollouts_is_recorded_and_played_too(
+    tmp_path: Path, tool_server: subprocess.Popen[str]
+) -> None:
+    assert tool_server.stdout is not None
+    url = tool_server.stdout.readline().strip()
+    answers = [Answer(completion(text)) for text in (holding("a"), holding("a"), "Two.", holding("b"), "One.")]
+    asked = went(tmp_path / "first", "evaluate", answers, url)
+    found = json.loads((tmp_path / "first/metrics.json").read_text())["results"]["all"]
+    assert found == {"said": ["Two.", "One."]}
+    assert "2: a" in asked[2]["messages"][-1]["content"]
+    assert health(url)["trajectories"] == 0
+    tool_server.terminate()
+    tool_server.wait()
+    (recording,) = (tmp_path / "first").glob("runs/**/world.jsonl")
+    flags = ["--env.world", "replay", "--env.world_file", str(recording)]
+    assert went(tmp_path / "again", "evaluate", answers, url, *flags) == asked

@@ -277,3 +277,14 @@ def test_what_is_no_longer_waited_for_leaves_no_process_without_a_session(with_r
         assert running == {each["pid"] for each in await registry.list_sessions("t")}
 
     with_registry(scene)
+
+
+def test_a_session_is_called_by_its_task_and_place_whatever_other_tasks_do(with_registry: WithRegistry) -> None:
+    async def scene(registry: ProcessRegistry, slot: Slot) -> None:
+        alone = [(await registry.spawn(slot, "true", task_id="a")).id for _ in range(2)]
+        beside = ProcessRegistry()
+        mixed = [(await beside.spawn(slot, "true", task_id=task_id)).id for task_id in ("b", "a", "b", "a")]
+        assert mixed[1::2] == alone
+        assert len(set(mixed)) == 4
+
+    with_registry(scene)

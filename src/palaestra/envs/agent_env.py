@@ -8,8 +8,8 @@ the other class form (`hermes_base_env.py`) and holds no loop and no output of i
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
-import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Generic, TypeVar
@@ -64,6 +64,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         self._pool: SlotPool | None = None
         self._tool_executor: ToolExecutor | None = None
         self._starting = asyncio.Lock()
+        self._agents = itertools.count()
 
     # What a subclass must say, besides `get_next_item`
 
@@ -124,10 +125,11 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
     async def run_agent(self, task: str, *, trajectory_id: str | None = None) -> tuple[str, dict[str, JSON]]:
         """Run the agent on one task outside any rollout: the last answer, and `success`, `error`, `tool_calls`.
 
-        Its slot comes from a pool of this environment's own, made at the first call, and is given back at the end.
+        Its slot comes from a pool of this environment's own, made at the first call, and is given back at the end. In a
+        run its tools are told what `--env.world` says, as those of rollouts.
         """
         executor = await self._start_tool_backend()
-        name = trajectory_id or str(uuid.uuid4())
+        name = trajectory_id or f"agent-{next(self._agents)}"
 
         async def execute(call: ToolCall) -> CallResult:
             return await executor.execute(name, call)
@@ -195,7 +197,8 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
                 policy = ToolExecutorConfig(
                     allow_network=self.config.allow_network, require_sandbox=self.config.require_sandbox
                 )
-                self._pool, self._tool_executor = pool, ToolExecutor(pool, self.tools, policy)
+                executor = ToolExecutor(pool, self.tools, policy, world=self.tool_world)
+                self._pool, self._tool_executor = pool, executor
             return self._tool_executor
 
     async def shutdown_tool_backend(self) -> None:

@@ -24,6 +24,7 @@ from palaestra.inference.tokens import Tokenizer, load_tokenizer
 from palaestra.rollouts.base import Environment
 from palaestra.rollouts.export.speech import heard
 from palaestra.rollouts.trajectory import Trajectory
+from palaestra.rollouts.world.modes import RunWorld
 from palaestra.tools.mcp.servers import MCPServers
 
 Item: TypeAlias = JSON
@@ -84,6 +85,8 @@ class BaseEnv(ABC):
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     mcp: MCPServers | None = None
     """The run's MCP servers. Only there while a run is on."""
+    tool_world: RunWorld | None = None
+    """What the run's tools are told that touch the world. Only there while a run is on."""
     check_values: ClassVar[Mapping[str, JSON]] = {}
     """Settings with which `palaestra env check` needs nothing else; left aside where a user says one of them."""
 

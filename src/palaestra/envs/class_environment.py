@@ -14,6 +14,7 @@ from palaestra.envs.settings import mcp_servers
 from palaestra.rollouts.base import Environment
 from palaestra.rollouts.export.atropos import group_line
 from palaestra.rollouts.trajectory import Group
+from palaestra.rollouts.world.modes import RunWorld
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,15 @@ class ClassEnvironment(Environment):
     @property
     def name(self) -> str:
         return self.inner.name or type(self.inner).__name__
+
+    @property
+    def world(self) -> RunWorld | None:
+        """The class's own, which makes calls outside of rollouts too."""
+        return self.inner.tool_world
+
+    @world.setter
+    def world(self, world: RunWorld | None) -> None:
+        self.inner.tool_world = world
 
     async def open(self) -> None:
         self.inner.mcp = mcp_servers(self.inner.config)

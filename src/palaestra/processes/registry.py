@@ -14,9 +14,9 @@ import asyncio
 import contextlib
 import errno
 import hashlib
-import itertools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
@@ -76,7 +76,7 @@ class ProcessRegistry:
         self._clock = clock or SystemClock()
         self._sessions: dict[str, ProcessSession] = {}
         self._followers: set[asyncio.Task[None]] = set()
-        self._numbers = itertools.count(1)
+        self._numbers: Counter[str] = Counter()
         self.loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> ProcessRegistry:
@@ -247,9 +247,10 @@ class ProcessRegistry:
         return (session for session in list(self._sessions.values()) if task_id in (None, session.task_id))
 
     def _new_id(self, task_id: str) -> str:
-        """Ids derive from the task and how many came before, so that equal runs have equal ids."""
+        """Ids derive from the task and how many of it came before, so that equal runs have equal ids."""
         while True:
-            text = f"{task_id}\0{next(self._numbers)}"
+            self._numbers[task_id] += 1
+            text = f"{task_id}\0{self._numbers[task_id]}"
             name = f"proc_{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:12]}"
             if name not in self._sessions:  # as one that was found again
                 return name
