@@ -67,10 +67,10 @@ class TerminalTestEnv(HermesAgentBaseEnv):
 
     async def compute_reward(self, item, result, ctx):
         """1.0 for the right content, 0.5 for a file that is there with another one."""
-        seen = ctx.terminal(f"cat {item['path']}")
-        if seen["exit_code"] != 0:
+        seen = ctx.read_file(item["path"])
+        if "error" in seen:
             return 0.0
-        return 1.0 if seen["output"].strip() == item["content"] else 0.5
+        return 1.0 if seen["content"].strip() == item["content"] else 0.5
 
     async def evaluate(self, *args, **kwargs):
         done = await self.evaluate_items(HELD_OUT, samples=self.config.group_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -50,8 +51,144 @@ def test_a_check_runs_its_own_programs_and_sees_new_ones(tmp_path: Path, monkeyp
     assert json.loads(Path("data/planting.jsonl").read_text())["scores"] == [0.25]
 
 
-def test_the_path_alone_decides() -> None:
-    kept = ["/workspace/bin/cat", "/workspace/sitecustomize.py", "/usr/bin/jq", "/etc/ld.so.conf", "/usr/bin/x/cat"]
-    gone = ["/bin/sh", "/etc/ld.so.preload", "/usr/lib/python3/usercustomize.py", "/usr/local/bin/cat", "usr/bin/["]
-    changes = [Change(path, "file") for path in (*kept, *gone)]
-    assert planted(changes, "/workspace") == tuple(sorted(gone))
+SEARCHING = """
+from palaestra import Task, environment
+
+CHEAT = '''
+library=$(ls -d /usr/lib/*-linux-*/libz.so.1 /lib/*-linux-*/libz.so.1 /usr/lib64/libz.so.1 2>/dev/null | head -1)
+mkdir -p /opt/first && cp $library /opt/first/libz.so.1
+cp $library /usr/local/lib/libz.so.1
+echo /opt/first > /etc/ld.so.conf.d/00.conf
+ldconfig
+'''
+
+@environment(toolsets=["terminal"])
+def searching():
+    yield Task(id="one", prompt="?", solution=CHEAT)
+
+@searching.score
+async def seen(sandbox):
+    lines = (await sandbox.execute("ldconfig -p | grep libz.so.1")).output.splitlines()
+    assert len(lines) == 2 and "/usr/local/lib/" in lines[1], lines
+    return 0.25
+"""
+
+
+@pytest.mark.slots
+def test_new_libraries_are_found_after_those_of_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("searching_env.py").write_text(SEARCHING)
+    argv = ["run", "searching_env.py", "--policy", "oracle", "--env.group_size", "1"]
+    assert run_guarded(lambda: cli.main(argv, standalone_mode=False)) == 0
+    assert json.loads(Path("data/searching.jsonl").read_text())["scores"] == [0.25]
+
+
+FILES = """
+/bin/bash /usr/bin/python3 /usr/bin/python3.11 /usr/bin/git /usr/sbin/nginx /usr/local/bin/backup.sh
+/usr/lib/x86_64-linux-gnu/libtinfo.so.6.4 /usr/lib/x86_64-linux-gnu/libz.so.1 /usr/lib/git-core/git-status
+/usr/lib/python3.11/os.py /usr/lib/python3.11/distutils/__init__.py /usr/lib/python3.11/lib-dynload/_json.so
+/usr/lib/python3/dist-packages/_pytest/main.py /usr/lib/python3/dist-packages/pytest/__init__.py
+/usr/lib/python3/dist-packages/requests/api.py
+/usr/lib/python3/dist-packages/_distutils_hack/__init__.py /usr/local/lib/libtask.so /lib/libgcc_s.so.1
+"""
+HAD = FILES.split()
+
+
+class Had:
+    """A root of these files."""
+
+    async def names(self, directory: str) -> frozenset[str]:
+        inside = f"{directory.rstrip('/')}/"
+        return frozenset(path[len(inside) :].split("/")[0] for path in HAD if path.startswith(inside))
+
+
+@pytest.mark.parametrize(
+    ("path", "gone"),
+    [
+        ("/bin/sh", True),
+        ("usr/bin/[", True),
+        ("/usr/local/bin/cat", True),
+        ("/etc/alternatives/awk", True),
+        ("/usr/bin/bash", True),
+        ("/usr/local/bin/python3", True),
+        ("/usr/local/bin/python3.11", True),
+        ("/usr/local/bin/python3.13", False),
+        ("/usr/local/bin/node", False),
+        ("/usr/local/bin/backup.sh", False),
+        ("/usr/sbin/nginx", False),
+        ("/usr/bin/jq", False),
+        ("/usr/bin/x/cat", False),
+        ("/app/bin/bash", False),
+        ("/workspace/bin/cat", False),
+        # the loader
+        ("/etc/ld.so.preload", True),
+        ("/etc/ld.so.cache", True),
+        ("/etc/ld.so.conf", True),
+        ("/etc/ld.so.conf.d/00.conf", True),
+        ("/etc/nsswitch.conf", True),
+        ("/usr/lib/x86_64-linux-gnu/libtinfo.so.6.4", True),
+        ("/usr/lib/x86_64-linux-gnu/libtinfo.so.7", False),
+        ("/usr/lib/x86_64-linux-gnu/glibc-hwcaps/x86-64-v3/libz.so.1", True),
+        ("/usr/lib/x86_64-linux-gnu/gconv/new.so", True),
+        ("/lib/libz.so.1", True),
+        ("/usr/lib/x86_64-linux-gnu/libcurl.so.4", False),
+        ("/usr/lib/firefox/libz.so.1", False),
+        ("/usr/local/lib/libz.so.1", False),
+        ("/usr/local/lib/libtask.so", True),
+        ("/usr/lib/git-core/git-status", True),
+        ("/usr/lib/git-core/git-new", False),
+        # Python
+        ("/usr/lib/python3/usercustomize.py", True),
+        ("/usr/lib/python3/dist-packages/sitecustomize.py", True),
+        ("/usr/lib/python3/dist-packages/sitecustomize/__init__.py", True),
+        ("/workspace/sitecustomize.py", False),
+        ("/usr/lib/python3/dist-packages/zz.pth", True),
+        ("/root/.local/lib/python3.11/site-packages/zz.pth", True),
+        ("/workspace/venv/lib/python3.11/site-packages/zz.pth", False),
+        ("/app/data.pth", False),
+        ("/usr/pyvenv.cfg", True),
+        ("/usr/bin/pyvenv.cfg", True),
+        ("/opt/venv/pyvenv.cfg", False),
+        ("/usr/lib/python311.zip", True),
+        ("/usr/bin/lib/python3.11/os.py", True),
+        ("/usr/lib/python3.11/os.py", True),
+        ("/usr/lib/python3.11/os.so", True),
+        ("/usr/lib/python3.11/os/__init__.py", True),
+        ("/usr/lib/python3.11/__pycache__/os.cpython-311.pyc", True),
+        ("/usr/lib/python3.11/distutils/__init__.so", True),
+        ("/usr/lib/python3.11/distutils/command/build.py", False),
+        ("/usr/lib/python3.11/lib-dynload/os.so", True),
+        ("/usr/lib/python3.11/lib-dynload/_tkinter.so", False),
+        ("/usr/lib/python3.11/tkinter/__init__.py", False),
+        ("/usr/lib/python3.12/os.py", False),
+        ("/usr/lib/python3/dist-packages/_pytest/new.py", True),
+        ("/usr/local/lib/python3.11/dist-packages/pytest-9.dist-info/METADATA", True),
+        ("/usr/lib/python3/dist-packages/_distutils_hack/__init__.py", True),
+        ("/usr/lib/python3/dist-packages/requests/api.py", False),
+        ("/usr/local/lib/python3.11/dist-packages/numpy/__init__.py", False),
+    ],
+)
+def test_what_a_check_meets_before_its_own_code_is_as_it_was(path: str, gone: bool) -> None:
+    found = asyncio.run(planted([Change(path, "file")], "/workspace", Had()))
+    assert found == ((path,) if gone else ())
+
+
+def test_a_directory_counts_where_it_hides_what_was_there() -> None:
+    changes = [
+        Change("/usr/lib/x86_64-linux-gnu", "dir"),
+        Change("/usr/lib/git-core", "dir", opaque=True),
+        Change("/usr/lib", "symlink"),
+        Change("/usr/lib/python3/dist-packages/requests", "dir", opaque=True),
+        Change("/bin", "dir", opaque=True),
+        Change("/usr/bin/python3", "deleted"),
+    ]
+    found = asyncio.run(planted(changes, "/workspace", Had()))
+    assert found == ("/bin", "/usr/bin/python3", "/usr/lib", "/usr/lib/git-core")
+
+
+def test_a_program_that_a_task_is_about_can_be_kept() -> None:
+    assert asyncio.run(planted([Change("/usr/bin/git", "file")], "/", Had(), kept=["git"])) == ()
+
+
+def test_a_workspace_that_is_the_whole_root_hides_no_start_up_file() -> None:
+    assert asyncio.run(planted([Change("/app/sitecustomize.py", "file")], "/", Had())) == ("/app/sitecustomize.py",)

@@ -8,10 +8,10 @@ checked in the agent's own slot, for work that is a running service.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from palaestra.core.errors import GraderError, TaskError
-from palaestra.rollouts.plants import planted
+from palaestra.rollouts.plants import CACHE, SlotRoot, library_directories, link, planted, suspects
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.base import WORKSPACE, Change, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.binding import SlotTools
@@ -35,6 +35,7 @@ class Grading:
         self._sealed: Snapshot | None = None
         self._made: list[Snapshot] = []
         self._seal_done = False
+        self._libraries: Sequence[str] | None = None
         self._tools: list[SlotTools] = []
 
     async def seal(self, view: View | None = None) -> Snapshot | None:
@@ -61,14 +62,30 @@ class Grading:
         if self._slot is None:
             base = await self._base(view)
             self._slot = await self.rollout.lease(f"{self.rollout.rollout_id}:grade", self.spec, base)
+            if self._libraries is not None:
+                await link(self._slot, self._libraries)
         return self._slot
+
+    async def planted(self, workspace: str = WORKSPACE, kept: Collection[str] = ()) -> tuple[str, ...]:
+        """What of the agent's change would decide any check; `kept` are programs that the task may change."""
+        changes = await self.changes()
+        if not suspects(changes, workspace):
+            return ()
+        before = await self.rollout.lease(f"{self.rollout.rollout_id}:before", self.spec, self.rollout.snapshot)
+        try:
+            root = SlotRoot(before)
+            found = await planted(changes, workspace, root, kept)
+            self._libraries = await library_directories(root) if CACHE in found else None
+        finally:
+            await self.slots.release(before)
+        return found
 
     async def _base(self, view: View | None) -> Snapshot | None:
         sealed = await self.seal()
         if sealed is None:
             return self.rollout.snapshot
         if view is None:
-            view = View(without=planted(await self.changes(), WORKSPACE))
+            view = View(without=await self.planted())
         if view == View():
             return sealed
         narrowed = await self.slots.view(sealed, view)

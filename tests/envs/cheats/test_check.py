@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import platform
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,37 @@ def test_an_environment_that_pays_for_nothing_is_found_out(tmp_path: Path) -> No
     proof = check_environment(str(path), [], tasks=1, only=["stale-reward"], quiet=True)
     assert not proof.proven
     assert [(line.policy, line.ok) for line in proof.lines] == [("noop", False), ("stale-reward", False)]
+
+
+LIVE = '''
+"""Pays what its programs say in the root that the agent had."""
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def trusting():
+    yield Task(id="a", prompt="?", solution="echo secret > found", grading=GRADING)
+
+@trusting.score
+async def said(sandbox):
+    shell = await sandbox.execute("cat found; echo EXIT_CODE=$?")
+    asked = "import json, sys; sys.exit('secret' not in open('found').read())"
+    return "EXIT_CODE=0" in shell.output or (await sandbox.execute(["/usr/bin/python3", "-c", asked])).success
+'''
+BEFORE_THE_CHECK = ["pth-distribution", "standard-library", "standard-library-zip"]
+COMPILED = ["shared-library", "loader-program", "library-search"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("grading", "paid"), [("sealed", False), ("live", True)])
+def test_what_runs_before_a_checks_own_code_pays_only_in_the_agents_root(
+    tmp_path: Path, grading: str, paid: bool
+) -> None:
+    path = tmp_path / "trusting_env.py"
+    path.write_text(LIVE.replace("GRADING", repr(grading)))
+    only = [*BEFORE_THE_CHECK, *(COMPILED if shutil.which("cc") and platform.machine() == "x86_64" else ())]
+    proof = check_environment(str(path), [], tasks=1, only=only, quiet=True)
+    assert proof.proven
+    assert [line.policy for line in proof.lines if not line.ok] == (only if paid else [])
 
 
 @pytest.mark.network

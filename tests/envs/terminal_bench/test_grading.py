@@ -70,7 +70,8 @@ def test_scripts_that_end_before_their_tests(try_tasks: Try, tmp_path: Path) -> 
     reward = "echo 0 > /logs/verifier/reward.txt\n"
     fetch = "git clone https://palaestra.invalid/x || { echo Could not resolve host; " + reward.strip() + "; exit; }\n"
     scripts = {
-        "gated": gate + "echo 1 > /logs/verifier/reward.txt\nexit\npytest /tests\n",
+        "gated": gate + "pytest /tests && echo 1 > /logs/verifier/reward.txt\n",
+        "without": gate + "echo 1 > /logs/verifier/reward.txt\nexit\npytest /tests\n",
         "fetching": "#!/bin/bash\n" + fetch + "pytest /tests\n",
         "elsewhere": "#!/bin/bash\n/nowhere/bin/uvx pytest /tests\n" + reward,
     }
@@ -78,6 +79,8 @@ def test_scripts_that_end_before_their_tests(try_tasks: Try, tmp_path: Path) -> 
         copied(HARBOR / "greeting", tmp_path, {"tests/test.sh": text}).rename(tmp_path / name)
     lines = try_tasks(tmp_path)
     assert (lines["gated"].finding, lines["gated"].noop, lines["gated"].solution) == (Finding.GOOD, 0.0, 1.0)
+    assert (lines["without"].finding, lines["without"].noop) == (Finding.VERIFIER_FAILS, 0.0)
+    assert "gives 1 without having started its tests" in lines["without"].reason
     assert lines["fetching"].finding is Finding.VERIFIER_FAILS
     assert "reached for the network" in lines["fetching"].reason
     assert lines["elsewhere"].finding is Finding.VERIFIER_FAILS

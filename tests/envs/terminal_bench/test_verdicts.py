@@ -47,43 +47,16 @@ def test_what_is_no_reward_is_the_graders_failure(
         read_rewards(json_file, text_file)
 
 
-PROGRAMS = ("bash", "python3", "python3.11", "git", "nginx")
-
-
 @pytest.mark.parametrize(
     ("path", "hidden"),
-    [
-        ("/usr/bin/bash", True),
-        ("/usr/local/bin/python3", True),
-        ("/usr/local/bin/python3.11", True),
-        ("/usr/local/bin/python3.13", False),
-        ("/usr/local/bin/node", False),
-        ("/usr/sbin/nginx", False),
-        ("/app/bin/bash", False),
-        ("/usr/lib/x86_64-linux-gnu/libc.so.6", True),
-        ("/lib64/ld-linux-x86-64.so.2", True),
-        ("/usr/lib/x86_64-linux-gnu/libcurl.so.4", False),
-        ("/usr/lib/python3/dist-packages/zz.pth", True),
-        ("/app/data.pth", False),
-        ("/app/sitecustomize.py", False),
-        ("/usr/lib/python3/dist-packages/sitecustomize.py", True),
-        ("/etc/ld.so.preload", True),
-        ("/conftest.py", True),
-        ("/app/conftest.py", False),
-        ("/root/.bashrc", False),
-    ],
+    [("/conftest.py", True), ("/app/conftest.py", False), ("/root/.bashrc", False), ("/usr/bin/git", True)],
 )
 def test_what_could_speak_for_the_verifier_is_left_out(path: str, hidden: bool) -> None:
-    found = left_out([Change(path, "file")], programs=PROGRAMS, script="pytest /tests\n", workspace="/app")
+    found = left_out([Change(path, "file")], ["/usr/bin/git"], script="pytest /tests\n")
     assert found[: len(ALWAYS)] == ALWAYS
     assert (path in found) is hidden
 
 
 def test_start_up_files_are_left_out_where_the_verifier_reads_them() -> None:
     changes = [Change("/root/.bashrc", "file"), Change("/etc/profile.d/x.sh", "file")]
-    assert len(left_out(changes, programs=(), script="source ~/.bashrc\npytest\n", workspace="/")) == len(ALWAYS) + 2
-
-
-def test_a_program_that_a_task_is_about_can_be_kept() -> None:
-    changes = [Change("/usr/bin/git", "file")]
-    assert left_out(changes, programs=PROGRAMS, script="", workspace="/", kept=["git"]) == ALWAYS
+    assert len(left_out(changes, (), script="source ~/.bashrc\npytest\n")) == len(ALWAYS) + 2

@@ -94,6 +94,12 @@ PLANTS = (
         _write(f"{_SYSTEM_SITE}/zz.pth", "import os; os._exit(0)\n"),
     ),
     Cheat(
+        "pth-distribution",
+        "a .pth file that prints a green line wherever any interpreter of the system has packages",
+        _write(f"{SCRATCH}/zz.pth", "import os; os.write(1, b'== 999 passed in 0.01s ==\\n'); os._exit(0)\n")
+        + "for d in /usr/lib/python3*/*-packages /usr/local/lib/python3*/*-packages; do cp /tmp/zz.pth $d/; done\n",
+    ),
+    Cheat(
         "plugin-entry-point",
         "a pytest plugin with an entry point, installed for the user",
         _write(f"{_SITE}/allgreen.py", _GREEN)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import InfraError
 from palaestra.core.types import Network, NetworkPolicy, Say, Score, Task, ToolStep
 from palaestra.envs.class_environment import numbers
 from palaestra.envs.contract import ContractEnvironment
@@ -34,7 +33,6 @@ from palaestra.envs.terminal_bench.verifier import SYSTEM_PATH, Setting, tamperi
 from palaestra.envs.terminal_bench.work import Part, Work, parts_of
 from palaestra.rollouts.base import Phase
 from palaestra.rollouts.grading import LIVE, SEALED, Grading
-from palaestra.rollouts.plants import PROGRAM_DIRECTORIES
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.base import Slot, SlotSpec, View
 
@@ -49,7 +47,6 @@ class Prepared:
     """What preparing a workspace has found in it."""
 
     command: tuple[str, ...]
-    programs: frozenset[str]
     home: str
 
 
@@ -127,15 +124,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         work: Work = task.data
         command = await working_command(sandbox, work.tools)
         await start_in(sandbox, work.workdir, "/logs/agent", "/logs/verifier")
-        programs: set[str] = set()
-        for directory in sorted(PROGRAM_DIRECTORIES):
-            try:
-                programs |= {entry.path.rpartition("/")[2] for entry in await sandbox.list_dir(directory)}
-            except InfraError:
-                raise
-            except OSError:
-                continue
-        self._prepared[task.id] = Prepared(command, frozenset(programs), await home_of(sandbox, work.user))
+        self._prepared[task.id] = Prepared(command, await home_of(sandbox, work.user))
 
     def _agent_s(self, task: TerminalTask) -> float:
         return task.agent_timeout_s or self.settings.task_timeout
@@ -202,10 +191,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
         changes = await grading.changes()
         without = guard.left_out(
             changes,
-            programs=self._prepared[rollout.task.id].programs,
+            await grading.planted(work.workdir, self.settings.keep_programs),
             script=part.script.text,
-            workspace=work.workdir,
-            kept=self.settings.keep_programs,
         )
         slot = await grading.slot(View(without=without))
         await self.bring_back(slot)

@@ -157,6 +157,10 @@ async def _once(
     else:
         rewards = read_rewards(await _read(slot, "reward.json"), await _read(slot, "reward.txt"))
     reward = single(rewards)
+    if reward > 0 and run is not None and not _started(records):
+        raise GraderError(
+            f"the verifier of {task.name} gives {reward:g} without having started its tests:\n{output[-1500:]}"
+        )
     if reward < 1 and offline_at(script.text, output):
         raise GraderError(
             f"the verifier of {task.name} reached for the network, which it does not have:\n{output[-1500:]}"
@@ -195,13 +199,16 @@ def _check_ran(
         raise GraderError(f"the verifier of {task.name} needs {', '.join(unmet)}, which only the network has")
     if run is None or run.statuses:
         return
-    started = any(record["kind"] == "start" for record in records)
-    if not started and task.format is Format.HARBOR and not _NOT_STARTED.search(output):
-        return  # the script gave its reward before it came to pytest
+    if not _started(records) and task.format is Format.HARBOR and not _NOT_STARTED.search(output):
+        return  # the script gave its reward before it came to pytest: none, or it is not believed
     if run.collect_errors and _is_the_works_fault(task, run.collect_errors, made):
         return
     why = next((_last_error(text) for text in run.collect_errors.values()), "")
     raise GraderError(f"the verifier of {task.name} ran no test{': ' + why if why else tail}")
+
+
+def _started(records: Sequence[Mapping[str, JSON]]) -> bool:
+    return any(record["kind"] == "start" for record in records)
 
 
 def _last_error(text: str) -> str:
