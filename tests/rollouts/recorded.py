@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from palaestra.core.types import JSON, Blame, Message, Outcome
 from palaestra.inference.base import Sampled
 from palaestra.inference.ledger import Ledger, Piece, Reason
-from palaestra.inference.ledger.prompts import sent_checksum
 from palaestra.rollouts.export.base import ExportMeta
 from palaestra.rollouts.journal import GroupEnded, GroupStarted, Journal, RolloutEnded, RunEnded, RunStarted
 from palaestra.rollouts.trajectory import Group, TokenRow, Trajectory, TurnRecord
@@ -60,7 +59,7 @@ MALFORMED: list[Message] = [
 def say(ledger: Ledger, segment: int, delta: list[int], ids: list[int], version: str) -> None:
     """One turn whose log-probabilities are -0.5, -0.75, …"""
     sampled = Sampled(ids, [-0.5 - 0.25 * place for place in range(len(ids))], "stop", version)
-    ledger.append(segment, delta, [Piece(sampled, sent_checksum(ledger.prompt(segment, delta)))])
+    ledger.append(segment, delta, [Piece(sampled, ledger.prompt(segment, delta).checksum)])
 
 
 def two_segments() -> Ledger:

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from palaestra.inference.base import Sampled
-from palaestra.inference.ledger import Ledger, LedgerRecord, Piece, Reason, verify_ledger
-from palaestra.inference.ledger.prompts import sent_checksum
+from palaestra.inference.ledger import Ledger, LedgerRecord, Piece, Reason, pieces_of, verify_ledger
 
 
 def say(ledger: Ledger, segment: int, delta: list[int], *parts: tuple[list[int], str], finish: str = "stop") -> int:
@@ -18,8 +17,8 @@ def say(ledger: Ledger, segment: int, delta: list[int], *parts: tuple[list[int],
     for number, (ids, version) in enumerate(parts):
         reason = finish if number == len(parts) - 1 else "abort"
         sampled = Sampled(ids, [-0.5 - 0.25 * at for at in range(len(ids))], reason, version)
-        pieces.append(Piece(sampled, sent_checksum(prompt)))
-        prompt.extend(array("i", ids))
+        pieces.append(Piece(sampled, prompt.checksum))
+        prompt.grow(array("i", ids))
     return ledger.append(segment, delta, pieces)
 
 
@@ -39,7 +38,7 @@ def test_a_second_turn_appends_and_the_first_stays_trained() -> None:
     ledger = Ledger()
     segment = ledger.open(Reason.START)
     say(ledger, segment, [1], ([2, 9], ""))
-    assert ledger.prompt(segment, [5]).tolist() == [1, 2, 9, 5]
+    assert list(ledger.prompt(segment, [5])) == [1, 2, 9, 5]
     say(ledger, segment, [5], ([6, 9], ""))
     (row,) = ledger.rows()
     assert row.masks == [-100, 2, 9, -100, 6, 9]
@@ -94,12 +93,35 @@ def test_a_turn_is_appended_whole_or_not_at_all() -> None:
     assert ledger.turns == []
 
 
-def test_a_prompt_is_a_copy() -> None:
+def test_a_prompt_that_grows_does_not_change_the_ledger() -> None:
     ledger = Ledger()
     segment = ledger.open(Reason.START)
     say(ledger, segment, [1], ([2], ""))
-    ledger.prompt(segment, []).append(99)
+    ledger.prompt(segment, []).grow(array("i", [99]))
     assert ledger.rows()[0].tokens == [1, 2]
+
+
+def test_a_row_is_as_it_was_when_it_was_looked_at() -> None:
+    ledger = Ledger()
+    segment = ledger.open(Reason.START)
+    say(ledger, segment, [1], ([2], "a"), ([3, 9], "b"))
+    (view,), before = ledger.views(), ledger.rows()
+    say(ledger, segment, [4, 5], ([6, 9], "c"))
+    assert [view.row()] == before
+    assert ledger.rows()[0].logprobs == [1.0, -0.5, -0.5, -0.75, 1.0, 1.0, -0.5, -0.75]
+
+
+def test_what_was_sampled_in_a_turn_of_any_segment() -> None:
+    ledger = Ledger()
+    first, second = ledger.open(Reason.START), ledger.open(Reason.COMPACTION)
+    say(ledger, first, [1], ([2, 3], "a"), ([9], "b"))
+    say(ledger, second, [1, 7], ([4], "b"))
+    say(ledger, first, [8], ([5, 9], "b"))
+    turns = [
+        [(p.sampled.ids.tolist(), p.sampled.logprobs.tolist()) for p in pieces_of(t)] for t in ledger.sampled_since(0)
+    ]
+    assert turns == [[([2, 3], [-0.5, -0.75]), ([9], [-0.5])], [([4], [-0.5])], [([5, 9], [-0.5, -0.75])]]
+    assert [pieces_of(turn) for turn in ledger.sampled_since(2)] == [pieces_of(ledger.sampled_since(0)[2])]
 
 
 def test_a_record_survives_json_and_is_compact() -> None:

@@ -6,26 +6,32 @@ import json
 import zlib
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from palaestra.inference.base import Sampled
 from palaestra.inference.ledger import Ledger, Piece, Reason
-from palaestra.inference.ledger.prompts import ids_json
+from palaestra.inference.ledger.prompts import LONG, Prompt, ids_json
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 
 
-def is_known(prompt: array[int], ids: list[int]) -> bool:
+def is_known(prompt: Prompt, ids: list[int]) -> bool:
     written = zlib.crc32(array("i", ids).tobytes()) if ids else 0
-    return prompt.tolist() == ids and prompt.checksum == written and json.loads(prompt.json()) == ids  # type: ignore[attr-defined]
+    same = list(prompt) == [prompt[at] for at in range(len(prompt))] == ids
+    return same and prompt.checksum == written and json.loads(prompt.json()) == ids
 
 
-@given(st.lists(st.tuples(IDS, IDS, IDS, st.booleans()), max_size=5))
-def test_prompts_of_a_growing_segment(turns: list[tuple[list[int], list[int], list[int], bool]]) -> None:
-    ledger, known = Ledger(), []
+@given(
+    st.sampled_from([0, LONG - 4, LONG]),
+    st.lists(st.tuples(IDS, IDS, IDS, st.booleans()), max_size=5),
+)
+def test_prompts_of_a_growing_segment(opening: int, turns: list[tuple[list[int], list[int], list[int], bool]]) -> None:
+    ledger, known = Ledger(), list(range(opening))
     segment = ledger.open(Reason.START)
     earlier = ledger.prompt(segment, [7])
+    ledger.append(segment, known, [Piece(Sampled([], [], "stop"), 0)])
     for delta, before_abort, after, asked in turns:
         prompt = ledger.prompt(segment, delta)
         assert not asked or is_known(prompt, [*known, *delta])
@@ -40,6 +46,17 @@ def test_prompts_of_a_growing_segment(turns: list[tuple[list[int], list[int], li
 
 def test_a_prompt_without_a_segment() -> None:
     assert is_known(Ledger().prompt(None, [1, 2]), [1, 2])
+
+
+def test_parts_of_a_prompt() -> None:
+    ledger = Ledger()
+    segment = ledger.open(Reason.START)
+    ledger.append(segment, [1, 2], [Piece(Sampled([3], [-0.5], "stop"), 0)])
+    prompt = ledger.prompt(segment, [4, 5])
+    assert [prompt[0], prompt[2], prompt[3], prompt[-1], prompt[-3]] == [1, 3, 4, 5, 3]
+    assert prompt[1:4] == [2, 3, 4]
+    with pytest.raises(IndexError):
+        prompt[5]
 
 
 def test_any_ids_as_json() -> None:

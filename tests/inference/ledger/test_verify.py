@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from palaestra.inference.base import Sampled
 from palaestra.inference.ledger import Ledger, LedgerRecord, Piece, Reason, Span, verify_ledger
-from palaestra.inference.ledger.prompts import sent_checksum
 
 STOP = 9
 Spoil = Callable[[LedgerRecord], None]
@@ -22,8 +21,8 @@ def say(ledger: Ledger, segment: int, delta: list[int], *parts: list[int], finis
     prompt, pieces = ledger.prompt(segment, delta), []
     for number, ids in enumerate(parts):
         reason = finish if number == len(parts) - 1 else "abort"
-        pieces.append(Piece(Sampled(ids, [-0.5] * len(ids), reason, f"v{number}"), sent_checksum(prompt)))
-        prompt.extend(array("i", ids))
+        pieces.append(Piece(Sampled(ids, [-0.5] * len(ids), reason, f"v{number}"), prompt.checksum))
+        prompt.grow(array("i", ids))
     ledger.append(segment, delta, pieces)
 
 

@@ -62,11 +62,11 @@ def pieces_of(turn: SampledTurn) -> list[Piece]:
 
 @dataclass(slots=True)
 class _Segment:
-    """`tokens[T]`, `mask[T]`, `logprobs[T]`, the running hash over it; the tokens' checksum and JSON."""
+    """`tokens[T]`, the `logprobs[S]` of those that were sampled, the running hash over it; the tokens' checksum and
+    JSON."""
 
     reason: Reason
     tokens: array[int] = field(default_factory=lambda: array("i"))
-    mask: bytearray = field(default_factory=bytearray)
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     spans: list[Span] = field(default_factory=list)
     hasher: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
@@ -74,14 +74,16 @@ class _Segment:
     checksum: int = 0
     written: WrittenIds = field(default_factory=WrittenIds)
 
-    def append(self, kind: Kind, turn: int, ids: array[int], logprobs: array[float], piece: Piece | None) -> None:
+    def append(self, turn: int, ids: array[int], logprobs: array[float], piece: Piece | None) -> None:
+        """One span, with one log-probability per id; `piece` is where it was sampled, None for prompt tokens."""
         start = len(self.tokens)
+        kind: Kind = "sampled" if piece else "prompt"
         version = piece.sampled.policy_version if piece else ""
         resumed = bool(piece and self.spans and self.spans[-1].kind == "sampled")
         self.tokens.extend(ids)
         self.checksum = sent_checksum(ids, self.checksum)
-        self.logprobs.extend(logprobs)
-        self.mask.extend((b"\1" if piece else b"\0") * len(ids))
+        if piece:
+            self.logprobs.extend(logprobs)
         feed(self.hasher, kind, version, packed(ids), packed(logprobs))
         self.spans.append(
             Span(
@@ -95,6 +97,35 @@ class _Segment:
                 reason=Reason.ABORT_RESUME if resumed else "",
             )
         )
+
+    def columns(self) -> tuple[bytearray, array[float]]:
+        """`mask[T]`, 1 where sampled, and `logprobs[T]` of all tokens."""
+        mask, logprobs, taken = bytearray(), array("f"), 0
+        for span in self.spans:
+            length = span.stop - span.start
+            if span.kind == "sampled":
+                mask += b"\1" * length
+                logprobs += self.logprobs[taken : taken + length]
+                taken += length
+            else:
+                mask += bytes(length)
+                logprobs += _unsampled(length)
+        return mask, logprobs
+
+    def record(self) -> SegmentRecord:
+        """The segment as it is stored."""
+        mask, logprobs = self.columns()
+        return SegmentRecord(
+            reason=self.reason,
+            tokens=packed(self.tokens),
+            mask=bytes(mask),
+            logprobs=packed(logprobs),
+            spans=list(self.spans),
+        )
+
+
+def _unsampled(length: int) -> array[float]:
+    return array("f", [PROMPT_LOGPROB]) * length
 
 
 class Ledger:
@@ -119,9 +150,9 @@ class Ledger:
         return len(self._segments) - 1
 
     def prompt(self, segment: int | None, delta: Sequence[int]) -> Prompt:
-        """What the engine is asked to continue: the segment so far (None: one to be opened) and `delta`. A copy."""
+        """What the engine is asked to continue: the segment so far (None: one to be opened) and `delta`."""
         known = _Segment(Reason.START) if segment is None else self._segments[segment]
-        return Prompt.after(known.tokens, known.checksum, known.written, delta)
+        return Prompt(known.tokens, known.checksum, known.written, array("i", delta))
 
     def last_token(self, segment: int) -> int | None:
         """The last token of a segment."""
@@ -142,10 +173,10 @@ class Ledger:
             [(array("i", p.sampled.ids), array("f", p.sampled.logprobs)) for p in pieces],
         )
         number, into = len(self.turns) + 1, self._segments[segment]
-        into.append("prompt", number, prompt, array("f", [PROMPT_LOGPROB]) * len(prompt), None)
+        into.append(number, prompt, _unsampled(len(prompt)), None)
         prompt_tokens = len(into.tokens)
         for piece, (ids, logprobs) in zip(pieces, sampled, strict=True):
-            into.append("sampled", number, ids, logprobs, piece)
+            into.append(number, ids, logprobs, piece)
         into.finish_reason = pieces[-1].sampled.finish_reason
         self.turns.append(
             Turn(
@@ -172,33 +203,22 @@ class Ledger:
 
     def _pieces(self, turn: Turn) -> list[SampledPiece]:
         segment = self._segments[turn.segment]
-        spans = takewhile(lambda span: span.turn >= turn.number, reversed(segment.spans))
-        sampled = [span for span in spans if span.turn == turn.number and span.kind == "sampled"]
-        return [
-            SampledPiece(
-                packed(segment.tokens[span.start : span.stop]),
-                packed(segment.logprobs[span.start : span.stop]),
-                span.version,
-                span.sent,
-            )
-            for span in reversed(sampled)
-        ]
+        pieces, stop = [], len(segment.logprobs)
+        for span in takewhile(lambda span: span.turn >= turn.number, reversed(segment.spans)):
+            if span.kind != "sampled":
+                continue
+            start = stop - (span.stop - span.start)
+            if span.turn == turn.number:
+                ids, logprobs = segment.tokens[span.start : span.stop], segment.logprobs[start:stop]
+                pieces.append(SampledPiece(packed(ids), packed(logprobs), span.version, span.sent))
+            stop = start
+        return pieces[::-1]
 
     def record(self) -> LedgerRecord:
         """The ledger as it is stored."""
         return LedgerRecord(
             stop_ids=list(self.stop_ids),
-            segments=[
-                SegmentRecord(
-                    reason=segment.reason,
-                    tokens=packed(segment.tokens),
-                    mask=bytes(segment.mask),
-                    logprobs=packed(segment.logprobs),
-                    spans=list(segment.spans),
-                )
-                for segment in self._segments
-                if segment.tokens
-            ],
+            segments=[segment.record() for segment in self._segments if segment.tokens],
             turns=list(self.turns),
         )
 
@@ -223,13 +243,14 @@ class RowView:
         """The row, as lists."""
         segment, count = self._segment, self._count
         tokens = segment.tokens[:count].tolist()
-        trained = zip(tokens, segment.mask[:count], strict=True)
+        mask, logprobs = segment.columns()
+        trained = zip(tokens, mask[:count], strict=True)
         return Row(
             segment=self.number,
             reason=self.reason,
             tokens=tokens,
             masks=[token if sampled else UNTRAINED for token, sampled in trained],
-            logprobs=segment.logprobs[:count].tolist(),
+            logprobs=logprobs[:count].tolist(),
             versions=self.versions,
             finish_reason=self.finish_reason,
         )
