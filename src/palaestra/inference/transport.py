@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import aiohttp
+from aiohttp.abc import AbstractStreamWriter
 from yarl import URL
 
 from palaestra.core.clock import Clock, SystemClock
@@ -34,6 +35,9 @@ KEEP_ALIVE_S = 4.0
 
 _HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
 
+
+Body: TypeAlias = Callable[[], bytes]
+"""Makes the body of a request, for each try anew: while the model works, which is most of the time, nothing holds it."""
 
 Reader: TypeAlias = Callable[[aiohttp.ClientResponse], Awaitable[bytes]]
 """Reads the body of one reply. `aiohttp.ClientError` from it is a broken connection, which is tried again."""
@@ -111,13 +115,14 @@ class Transport:
         Raises `EngineUnavailable` when the retries are used up, `EngineRefused` or `ContextExceeded` at once when the
         server says no.
         """
-        response = await self.request("POST", url, encode_json(payload), lane=lane, read=read)
+        body = encode_json(payload)
+        response = await self.request("POST", url, lambda: body, lane=lane, read=read)
         if not 200 <= response.status < 300:
             self.failures += 1
             raise refused(url, response.status, response.body, self.model)
         return response.body
 
-    async def look(self, method: str, url: URL, body: bytes | None = None) -> Response:
+    async def look(self, method: str, url: URL, body: Body | None = None) -> Response:
         """A request of the start, which says within seconds when there is no server. Raises `EngineUnavailable`."""
         return await self.request(method, url, body, retry=AT_START, timeout_s=LOOK_TIMEOUT_S)
 
@@ -132,7 +137,7 @@ class Transport:
         self,
         method: str,
         url: URL,
-        body: bytes | None = None,
+        body: Body | None = None,
         *,
         lane: str = "train",
         retry: RetryPolicy | None = None,
@@ -165,16 +170,17 @@ class Transport:
             raise
 
     async def _send(
-        self, method: str, url: URL, body: bytes | None, lane: str, timeout_s: float, read: Reader | None
+        self, method: str, url: URL, body: Body | None, lane: str, timeout_s: float, read: Reader | None
     ) -> Response:
         async with self._lanes[lane]:
             session = self._session or self._open()
+            data = None if body is None else _SentOnce(body())
             timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
             self.requests += 1
             self.in_flight += 1
             started_s = self._clock.monotonic()
             try:
-                async with session.request(method, url, data=body, timeout=timeout, allow_redirects=False) as reply:
+                async with session.request(method, url, data=data, timeout=timeout, allow_redirects=False) as reply:
                     content = await (read(reply) if read else reply.read())
                     self.latencies_s.append(self._clock.monotonic() - started_s)
                     return Response(reply.status, content, reply.headers.get("Retry-After"))
@@ -188,3 +194,21 @@ class Transport:
             headers=self._headers,
         )
         return self._session
+
+
+class _SentOnce(aiohttp.Payload):
+    """Bytes that are let go of when they have been written."""
+
+    _autoclose = True
+
+    def __init__(self, body: bytes) -> None:
+        super().__init__(body)
+        self._size = len(body)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return str(self._value, encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        body, self._value = self._value, b""
+        self._consumed = True
+        await writer.write(body)

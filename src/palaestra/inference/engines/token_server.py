@@ -80,7 +80,7 @@ class TokenServer(TokenChat):
         """The text in the server's own tokens; None where the server cannot be asked."""
         body = encode_json({"model": self.name, "prompt": text, "add_special_tokens": False})
         try:
-            response = await self.transport.look("POST", self.root_url / "tokenize", body)
+            response = await self.transport.look("POST", self.root_url / "tokenize", lambda: body)
             return msgspec.json.decode(response.body, type=_Tokenized).tokens if response.status == 200 else None
         except (EngineUnavailable, msgspec.DecodeError):
             return None
@@ -89,7 +89,7 @@ class TokenServer(TokenChat):
         """The answer to `body` with the ids under `name`. The ids are by far the most of it, and written already."""
         rest = encode_json(body)
         return await self.transport.request(
-            "POST", url, b"".join((b'{"', name.encode(), b'":', ids_json(ids), b",", rest[1:]))
+            "POST", url, lambda: b"".join((b'{"', name.encode(), b'":', ids_json(ids), b",", rest[1:]))
         )
 
     def _decoded(self, raw: bytes, shape: type[T], url: URL, prompt_tokens: int) -> T:
