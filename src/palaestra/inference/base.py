@@ -7,8 +7,8 @@ Completions are OpenAI-shaped objects of our own. Every one reads as an object a
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -122,8 +122,13 @@ class SessionContext:
     rollout_id: str = ""
     task: Task | None = None
     index: int = 0
-    rng: random.Random = field(default_factory=random.Random)
+    seeded: Callable[[], random.Random] = random.Random
     branch: int = 0
+
+    @property
+    def rng(self) -> random.Random:
+        """The rollout's own generator, which the run's seed decides."""
+        return self.seeded()
 
 
 class ChatServer(Protocol):

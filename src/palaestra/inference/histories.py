@@ -45,9 +45,13 @@ class Thread:
     def went_on(self, messages: Sequence[Message], reply: AssistantMessage) -> None:
         """A reply came to `messages`, which go on with this thread."""
         known = len(self.seen)
-        fresh = [copied(message) for message in messages[known:]]
+        if known:  # what the caller wrote of the last reply; nearly always it is the same
+            theirs = messages[known]
+            self.seen.append(self.reply if theirs == self.reply else copied(theirs))
+            self.shown.append(self.reply)
+        fresh = [copied(message) for message in messages[len(self.seen) :]]
         self.seen += fresh
-        self.shown += [self.reply, *fresh[1:]] if known else fresh
+        self.shown += fresh
         self.reply = _sent(reply)
 
     def continued_by(self, messages: Sequence[Message]) -> bool:

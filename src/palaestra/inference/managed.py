@@ -13,6 +13,7 @@ whole or not at all, so a request that fails or is cancelled leaves no trace.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Literal, Self, TypeAlias
@@ -48,7 +49,7 @@ class _Plan:
     """
 
     thread: Thread
-    delta: list[int]
+    delta: array[int]
     kinds: tuple[StepKind, ...]
     begins: bool = False
     reason: Reason | None = None

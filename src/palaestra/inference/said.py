@@ -6,6 +6,7 @@ looked for, unknown names and malformed arguments stay as the model wrote them.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +48,7 @@ class Speech:
 
     def __init__(self, parser: Parser | str | None) -> None:
         self._parser = parser_named(parser)
-        self._accepts = _accepted(self._parser.parse) if self._parser else frozenset()
+        self._accepts = _accepted(_function(self._parser.parse)) if self._parser else frozenset()
 
     def read(
         self, text: str, *, thinking: bool, cut: bool, tools: Sequence[Mapping[str, JSON]], turn: int
@@ -87,6 +88,12 @@ def split_thinking(text: str, inside: bool) -> tuple[str | None, str]:
     return thought.strip("\n") or None, rest.lstrip("\n") if closed else ""
 
 
+def _function(method: Callable[..., JSON]) -> Callable[..., JSON]:
+    """What all bound methods of one name have in common."""
+    return getattr(method, "__func__", method)
+
+
+@functools.lru_cache(maxsize=64)
 def _accepted(parse: Callable[..., JSON]) -> frozenset[str]:
     try:
         parameters = inspect.signature(parse).parameters.values()

@@ -37,7 +37,7 @@ _HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
 
 
 Body: TypeAlias = Callable[[], bytes]
-"""Makes the body of a request, for each try anew: while the model works, which is most of the time, nothing holds it."""
+"""Makes the body of a request, anew for each try: while the model works nothing holds it."""
 
 Reader: TypeAlias = Callable[[aiohttp.ClientResponse], Awaitable[bytes]]
 """Reads the body of one reply. `aiohttp.ClientError` from it is a broken connection, which is tried again."""

@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from palaestra.core.errors import InfraError, PrepareError, SandboxError, TaskError
+from palaestra.core.seeded import Seeded
 from palaestra.core.types import Blame, Network, Task
 from palaestra.inference.base import Engine, SessionContext
 from palaestra.rollouts.admission import AdmittedSlots
@@ -124,12 +124,12 @@ class GroupRun:
         await self.env.ended(self.task, group)
         return group
 
-    def _rng(self, *parts: object) -> random.Random:
+    def _seeded(self, *parts: object) -> Seeded:
         """A generator of its own for each purpose, derived from the run's seed and the item alone."""
-        return random.Random(":".join(map(str, (self.services.seed, self.group.group_id, *parts))))
+        return Seeded(":".join(map(str, (self.services.seed, self.group.group_id, *parts))))
 
     def _resolve_tools(self) -> Kit:
-        kit = self.env.kit(self.task, self._rng("tools"))
+        kit = self.env.kit(self.task, self._seeded("tools")())
         self.group.toolsets = kit.toolsets
         self.group.tools = kit.registry.definitions()
         self.group.tools_hash = schema_hash(self.group.tools)
@@ -236,10 +236,9 @@ class GroupRun:
             self.services.observer.rollout_finished(trajectory)
 
     async def _roll_out(self) -> None:
-        done = {trajectory.index for trajectory in self.group.trajectories}
         count = await self.env.collect(self.task, self.group.group_id, self.services.group_size)
         async with asyncio.TaskGroup() as rollouts:
-            for index in sorted(set(range(count)) - done):
+            for index in sorted(set(range(count)) - {done.index for done in self.group.trajectories}):
                 rollouts.create_task(self._one(index), name=f"{self.group.group_id}/{index}")
         self.group.trajectories.sort(key=lambda trajectory: trajectory.index)
 
@@ -289,14 +288,14 @@ class GroupRun:
     def _rollout(self, index: int, snapshot: Snapshot | None, recall: Recall | None = None) -> Rollout:
         assert self._kit is not None
         rollout_id = f"{self.group.group_id}/{index}"
-        rng = self._rng("rollout", index)
-        context = SessionContext(rollout_id=rollout_id, task=self.task, index=index, rng=rng)
+        seeded = self._seeded("rollout", index)
+        context = SessionContext(rollout_id=rollout_id, task=self.task, index=index, seeded=seeded)
         return Rollout(
             rollout_id=rollout_id,
             group_id=self.group.group_id,
             index=index,
             task=self.task,
-            rng=rng,
+            seeded=seeded,
             server=self.services.engine.session(context),
             kit=self._kit,
             slots=self.services.slots,

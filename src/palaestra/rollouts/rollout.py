@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult, Turn
 from palaestra.agent.subagents import Agent, Subagents
+from palaestra.core.seeded import Seeded
 from palaestra.core.types import JSON, Message, Task
 from palaestra.inference.base import ChatServer
 from palaestra.inference.ledger import Ledger, LedgerRecord, SampledTurn
@@ -64,7 +65,7 @@ class Rollout:
         group_id: str,
         index: int,
         task: Task,
-        rng: random.Random,
+        seeded: Seeded,
         server: ChatServer,
         kit: Kit,
         slots: AdmittedSlots,
@@ -85,7 +86,6 @@ class Rollout:
         self.group_id = group_id
         self.index = index
         self.task = task
-        self.rng = rng
         self.server = server
         self.kit = kit
         self.slots = slots
@@ -100,6 +100,7 @@ class Rollout:
         self.rung: Rung | None = None
         self.inner_calls: list[InnerCall] = []
         self._subagents = itertools.count(1)
+        self._seeded = seeded
         self._on_turn = on_turn
         self._asked: ChatServer = self.server
         self._kept_turns = 0
@@ -116,6 +117,11 @@ class Rollout:
     @server.setter
     def server(self, server: ChatServer) -> None:
         self._server = self._asked = server if self.recall is None else self.recall.over(server)
+
+    @property
+    def rng(self) -> random.Random:
+        """The rollout's own generator, which the run's seed decides."""
+        return self._seeded()
 
     @property
     def messages(self) -> list[Message]:
@@ -365,5 +371,5 @@ class Rollout:
 def _first_user_text(messages: list[Message]) -> str:
     for message in messages:
         if message.get("role") == "user":
-            return str(message.get("content") or "")[:500]
+            return str(message.get("content") or "")
     return ""

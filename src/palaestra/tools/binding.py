@@ -27,6 +27,10 @@ from palaestra.tools.world import World
 logger = logging.getLogger(__name__)
 
 
+MAX_USER_TASK = 500
+"""How many characters of what the agent is asked its tools are told."""
+
+
 class SlotTools:
     """The tools of a registry, bound to one rollout. Implements `ToolRun`.
 
@@ -66,7 +70,7 @@ class SlotTools:
 
     @property
     def user_task(self) -> str:
-        return self._user_task
+        return self._user_task[:MAX_USER_TASK]
 
     @property
     def timeout_s(self) -> float:

@@ -22,7 +22,7 @@ class States:
 
     def __init__(self) -> None:
         self._held: dict[type, object] = {}
-        self._lent: set[type] = set()
+        self._lent: tuple[type, ...] = ()
 
     def get(self, kind: type[T]) -> T:
         """The one object of this type, made without arguments when first asked for."""
@@ -34,7 +34,7 @@ class States:
     def put(self, thing: object) -> None:
         """Make this the one object of its type. It is its owner's to close, not this one's."""
         self._held[type(thing)] = thing
-        self._lent.add(type(thing))
+        self._lent = (*self._lent, type(thing))
 
     async def aclose(self) -> None:
         """Close everything, the newest first. What a close raises is logged. Idempotent."""

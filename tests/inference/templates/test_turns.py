@@ -252,6 +252,6 @@ def test_the_short_conversation_says_what_the_whole_one_does(
         history = History(conversation, reply, kinds)
         taken = of.step(history, new, None)
         text, rewrites = of._in_full(history, new)
-        assert (taken.ids, bool(taken.rewrites)) == (of._tokenizer.encode(text or ""), bool(rewrites))
+        assert (list(taken.ids), bool(taken.rewrites)) == (of._tokenizer.encode(text or ""), bool(rewrites))
         conversation = [*conversation, reply, *new]
         kinds = step_kinds(conversation) if taken.rewrites else taken.kinds

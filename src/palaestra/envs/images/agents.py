@@ -34,7 +34,7 @@ def tools_of_user(rollout: Rollout, user: str, slot: Callable[[], Awaitable[Slot
         rollout.kit.registry,
         slot,
         task_id=rollout.rollout_id,
-        user_task=about[:500],
+        user_task=about,
         timeout_s=rollout.settings.tool_timeout_s,
         world=rollout.world,
     )

@@ -16,6 +16,7 @@ from palaestra.core.types import JSON
 from palaestra.inference.base import Sampled
 from palaestra.inference.engines.token_server import TokenServer
 from palaestra.inference.refusals import refused, shown
+from palaestra.inference.wire import encode_json
 
 _NAMES: Mapping[str, str] = {
     "max_tokens": "max_new_tokens",
@@ -31,14 +32,7 @@ class SGLangEngine(TokenServer):
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         """Continue `input_ids[T]`."""
         url = self.root_url / "generate"
-        settings = {_NAMES.get(name, name): value for name, value in sampling.items()}
-        settings.setdefault("max_new_tokens", None)  # up to the window; left out, it would be 128
-        body = {
-            "sampling_params": {**settings, "skip_special_tokens": False},
-            "return_logprob": True,
-            "logprob_start_len": -1,
-        }
-        response = await self._continued(url, "input_ids", input_ids, body)
+        response = await self._continued(url, "input_ids", input_ids, _asked(sampling))
         if not 200 <= response.status < 300:
             self.transport.failures += 1
             raise refused(url, response.status, response.body, self.name)
@@ -63,6 +57,18 @@ class SGLangEngine(TokenServer):
             finish_reason=reason.type,
             policy_version=str(info.weight_version or ""),
         )
+
+
+def _asked(sampling: Mapping[str, JSON]) -> bytes:
+    settings = {_NAMES.get(name, name): value for name, value in sampling.items()}
+    settings.setdefault("max_new_tokens", None)  # up to the window; left out, it would be 128
+    return encode_json(
+        {
+            "sampling_params": {**settings, "skip_special_tokens": False},
+            "return_logprob": True,
+            "logprob_start_len": -1,
+        }
+    )
 
 
 class _Finish(msgspec.Struct):

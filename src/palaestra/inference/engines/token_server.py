@@ -7,7 +7,7 @@ server's own, as far as the server can be asked.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -16,7 +16,6 @@ from yarl import URL
 from palaestra.core.clock import Clock
 from palaestra.core.errors import ConfigError, EngineReplyError, EngineUnavailable
 from palaestra.core.retry import RetryPolicy
-from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.openai import parse_base_url
 from palaestra.inference.engines.token_chat import TokenChat
@@ -85,9 +84,8 @@ class TokenServer(TokenChat):
         except (EngineUnavailable, msgspec.DecodeError):
             return None
 
-    async def _continued(self, url: URL, name: str, ids: Sequence[int], body: Mapping[str, JSON]) -> Response:
-        """The answer to `body` with the ids under `name`. The ids are by far the most of it, and written already."""
-        rest = encode_json(body)
+    async def _continued(self, url: URL, name: str, ids: Sequence[int], rest: bytes) -> Response:
+        """The answer to the JSON object `rest` with the ids under `name`, which are by far the most of it."""
         return await self.transport.request(
             "POST", url, lambda: b"".join((b'{"', name.encode(), b'":', ids_json(ids), b",", rest[1:]))
         )

@@ -16,6 +16,7 @@ from palaestra.inference.base import Sampled
 from palaestra.inference.engines.token_server import TokenServer
 from palaestra.inference.ledger.prompts import ids_json
 from palaestra.inference.refusals import refused
+from palaestra.inference.wire import encode_json
 
 _SPELLED = "token_id:"
 _NOT_SAID = b"null"
@@ -41,7 +42,7 @@ class VLLMEngine(TokenServer):
             "skip_special_tokens": False,
             "add_special_tokens": False,
         }
-        response = await self._continued(url, "prompt", input_ids, body)
+        response = await self._continued(url, "prompt", input_ids, encode_json(body))
         if response.status in (404, 405) and self._stock is None and not _speaks_of_request(response.body):
             self._stock = False
             return await self._from_atropos(list(input_ids), sampling)

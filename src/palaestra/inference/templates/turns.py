@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ class History:
 class Step:
     """What follows the last sampled token: `ids[D]`; `rewrites` says how the template changes history, if it does."""
 
-    ids: list[int]
+    ids: array[int]
     kinds: tuple[StepKind, ...]
     rewrites: str = ""
 
@@ -64,7 +65,7 @@ class Step:
 class Opening:
     """The prompt `ids[T]` of a segment's first turn; not to be changed."""
 
-    ids: list[int]
+    ids: array[int]
     kinds: tuple[StepKind, ...]
 
 
@@ -99,7 +100,7 @@ class TurnRenderer:
         self._stand_ins: dict[object, tuple[list[Message], str]] = {}
         self._outlines: Outlines | None = None
         self._proved: dict[object, int] = {}
-        self._opened: dict[str, list[int]] = {}
+        self._opened: dict[str, array[int]] = {}
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -115,7 +116,7 @@ class TurnRenderer:
         text = self._render(self._ready(messages))
         ids = self._opened.get(text)
         if ids is None:  # the rollouts of a group begin alike
-            ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+            ids = self._encoded(text)
             self._opened = {**dict(list(self._opened.items())[-_KEPT_OPENINGS:]), text: ids}
         return Opening(ids, step_kinds(messages))
 
@@ -133,13 +134,16 @@ class TurnRenderer:
         kinds = with_latest(history.kinds, latest)
         if text is None:
             if rewrites:
-                return Step([], kinds, rewrites)
+                return Step(array("i"), kinds, rewrites)
             raise ConfigError("The chat template shows nothing of an assistant's reply: the conversation cannot go on.")
-        ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+        ids = self._encoded(text)
         ended = bool(ids) and last_token in self.traits.stop_ids
         if ended and (ids[0] == last_token or ids[0] in self.traits.closers):
             del ids[0]  # the model has said it itself
         return Step(ids, kinds, rewrites)
+
+    def _encoded(self, text: str) -> array[int]:
+        return array("i", self._tokenizer.encode(text, add_special_tokens=False))
 
     def _measure(self, history: History, new: Sequence[Message], latest: StepKind) -> Measured:
         roles = _head_roles(history.prompt)
