@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def test_a_preparation_that_hangs_ends_its_group(tmp_path: Path) -> None:
     async def main() -> Attempt:
         env = Hanging(1)
         run = GroupRun(env, shared, 0, await anext(env.tasks()))
-        run._kit = env.kit(Task("t", "?"), run._rng("tools"))
+        run._kit = env.kit(Task("t", "?"), random.Random(0))
         attempt = Attempt(env, run._rollout(0, None))
         await attempt.run()
         shared.journal.close()

@@ -187,7 +187,7 @@ class Subagents:
         number, above = next(self.numbers), self.loop
         own = self.tools
         world = None if own.world is None else own.world.beside(f"subagent-{number}")
-        tools = SlotTools(registry, own.slot, own.task_id, assignment.goal[:500], own.timeout_s, world, own.shared)
+        tools = SlotTools(registry, own.slot, own.task_id, assignment.goal, own.timeout_s, world, own.shared)
         tools.share(own.state(ProcessRegistry))
         tools.share(own.state(Approvals))
         tools.share(Programs(f"subagent-{number}-"))

@@ -63,6 +63,10 @@ class _Reply:
     sampled_tokens: int
 
 
+def _nothing_known(sent: int) -> None:
+    return None
+
+
 class ManagedChat:
     """A chat server for one rollout. An async context manager, for the contract's sake: there is nothing to close.
 
@@ -86,7 +90,7 @@ class ManagedChat:
         if history not in ("template", "append"):
             raise ConfigError(f"history '{history}' is neither 'template' nor 'append'.")
         self.ledger = ledger if ledger is not None else Ledger()
-        self.recalled: Recalled = lambda sent: None
+        self.recalled: Recalled = _nothing_known
         self._engine = engine
         self._format = chat_format
         self._speech = Speech(parser)

@@ -65,12 +65,17 @@ class AgentSettings:
         return frozenset(name for name, folder in folders.items() if folder is not None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Kit:
     """The tools of one group, resolved once and passed as a value: every rollout of the group has the same."""
 
     registry: ToolRegistry
     toolsets: tuple[str, ...] = ()
+
+    @cached_property
+    def definitions(self) -> list[dict[str, JSON]]:
+        """The tools as models are shown them. The group's rollouts and its record share them: not to be changed."""
+        return self.registry.definitions()
 
 
 @dataclass(slots=True)

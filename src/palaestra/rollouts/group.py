@@ -131,7 +131,7 @@ class GroupRun:
     def _resolve_tools(self) -> Kit:
         kit = self.env.kit(self.task, self._seeded("tools")())
         self.group.toolsets = kit.toolsets
-        self.group.tools = kit.registry.definitions()
+        self.group.tools = kit.definitions
         self.group.tools_hash = schema_hash(self.group.tools)
         self.group.tools_missing = dict(kit.registry.missing)
         self.services.report_missing(kit.registry.missing)

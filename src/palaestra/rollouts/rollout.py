@@ -236,7 +236,7 @@ class Rollout:
             self._asked = server if self.recall is None else self.recall.over(server)
         loop = HermesAgentLoop(
             self._served(self._asked),
-            registry.definitions(),
+            self.kit.definitions,
             set(registry.list_tools()),
             max_turns=settings.max_turns,
             task_id=self.rollout_id,

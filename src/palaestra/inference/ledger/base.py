@@ -46,7 +46,7 @@ SEGMENT_REASONS = frozenset(Reason) - {Reason.START, Reason.ABORT_RESUME}
 """Reasons for which a segment after the first may begin."""
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens `start` to `stop` of a segment. `turn` counts from 1 over the whole rollout.
 
     Sampled spans have the policy `version`, `sent` (the CRC-32 of the ids that the engine was given, little-endian
@@ -64,7 +64,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     reason: str = ""
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
+class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One model call: where it lies and how many tokens it had. `prompt_tokens` is the whole prompt."""
 
     number: int
