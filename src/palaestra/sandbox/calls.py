@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from palaestra.core.errors import StaleLease
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import ExecutionResult, Rung
-from palaestra.sandbox.client import CommandNotStarted, Reply, SlotServer
+from palaestra.sandbox.client import CommandNotStarted, SlotServer
 from palaestra.sandbox.slotd import outcomes
+from palaestra.sandbox.slotd.frames import USUAL_OUTPUT_BYTES, USUAL_TIMEOUT_S
 
 MAX_OUTPUT_BYTES = 16 << 20
 MAX_STDIN_BYTES = 32 << 20
@@ -45,21 +46,16 @@ class Lease:
         """The next execution id."""
         return f"{self.slot_id}.{next(self.names)}"
 
-    def result(self, name: str, reply: Reply, timeout_s: float) -> ExecutionResult:
-        """What a command did, from its RESULT."""
-        return self._result(name, outcomes.decode(reply.data), reply.fields, reply.data[outcomes.SIZE :], timeout_s)
-
-    def _result(
-        self, name: str, outcome: outcomes.Outcome, file: Mapping[str, JSON], data: bytes, timeout_s: float
-    ) -> ExecutionResult:
-        """`data` is head, tail and verdict; `file` says where all of a long output is."""
-        code, flags, head, tail, total, duration_s, cpu_s, max_rss_bytes = outcome
+    def result(self, name: str, fields: Mapping[str, JSON], data: bytes, timeout_s: float) -> ExecutionResult:
+        """What a command did, from its RESULT: `fields` say where all of a long output is."""
+        code, flags, head, tail, total, duration_s, cpu_s, max_rss_bytes = outcomes.decode(data)
+        data = data[outcomes.SIZE :]
         metadata: dict[str, JSON] = {
             "exit_code": code, "returncode": code, "rung": self._rung, "duration_s": duration_s, "cpu_s": cpu_s,
             "max_rss_bytes": max_rss_bytes, "shell": _SHELLS[flags & (outcomes.BASH | outcomes.SH)],
             "timeout": flags & outcomes.TIMEOUT != 0, "cancelled": flags & outcomes.CANCELLED != 0,
             "swept": flags & outcomes.SWEPT != 0, "oom": flags & outcomes.OOM != 0,
-            "output_total_bytes": total, "truncated": total > head + tail, **file,
+            "output_total_bytes": total, "truncated": total > head + tail, **fields,
         }  # fmt: skip
         if flags & outcomes.STATEFUL:
             metadata["shell_restarted"] = flags & outcomes.RESTARTED != 0
@@ -78,18 +74,23 @@ class Lease:
         code = _NOT_FOUND if error.errno == _ENOENT else _NOT_EXECUTABLE
         program = command if isinstance(command, str) else command[0]
         text = f"{program[:200]}: {error}\n".encode(errors="backslashreplace")
-        return self._result(name, outcomes.Outcome(code, head=len(text), total=len(text)), {}, text, 0)
+        return self.result(name, {}, outcomes.encode(code, 0, len(text), 0, len(text), 0.0, 0.0, 0) + text, 0)
 
 
 def limits(timeout_s: float, max_output_bytes: int, stdin: bytes) -> dict[str, JSON]:
-    """The bounds of a command as fields. Raises ValueError for those that are none."""
+    """The bounds of a command that are not the usual ones, as fields. Raises ValueError for those that are none."""
     if not 0 < timeout_s < math.inf:  # also false for what is no number
         raise ValueError(f"timeout_s must be positive, not {timeout_s}")
     if not 0 <= max_output_bytes <= MAX_OUTPUT_BYTES:
         raise ValueError(f"max_output_bytes must be within 0 and {MAX_OUTPUT_BYTES}")
     if len(stdin) > MAX_STDIN_BYTES:
         raise ValueError(f"stdin is limited to {MAX_STDIN_BYTES} bytes; write a file instead")
-    return {"timeout_s": timeout_s, "max_output_bytes": max_output_bytes}
+    found: dict[str, JSON] = {}
+    if timeout_s != USUAL_TIMEOUT_S:
+        found["timeout_s"] = timeout_s
+    if max_output_bytes != USUAL_OUTPUT_BYTES:
+        found["max_output_bytes"] = max_output_bytes
+    return found
 
 
 def program(command: str | Sequence[str]) -> dict[str, JSON]:

@@ -56,11 +56,16 @@ class LocalShell:
         async with self._turn:
             if self._state:
                 state, self._state = self._state.decode(errors="surrogateescape"), b""
-                await self._run(state, b"", limits(_STATE_TIMEOUT_S, 0, b""), None)
-            return await self._run(command, stdin, bounds, on_output)
+                await self._run(state, b"", _STATE_TIMEOUT_S, limits(_STATE_TIMEOUT_S, 0, b""), None)
+            return await self._run(command, stdin, timeout_s, bounds, on_output)
 
     async def _run(
-        self, command: str, stdin: bytes, bounds: Mapping[str, JSON], on_output: Callable[[bytes], None] | None
+        self,
+        command: str,
+        stdin: bytes,
+        timeout_s: float,
+        bounds: Mapping[str, JSON],
+        on_output: Callable[[bytes], None] | None,
     ) -> ExecutionResult:
         fields = {**self._lease.fields(), **bounds, "shell": self._name, "command": command}
         if on_output is not None:
@@ -70,7 +75,7 @@ class LocalShell:
             reply = await self._lease.server.call("run", fields, stdin, on_output)
         except CommandNotStarted as error:
             return self._lease.not_started(name, command, error)
-        return self._lease.result(name, reply, bounds["timeout_s"])
+        return self._lease.result(name, reply.fields, reply.data, timeout_s)
 
     async def state(self) -> bytes:
         """What a new shell needs to go on from here; see `Shell.state`. Raises `SandboxError` where it is too large."""

@@ -135,7 +135,7 @@ class LocalSlot(TextFiles):
             reply = await self.server.call("exec", fields, stdin, on_output)
         except CommandNotStarted as error:
             return self._lease.not_started(name, command, error)
-        return self._lease.result(name, reply, timeout_s)
+        return self._lease.result(name, reply.fields, reply.data, timeout_s)
 
     async def shell(
         self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b""

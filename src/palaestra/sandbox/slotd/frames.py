@@ -41,6 +41,9 @@ RECEIVE_BYTES = 256 << 10
 
 MAX_FRAME = 64 << 20
 
+USUAL_TIMEOUT_S, USUAL_OUTPUT_BYTES = 60.0, 50_000
+"""The bounds of a command whose request does not name others."""
+
 _HEADER = struct.Struct("!IBII")
 
 Fields = dict[str, Any]

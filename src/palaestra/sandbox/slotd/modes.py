@@ -22,13 +22,12 @@ from __future__ import annotations
 import errno
 import functools
 import itertools
-import os
 from collections.abc import Callable
 
 from . import files
 from .background import Background
 from .executions import Request
-from .frames import Fields, Frame, Kind
+from .frames import USUAL_OUTPUT_BYTES, USUAL_TIMEOUT_S, Fields, Frame, Kind
 from .link import Link
 from .loop import Loop
 from .orders import Kind as ReportKind
@@ -161,7 +160,8 @@ class ModeRequests:
             raise OSError(errno.ESRCH, "the shell has been closed")
         request = Request(
             argv=[], shell=shell.kind, cwd="", env=modes.slot.environment, stdin=frame.data,
-            timeout_s=fields["timeout_s"], max_output_bytes=fields["max_output_bytes"],
+            timeout_s=fields.get("timeout_s", USUAL_TIMEOUT_S),
+            max_output_bytes=fields.get("max_output_bytes", USUAL_OUTPUT_BYTES),
             stream="stream" in fields, verdict=False, spill=True,
         )  # fmt: skip
         try:
@@ -213,7 +213,7 @@ def _checked(operation: Callable[[Frame], None]) -> Callable[[Frame], None]:
 
 
 def _bytes(command: str) -> bytes:
-    data = os.fsencode(command)
+    data = command.encode("utf-8", "surrogateescape")
     if b"\0" in data:
         raise ValueError("a command cannot hold a NUL character")
     return data

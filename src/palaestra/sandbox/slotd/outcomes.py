@@ -8,7 +8,6 @@ the verdict.
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 _STRUCT = struct.Struct("!iBIIQddQ")
 
@@ -23,24 +22,8 @@ BASH, SH = 16, 32
 STATEFUL, RESTARTED = 64, 128
 """Flags: it ran in a shell that goes on, which is a new one since the command before."""
 
-
-class Outcome(NamedTuple):
-    """What is known of every command. `head` and `tail` are the bytes kept of the output, `total` all there were."""
-
-    exit_code: int
-    flags: int = 0
-    head: int = 0
-    tail: int = 0
-    total: int = 0
-    duration_s: float = 0.0
-    cpu_s: float = 0.0
-    max_rss_bytes: int = 0
-
-
-encode = _STRUCT.pack
-"""The fields of an `Outcome` as bytes."""
-
-
-def decode(data: bytes) -> Outcome:
-    """The outcome before the bytes of a result."""
-    return Outcome(*_STRUCT.unpack_from(data))
+encode, decode = _STRUCT.pack, _STRUCT.unpack_from
+"""Exit code, flags, bytes kept of the output's head and of its tail, bytes of all the output, seconds that it took,
+seconds of processor time, and the most memory that one of its processes had, in bytes. `decode` takes them from the
+start of a RESULT's bytes.
+"""

@@ -219,8 +219,8 @@ class Server:
             argv = [f"/bin/{shell}", "-c", fields["command"]]
         request = Request(
             argv=argv, shell=shell, cwd=files.absolute(fields["cwd"]) if "cwd" in fields else files.WORKSPACE,
-            env=slot.environment, stdin=frame.data, timeout_s=fields["timeout_s"],
-            max_output_bytes=fields["max_output_bytes"],
+            env=slot.environment, stdin=frame.data, timeout_s=fields.get("timeout_s", frames.USUAL_TIMEOUT_S),
+            max_output_bytes=fields.get("max_output_bytes", frames.USUAL_OUTPUT_BYTES),
             stream="stream" in fields, verdict="verdict" in fields, spill="no_spill" not in fields,
         )  # fmt: skip
         if "env" in fields:
