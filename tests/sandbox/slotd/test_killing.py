@@ -60,7 +60,7 @@ def test_orphans_up_to_a_moment_stay() -> None:
 
 def test_a_moment_is_told_by_the_youngest_process_of_then() -> None:
     with subprocess.Popen(["/bin/sleep", "60"]) as child:
-        then = killing.last_pid()
+        _, then = killing.moment()
         assert then >= child.pid
         [began] = [process.started for process in killing.processes() if process.pid == child.pid]
         inside = killing.inside(os.getpid(), (began, then))

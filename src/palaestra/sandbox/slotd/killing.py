@@ -64,14 +64,9 @@ def kill_everything() -> None:
         os.kill(-1, signal.SIGKILL)
 
 
-def now() -> int:
-    """This moment in that unit."""
-    return ticks(time.clock_gettime(time.CLOCK_BOOTTIME))
-
-
-def last_pid() -> int:
-    """The last process id that was given out, as this process's namespace numbers processes."""
-    return int(os.pread(_load(), 128, 0).rpartition(b" ")[2])
+def moment() -> Moment:
+    """This moment, as this process's namespace numbers processes."""
+    return ticks(time.clock_gettime(time.CLOCK_BOOTTIME)), int(os.pread(_load(), 128, 0).rpartition(b" ")[2])
 
 
 @functools.cache

@@ -58,8 +58,8 @@ _BASH = _Dialect(
 )
 _SH = _Dialect(["/bin/sh", "-i"], (6, 7, 8, 9), "")
 _REPORT = '__slot(){{ printf " $1 $2\\n" >&{status}; return "$2"; }}\n'
-_TELL = '__slot {number} "$?"\n'
-_RUN = ". /proc/self/fd/{command} <{stdin} 2>&{errors}\n" + _TELL
+_TELL = b'__slot %d "$?"\n'
+_RUN = b". /proc/self/fd/%d <%b 2>&%d\n" + _TELL
 
 
 class ShellBusy(Exception):
@@ -95,14 +95,14 @@ class Shell:
         if self._process is None:
             self._start()
         self._command.put(command)
-        source = "&2"
+        source = b"&2"
         stdin, file, _, errors = self._dialect.places
         if request.stdin:
             self._input.put(request.stdin)
-            source = f"/proc/self/fd/{stdin}"
-        self._after = (killing.now(), killing.last_pid())
+            source = b"/proc/self/fd/%d" % stdin
+        self._after = killing.moment()
         self._sequence += 1
-        self._say(_RUN.format(command=file, stdin=source, errors=errors, number=self._sequence))
+        self._say(_RUN % (file, source, errors, self._sequence))
         pipe = (self._output, -1)
         execution = Execution(number, request, self._loop, self._link, self._interrupt, pipe, open_spill=open_spill)
         self._execution, self._output = execution, -1
@@ -124,7 +124,7 @@ class Shell:
     def close(self) -> None:
         """End the shell; what it runs in the background stays."""
         if self._process is not None:
-            self._slot.kill_child(self._process, (killing.now(), _MAX_PID))
+            self._slot.kill_child(self._process, (killing.moment()[0], _MAX_PID))
 
     def on_report(self, report: Report) -> None:
         """The shell's process has ended, or what was to be killed is dead."""
@@ -171,12 +171,12 @@ class Shell:
             pipes.close(control, status, output)
         self._loop.watch(self._status, self._read_status)
         self._loop.watch(self._output, self._read_between)
-        self._say(self._dialect.greeting + _REPORT.format(status=report))
+        self._say((self._dialect.greeting + _REPORT.format(status=report)).encode())
 
-    def _say(self, lines: str) -> None:
+    def _say(self, lines: bytes) -> None:
         """A shell that does not read its lines is dying, and its end will be reported."""
         try:  # noqa: SIM105 - once per command, and the shorter form costs three calls
-            os.write(self._control, lines.encode())
+            os.write(self._control, lines)
         except (BrokenPipeError, BlockingIOError):
             pass
 
@@ -208,7 +208,7 @@ class Shell:
             self._slot.kill_child(self._process, killing.inside(self._slot.pid, self._after))
             return
         self._slot.signal(self._process, signal.SIGINT)
-        self._say(_TELL.format(number=self._sequence))  # some shells forget the lines they have read ahead
+        self._say(_TELL % self._sequence)  # some shells forget the lines they have read ahead
         self._patience = self._loop.later(INTERRUPT_EVERY_S, lambda: self._interrupt(times - 1))
 
     def _finish(self) -> None:
