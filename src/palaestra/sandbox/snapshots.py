@@ -135,7 +135,7 @@ class Prepared:
         async with self._turns.setdefault(key, asyncio.Lock()):
             server, snapshot = self._known.get(key, (0, None))
             if snapshot is None or server != self.backend.server_pid:
-                snapshot = (await self.take(recipe, partial(self._prepare, recipe))).snapshot
+                snapshot = (await self.take(recipe, partial(self.make, recipe))).snapshot
                 self._known[key] = (self.backend.server_pid, snapshot)
             return snapshot
 
@@ -233,7 +233,8 @@ class Prepared:
         except OSError as error:
             self.trouble(_cannot(store, f"keep {recipe.name or key[:12]}: {error}; make room, or name another folder"))
 
-    async def _prepare(self, recipe: Recipe) -> Snapshot:
+    async def make(self, recipe: Recipe) -> Snapshot:
+        """Do the steps of a recipe in a slot. Raises `PrepareError` for one that fails."""
         slot = await self.backend.create(recipe.spec, "prepare")
         try:
             for number, step in enumerate(recipe.steps, 1):
