@@ -59,6 +59,8 @@ def test_an_unknown_tool_is_told_with_those_there_are() -> None:
     registry = ToolRegistry([missing, FunctionTool(ToolSchema("misbehave", ""), misbehave)])
     reply = asyncio.run(SlotTools(registry, no_slot, "t").reply("rub", {}))
     assert reply == {"error": "Unknown tool 'rub'. Available tools: ['misbehave']"}
+    reply = asyncio.run(SlotTools(registry, no_slot, "t").reply("paint", {"colour": 1}))
+    assert reply == {"error": "paint cannot be used here: there is no paint"}
 
 
 def test_arguments_are_checked_here_too() -> None:

@@ -111,13 +111,16 @@ class SlotTools:
         tool = self.registry.get(name)
         if tool is None:
             return {"error": f"Unknown tool '{name}'. Available tools: {[schema.name for schema in self.schemas()]}"}
+        world = self.world if tool.touches_world else None
+        if world is None and (reason := tool.missing()) is not None:  # a recorded world needs nothing of a tool
+            return {"error": f"{name} cannot be used here: {reason}"}
         try:
             checked = parse_arguments(arguments, tool.schema)
         except InvalidArguments as mistake:
             return {"error": str(mistake)}
         run: ToolRun = self if timeout_s is None else _Timed(self, timeout_s)
-        if self.world is not None and tool.touches_world:
-            return await self.world.call(tool, checked, run, lambda: self._run(tool, checked, run))
+        if world is not None:
+            return await world.call(tool, checked, run, lambda: self._run(tool, checked, run))
         return await self._run(tool, checked, run)
 
     async def _run(self, tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
