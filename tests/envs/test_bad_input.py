@@ -12,6 +12,8 @@ import pytest
 
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
+from palaestra.core.types import Blame
+from palaestra.rollouts.journal import read_groups
 
 pytestmark = pytest.mark.slots
 
@@ -63,3 +65,61 @@ def test_a_column_that_is_not_there_is_named(
     Path("rows.jsonl").write_text('{"quest": "x"}\n')
     told("hermes_swe", "rows.jsonl", "--env.dataset_fields", "prompt=question")
     assert "row 1: no column 'question', which is to be 'prompt'. Did you mean quest?" in caplog.text
+
+
+UNEVEN = """
+from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
+
+
+class UnevenEnv(HermesAgentBaseEnv):
+    name = "uneven"
+
+    @classmethod
+    def config_init(cls):
+        config = HermesAgentEnvConfig(enabled_toolsets=["todo"], group_size=1, total_steps=4)
+        return config, [APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")]
+
+    async def setup(self):
+        self.items = iter([{"prompt": "a"}, {"question": "b"}, {"prompt": None}, {"prompt": "d"}])
+
+    async def get_next_item(self):
+        return next(self.items, None)
+
+    def format_prompt(self, item):
+        return item["prompt"]
+
+    async def compute_reward(self, item, result, ctx):
+        return 1.0
+
+    async def evaluate(self, *args, **kwargs):
+        return None
+"""
+
+
+def test_an_item_that_is_no_task_is_named_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("uneven_env.py").write_text(UNEVEN)
+    command = ["run", "uneven_env.py", "process", "--policy", "noop"]
+    assert run_guarded(lambda: cli.main(command, standalone_mode=False)) == 3
+    groups = [group for run in Path().glob("runs/*/*/journal.jsonl") for group in read_groups(run)]
+    assert [(group.task_id, group.blame, len(group.scored)) for group in groups[1:3]] == [
+        ("item-1", Blame.TASK, 0),
+        ("item-2", Blame.TASK, 0),
+    ]
+    assert [len(group.scored) for group in groups] == [1, 0, 0, 1]
+    assert "item 1 is no task: KeyError: 'prompt'" in groups[1].error
+    assert "format_prompt gave None" in groups[2].error
+    assert "4 groups (2 failed)" in capsys.readouterr().err
+
+
+def test_an_item_that_cannot_be_had_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("uneven_env.py").write_text(UNEVEN.replace("next(self.items, None)", "self.nothing[0]"))
+    command = ["run", "uneven_env.py", "process", "--policy", "noop"]
+    assert run_guarded(lambda: cli.main(command, standalone_mode=False)) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "uneven has no item 0: get_next_item failed with AttributeError" in line

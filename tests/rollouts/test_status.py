@@ -31,7 +31,12 @@ def test_the_intervals_are_those_of_the_books() -> None:
     assert rate_interval(20, 20)[1] == 1.0
     assert mean_interval([[1.0, 0.0], []]) is None
     apart = mean_interval([[0.0], [1.0]] * 50)
-    assert apart == (pytest.approx(0.4015, abs=1e-4), pytest.approx(0.5985, abs=1e-4))
+    assert apart == (pytest.approx(0.4003, abs=1e-4), pytest.approx(0.5997, abs=1e-4))
+    assert mean_interval([[2.0], [4.0], [6.0]]) == (
+        pytest.approx(4 - 4.9683, abs=1e-4),
+        pytest.approx(8.9683, abs=1e-4),
+    )
+    assert mean_interval([[0.0], [1.0]]) == (0.0, 1.0), "a mean of rewards within 0 and 1 lies there, too"
     assert mean_interval([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]] * 50) == pytest.approx(apart), "copies add no certainty"
 
 

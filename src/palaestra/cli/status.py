@@ -37,12 +37,15 @@ _SHOWN = 5
 @click.option("--every", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between looks.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable; with --watch, one line per look.")
 def command(run: Path, watch: bool, every: float, as_json: bool) -> None:
+    from palaestra.core.errors import ConfigError
     from palaestra.rollouts.export.recording import journal_of
     from palaestra.rollouts.status import RUNNING, RunReader
 
     reader = RunReader(journal_of(run))
     while True:
         status = reader.read()
+        if not status.run_id:
+            raise ConfigError(f"{reader.journal} does not begin with a run, so there is nothing to tell")
         if as_json:
             click.echo(json.dumps(status.to_dict()))
         else:
@@ -58,7 +61,7 @@ def _lines(status: RunStatus, now: float) -> list[str]:
     from palaestra.rollouts.tally import duration
 
     until = now if status.state == "running" else status.last_at
-    failed = f", {status.groups_failed} not run" if status.groups_failed else ""
+    failed = f", {status.groups_failed} failed" if status.groups_failed else ""
     flying = ", ".join(f"{stage} {count}" for stage, count in sorted(status.in_flight.items())) or "nothing"
     lines = [
         f"run        {status.run_id}: {status.env} with {status.model}",

@@ -286,7 +286,7 @@ def _say_where(output: Output, figures: dict[str, float], reason: str, stream: T
     found, prepared = (int(figures.get(name, 0)) for name in ("groups_from_store", "groups_prepared"))
     store = f"  {found} of {prepared} workspaces were prepared already on this machine\n" if found else ""
     stream.write(
-        f"{reason}: {groups} groups ({failed} not run), {rollouts} rollouts ({rollouts - scored} unscored), {reward}\n"
+        f"{reason}: {groups} groups ({failed} failed), {rollouts} rollouts ({rollouts - scored} unscored), {reward}\n"
         f"{resumed}{store}  groups  {output.groups.path}\n  report  {output.report}\n  run     {output.folder.path}\n"
     )
 

@@ -6,17 +6,28 @@ import logging
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import Self
 
+from palaestra.core.errors import ConfigError, PalaestraError, TaskError
 from palaestra.core.types import JSON, Task
 from palaestra.envs.base_env import BaseEnv, Item
 from palaestra.envs.settings import mcp_servers
+from palaestra.rollouts.attempt import told
 from palaestra.rollouts.base import Environment
 from palaestra.rollouts.export.atropos import group_line
 from palaestra.rollouts.trajectory import Group
 from palaestra.rollouts.world.modes import RunWorld
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unusable:
+    """What stands for an item of which no task can be made."""
+
+    reason: str
+
 
 ROW_KEYS = frozenset({"tokens", "masks", "scores", "messages", "token_source", "inference_logprobs"})
 """The keys of a training row that a trajectory has fields for."""
@@ -55,16 +66,40 @@ class ClassEnvironment(Environment):
     async def tasks(self) -> AsyncIterator[Task]:
         if self._items is not None:
             for number, item in enumerate(self._items, self._first):
-                yield self.task(item, number)
+                yield self._task(item, number)
             return
         number = 0
-        while (item := await self.next_item()) is not None:
-            yield self.task(item, number)
+        while (item := await self._next_item(number)) is not None:
+            yield self._task(item, number)
             number += 1
+
+    async def _next_item(self, number: int) -> Item:
+        try:
+            return await self.next_item()
+        except PalaestraError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{self.name} has no item {number}: get_next_item failed with {told(error)}") from error
 
     async def next_item(self) -> Item:
         """The next item, or None when there are no more."""
         return await self.inner.get_next_item()
+
+    def _task(self, item: Item, number: int) -> Task:
+        """The task of an item, or one that ends at its beginning with the reason why there is none."""
+        try:
+            task = self.task(item, number)
+            if not isinstance(task.prompt, str | Sequence):
+                raise TaskError(f"format_prompt gave {task.prompt!r:.100}, which is neither a text nor messages")
+        except Exception as error:
+            logger.debug("item %d has no task", number, exc_info=True)
+            return Task(id=f"item-{number}", prompt="", data=_Unusable(f"item {number} is no task: {told(error)}"))
+        return task
+
+    async def resolve(self, task: Task) -> Task:
+        if isinstance(task.data, _Unusable):
+            raise TaskError(task.data.reason)
+        return task
 
     def over(self, items: Sequence[Item], first: int) -> Self:
         """The same environment over these items, numbered from `first`, instead of its data set."""

@@ -52,6 +52,10 @@ class CollectedEnvironment(ClassEnvironment):
     def kit(self, task: Task, rng: random.Random) -> Kit:
         return Kit(ToolRegistry())
 
+    @property
+    def collects_groups(self) -> bool:
+        return self._whole
+
     async def collect(self, task: Task, group_id: str, wanted: int) -> int:
         if not self._whole:
             return wanted

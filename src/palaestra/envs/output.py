@@ -91,6 +91,7 @@ class Output:
         settings: Mapping[str, JSON],
         messages: bool = True,
         groups_file: Path | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.folder = folder
         self.env = env
@@ -100,7 +101,7 @@ class Output:
         self.resumed = ""
         self._settings = dict(settings)
         self._started_at = time.time()
-        self.journal = Journal(folder.journal)
+        self.journal = journal or Journal(folder.journal)
         path, again = groups_file or groups_path or folder.path / "groups.jsonl", groups_file is not None
         self.groups = GroupsFile(path, env=env, model=model, messages=messages, again=again)
         if groups_file is None:

@@ -32,7 +32,7 @@ from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.group import Services
 from palaestra.rollouts.journal import Journal
 from palaestra.rollouts.progress import Observer
-from palaestra.rollouts.replay import Comparison, Playback
+from palaestra.rollouts.replay import Comparison, OtherEnd, Playback
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.trajectory import Group
 from palaestra.rollouts.world.modes import world_of_run
@@ -68,6 +68,7 @@ class _Replay:
         self.form = form
         self.playback = Playback(recording)
         self.comparison = Comparison()
+        self._played: set[int] = set()
 
     async def run(self, observer: Observer) -> Comparison:
         recorded = self.recording.meta.config
@@ -110,10 +111,14 @@ class _Replay:
                     observer.run_finished()
                     await services.foundations.aclose()
                     journal.close()
+        for number, group_id in sorted(self.recording.numbers.items()):
+            if number < limit and number not in self._played:
+                self.comparison.other_ends.append(OtherEnd(group_id, "played", "whole", "no task has its number now"))
         return self.comparison
 
     def _compare(self, replayed: Group) -> None:
         """A group that the recording has not finished was played for nothing: only evaluations cannot leave one out."""
+        self._played.add(replayed.number)
         recorded = self.recording.numbered(replayed.number)
         if recorded is not None:
             self.comparison.add(recorded, replayed)

@@ -33,7 +33,7 @@ from palaestra.envs.settings import make_pool, make_prepared, make_world, server
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.servers import ServerGroup
 from palaestra.rollouts.base import Environment
-from palaestra.rollouts.journal import JOURNAL_SCHEMA, RunResumed, without_secrets
+from palaestra.rollouts.journal import JOURNAL_SCHEMA, Journal, RunResumed, without_secrets
 from palaestra.rollouts.resume import read_finished, repair
 from palaestra.rollouts.runner import Totals
 from palaestra.rollouts.tracing.exporting import traced
@@ -173,7 +173,7 @@ async def opened(environment: Environment) -> AsyncIterator[None]:
 def _open_output(form: Form, parsed: RunLine, engine: ServerGroup, root: Path, reference: str) -> Output:
     config = parsed.env_config
     if parsed.resume is not None:
-        return _reopen_output(form, parsed, engine, parsed.resume)
+        return _reopen_output(form, parsed, engine, parsed.resume, reference)
     groups_path = Path(config.data_path_to_save_groups) if config.data_path_to_save_groups else None
     output = Output(
         claim_folder(root, form.name, engine.name),
@@ -187,9 +187,10 @@ def _open_output(form: Form, parsed: RunLine, engine: ServerGroup, root: Path, r
     return output
 
 
-def _reopen_output(form: Form, parsed: RunLine, engine: ServerGroup, path: Path) -> Output:
+def _reopen_output(form: Form, parsed: RunLine, engine: ServerGroup, path: Path, reference: str) -> Output:
     """The output of an earlier run, to go on with. Raises `ConfigError` when it was a run of something else."""
     folder = resumed_folder(path)
+    journal = Journal(folder.journal)  # before anything is read: who has it, has the run
     torn = repair(folder.journal)
     finished = read_finished(folder.journal)
     was, now = finished.run, {"env": form.name, "model": engine.name, "seed": parsed.env_config.seed}
@@ -204,9 +205,11 @@ def _reopen_output(form: Form, parsed: RunLine, engine: ServerGroup, path: Path)
         settings=was.config,
         messages=parsed.env_config.include_messages,
         groups_file=Path(was.config["groups_file"]),
+        journal=journal,
     )
     output.finished = finished
-    output.journal.append(RunResumed(at=time.time(), schema=JOURNAL_SCHEMA, torn=torn))
+    config = {**was.config, **_settings(parsed), "environment": reference, "folder": str(Path.cwd())}
+    journal.append(RunResumed(at=time.time(), schema=JOURNAL_SCHEMA, torn=torn, config=config))
     return output
 
 

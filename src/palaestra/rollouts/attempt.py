@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from palaestra.agent.result import AgentResult
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 CLEAN_UP_S = 30.0
 """How long giving back a slot may take; after that the backend's own end-of-run clean-up has it."""
+
+HIGHEST_REWARD = 1e100
+"""Beyond it, on both sides, sums of squares are no numbers any more."""
 
 T = TypeVar("T")
 
@@ -77,12 +81,15 @@ class Attempt:
         if result.outcome.scored:
             with rollout.stage("grade"):
                 score = await blaming(GraderError, self.env.score(rollout, grading), f"scoring {rollout.rollout_id}")
-            if not math.isfinite(score.reward):
-                raise GraderError(f"scoring {rollout.rollout_id} gave {score.reward}, which is no reward")
+            if not abs(score.reward) <= HIGHEST_REWARD:  # also true for what is no number
+                raise GraderError(f"scoring {rollout.rollout_id} gave {score.reward:g}, which is no reward")
             rollout.tracing.graded(score)
-            self.score = score
+            self.score = _with_numbers(score, rollout.rollout_id)
         self._acted(result)
         self.projection = self.env.project(rollout, self.score)
+        row = self.projection.row
+        if row is not None and row.logprobs is not None and not all(map(math.isfinite, row.logprobs)):
+            raise GraderError(f"the row of {rollout.rollout_id} has a log-probability that is no number")
 
     def _acted(self, result: AgentResult) -> None:
         self.outcome, self.error, self.blame = result.outcome, result.error, None
@@ -97,7 +104,7 @@ class Attempt:
         self.score = None
         self.outcome = Outcome.API_ERROR if isinstance(error, EngineError) else Outcome.INFRA_ERROR
         self.blame = blame
-        self.error = f"{type(error).__name__}: {error}"
+        self.error = told(error)
 
     async def _give_back(self, grading: Grading | None) -> None:
         """Shielded, so that a cancelled rollout still returns its slot, and bounded, so that it cannot hang the run."""
@@ -162,15 +169,36 @@ class Attempt:
 async def blaming(kind: type[InfraError], hook: Awaitable[T], doing: str) -> T:
     """Await an environment's hook; an exception of its author's becomes `kind`, with the original as its cause.
 
-    Errors that already say whose fault they are pass through.
+    Errors that already say whose fault they are pass through. A hook that ends because something that it awaited was
+    cancelled has failed: only who cancels the rollout itself ends it. Nor does `sys.exit` in a hook end the run.
     """
     try:
         return await hook
     except PalaestraError:
         raise
-    except Exception as error:
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise kind(f"{doing} failed: something that it waited for was cancelled") from error
+    except (Exception, SystemExit) as error:
         logger.debug("%s failed", doing, exc_info=True)
-        raise kind(f"{doing} failed with {type(error).__name__}: {error}") from error
+        raise kind(f"{doing} failed with {told(error)}") from error
+
+
+def told(error: BaseException) -> str:
+    """An error in the record's words: its type and text, in letters that UTF-8 can hold."""
+    return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
+
+
+def _with_numbers(score: Score, rollout_id: str) -> Score:
+    """The score without the metrics that are none, as 0/0 is: they could be neither averaged nor read again."""
+    left_out = {name: str(value) for name, value in score.metrics.items() if not math.isfinite(value)}
+    if not left_out:
+        return score
+    logger.warning("scoring %s gave metrics that are no numbers, which are left out: %s", rollout_id, left_out)
+    metrics = {name: value for name, value in score.metrics.items() if name not in left_out}
+    return replace(score, metrics=metrics, detail={**score.detail, "metrics_left_out": left_out})
 
 
 def _turns(result: AgentResult) -> list[TurnRecord]:

@@ -157,6 +157,11 @@ class Environment(ABC):
         hooks = own.prepare is not Environment.prepare or own.foundation is not Environment.foundation
         return None if hooks else task.recipe
 
+    @property
+    def collects_groups(self) -> bool:
+        """Whether `collect` rolls out the whole group, and says how large it is."""
+        return False
+
     async def collect(self, task: Task, group_id: str, wanted: int) -> int:
         """How many rollouts the group has. One that is collected in one go is collected here; `act` takes its rows."""
         return wanted

@@ -22,7 +22,7 @@ from palaestra.core.seeded import Seeded
 from palaestra.core.types import Blame, Network, Task
 from palaestra.inference.base import Engine, SessionContext
 from palaestra.rollouts.admission import AdmittedSlots
-from palaestra.rollouts.attempt import Attempt, blaming
+from palaestra.rollouts.attempt import Attempt, blaming, told
 from palaestra.rollouts.base import Environment, Kit, Phase
 from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.journal import AttemptDiscarded, GroupEnded, GroupStarted, Journal, RolloutEnded
@@ -111,7 +111,7 @@ class GroupRun:
             self._take_over()
             await self._roll_out()
         except (InfraError, TaskError) as error:
-            group.error = f"{type(error).__name__}: {error}"
+            group.error = told(error)
             group.blame = error.blame if isinstance(error, InfraError) else Blame.TASK
             services.journal.append(GroupStarted(at=time.time(), group=group))
         finally:
@@ -256,7 +256,7 @@ class GroupRun:
                     kept = not anew and not self._again(trajectory, tried)
                     if not anew:
                         event = RolloutEnded if kept else AttemptDiscarded
-                        journal.append(event(at=time.time(), trajectory=trajectory))
+                        trajectory = journal.append(event(at=time.time(), trajectory=trajectory)).trajectory
             if kept:
                 break
             if recall is not None and recall.failed is not None:

@@ -1,7 +1,7 @@
 """How sure a rate or a mean is: 95 % confidence intervals.
 
-Not for comparing two runs. Sources: E. B. Wilson (1927) for rates, which holds for few trials and at 0 and 1; the
-normal approximation with clustered errors for means.
+Not for comparing two runs. Sources: E. B. Wilson (1927) for rates, which holds for few trials and at 0 and 1;
+Student's t with clustered errors for means.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections.abc import Sequence
 
 Z = 1.959964
 """The normal distribution's 97.5 % quantile: 95 % lie within it on both sides."""
+
+_FEW = (12.706205, 4.302653, 3.182446, 2.776445)
+"""The same of Student's distribution with 1 to 4 degrees of freedom."""
 
 
 def rate_interval(count: float, trials: int) -> tuple[float, float]:
@@ -26,7 +29,10 @@ def rate_interval(count: float, trials: int) -> tuple[float, float]:
 
 def mean_interval(clusters: Sequence[Sequence[float]]) -> tuple[float, float] | None:
     """The interval of the mean of all values, which are alike within a cluster (the rollouts of one task); None for
-    fewer than two clusters. Source: the cluster-robust standard error of a mean, with its small-sample factor.
+    fewer than two clusters. Where all values lie within 0 and 1, so does the interval.
+
+    Source: the cluster-robust standard error of a mean with its small-sample factor, and Student's t with one degree of
+    freedom less than there are clusters.
     """
     clusters = [cluster for cluster in clusters if cluster]
     if len(clusters) < 2:
@@ -34,5 +40,18 @@ def mean_interval(clusters: Sequence[Sequence[float]]) -> tuple[float, float] | 
     count = sum(map(len, clusters))
     mean = math.fsum(value for cluster in clusters for value in cluster) / count
     squares = math.fsum(math.fsum(value - mean for value in cluster) ** 2 for cluster in clusters)
-    reach = Z * math.sqrt(squares * len(clusters) / (len(clusters) - 1)) / count
+    freedom = len(clusters) - 1
+    reach = _student(freedom) * math.sqrt(squares * len(clusters) / freedom) / count
+    if all(0 <= value <= 1 for cluster in clusters for value in cluster):
+        return max(0.0, mean - reach), min(1.0, mean + reach)
     return mean - reach, mean + reach
+
+
+def _student(freedom: int) -> float:
+    """The 97.5 % quantile of Student's distribution, to a part in a thousand. Source: Abramowitz and Stegun, 26.7.5."""
+    if freedom <= len(_FEW):
+        return _FEW[freedom - 1]
+    first = (Z**3 + Z) / 4
+    second = (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96
+    third = (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384
+    return Z + first / freedom + second / freedom**2 + third / freedom**3

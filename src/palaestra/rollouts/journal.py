@@ -6,9 +6,13 @@ of it. A torn last line, which a power cut can leave, is ignored by `read_journa
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 from collections.abc import Iterator, Mapping
+from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -18,6 +22,8 @@ from palaestra.core.types import JSON, Message
 from palaestra.inference.ledger import SampledTurn
 from palaestra.rollouts.appending import AppendedFile
 from palaestra.rollouts.trajectory import Group, Trajectory
+
+logger = logging.getLogger(__name__)
 
 JOURNAL_SCHEMA = "palaestra.journal/2"
 
@@ -48,6 +54,7 @@ class RunResumed(Event, tag="resume", kw_only=True):
 
     schema: str = FIRST_SCHEMA
     torn: bool = False
+    config: dict[str, JSON] = {}
 
 
 class GroupStarted(Event, tag="group", kw_only=True):
@@ -125,18 +132,70 @@ _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
 
+T = TypeVar("T")
+EventT = TypeVar("EventT", bound=Event)
+
+_DEEPEST = 64
+
+
+def plain(value: T, depth: int = 0) -> T:
+    """A copy that JSON can hold: half surrogate pairs become question marks, objects the names of their types."""
+    copied: JSON = value
+    match value:
+        case None | bool() | int() | float() | bytes() | StrEnum():
+            return value
+        case str():
+            copied = value.encode(errors="replace").decode()
+        case _ if depth > _DEEPEST:
+            copied = "…"
+        case msgspec.Struct():
+            fields = {name: plain(getattr(value, name), depth + 1) for name in value.__struct_fields__}
+            copied = msgspec.structs.replace(value, **fields)
+        case Mapping():
+            copied = {plain(str(key)): plain(each, depth + 1) for key, each in value.items()}
+        case tuple():
+            copied = tuple(plain(each, depth + 1) for each in value)
+        case list() | set() | frozenset():
+            copied = [plain(each, depth + 1) for each in value]
+        case _:
+            copied = f"<{type(value).__name__}>"
+    return cast("T", copied)
+
+
 class Journal:
-    """Appends events to one file. Owned by one event loop."""
+    """Appends events to one file. Owned by one event loop, and the file by one process at a time.
+
+    Raises `ConfigError` while another process has it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise ConfigError(
+                f"{path} is being written: another process has this run; wait for it, or end it"
+            ) from None
+        except OSError:  # a file system without locks
+            logger.warning("%s cannot be locked here: see that no other process goes on with the same run", path)
         self.file = AppendedFile(fd, "journal")
 
-    def append(self, event: AnyEvent) -> None:
-        """Hand one event to the kernel. Raises `OSError` when the disk is full: a run without a journal must stop."""
-        self.file.append(_encoder.encode(event) + b"\n")
+    def append(self, event: EventT) -> EventT:
+        """Hand one event to the kernel, and say what was written: the event, or, where JSON cannot hold what an
+        environment or a tool has put into it, a copy with something plain in its place.
+
+        Raises `OSError` when the disk is full: a run without a journal must stop.
+        """
+        try:
+            line = _encoder.encode(event)
+        except (TypeError, ValueError, RecursionError):  # UnicodeEncodeError is a ValueError
+            event = plain(event)
+            line = _encoder.encode(event)
+        self.file.append(line + b"\n")
+        return event
 
     async def commit(self) -> None:
         """Return once everything appended so far is on the disk."""

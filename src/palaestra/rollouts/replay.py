@@ -132,6 +132,8 @@ class Comparison:
         for trajectory in recorded.trajectories:
             if trajectory.index in played:
                 self._rollout(trajectory, played[trajectory.index])
+            elif played:
+                self.other_ends.append(OtherEnd(trajectory.rollout_id, "played", "whole", "its group is smaller now"))
 
     def _rollout(self, recorded: Trajectory, replayed: Trajectory) -> None:
         self.rollouts += 1

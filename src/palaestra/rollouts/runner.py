@@ -59,8 +59,9 @@ class Totals:
 class Runner:
     """Runs an environment's tasks, at most `limit`, numbered from `first`. `on_group` gets every group as it finishes.
 
-    `ended` are groups that an earlier part of the same run finished: they are handed on and not run again. `gate` is
-    asked before each task and may wait; False ends the run.
+    `ended` are groups that an earlier part of the same run finished: they are handed on and not run again. Where groups
+    are to be larger now, the rollouts that they lack are. `gate` is asked before each task and may wait; False ends the
+    run.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Runner:
         self._all_taken = False
         self._taking = asyncio.Lock()
         self._engine_failures = 0
+        self._handed_on: set[int] = set()
 
     async def run(self) -> Totals:
         """Run to the last task. Raises `EngineUnavailable` when the model server is gone for good."""
@@ -97,6 +99,8 @@ class Runner:
                     workers.create_task(self._work(tasks), name=f"groups-{number}")
         except* PalaestraError as failures:
             raise _first(failures) from None
+        for number in sorted(self.ended.keys() - self._handed_on):  # of tasks that this part has not, or not come to
+            self._hand_on(self.ended[number])
         return self.totals
 
     async def _work(self, tasks: AsyncIterator[Numbered]) -> None:
@@ -105,10 +109,14 @@ class Runner:
             group = self._ended(number, task)
             if group is None:
                 group = await GroupRun(self.env, self.services, number, task).run()
-            self.totals.add(group)
-            self.on_group(group)
-            self.services.observer.group_finished(group)
+            self._hand_on(group)
             self._watch_engine(group)
+
+    def _hand_on(self, group: Group) -> None:
+        self._handed_on.add(group.number)
+        self.totals.add(group)
+        self.on_group(group)
+        self.services.observer.group_finished(group)
 
     def _ended(self, number: int, task: Task) -> Group | None:
         """The group as an earlier part of the run left it. Raises `ConfigError` when it was another task's."""
@@ -118,6 +126,8 @@ class Runner:
                 f"task {number} is {task.id} now and was {group.task_id}: the run was made from other tasks; "
                 f"start a new one, or restore them"
             )
+        if group is not None and len(group.trajectories) < self.services.group_size and not group.error:
+            return group if self.env.collects_groups else None  # groups are to be larger now
         return group
 
     async def _take(self, tasks: AsyncIterator[Numbered]) -> Numbered | None:

@@ -101,13 +101,18 @@ class Stages:
             async with asyncio.timeout(None) as deadline:
                 self._deadline = deadline
                 yield
+            if deadline.expired():  # it was told to end, and went on all the same
+                raise self._too_long()
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            stage = self._waiting
-            raise WAITING_FOR[stage](
-                f"{self.name} gave no sign of life for {self._limits[stage]:g} s at stage {stage}, which is its limit "
-                f"(idle_limits.{stage})"
-            ) from error
+            raise self._too_long() from error
         finally:
             self._deadline = None
+
+    def _too_long(self) -> InfraError:
+        stage = self._waiting
+        return WAITING_FOR[stage](
+            f"{self.name} gave no sign of life for {self._limits[stage]:g} s at stage {stage}, which is its limit "
+            f"(idle_limits.{stage})"
+        )

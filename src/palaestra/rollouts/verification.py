@@ -7,15 +7,24 @@ it: after that nothing can be believed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
 from palaestra.inference.ledger import LedgerRecord, record_rows, verify_ledger
-from palaestra.rollouts.journal import AttemptDiscarded, GroupEnded, RolloutEnded, RunEnded, read_journal
+from palaestra.rollouts.journal import (
+    AttemptDiscarded,
+    GroupEnded,
+    RolloutEnded,
+    RunEnded,
+    RunResumed,
+    RunStarted,
+    read_journal,
+)
 from palaestra.rollouts.trajectory import Trajectory
 
 _Rows = list[tuple[list[int], list[int], list[float] | None]]
@@ -51,9 +60,12 @@ def verify_run(journal: Path, groups: Path | None = None) -> RunVerdict:
     verdict = RunVerdict()
     ends: dict[str, Trajectory] = {}
     ended_groups: set[str] = set()
+    config: Mapping[str, JSON] = {}
     over = False
     for event in read_journal(journal):
         over = isinstance(event, RunEnded)
+        if isinstance(event, RunStarted | RunResumed):
+            config = event.config or config
         if isinstance(event, GroupEnded):
             ended_groups.add(event.group_id)
         if not isinstance(event, RolloutEnded | AttemptDiscarded):
@@ -74,9 +86,21 @@ def verify_run(journal: Path, groups: Path | None = None) -> RunVerdict:
         )
     if groups is not None:
         # a run that was killed has not written all of its lines
-        due = {each for each, one in ends.items() if over and one.scored and one.group_id in ended_groups}
+        due = _due([one for one in ends.values() if one.group_id in ended_groups], config) if over else set()
         verdict.violation = next(_lines(groups, ends, due, verdict), "")
     return verdict
+
+
+def _due(ended: Iterable[Trajectory], config: Mapping[str, JSON]) -> set[str]:
+    """The rollouts that must be in the groups file: those with a score, but for groups that were left out as asked."""
+    by_group: dict[str, list[Trajectory]] = {}
+    for one in ended:
+        if one.scored:
+            by_group.setdefault(one.group_id, []).append(one)
+    settings = config.get("env")
+    if isinstance(settings, Mapping) and settings.get("ensure_scores_are_not_same"):
+        by_group = {name: all_ for name, all_ in by_group.items() if len({one.reward for one in all_}) > 1}
+    return {one.rollout_id for group in by_group.values() for one in group}
 
 
 def _rollout(trajectory: Trajectory, verdict: RunVerdict) -> str:

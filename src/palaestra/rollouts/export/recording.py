@@ -7,8 +7,8 @@ finished is counted, not shown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +22,7 @@ from palaestra.rollouts.journal import (
     GroupEnded,
     GroupStarted,
     RolloutEnded,
+    RunResumed,
     RunStarted,
     check_schema,
 )
@@ -113,6 +114,11 @@ class Recording:
         return self.group(self._numbers.get(number, ""))
 
     @property
+    def numbers(self) -> Mapping[int, str]:
+        """The ids of the finished groups by the numbers of their tasks."""
+        return self._numbers
+
+    @property
     def last(self) -> int:
         """The highest number of a finished group; -1 where there is none."""
         return max(self._numbers, default=-1)
@@ -135,6 +141,10 @@ class Recording:
     def _note(self, head: _Head, place: int, line: bytes) -> None:
         if head.event == "run" and not self.meta.run_id:
             self.meta = _meta(line, self.path)
+        elif head.event == "resume":
+            resumed = _events.decode(line)
+            if isinstance(resumed, RunResumed) and resumed.config:  # what a run was extended by counts for all of it
+                self.meta = replace(self.meta, config=resumed.config)
         elif head.event == "group" and head.group:
             before = self._places.get(head.group.group_id)
             self._places[head.group.group_id] = _Place(place, before.rollouts if before is not None else {})

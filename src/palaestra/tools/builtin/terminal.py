@@ -60,7 +60,7 @@ SCHEMA = ToolSchema(
 
 def clamp_timeout(timeout_s: float) -> float:
     """A time limit in seconds within what any call may ask for."""
-    return min(max(float(timeout_s), MIN_TIMEOUT_S), MAX_TIMEOUT_S)
+    return float(min(max(timeout_s, MIN_TIMEOUT_S), MAX_TIMEOUT_S))
 
 
 def check_command(command: str, most_bytes: int | None = None) -> None:

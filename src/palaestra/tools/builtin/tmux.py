@@ -143,7 +143,7 @@ async def _send_keys(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) ->
     except BrokenPipeError:
         raise ToolMistake("What ran in the terminal has ended; start with reset opens another") from None
     quiet_s = max(float(arguments.get("min_wait_s", 0)), MIN_QUIET_S)
-    patience_s = min(float(arguments.get("max_wait_s", DEFAULT_MAX_WAIT_S)), run.timeout_s)
+    patience_s = float(min(arguments.get("max_wait_s", DEFAULT_MAX_WAIT_S), run.timeout_s))
     if not arguments.get("block"):
         return _shown(await terminal.capture(quiet_s=quiet_s, timeout_s=patience_s))
     code = await _command_ended(terminal, before, patience_s)

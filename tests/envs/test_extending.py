@@ -1,0 +1,102 @@
+"""Going on with a run under other settings: more items, more rollouts, fewer of either, and two processes at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import cli
+from palaestra.rollouts.journal import Journal, RolloutEnded, read_groups, read_journal
+
+PLAIN = """
+from palaestra import Task, ToolStep, environment
+
+@environment(toolsets=["todo"])
+def plain(n: int = 3):
+    for number in range(n):
+        yield Task(id=f"t-{number}", prompt="Plan.", solution=[
+            ToolStep("todo", {"todos": [{"id": "1", "content": "think", "status": "pending"}]}),
+        ])
+
+@plain.score
+async def paid(task, sandbox):
+    return 1.0
+"""
+
+
+def palaestra(*argv: str) -> int:
+    return run_guarded(lambda: cli.main(list(argv), standalone_mode=False))
+
+
+class Extended:
+    """One run in this folder, made and gone on with."""
+
+    def __init__(self, n: int, group: int) -> None:
+        Path("plain_env.py").write_text(PLAIN)
+        self.journal = Path()
+        assert self.go(n, group) == 0
+        (self.journal,) = Path().glob("runs/*/*/journal.jsonl")
+        (self.data,) = Path().glob("data/*.jsonl")
+
+    def go(self, n: int, group: int, *more: str) -> int:
+        run = ["run", "plain_env.py", "--policy", "oracle", "--env.n", str(n), "--group", str(group), *more]
+        return palaestra(*run, *(["--resume", str(self.journal.parent)] if self.journal.name else []))
+
+    @property
+    def lines(self) -> list[int]:
+        """The sizes of the groups in the data set."""
+        return [len(json.loads(line)["scores"]) for line in self.data.read_text().splitlines()]
+
+    @property
+    def rollouts(self) -> list[str]:
+        """All that were ever rolled out, in order."""
+        return sorted(e.trajectory.rollout_id for e in read_journal(self.journal) if isinstance(e, RolloutEnded))
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("n", "group"), [(4, 2), (2, 4), (3, 3)])
+def test_only_what_is_missing_is_rolled_out(n: int, group: int) -> None:
+    run = Extended(2, 2)
+    assert run.go(n, group) == 0
+    assert run.lines == [group] * n
+    assert run.rollouts == [f"{task:06d}-t-{task}/{index}" for task in range(n) for index in range(group)]
+    assert [len(each.trajectories) for each in read_groups(run.journal)] == [group] * n
+    assert palaestra("verify", str(run.journal.parent)) == 2, "nothing was sampled"
+
+
+def test_with_fewer_items_nothing_that_was_finished_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Extended(4, 2)
+    before = run.data.read_bytes()
+    assert run.go(1, 2) == 0
+    assert run.data.read_bytes() == before
+    assert "4 groups (0 failed), 8 rollouts" in capsys.readouterr().err
+    assert run.go(1, 1) == 0
+    assert run.data.read_bytes() == before
+
+
+def test_an_extended_run_is_replayed_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Extended(1, 1)
+    assert run.go(3, 2) == 0
+    assert palaestra("replay", str(run.journal.parent)) == 0
+    assert "6 played" in capsys.readouterr().out
+    assert run.go(1, 2) == 0
+    assert palaestra("replay", str(run.journal.parent)) == 1, "what it was is not what it would give now"
+    assert "no task has its number now" in capsys.readouterr().out
+
+
+def test_one_process_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Extended(1, 1)
+    before, held = run.journal.read_bytes(), Journal(run.journal)
+    assert run.go(2, 1) == 2
+    assert "another process has this run" in capsys.readouterr().err
+    assert run.journal.read_bytes() == before
+    held.close()
+    assert run.go(2, 1) == 0
+    assert run.lines == [1, 1]
