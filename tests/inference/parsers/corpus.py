@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from inference.parsers.forms import Form, Wanted
@@ -68,6 +68,7 @@ INTENTS: dict[str, Wanted] = {
     "a name with dots and dashes": ("mcp.server__tool-name", {"a": "b"}),
 }  # fmt: skip
 
+SECTIONED = frozenset({"deepseek_v3", "deepseek_v3_1", "deepseek_v3_2", "deepseek_v4", "kimi_k2", "minimax_m2"})
 BEFORE, BETWEEN, AFTER = "I will check the weather.", "and", "Done."
 ONE: Wanted = ("search", {"query": "hotels", "limit": 3})
 TWO: Wanted = ("write_file", {"path": "a", "content": "b"})
@@ -117,6 +118,11 @@ def cases(form: Form) -> Iterator[Case]:
     yield from _surrounded(form)
     yield from _thought(form)
     yield from _truncated(form)
+    yield from _misnamed(form)
+    if form.join.strip() == ",":
+        yield from _bracket_too_many(form)
+    if form.format in SECTIONED:
+        yield from _between_in_a_section(form)
     if form.json:
         yield from _broken_json(form)
 
@@ -201,6 +207,56 @@ def _broken_json(form: Form) -> Iterator[Case]:
         nameless = form.block([ONE]).replace('"name": "search", ', "")
         if form.id != "llama3 bare":
             yield Case("no name", form, nameless, [], 1, reason=Reason.NO_NAME)
+
+
+def _misnamed(form: Form) -> Iterator[Case]:
+    for name in form.misnamed:
+        broken = (name, json.dumps(ONE[1]), ONE[1])
+        two, three = _raw(TWO), _raw(("noop", {}))
+        yield Case(f"the name {name!r}, second", form, form.raw_block([two, broken]), [TWO], 1, reason=Reason.NO_NAME)
+        yield Case(f"the name {name!r}, between", form, form.raw_block([two, broken, three]), [TWO, THREE], 1,
+                   reason=Reason.NO_NAME)  # fmt: skip
+        yield Case(f"the name {name!r}, twice", form, form.raw_block([two, broken, broken, two]), [TWO, TWO], 2,
+                   reason=Reason.NO_NAME)  # fmt: skip
+        if form.id not in ("llama3 bare", "pythonic"):  # there a list or an object without a name is no call
+            yield Case(f"the name {name!r}, first", form, form.raw_block([broken, two]), [TWO], 1,
+                       reason=Reason.NO_NAME)  # fmt: skip
+
+    quoted = '"search"'
+    if f"name={quoted}" in form.block([ONE]):
+        for name in ("search", "'search'", '"search', 'search"', '"'):
+            text = form.block([TWO, ONE, THREE]).replace(quoted, name)
+            yield Case(f"the name {name}", form, text, [TWO, THREE], 1, reason=Reason.NO_NAME)
+        for wrong in (form.block([TWO, ONE, THREE]).replace(f" name={quoted}", ""), _closing_itself(form)):
+            yield Case("no name in the tag", form, wrong, [TWO, THREE], 1, reason=Reason.NO_NAME)
+
+
+def _closing_itself(form: Form) -> str:
+    """The second call's tag has no name and closes itself."""
+    begin, _, end = form.element("", "{}", {}, 1).partition("\n")
+    return form.block([TWO, ("", {}), THREE]).replace(f"{begin}\n{end}", begin.replace(">", "/>"))
+
+
+def _bracket_too_many(form: Form) -> Iterator[Case]:
+    bracket = ")" if form.format == "llama4_pythonic" else "}"
+    for number in (1, 2, 40):
+        spoilt = form.element(*_parts(ONE), 1) + bracket * number
+        text = form.open + form.join.join([form.element(*_parts(THREE), 0), spoilt, form.element(*_parts(TWO), 2)])
+        yield Case(f"{number} brackets too many", form, text + form.close, [THREE, TWO], 1)
+
+
+def _between_in_a_section(form: Form) -> Iterator[Case]:
+    calls = [ONE, TWO, THREE]
+    for kind, between, content, reasoning in (
+        ("text", f"\n{BETWEEN}\n", f"{BETWEEN}…{BETWEEN}", ""),
+        ("thinking", "\n<think>hm</think>\n", "", "hm\n\nhm"),
+    ):
+        whole = replace(form, join=between).block(calls)
+        yield Case(f"{kind} between the calls of a section", form, whole, calls, content=content, reasoning=reasoning)
+        yield Case(f"{kind} between the calls of a section that is not closed", form, whole.removesuffix(form.close),
+                   calls, content=content, reasoning=reasoning)  # fmt: skip
+    after = f"{form.block([ONE])} Then {form.close.strip()} again."
+    yield Case("the end of a section twice", form, after, [ONE], content=f"Then {form.close.strip()} again.")
 
 
 def _raw(call: Wanted) -> tuple[str, str, dict[str, Any]]:

@@ -21,6 +21,7 @@ class Form:
 
     `tags` are the format's own marks, to be put into strings. `json` says that `element` takes any text as arguments.
     `self_closing`: a call is over by itself, so an output may be cut right after it.
+    `misnamed`: what makes a call nameless in the place of its name.
     """
 
     id: str
@@ -36,6 +37,7 @@ class Form:
     after: str = "\n{}"
     think: str = "<think>{}</think>\n"
     repeats: bool = True
+    misnamed: tuple[str, ...] = ("",)
 
     def block(self, calls: Sequence[Wanted]) -> str:
         return self.raw_block([(name, dumps(arguments), arguments) for name, arguments in calls])
@@ -95,6 +97,7 @@ def _python(name: str, _: str, arguments: Arguments, __: int) -> str:
 _HERMES = ("<tool_call>", "</tool_call>", '</tool_call>\n<tool_call>\n{"name')
 _SEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<｜tool▁calls▁end｜>")
 _DSML = ("｜DSML｜", "<｜DSML｜parameter", "</｜DSML｜function_calls>", "</｜DSML｜invoke> ")
+_UNQUOTED = ("", 'search" x="y', '" x="y', 'search"y')
 _HARMONY = {
     "before": "<|channel|>commentary<|message|>{}<|end|><|start|>assistant",
     "after": "<|start|>assistant<|channel|>final<|message|>{}<|return|>",
@@ -257,6 +260,16 @@ FORMS = [
         "qwen3 coder bare", "qwen3_coder", _qwen3, tags=("</tool_call>", "</parameter>"), json=False, self_closing=True
     ),
     Form(
+        "qwen3 coder in one section",
+        "qwen3_coder",
+        _qwen3,
+        "\n",
+        "<tool_call>\n",
+        "\n</tool_call>",
+        ("</tool_call>", "</parameter>", "<parameter=x>"),
+        json=False,
+    ),
+    Form(
         "minimax m2",
         "minimax_m2",
         _invoke("", False),
@@ -266,6 +279,7 @@ FORMS = [
         ("</minimax:tool_call>", "</parameter>", "</invoke>", '<parameter name="x">', "<minimax:tool_call>"),
         json=False,
         self_closing=True,
+        misnamed=_UNQUOTED,
     ),
     Form(
         "deepseek v3.2",
@@ -277,6 +291,7 @@ FORMS = [
         _DSML,
         json=False,
         self_closing=True,
+        misnamed=_UNQUOTED,
     ),
     Form(
         "deepseek v4",
@@ -288,6 +303,7 @@ FORMS = [
         _DSML,
         json=False,
         self_closing=True,
+        misnamed=_UNQUOTED,
     ),
     Form("glm 4.5", "glm45", _glm("\n"), tags=("</tool_call>", "<tool_call>", "</arg_value>", "<arg_key>"), json=False),
     Form(

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from inference.parsers.corpus import BROKEN_JSON, TOOLS, expressible
+from inference.parsers.corpus import BROKEN_JSON, SECTIONED, TOOLS, expressible
 from inference.parsers.forms import FORMS, Form, Wanted, dumps
 from palaestra.inference.parsers import Call, Parsed, Parser, Reasoning, Text, Unwritable, get_parser
 
@@ -230,6 +231,57 @@ def test_a_broken_call_costs_only_itself(form: Form) -> None:
         assert not parsed.texts
 
     check()
+
+
+MARK = re.compile(r"<[^<>\n]*[a-z][^<>\n]*>|\[/?[A-Z_]+\]|```(?:json)?")
+
+
+def spoilt(form: Form, call: Wanted, index: int, rng: random.Random) -> str:
+    """A call with its name gone, or one of its marks gone, doubled or repeated."""
+    name, arguments = call
+    text = form.element(name, dumps(arguments), arguments, index)
+    own = MARK.findall(form.element(name, "{}", dict.fromkeys(arguments, 0), index))
+    marks = [*re.finditer("|".join(map(re.escape, own)), text)] if own else []
+    if not marks or rng.random() < 0.3:
+        return form.element(rng.choice(form.misnamed), dumps(arguments), arguments, index)
+    mark = rng.choice(marks)
+    return text[: mark.start()] + mark[0] * rng.choice([0, 0, 2, 2, 3, 40]) + text[mark.end() :]
+
+
+def told_apart(calls: list[Wanted]) -> list[Wanted]:
+    """The same calls, each with a word in it that no other output has."""
+    return [(name, arguments | {"path" if name == "write_file" else "query": f"word{index}word"})
+            for index, (name, arguments) in enumerate(calls)]  # fmt: skip
+
+
+@forms
+def test_a_spoilt_call_is_answered_and_costs_no_other(form: Form) -> None:
+    """A call may become an error, never text; none is invented, and those before the spoilt one all run."""
+    parser, rng, untagged = get_parser(form.format), random.Random(form.id), replace(form, tags=())
+    count = 0
+    while count < MESSAGES:
+        wanted = told_apart([random_call(untagged, rng) for _ in range(rng.randrange(2, 5))])
+        if not expressible(form, wanted) or confusable(form, wanted):
+            continue
+        count += 1
+        bad = rng.randrange(form.id in ("llama3 bare", "pythonic"), len(wanted))  # what comes first says what they are
+        elements = [form.element(name, dumps(arguments), arguments, i) for i, (name, arguments) in enumerate(wanted)]
+        elements[bad] = spoilt(form, wanted[bad], bad, rng)
+        join = rng.choice([form.join, "\nthen\n"]) if form.format in SECTIONED else form.join
+        text = form.open + join.join(elements) + form.close
+        parsed = parser.parse(text, tools=TOOLS)
+        sound(parsed, text)
+        found = [(call.name, call.arguments) for call in parsed.calls]
+        kept = max(0, bad - (form.id == "qwen3 coder in one section"))  # its end tag, too, must follow the last call
+        assert found[:kept] == wanted[:kept], text
+        answered = "".join([dumps(call.arguments) for call in parsed.calls] + [error.text for error in parsed.errors])
+        for index in range(len(wanted)):
+            assert index == bad or f"word{index}word" in answered, text
+        assert [call for call in found if f"word{bad}word" not in dumps(call[1])] == [
+            call for call in wanted if call in found and call != wanted[bad]
+        ], text
+        if count % 10 == 0:
+            assert stream(parser, text, rng, cut=False) == parsed
 
 
 @forms

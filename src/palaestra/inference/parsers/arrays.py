@@ -6,11 +6,16 @@ after it where its end can be seen. In an output that was cut the last one count
 
 from __future__ import annotations
 
+import re
+
 from palaestra.inference.parsers.base import Malformed, Reason
 from palaestra.inference.parsers.bodies import CUT_OFF, Body, write_call
 from palaestra.inference.parsers.grammar import Output
 from palaestra.inference.parsers.json_text import Scan, decode_object, scan_brackets, scan_value
 from palaestra.inference.parsers.source import Reading, Source
+
+_STRAY = re.compile(r"[)} \t\r\n]*")
+STRAY = "a bracket closes nothing"
 
 
 def read_array(output: Output, start: int, bracket: int) -> Reading[int]:
@@ -23,14 +28,11 @@ def read_array(output: Output, start: int, bracket: int) -> Reading[int]:
             return begin + 1
         first = min(start, begin) if position == bracket + 1 else begin
         body = yield from _element(output, begin, bracket)
-        after = yield from source.skip(body.end)
-        more = yield from source.at(after, ",")
-        last = yield from source.at(after, "]")
-        write_call(output, first, _settled(output, body, more, last, after))
-        if last:
-            return after + 1
-        if not more:
-            return body.end
+        after, sign = yield from going_on(source, body.end)
+        body = yield from _settled(output, body, sign, after)
+        write_call(output, first, body)
+        if sign != ",":
+            return after + len(sign) if sign else body.end
         position = after + 1
         output.page.skip_to(position)
 
@@ -49,9 +51,23 @@ def _element(output: Output, begin: int, bracket: int) -> Reading[Body]:
     return Body(source.read(begin, end), end, why_not_json(source.read(begin, scan.end + 1), scan.end >= source.end))
 
 
-def _settled(output: Output, body: Body, more: bool, last: bool, after: int) -> Body:
+def going_on(source: Source, end: int) -> Reading[tuple[int, str]]:
+    """Where a list goes on after the element that ends at `end`, and whether with `,` or `]` or neither.
+
+    Closing brackets that close nothing do not end a list: they belong to the element, which they break.
+    """
+    after = yield from source.skip(end, _STRAY)
+    for sign in (",", "]"):
+        if (yield from source.at(after, sign)):
+            return after, sign
+    return (yield from source.skip(end)), ""
+
+
+def _settled(output: Output, body: Body, sign: str, after: int) -> Reading[Body]:
     """The element, broken if what follows it says so."""
-    if body.problem is not None or more or last:
+    if sign and (yield from output.source.skip(body.end)) < after:
+        return Body(body.text, after, body.problem or Malformed(Reason.MALFORMED_JSON, STRAY))
+    if body.problem is not None or sign:
         return body
     if after < output.source.end:
         return Body(body.text, body.end, Malformed(Reason.MALFORMED_JSON, "the list does not go on after an element"))

@@ -29,7 +29,7 @@ class DeepSeekV31(Sections):
 
     section: ClassVar[tuple[str, str]] = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     tags: ClassVar[Tags] = Tags(_BEGIN, (_END,))
-    openers: ClassVar[Markers] = Markers(section[0], _BEGIN)
+    openers: ClassVar[Markers] = Markers(*section, _BEGIN)
 
     def header(self, source: Source, start: int) -> Reading[Header | None]:
         """`NAME<｜tool▁sep｜>`."""

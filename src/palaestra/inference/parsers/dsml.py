@@ -21,7 +21,7 @@ from palaestra.core.types import JSON
 from palaestra.inference.parsers.base import Call, Malformed, Reason
 from palaestra.inference.parsers.grammar import Output
 from palaestra.inference.parsers.json_text import decode
-from palaestra.inference.parsers.markup import Markup, quoted
+from palaestra.inference.parsers.markup import Markup, name_attribute
 from palaestra.inference.parsers.render import bare
 from palaestra.inference.parsers.source import Markers
 
@@ -32,13 +32,13 @@ class DeepSeekV32(Markup):
     """Several calls per section."""
 
     section = ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")
-    call = ('<｜DSML｜invoke name="', "</｜DSML｜invoke>")
+    call = ("<｜DSML｜invoke", "</｜DSML｜invoke>")
     parameter = ('<｜DSML｜parameter name="', "</｜DSML｜parameter>")
-    openers: ClassVar[Markers] = Markers("<｜DSML｜function_calls>")
+    openers: ClassVar[Markers] = Markers(*section, "<｜DSML｜invoke")
 
     def named(self, head: str) -> str:
         """`f` of `<｜DSML｜invoke name="f">`."""
-        return quoted(head)
+        return name_attribute(head)
 
     def argument(self, output: Output, call: str, head: str, value: str) -> tuple[str, JSON]:
         """Text or JSON as the attribute says; without it, typed by the tool's schema."""
@@ -56,7 +56,7 @@ class DeepSeekV32(Markup):
             return text
         lines = [self.section[0]]
         for call in calls:
-            lines.append(f'{self.call[0]}{call.name}">')
+            lines.append(f'{self.call[0]} name="{call.name}">')
             for key, value in call.arguments.items():
                 is_text = "true" if isinstance(value, str) else "false"
                 lines.append(f'{self.parameter[0]}{key}" string="{is_text}">{bare(value)}{self.parameter[1]}')
@@ -68,4 +68,4 @@ class DeepSeekV4(DeepSeekV32):
     """The same with another section tag."""
 
     section = ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")
-    openers = Markers("<｜DSML｜tool_calls>")
+    openers = Markers(*section, "<｜DSML｜invoke")

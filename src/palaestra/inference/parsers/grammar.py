@@ -19,12 +19,21 @@ from palaestra.inference.parsers.source import Mark, Markers, Reading, Source, m
 
 
 class Output:
-    """What a grammar works with: the text, the page to write to, and the types of arguments."""
+    """What a grammar works with: the text, the page to write to, and the types of arguments.
+
+    `in_section`: tags that hold several calls have been opened and not closed.
+    """
 
     def __init__(self, tools: Tools | None, short_ids: bool) -> None:
         self.source = Source()
         self.page = Page(self.source, short_ids)
         self.types = ArgumentTypes(tools or ())
+        self.in_section = False
+
+    def leave_section(self, mark: Mark) -> int | None:
+        """Where text goes on after the end tag of a section; None where none is open."""
+        was_open, self.in_section = self.in_section, False
+        return mark.end if was_open else None
 
 
 class Grammar(ABC):
@@ -126,6 +135,7 @@ class GrammarStream:
             else:
                 went_on = yield from self._grammar.read(self._output, mark)
                 position = mark.end if went_on is None else went_on
+                assert position > mark.start, f"{type(self._grammar).__name__} reads {mark.text!r} for ever"
                 if went_on is not None and position > page.written:
                     page.skip_to(position)
 

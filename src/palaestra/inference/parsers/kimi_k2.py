@@ -19,7 +19,7 @@ from palaestra.inference.parsers.sections import Header, Sections, head
 from palaestra.inference.parsers.source import Mark, Markers, Reading, Source
 
 _BEGIN, _ARGUMENTS, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-_ID = re.compile(r"(?:functions\.)?([^\s:]+):\d+")
+_ID = re.compile(r"(?!functions\.:)(?:functions\.)?([^\s:]+):\d+")
 
 
 class KimiK2(Sections):
@@ -27,7 +27,7 @@ class KimiK2(Sections):
 
     section: ClassVar[tuple[str, str]] = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
     tags: ClassVar[Tags] = Tags(_BEGIN, (_END,))
-    openers: ClassVar[Markers] = Markers(section[0], _BEGIN)
+    openers: ClassVar[Markers] = Markers(*section, _BEGIN)
 
     def header(self, source: Source, start: int) -> Reading[Header | None]:
         """`functions.NAME:INDEX<|tool_call_argument_begin|>`."""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from palaestra.inference.parsers.arrays import extent
+from palaestra.inference.parsers.arrays import STRAY, extent, going_on
 from palaestra.inference.parsers.base import Call, Malformed, Reason
 from palaestra.inference.parsers.bodies import CUT_OFF
 from palaestra.inference.parsers.grammar import Grammar, Output, mentioned
@@ -71,16 +71,15 @@ class Llama4Pythonic(Grammar):
             if (yield from source.at(begin, "]")):
                 return begin + 1
             element = yield from self._element(source, begin, bracket)
-            after = yield from source.skip(element.end)
-            more = yield from source.at(after, ",")
-            last = yield from source.at(after, "]")
-            if not more and not last and element.problem is None:
+            after, sign = yield from going_on(source, element.end)
+            if sign and (yield from source.skip(element.end)) < after:
+                problem = element.problem or Malformed(Reason.MALFORMED_MARKUP, STRAY)
+                element = Element(element.name, element.arguments, after, problem)
+            elif not sign and element.problem is None:
                 element = _unfollowed(source, element, after)
             write_element(output, element, start if position == bracket + 1 else begin)
-            if last:
-                return after + 1
-            if not more:
-                return element.end
+            if sign != ",":
+                return after + len(sign) if sign else element.end
             position = after + 1
             output.page.skip_to(position)
 

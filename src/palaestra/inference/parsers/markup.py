@@ -2,13 +2,15 @@
 
     SECTION  CALL_OPEN name>  PARAMETER_OPEN key>value PARAMETER_CLOSE …  CALL_CLOSE  SECTION_END
 
-For those families' grammars. Values are bare text, quoted by nothing, so the end of one is the first end tag after
-which the markup goes on: an end tag inside code stays in the value. Invariant: a value that was never closed breaks its
-call; it never takes up the next argument or the next call.
+For those families' grammars. A section holds calls until its end tag, and text between them is text. Values are bare
+text, quoted by nothing, so the end of one is the first end tag after which the markup goes on: an end tag inside code
+stays in the value. Invariants: a value that was never closed breaks its call, it never takes up the next argument or
+the next call; a broken call ends after the place where it broke, so reading always goes on.
 """
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -48,34 +50,38 @@ class Markup(Grammar):
         """Key and value of an argument. Raises `Malformed`."""
 
     def read(self, output: Output, mark: Mark) -> Reading[int | None]:
-        """All calls of a section."""
-        source = output.source
-        begin = yield from source.skip(mark.end)
-        if not (yield from source.at(begin, self.call[0])):
-            return (yield from mentioned(output, mark, self.section[1]))
-        output.page.skip_to(begin)
-        while True:
-            element = yield from self.element(output, begin)
-            write_element(output, element, begin)
-            begin = yield from source.skip(element.end)
-            if (yield from source.at(begin, self.section[1])):
-                return begin + len(self.section[1])
+        """One call of a section that is open, or the section's own tags; text may stand between the calls."""
+        source, begin = output.source, mark.start
+        if mark.text == self.section[1]:
+            return output.leave_section(mark)
+        if mark.text == self.section[0]:
+            begin = yield from source.skip(mark.end)
             if not (yield from source.at(begin, self.call[0])):
-                return element.end
+                return (yield from mentioned(output, mark, self.section[1]))
+            output.page.skip_to(begin)
+            output.in_section = True
+        if not output.in_section:
+            return None
+        element = yield from self.element(output, begin)
+        write_element(output, element, begin)
+        return element.end
 
     def element(self, output: Output, start: int) -> Reading[Element]:
         """The call whose opening tag begins at `start`."""
         source = output.source
         name, arguments = "", dict[str, JSON]()
+        position, closes_itself = start + len(self.call[0]), False
         try:
-            head = yield from _head(source, start + len(self.call[0]))
-            if head.text.endswith("/"):
-                return Element(self.named(head.text[:-1].rstrip()), arguments, head.end)
-            name = self.named(head.text)
-            end = yield from self._arguments(output, name, head.end, arguments)
-            return Element(name, arguments, end)
+            head = yield from _head(source, position)
+            position, closes_itself = head.end, head.text.endswith("/")
+            name = self.named(head.text.removesuffix("/").rstrip())
+            if not closes_itself:
+                position = yield from self._arguments(output, name, position, arguments)
+            return Element(name, arguments, position)
         except Malformed as problem:
-            found = yield from source.find(marks(self.call[1]), problem.at)
+            if closes_itself:
+                return Element(name, {}, position, problem)
+            found = yield from source.find(marks(self.call[1]), max(position, problem.at))
             return Element(name, {}, source.end if found is None else found.end, problem)
 
     def _arguments(self, output: Output, name: str, start: int, arguments: dict[str, JSON]) -> Reading[int]:
@@ -166,6 +172,17 @@ def _head(source: Source, start: int) -> Reading[_Head]:
         at = source.end if mark is None else mark.start
         raise Malformed(Reason.UNCLOSED if mark is None else Reason.MALFORMED_MARKUP, "a tag is not closed", at)
     return _Head(source.read(start, mark.start), mark.end)
+
+
+_NAME = re.compile(r'\s+name="([^"]+)"\s*')
+
+
+def name_attribute(head: str) -> str:
+    """The name where the rest of an opening tag is `name="…"` and nothing else. Raises `Malformed`."""
+    found = _NAME.fullmatch(head)
+    if found is None:
+        raise Malformed(Reason.NO_NAME, "a name is missing or not quoted")
+    return found[1]
 
 
 def quoted(head: str) -> str:

@@ -17,7 +17,7 @@ from typing import ClassVar
 from palaestra.core.types import JSON
 from palaestra.inference.parsers.base import Call
 from palaestra.inference.parsers.grammar import Output
-from palaestra.inference.parsers.markup import Markup, quoted
+from palaestra.inference.parsers.markup import Markup, name_attribute, quoted
 from palaestra.inference.parsers.render import bare
 from palaestra.inference.parsers.source import Markers
 
@@ -26,13 +26,13 @@ class MiniMaxM2(Markup):
     """Several calls per section."""
 
     section = ("<minimax:tool_call>", "</minimax:tool_call>")
-    call = ('<invoke name="', "</invoke>")
+    call = ("<invoke", "</invoke>")
     parameter = ('<parameter name="', "</parameter>")
-    openers: ClassVar[Markers] = Markers("<minimax:tool_call>")
+    openers: ClassVar[Markers] = Markers(*section, "<invoke")
 
     def named(self, head: str) -> str:
         """`f` of `<invoke name="f">`."""
-        return quoted(head)
+        return name_attribute(head)
 
     def argument(self, output: Output, call: str, head: str, value: str) -> tuple[str, JSON]:
         """Typed by the tool's schema."""

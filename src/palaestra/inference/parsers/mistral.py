@@ -36,7 +36,8 @@ class Mistral(Grammar):
         """A list of calls, or one call with its name before the arguments."""
         source = output.source
         begin = yield from source.skip(mark.end)
-        if (yield from source.at(begin, "[")):
+        nameless = (yield from source.at(begin, _ARGUMENTS)) or (yield from source.at(begin, _ID))
+        if not nameless and (yield from source.at(begin, "[")):
             inner = yield from source.skip(begin + 1)
             if not (yield from source.at(inner, "{")) and not (yield from source.ends(inner)):
                 return None

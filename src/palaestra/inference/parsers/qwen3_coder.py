@@ -10,7 +10,8 @@
 
 Source: the chat template of Qwen/Qwen3-Coder. One line end after a parameter's opening tag and one before its end tag
 belong to the format, all other white space to the value. `<function=…>` may stand without the tags around it, as the
-family's own parser allows; an opening tag that is there wants its end tag.
+family's own parser allows; an opening tag that is there wants its end tag after the last
+of its calls.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from palaestra.inference.parsers.source import Mark, Markers, Reading, Source
 
 
 class Qwen3Coder(Markup):
-    """One call per section."""
+    """One call per section; where several stand in one, each is a call."""
 
     section = ("<tool_call>", "</tool_call>")
     call = ("<function=", "</function>")
@@ -36,20 +37,22 @@ class Qwen3Coder(Markup):
 
     def read(self, output: Output, mark: Mark) -> Reading[int | None]:
         """One call, in a section or without."""
-        source = output.source
-        begin = mark.start
+        source, begin = output.source, mark.start
+        wants_end = mark.text == self.section[0] or output.in_section
+        output.in_section = False
         if mark.text == self.section[0]:
             begin = yield from source.skip(mark.end)
             if not (yield from source.at(begin, self.call[0])):
                 return (yield from mentioned(output, mark, self.section[1]))
         element = yield from self.element(output, begin)
-        if mark.text == self.section[0] and element.problem is None:
+        after = yield from source.skip(element.end)
+        if (yield from source.at(after, self.section[1])):
+            element = Element(element.name, element.arguments, after + len(self.section[1]), element.problem)
+        elif wants_end and (yield from source.at(after, self.call[0])):
+            output.in_section = True
+        elif wants_end and element.problem is None:
             end, problem = yield from ending(source, element.end, self.section[1])
             element = Element(element.name, element.arguments, end, problem)
-        else:
-            after = yield from source.skip(element.end)
-            if (yield from source.at(after, self.section[1])):
-                element = Element(element.name, element.arguments, after + len(self.section[1]), element.problem)
         write_element(output, element, mark.start)
         return element.end
 

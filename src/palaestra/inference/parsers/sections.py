@@ -41,22 +41,17 @@ class Sections(Grammar):
         """The header that begins at `start`; None when there is none."""
 
     def read(self, output: Output, mark: Mark) -> Reading[int | None]:
-        """All calls of a section, or one call that stands without."""
+        """One call, in a section or without, or the tags of a section; text may stand between the calls."""
         source, begin = output.source, mark.start
+        if mark.text == self.section[1]:
+            return output.leave_section(mark)
         if mark.text == self.section[0]:
             begin = yield from source.skip(mark.end)
             if not (yield from source.at(begin, self.tags.open)):
                 return (yield from self._no_call(output, mark, begin))
             output.page.skip_to(begin)
-        end = yield from self._call(output, begin, lone=mark.text != self.section[0])
-        while end is not None:
-            begin = yield from source.skip(end)
-            if (yield from source.at(begin, self.section[1])):
-                return begin + len(self.section[1])
-            if not (yield from source.at(begin, self.tags.open)):
-                break
-            end = yield from self._call(output, begin, lone=False)
-        return end
+            output.in_section = True
+        return (yield from self._call(output, begin, lone=not output.in_section))
 
     def _call(self, output: Output, start: int, lone: bool) -> Reading[int | None]:
         source, page = output.source, output.page
