@@ -129,12 +129,17 @@ def test_work_ends_when_its_time_is_over_and_when_the_session_is_closed() -> Non
             async with session_with(unlimited) as session:
                 working = asyncio.create_task(delegated(session, goal="hangs"))
                 await server.under_way(1)
+                await asyncio.to_thread(session.release, "t")
+                with pytest.raises(StaleLease, match="Trajectory t was released while sub-agents worked for it"):
+                    await working
+                working = asyncio.create_task(delegated(session, goal="hangs"))
+                await server.under_way(2)
                 await asyncio.to_thread(session.close)
-                with pytest.raises(StaleLease, match="closed while sub-agents of task t worked"):
+                with pytest.raises(StaleLease, match="was released while sub-agents worked for it"):
                     await working
 
     asyncio.run(scenario())
-    assert [each.result.outcome for each in ended] == [Outcome.CANCELLED]
+    assert [each.result.outcome for each in ended] == [Outcome.CANCELLED] * 2
 
 
 @pytest.mark.slots

@@ -3,8 +3,7 @@
     ToolSession(delegates=Delegates(APIServerConfig(base_url="http://127.0.0.1:8000/v1", model_name="m")))
 
 For a `ToolExecutor` and a `ToolSession`, whose callers bring calls and no model. Rollouts have sub-agents of their own
-agent. Invariant: nothing is asked before the first work, what a task's sub-agents use counts for the task, and none of
-them outlives `aclose`.
+agent. Invariant: nothing is asked before the first work, and what a task's sub-agents use counts for the task.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from palaestra.agent.budget import Budget
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import Subagent
 from palaestra.agent.subagents import Subagents
-from palaestra.core.ending import Ending
-from palaestra.core.errors import StaleLease
 from palaestra.core.types import JSON
 from palaestra.inference.base import Engine, SessionContext
 from palaestra.inference.config import ServerBaseline
@@ -59,7 +56,6 @@ class Delegates:
         self._on_end = on_end
         self._opening = asyncio.Lock()
         self._engine: Engine | None = None
-        self._working = Ending()
 
     def work(self, tools: SlotTools) -> Work:
         """Who works for the task that has these tools."""
@@ -67,20 +63,17 @@ class Delegates:
 
         async def work(assignments: Sequence[Assignment]) -> list[Report]:
             nonlocal subagents
-            closed = StaleLease(f"Tools were closed while sub-agents of task {tools.task_id} worked")
-            async with self._working.block(closed):
-                if subagents is None:
-                    subagents = Subagents(await self._above(tools.task_id), tools, wall_s=self._budget.wall_s)
-                try:
-                    return await subagents.work(assignments)
-                finally:
-                    self._tell(tools.task_id, subagents.loop.result.subagents)
+            if subagents is None:
+                subagents = Subagents(await self._above(tools.task_id), tools, wall_s=self._budget.wall_s)
+            try:
+                return await subagents.work(assignments)
+            finally:
+                self._tell(tools.task_id, subagents.loop.result.subagents)
 
         return work
 
     async def aclose(self) -> None:
-        """End what is under way, which raises `StaleLease`, and close the connections. Later work opens them anew."""
-        await self._working.end()
+        """Close the connections, when no work is under way. Later work opens them anew. Idempotent."""
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.aclose()

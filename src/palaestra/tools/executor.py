@@ -15,11 +15,12 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ConfigDict
 
+from palaestra.core.ending import Ending
 from palaestra.core.errors import ConfigError, IsolationUnavailable, StaleLease
 from palaestra.core.types import JSON, AllowList, Network
 from palaestra.processes.base import ProcessSession
@@ -27,7 +28,7 @@ from palaestra.processes.registry import ProcessRegistry
 from palaestra.sandbox.base import Rung, Slot, SlotSource, SlotSpec
 from palaestra.tools.binding import SlotTools
 from palaestra.tools.builtin.terminal import clamp_timeout
-from palaestra.tools.delegation import Delegation, DelegationSource
+from palaestra.tools.delegation import Assignment, Delegation, DelegationSource, Report
 from palaestra.tools.registry import ToolRegistry
 from palaestra.tools.schema import ToolReply
 from palaestra.tools.serving import artifacts
@@ -303,8 +304,9 @@ class _Binding:
     ) -> None:
         self._executor = executor
         self._trajectory_id = trajectory_id
+        self._delegated = Ending()
         self.tools = SlotTools(tools, self._lease, trajectory_id, shared=shared, world=world)
-        for thing in (*lent, executor.delegation(self.tools)):
+        for thing in (*lent, self._delegation(executor.delegation(self.tools))):
             self.tools.share(thing)
         self._turn = asyncio.Lock()  # asyncio locks are first come, first served
         self.slot: Slot | None = None
@@ -324,8 +326,22 @@ class _Binding:
     async def is_busy(self) -> bool:
         return await self.tools.state(ProcessRegistry).has_active_processes(self._trajectory_id)
 
+    def _delegation(self, given: Delegation) -> Delegation:
+        """The same, whose work ends with the trajectory: it may wait long for a model, where nothing else ends it."""
+        done = given.work
+        if done is None:
+            return given
+
+        async def work(assignments: Sequence[Assignment]) -> list[Report]:
+            released = StaleLease(f"Trajectory {self._trajectory_id} was released while sub-agents worked for it")
+            async with self._delegated.block(released):
+                return await done(assignments)
+
+        return Delegation(work)
+
     async def release(self) -> None:
         self._released = True
+        await self._delegated.end()
         slot, self.slot = self.slot, None
         try:
             await self.tools.aclose()
