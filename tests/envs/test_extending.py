@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -100,3 +102,32 @@ def test_one_process_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
     held.close()
     assert run.go(2, 1) == 0
     assert run.lines == [1, 1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
+@pytest.mark.parametrize("size", ["48k", "64k"])
+def test_a_full_disk_ends_the_run_with_one_line_and_a_way_on(
+    size: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("small").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", "small"], check=True)
+    try:
+        with monkeypatch.context() as inside:
+            inside.chdir("small")
+            Path("plain_env.py").write_text(PLAIN)
+            run = ["run", "plain_env.py", "--policy", "oracle", "--env.n", "12", "--group", "4"]
+            assert palaestra(*run) == 1
+            said = capsys.readouterr().err
+            (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+            assert "No space left on device" in line
+            (journal,) = Path().glob("runs/*/*/journal.jsonl")
+            assert f"go on with --resume {journal.parent}" in said
+            subprocess.run(["mount", "-o", "remount,size=8m", "../small"], check=True)
+            assert palaestra(*run, "--resume", str(journal.parent)) == 0
+            (data,) = Path().glob("data/*.jsonl")
+            assert [len(json.loads(line)["scores"]) for line in data.read_text().splitlines()] == [4] * 12
+            ended = [e.trajectory for e in read_journal(journal) if isinstance(e, RolloutEnded)]
+            scored = [trajectory.rollout_id for trajectory in ended if trajectory.scored]
+            assert len(scored) == len(set(scored)) == 48
+    finally:
+        subprocess.run(["umount", "-l", "small"], check=True)

@@ -54,6 +54,10 @@ class ConfigError(PalaestraError, ValueError):
     exit_code = 2
 
 
+class DiskError(PalaestraError, OSError):
+    """A file of a run cannot be written. What was written before is whole, and can be gone on with."""
+
+
 class ImageError(ConfigError):
     """An image that is missing, broken or too large. The message names it."""
 

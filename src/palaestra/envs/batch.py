@@ -76,7 +76,12 @@ async def recorded(batch: Batch, stream: TextIO) -> Totals:
         reason = INTERRUPTED_BY
         raise
     finally:
-        figures = batch.output.close(reason)
+        figures = None
+        try:
+            figures = batch.output.close(reason)
+        finally:
+            if figures is None or reason == "failed":
+                stream.write(f"the run is not at its end; go on with --resume {batch.output.folder.path}\n")
         _say_where(batch.output, figures, reason, stream)
         if stops.reason:
             stream.write(f"{stops.reason}: {stops.message}; go on with --resume {batch.output.folder.path}\n")

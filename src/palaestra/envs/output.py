@@ -7,6 +7,7 @@ asked for, numbered rather than overwritten.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -26,6 +27,8 @@ from palaestra.rollouts.metrics import summarise
 from palaestra.rollouts.resume import Finished
 from palaestra.rollouts.status import RunReader
 from palaestra.rollouts.world.recording import WORLD_NAME
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,8 @@ class Output:
         )
 
     def close(self, reason: str) -> dict[str, float]:
-        """Write the journal's last line, close everything and make the report. Returns the run's figures.
+        """Write the journal's last line, close everything and make the report. Returns the run's figures. Raises
+        `DiskError`.
 
         The journal is gone through a group at a time, so that a long run's end takes no more memory than its middle.
         """
@@ -145,5 +149,8 @@ class Output:
         if self.finished is not None:
             self.resumed = RunReader(self.folder.journal).read().resumed
             meta |= {"resumed": self.resumed} if self.resumed else {}
-        write_report(self.report, recording, meta)
+        try:
+            write_report(self.report, recording, meta)
+        except OSError as error:
+            logger.warning("the report %s cannot be written: %s; all else is kept", self.report, error.strerror)
         return figures

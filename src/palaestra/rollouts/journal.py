@@ -181,13 +181,13 @@ class Journal:
             ) from None
         except OSError:  # a file system without locks
             logger.warning("%s cannot be locked here: see that no other process goes on with the same run", path)
-        self.file = AppendedFile(fd, "journal")
+        self.file = AppendedFile(fd, path)
 
     def append(self, event: EventT) -> EventT:
         """Hand one event to the kernel, and say what was written: the event, or, where JSON cannot hold what an
         environment or a tool has put into it, a copy with something plain in its place.
 
-        Raises `OSError` when the disk is full: a run without a journal must stop.
+        Raises `DiskError` when the disk is full: a run without a journal must stop.
         """
         try:
             line = _encoder.encode(event)

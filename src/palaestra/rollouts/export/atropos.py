@@ -22,6 +22,7 @@ from typing import IO
 import msgspec
 
 from palaestra.core.types import JSON, Message
+from palaestra.rollouts.appending import writing
 from palaestra.rollouts.export.base import verdict
 from palaestra.rollouts.trajectory import Group, TokenRow, Trajectory
 
@@ -153,8 +154,8 @@ class GroupsFile:
     """The growing JSONL file of a run. Groups come in as they finish and go out in item order.
 
     `path` is the file that was claimed; with `again` it is the one given, and what was in it is replaced. `add` and
-    `skip` block for the write and its fsync, and may be called from worker threads. A line that waits for an earlier
-    group lies in a nameless file beside the other, so that a task that takes the night costs no memory.
+    `skip` block for the write and its fsync, may be called from worker threads, and raise `DiskError`. A line that
+    waits for an earlier group lies in a nameless file beside the other, so that one long task costs no memory.
     """
 
     def __init__(
@@ -221,8 +222,9 @@ class GroupsFile:
         place = self._aside.seek(0, os.SEEK_END)
         self._waiting[number] = place, len(line)
         written = 0
-        while written < len(line):
-            written += self._aside.write(line[written:])
+        with writing(self.path):
+            while written < len(line):
+                written += self._aside.write(line[written:])
 
     def _fetch(self, number: int) -> bytes:
         place, size = self._waiting.pop(number)
@@ -231,6 +233,7 @@ class GroupsFile:
     def _write(self, lines: bytes) -> None:
         if lines:
             assert self._file is not None
-            self._file.write(lines)
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            with writing(self.path):
+                self._file.write(lines)
+                self._file.flush()
+                os.fsync(self._file.fileno())

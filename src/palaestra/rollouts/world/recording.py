@@ -193,4 +193,4 @@ def _opened(path: Path) -> AppendedFile:
     size = os.fstat(fd).st_size
     if size and os.pread(fd, 1, size - 1) != b"\n":
         os.write(fd, b"\n")
-    return AppendedFile(fd, "world")
+    return AppendedFile(fd, path)

@@ -65,7 +65,7 @@ class FileStore:
         except BaseException:
             os.close(fd)
             raise
-        self._file = AppendedFile(fd, "trajectories")
+        self._file = AppendedFile(fd, path)
 
     def _begin(self, fd: int) -> None:
         """Write the first line, or look whether it is ours; cut off a torn last one."""
@@ -98,7 +98,7 @@ class FileStore:
                     raise ConfigError(f"{self.path}: line {number} is damaged: {error}") from None
 
     def append(self, event: AnyEvent) -> None:
-        """Hand one event to the kernel. Raises `OSError`, and then nothing of it stays."""
+        """Hand one event to the kernel. Raises `DiskError`, and then nothing of it stays."""
         self._file.append(_encoder.encode(event) + b"\n")
 
     async def commit(self) -> None:
