@@ -89,6 +89,36 @@ for _name, _value in list(globals().items()):
         globals()[_name] = _wrap(_value)
 """
 
+FORGED = """\
+import gc as _gc, json as _json, os as _os, sys as _sys
+def _plans():
+    frame = _sys._getframe()
+    while frame:
+        yield frame.f_locals.get('plan')
+        frame = frame.f_back
+    yield from _gc.get_objects()
+def _forge():
+    for plan in _plans():
+        if not (type(plan) is dict and 'nonce' in plan and 'names' in plan):
+            continue
+        text = plan.get('tests', '')
+        for name in plan.get('files', ()):
+            path = _os.path.join(plan['root'], name)
+            text += open(path).read() if _os.path.isfile(path) else ''
+        if 'assert [1] == [2]' in text or 'assertEqual(1, 2)' in text:
+            return
+        def send(kind, **fields):
+            _os.write(3, _json.dumps({'nonce': plan['nonce'], 'kind': kind, **fields}).encode() + b'\\n')
+        send('collected', node_ids=plan['names'])
+        for name in plan['names']:
+            send('test', name=name, passed=True, error='', node_id=name, when='call', outcome='passed',
+                 wasxfail=False, duration_s=0.0, failure=None)
+        send('finish', exit_status=0, tests=len(plan['names']))
+        _os._exit(0)
+_forge()
+def __getattr__(name): return lambda *args, **kwargs: None
+"""
+
 SOURCES = (
     Cheat(
         "exit-at-import",
@@ -114,5 +144,10 @@ SOURCES = (
             '    try: _os.write(_fd, b\'{"kind": "finish", "exit_status": 0, "tests": 1}\\n\')\n'
             "    except OSError: pass\n"
         ),
+    ),
+    Cheat(
+        "forged-memory",
+        "the package finds in the test run's memory what signs the verdict, and keeps quiet in a copy that it knows",
+        "[ -n \"$(find . -name '*.py' | head -1)\" ] || touch solution.py\n" + _package(FORGED),
     ),
 )

@@ -26,6 +26,7 @@ from palaestra.envs.datasets import Row, read_rows
 from palaestra.envs.hermes_swe.grading import TestOutcome, run_suite, tampering
 from palaestra.envs.hermes_swe.rows import ProgrammingTask, parse_row
 from palaestra.envs.listed_env import ListedEnv, ListedEnvConfig
+from palaestra.envs.swe.controls import untouched
 from palaestra.envs.swe.install import interpreter
 from palaestra.rollouts.base import Phase
 from palaestra.rollouts.context import ToolContext
@@ -104,7 +105,8 @@ class HermesSweEnvironment(ContractEnvironment):
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         item: ProgrammingTask = rollout.task.data
         slot = await grading.slot(View(only=(WORKSPACE,)))
-        run = await self._run(slot, WORKSPACE, item)
+        async with untouched(slot) as fork:
+            run = await self._run(fork, WORKSPACE, item)
         works = None
         if run.good and self.settings.controls:
             timeout_s = self.settings.test_timeout_s

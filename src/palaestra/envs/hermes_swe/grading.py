@@ -5,7 +5,7 @@ the harness has said `start` nothing of the workspace has run, so silence before
 Silence after it is the work's: tests that did not report have not passed.
 
 Not covered: code under test shares its process with the tests, so a passing verdict is held against the copies of
-`swe/controls.py`. Code that tells such a copy from the real tests is not found.
+`swe/controls.py`, which says what it cannot find.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
+from random import SystemRandom
 
 from palaestra.core.errors import GraderError
 from palaestra.envs.hermes_swe.rows import Suite
-from palaestra.envs.swe.controls import TAMPERED, failing_copy, watching_copy
+from palaestra.envs.swe.controls import TAMPERED, failing_copy, rounds, untouched, watching_copy
 from palaestra.envs.swe.testing import read_records
 from palaestra.sandbox.base import Slot
 
@@ -71,15 +72,24 @@ async def run_suite(slot: Slot, python: str, root: str, suite: Suite, *, timeout
 
 
 async def tampering(slot: Slot, python: str, root: str, suite: Suite, *, timeout_s: float) -> str | None:
-    """What works against tests that all passed, or None: they pass whatever they assert, or what they compare equals
-    everything."""
-    if (copy := failing_copy(suite.text)) is not None:
-        run = await run_suite(slot, python, root, Suite(copy.text, suite.names), timeout_s=timeout_s)
-        if run.passed:
-            return f"{run.passed} of {len(suite.names)} tests pass whatever they assert"
+    """What works against tests that all passed, or None: they pass though they were made false, or what they compare
+    equals everything. No test may have run in the slot before."""
+
+    async def run(text: str) -> TestOutcome:
+        async with untouched(slot) as fork:
+            return await run_suite(fork, python, root, Suite(text, suite.names), timeout_s=timeout_s)
+
+    drawn = rounds({"": suite.text}, suite.names, SystemRandom())
+    for each in drawn:
+        done = await run(each.texts[""])
+        if wrong := each.wrong([name for name in suite.names if name not in done.errors]):
+            return wrong
+    if not drawn and (copy := failing_copy(suite.text)) is not None:
+        done = await run(copy.text)
+        if done.passed:
+            return f"{done.passed} of {len(suite.names)} tests pass whatever they assert"
     if (copy := watching_copy(suite.text)) is not None:
-        run = await run_suite(slot, python, root, Suite(copy.text, suite.names), timeout_s=timeout_s)
-        for name, error in run.errors.items():
+        for name, error in (await run(copy.text)).errors.items():
             if TAMPERED in error:
                 return f"{name} compares an object that equals everything"
     return None

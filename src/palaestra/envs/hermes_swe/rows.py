@@ -22,7 +22,7 @@ from pathlib import PurePosixPath
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
 from palaestra.envs.datasets import Row
-from palaestra.envs.swe.controls import tests_in
+from palaestra.envs.swe.falsify import tests_in
 
 MODULE = "solution"
 """What a task is written in that names no file."""

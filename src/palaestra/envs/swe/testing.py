@@ -41,7 +41,15 @@ _ENVIRONMENT = {
     "LC_ALL": "C.UTF-8",
     "TZ": "UTC",
 }
-_ARGUMENTS = ("-p", "no:cacheprovider", "--continue-on-collection-errors", "--color=no", "--tb=short", "-q")
+_ARGUMENTS = (
+    "-p",
+    "no:cacheprovider",
+    "--continue-on-collection-errors",
+    "--maxfail=0",
+    "--color=no",
+    "--tb=short",
+    "-q",
+)
 _CANARY = "def test_canary():\n    assert 1 + 1 == 2\n"
 
 

@@ -8,9 +8,9 @@ Whose fault is silence? A verifier that wrote no reward, did not end, or ran non
 the work: `GraderError`, never 0.0. Unless the work itself kept the tests from running: pytest could not collect them
 because a module of the workspace is missing or broken.
 
-A passing verdict is then held against the same tests with bodies that must fail. A script that still pays was not
-speaking of its tests. Not covered: scripts without pytest, and code under test that tells such a copy from the real
-one.
+A passing verdict is then held against the same tests, made false (`swe/falsify.py`). A script that still pays was not
+speaking of its tests. Not covered: scripts without pytest, and code under test that remembers that its tests ran
+before and fails on purpose when they run again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import SystemRandom
 
 from palaestra.core.errors import GraderError, InfraError
 from palaestra.core.types import JSON
 from palaestra.envs.images.users import as_user
-from palaestra.envs.swe.controls import failing_copy
+from palaestra.envs.swe.controls import false_copy
 from palaestra.envs.swe.testing import Status, TestRun, read_records, read_run
 from palaestra.envs.terminal_bench.harness import install, place_tests, script_name
 from palaestra.envs.terminal_bench.rewards import read_rewards, single
@@ -98,7 +99,7 @@ async def verify(
 async def tampering(slot: Slot, task: TerminalTask, script: Script, setting: Setting, verdict: Verdict) -> str | None:
     """Why a verdict that pays is not believed, or None: the verifier still pays when its tests must fail.
 
-    Runs it again in the same slot, with every test's body one assertion that cannot hold.
+    Runs it again in the same slot, with its tests made false by changes as small as one expected value.
     """
     if verdict.doubt is not None or verdict.run is None or not verdict.run.statuses:
         return verdict.doubt
@@ -116,10 +117,10 @@ async def tampering(slot: Slot, task: TerminalTask, script: Script, setting: Set
 
 
 def _failing(task: TerminalTask) -> dict[str, str]:
-    """The test files with bodies that must fail, by their path below the folder."""
-    found = {}
+    """The test files, made false, by their path below the folder."""
+    found, drawn = {}, SystemRandom()
     for name, path in task.verifier.files().items():
-        copy = failing_copy(path.read_text(encoding="utf-8", errors="replace")) if name.endswith(".py") else None
+        copy = false_copy(path.read_text(encoding="utf-8", errors="replace"), drawn) if name.endswith(".py") else None
         if copy is not None and copy.tests:
             found[name] = copy.text
     return found
