@@ -109,6 +109,7 @@ class Case:
     content: str = ""
     reasoning: str = ""
     cut: bool = False
+    thinking: bool | None = None
     reason: Reason | None = None
 
 
@@ -175,6 +176,32 @@ def _thought(form: Form) -> Iterator[Case]:
     ending = form.think.partition("{}")[2]
     yield Case("thinking that began in the prompt", form, f"{form.block([TWO])}{ending}{form.block([ONE])}", [ONE],
                reasoning=form.block([TWO]).strip())  # fmt: skip
+
+    yield from _mentioned(form, opening.strip(), ending.strip())
+
+
+def _mentioned(form: Form, opening: str, ending: str) -> Iterator[Case]:
+    """Tags of thinking that stand in text."""
+    one, two = form.block([ONE]), form.block([TWO])
+    says = f"I wrote `{opening}` into it."
+    yield Case("a thinking tag in prose", form, form.before.format(says) + one, [ONE], content=says)
+    yield Case("a thinking tag in prose after thinking", form, form.think.format("hm") + form.before.format(says) + one,
+               [ONE], content=says, reasoning="hm")  # fmt: skip
+    says = f"It writes {opening} and {ending} around it."
+    yield Case("both thinking tags in prose", form, form.before.format(says) + one, [ONE], content=says)
+    yield Case("both thinking tags in prose after a call", form, one + form.after.format(says), [ONE], content=says)
+    says = f"See.\n{opening} is a tag."
+    yield Case("a thinking tag that begins a line", form, form.before.format(says) + one, [ONE], content=says)
+    yield Case("thinking after text", form, f"See.\n{opening}maybe {two}{ending}{one}", [ONE], content="See.",
+               reasoning=f"maybe {two}".strip())  # fmt: skip
+    yield Case("thinking between calls", form, f"{one}\n{form.think.format('hm')}{two}", [ONE, TWO], reasoning="hm")
+    first, then = f"First {opening} is it.", f"Then {ending} is it."
+    yield Case("a call between thinking tags in prose", form, f"{first}\n{one}\n{then}\n{two}", [TWO], 1,
+               content=f"{first}…{then}", reason=Reason.MALFORMED_MARKUP)  # fmt: skip
+    yield Case("an end of thinking in prose", form, f"{one}\nThe tag {ending} ends it.\n{two}", [ONE, TWO],
+               content=f"The tag {ending} ends it.", thinking=False)  # fmt: skip
+    yield Case("thinking that is known to have begun", form, f"hm {two}{ending}{one}", [ONE],
+               reasoning=f"hm {two}".strip(), thinking=True)  # fmt: skip
 
 
 def _truncated(form: Form) -> Iterator[Case]:

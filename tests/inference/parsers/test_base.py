@@ -108,6 +108,21 @@ def test_thinking_that_began_in_the_prompt() -> None:
     assert stream.feed(f"maybe {ONE}") == [ReasoningDelta(f"maybe {ONE}")]
 
 
+def test_a_stream_waits_where_a_tag_of_thinking_stands_amid_text() -> None:
+    parser = get_parser("hermes")
+    for text, told in (
+        (f"I wrote `<think>` first. {ONE} So", [TextDelta, Call, TextDelta]),
+        (f"I wrote `<think>` first. {ONE} Then `</think>`.", [TextDelta, BrokenCall, TextDelta]),
+        (f"I see.\n<think>maybe {ONE}</think>{ONE}", [ReasoningDelta, Call]),
+    ):
+        stream = parser.stream()
+        assert stream.feed(text[:20]) == [TextDelta(text[: text.index("<think>")])]
+        first = stream.feed(text[20:])
+        parsed = stream.end()
+        assert [type(event) for event in [*first, *stream.news()]] == told
+        assert parsed == parser.parse(text)
+
+
 def test_a_call_without_its_end_counts_unless_the_output_was_cut() -> None:
     parser, text = get_parser("hermes"), ONE.removesuffix("</tool_call>")
     assert len(parser.parse(text).calls) == 1
@@ -124,7 +139,7 @@ def test_rendering_refuses_what_would_be_read_differently() -> None:
     with pytest.raises(Unwritable):
         get_parser("glm45").render([Call.of("unknown", {"n": 1})])
     with pytest.raises(Unwritable):
-        get_parser("hermes").render([], "I mean <think>")
+        get_parser("hermes").render([], "<think> I mean")
     assert get_parser("hermes").render([], "Hello.") == "Hello."
 
 

@@ -41,7 +41,7 @@ def test_every_case_is_read_as_it_was_meant(form: Form) -> None:
     parser = get_parser(form.format)
     wrong = []
     for case in cases(form):
-        why = unlike(case, parser.parse(case.text, tools=TOOLS, cut=case.cut))
+        why = unlike(case, parser.parse(case.text, tools=TOOLS, cut=case.cut, thinking=case.thinking))
         if why is not None:
             wrong.append((case, why))
     assert not wrong, report(wrong)
@@ -54,10 +54,12 @@ def test_a_stream_gives_what_the_whole_text_gives(form: Form) -> None:
         if len(case.text) > 5000:
             continue
         size = rng.choice([1, 2, 3, 7, 40])
-        stream = parser.stream(tools=TOOLS)
+        stream = parser.stream(tools=TOOLS, thinking=case.thinking)
         for start in range(0, len(case.text), size):
             stream.feed(case.text[start : start + size])
-        assert stream.end(case.cut) == parser.parse(case.text, tools=TOOLS, cut=case.cut), case.id
+        assert stream.end(case.cut) == parser.parse(case.text, tools=TOOLS, cut=case.cut, thinking=case.thinking), (
+            case.id
+        )
 
 
 def test_there_are_more_than_a_thousand_cases_and_none_for_no_format() -> None:

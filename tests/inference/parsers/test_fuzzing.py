@@ -68,7 +68,9 @@ nasty = st.sampled_from(
 )
 words = st.lists(nasty | st.text(characters, max_size=4), max_size=12).map("".join)
 prose = st.lists(
-    st.sampled_from(["so", "I", "see", "now,", "well.", "é", "{x}", "a < b", "\n"]), min_size=1, max_size=6
+    st.sampled_from(["so", "I", "see", "now,", "well.", "é", "{x}", "a < b", "\n", "`<think>`", "`[THINK]`"]),
+    min_size=1,
+    max_size=6,
 )
 names = st.sampled_from(["search", "write_file", "run", "noop", "unknown_tool"])
 
@@ -118,8 +120,8 @@ def confusable(form: Form, wanted: list[Wanted]) -> bool:
     )
 
 
-def stream(parser: Parser, text: str, rng: random.Random, cut: bool) -> Parsed:
-    reading = parser.stream(tools=TOOLS)
+def stream(parser: Parser, text: str, rng: random.Random, cut: bool, thinking: bool | None = None) -> Parsed:
+    reading = parser.stream(tools=TOOLS, thinking=thinking)
     start = 0
     while start < len(text):
         size = rng.choice([1, 1, 2, 3, 5, 8, 30])
@@ -205,7 +207,9 @@ def test_many_messages_lose_and_invent_no_call(form: Form) -> None:
         if not expressible(form, wanted) or confusable(form, wanted):
             continue
         count += 1
-        said = " ".join(rng.choices(["so", "I", "see", "{x}", "a < b", "\n"], k=rng.randrange(4))).strip()
+        said = " ".join(
+            rng.choices(["so", "I", "see", "{x}", "a < b", "\n", "`<think>`", "`[THINK]`"], k=rng.randrange(4))
+        ).strip()
         text = (form.before.format(said) if said else "") + (form.block(wanted) if wanted else "")
         parsed = parser.parse(text, tools=TOOLS)
         assert [(call.name, call.arguments) for call in parsed.calls] == wanted, text
@@ -314,13 +318,14 @@ def test_whatever_a_model_writes_is_read_soundly_and_alike_in_chunks(form: Form)
     @given(
         st.lists(st.sampled_from(bits) | words, max_size=30).map("".join),
         st.booleans(),
+        st.sampled_from([None, False, True]),
         st.randoms(use_true_random=False),
     )
-    def check(text: str, cut: bool, rng: random.Random) -> None:
-        parsed = parser.parse(text, tools=TOOLS, cut=cut)
+    def check(text: str, cut: bool, thinking: bool | None, rng: random.Random) -> None:
+        parsed = parser.parse(text, tools=TOOLS, cut=cut, thinking=thinking)
         sound(parsed, text)
-        assert stream(parser, text, rng, cut) == parsed
-        assert parser.parse(text, tools=TOOLS, cut=cut) == parsed
+        assert stream(parser, text, rng, cut, thinking) == parsed
+        assert parser.parse(text, tools=TOOLS, cut=cut, thinking=thinking) == parsed
 
     check()
 

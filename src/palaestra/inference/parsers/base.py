@@ -212,15 +212,18 @@ class Parser(Protocol):
     @property
     def name(self) -> str: ...
 
-    def parse(self, text: str, *, tools: Tools | None = None, cut: bool = False, thinking: bool = False) -> Parsed:
+    def parse(
+        self, text: str, *, tools: Tools | None = None, cut: bool = False, thinking: bool | None = None
+    ) -> Parsed:
         """What `text` holds. Never raises, whatever the model wrote; linear in the length of the text.
 
-        `cut`: the output ended because it ran out of room, so a call without its end is broken. `thinking`: the prompt
-        ended inside the model's thinking, so the output begins in it.
+        `cut`: the output ended because it ran out of room, so a call without its end is broken. `thinking`:
+        whether the prompt ended inside the model's thinking, so that the output begins in it. None where that is not
+        known: then an end tag of thinking that was not opened says so, and calls before it are none.
         """
         ...
 
-    def stream(self, *, tools: Tools | None = None, thinking: bool = False) -> StreamParser:
+    def stream(self, *, tools: Tools | None = None, thinking: bool | None = None) -> StreamParser:
         """The same, piece by piece."""
         ...
 

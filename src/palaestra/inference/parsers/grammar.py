@@ -1,7 +1,14 @@
 """One format as a grammar, and the driver that makes a parser of it: text, thinking, calls, in one pass.
 
 For: everything that all formats share. A grammar only says how a call begins and reads on from there. Not for any one
-format. Invariants: a stream and a whole text go through the same code, so they give the same pieces; thinking is taken
+format.
+
+Thinking begins with its tag at the beginning of the output and after thinking or calls, white space aside; there it may
+be left open, and then goes on to the end. A tag amid text is a mention of it, and text, unless it begins a line and is
+closed. A call between a mentioned tag and its end tag is broken, since nobody can say whether it was meant. An end tag
+that nothing opened ends thinking that began in the prompt, unless it is known that none did.
+
+Invariants: a stream and a whole text go through the same code, so they give the same pieces; thinking is taken
 out before calls are looked for; a grammar consumes what it has read, so no text is read more than a fixed number of
 times.
 """
@@ -10,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from palaestra.inference.parsers.base import Call, Event, Malformed, Parsed, Reason, Reasoning, Tools, Unwritable
 from palaestra.inference.parsers.page import Page
@@ -62,13 +69,15 @@ class GrammarParser:
         self.name = name
         self._grammar = grammar
 
-    def parse(self, text: str, *, tools: Tools | None = None, cut: bool = False, thinking: bool = False) -> Parsed:
+    def parse(
+        self, text: str, *, tools: Tools | None = None, cut: bool = False, thinking: bool | None = None
+    ) -> Parsed:
         """What `text` holds; see `Parser.parse`."""
         stream = self.stream(tools=tools, thinking=thinking)
         stream.take(text)
         return stream.end(cut)
 
-    def stream(self, *, tools: Tools | None = None, thinking: bool = False) -> GrammarStream:
+    def stream(self, *, tools: Tools | None = None, thinking: bool | None = None) -> GrammarStream:
         """The same, piece by piece."""
         return GrammarStream(self._grammar, tools, thinking)
 
@@ -83,16 +92,25 @@ class GrammarParser:
         return rendered
 
 
+class Mention(NamedTuple):
+    """A tag of thinking amid text, and whether a section of calls was open there."""
+
+    mark: Mark
+    begins_line: bool
+    in_section: bool
+
+
 class GrammarStream:
     """Reads one output."""
 
-    def __init__(self, grammar: Grammar, tools: Tools | None, thinking: bool) -> None:
+    def __init__(self, grammar: Grammar, tools: Tools | None, thinking: bool | None) -> None:
         self._grammar = grammar
         self._output = Output(tools, grammar.short_ids)
         self._opens = {begin: marks(end) for begin, end in grammar.thinking}
         self._ends = frozenset(end for _, end in grammar.thinking)
         self._marks = marks(*grammar.openers.literals, *self._opens, *sorted(self._ends))
-        self._thinking = thinking and bool(self._opens)
+        self._thinking = thinking if self._opens else False
+        self._mention: Mention | None = None
         self._reading = self._read()
 
     def take(self, chunk: str) -> None:
@@ -120,15 +138,19 @@ class GrammarStream:
         source, page = self._output.source, self._output.page
         position = 0
         if self._thinking:
-            position = yield from self._think(Mark("", 0, 0), next(iter(self._opens.values())))
+            position = yield from self._think(Mark("", 0, 0), marks(*sorted(self._ends)))
         while True:
             mark = yield from source.find(self._marks, position, passed=page.text_to)
             if mark is None:
                 page.text_to(source.end)
                 page.end_text()
+                self._settle()
                 return
             page.text_to(mark.start)
-            if mark.text in self._opens:
+            if mark.text in self._opens and page.speaking:
+                position = self._mentioned(mark)
+            elif mark.text in self._opens:
+                self._settle()
                 position = yield from self._think(mark, self._opens[mark.text])
             elif mark.text in self._ends:
                 position = self._stray_end(mark)
@@ -150,10 +172,33 @@ class GrammarStream:
         page.end_reasoning(mark.start, end.end)
         return end.end
 
+    def _mentioned(self, mark: Mark) -> int:
+        """A tag amid text. What follows waits: where an end tag comes, it may have been thinking."""
+        output = self._output
+        begins_line = output.source.read(mark.start - 1, mark.start) == "\n"
+        self._settle()
+        self._mention = Mention(mark, begins_line, output.in_section)
+        output.page.hold()
+        return mark.end
+
+    def _settle(self) -> None:
+        """No end tag came, so a tag amid text was only mentioned."""
+        self._mention = None
+        self._output.page.release()
+
     def _stray_end(self, mark: Mark) -> int:
-        """The end of thinking that began in the prompt. After other thinking it is text."""
-        page = self._output.page
-        if not any(isinstance(piece, Reasoning) for piece in page.pieces):
+        """The end of a tag amid text, or of thinking that began in the prompt. After other thinking it is text."""
+        page, mention = self._output.page, self._mention
+        self._mention = None
+        if mention is not None and mark.text in self._opens[mention.mark.text].literals:
+            if mention.begins_line:
+                page.turn_to_thinking(mention.mark, mark)
+                self._output.in_section = mention.in_section
+            else:
+                page.refuse_held(Malformed(Reason.MALFORMED_MARKUP, "it stands between thinking tags amid text"))
+            return mark.end
+        page.release()
+        if self._thinking is None and not any(isinstance(piece, Reasoning) for piece in page.pieces):
             page.take_back(mark.start, mark.end)
         return mark.end
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from itertools import groupby
+from typing import NamedTuple, TypeVar
 
 from palaestra.core.types import JSON
 from palaestra.inference.parsers.base import (
@@ -23,9 +24,18 @@ from palaestra.inference.parsers.base import (
     Text,
     TextDelta,
 )
-from palaestra.inference.parsers.source import Source
+from palaestra.inference.parsers.source import Mark, Source
+
+Found = TypeVar("Found", Piece, Event)
 
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+class Hold(NamedTuple):
+    """How many pieces and events are settled."""
+
+    pieces: int
+    events: int
 
 
 class Page:
@@ -39,6 +49,7 @@ class Page:
         self._events: list[Event] = []
         self._open: list[str] = []
         self._held = ""
+        self._hold: Hold | None = None
         self._number = 0
 
     def text_to(self, end: int) -> None:
@@ -94,15 +105,60 @@ class Page:
         self.written = end
         self._tell(TakenBack(end))
 
+    @property
+    def speaking(self) -> bool:
+        """Whether text, not white space alone, was found after the last piece."""
+        return bool(self._open)
+
+    def hold(self) -> None:
+        """What is found from here on, amid text, may turn out to be something else: it is not told yet."""
+        self._hold = Hold(len(self.pieces), len(self._events))
+
+    def release(self) -> None:
+        """What was held is what it seemed."""
+        self._hold = None
+
+    def refuse_held(self, problem: Malformed) -> None:
+        """The calls that were held must not run."""
+        if self._hold is None:
+            return
+        pieces, events = self._hold
+        self.pieces[pieces:] = [self._refused(piece, problem) for piece in self.pieces[pieces:]]
+        self._events[events:] = [self._refused(event, problem) for event in self._events[events:]]
+        self._hold = None
+
+    def _refused(self, found: Found, problem: Malformed) -> Found | BrokenCall:
+        if not isinstance(found, Call):
+            return found
+        text = self._source.read(found.start, found.end)
+        return BrokenCall(found.id, found.name, problem.reason, problem.detail, text, found.start, found.end)
+
+    def turn_to_thinking(self, begin: Mark, end: Mark) -> None:
+        """What was held stands in thinking between these tags."""
+        self.end_text()
+        if self._hold is None:
+            return
+        pieces, events = self._hold
+        text = self.pieces[pieces]
+        self.pieces[pieces:] = [Text(self._source.read(text.start, begin.start), text.start, begin.start)]
+        del self._events[events:]
+        self._hold = None
+        self.written = begin.end
+        self.reasoning_to(end.start)
+        self.end_reasoning(begin.start, end.end)
+
     def news(self) -> list[Event]:
-        """What was found since this was last asked."""
+        """What was found since this was last asked, and is settled."""
+        settled = len(self._events) if self._hold is None else self._hold.events
+        told, self._events = self._events[:settled], self._events[settled:]
+        if self._hold is not None:
+            self._hold = self._hold._replace(events=0)
         events: list[Event] = []
-        for kind, run in groupby(self._events, type):
+        for kind, run in groupby(told, type):
             if kind is TextDelta or kind is ReasoningDelta:
                 events.append(kind("".join(event.text for event in run if isinstance(event, kind))))
             else:
                 events.extend(run)
-        self._events = []
         return events
 
     def _add(self, piece: Call | BrokenCall) -> None:
