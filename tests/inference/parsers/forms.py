@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Arguments = Mapping[str, Any]
 Wanted = tuple[str, dict[str, Any]]
+
+MARK = re.compile(r"<[^<>\n]*[a-z][^<>\n]*>|\[/?[A-Z_]+\]|```(?:json)?")
+"""What the forms write around names and values."""
 
 
 def dumps(value: Any) -> str:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from inference.parsers.corpus import BROKEN_JSON, SECTIONED, TOOLS, expressible
-from inference.parsers.forms import FORMS, Form, Wanted, dumps
+from inference.parsers.forms import FORMS, MARK, Form, Wanted, dumps
 from palaestra.inference.parsers import Call, Parsed, Parser, Reasoning, Text, Unwritable, get_parser
 
 FEW = settings(
@@ -235,9 +235,6 @@ def test_a_broken_call_costs_only_itself(form: Form) -> None:
         assert not parsed.texts
 
     check()
-
-
-MARK = re.compile(r"<[^<>\n]*[a-z][^<>\n]*>|\[/?[A-Z_]+\]|```(?:json)?")
 
 
 def spoilt(form: Form, call: Wanted, index: int, rng: random.Random) -> str:

@@ -13,7 +13,7 @@ from types import FrameType
 import pytest
 
 from inference.parsers.corpus import TOOLS
-from inference.parsers.forms import FORMS, Form
+from inference.parsers.forms import FORMS, MARK, Form
 from palaestra.inference.parsers import get_parser
 from palaestra.inference.parsers.json_text import scan_brackets, scan_value
 from palaestra.inference.parsers.python_text import scan_parentheses
@@ -60,6 +60,11 @@ HOSTILE = [
     '<minimax:tool_call><invoke name="a"><parameter name="k">',
     '<|channel|>commentary to=functions.f<|message|>{"',
     "<|start|>assistant",
+    "<|channel|>",
+    "<|start|>assistant<|channel|>",
+    "<|channel|>commentary to=functions.f",
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n",
     '<|tool_call|>[{"',
     "<|tool_call|>[{'",
     " \n",
@@ -69,7 +74,13 @@ HOSTILE = [
 ]
 
 
-SEARCHES = {Source.find.__code__, scan_value.__code__, scan_brackets.__code__, scan_parentheses.__code__}
+SEARCHES = {
+    Source.find.__code__,
+    Source.skip.__code__,
+    scan_value.__code__,
+    scan_brackets.__code__,
+    scan_parentheses.__code__,
+}
 
 
 class Work:
@@ -81,6 +92,8 @@ class Work:
     def __call__(self, frame: FrameType, event: str, result: object) -> None:
         if event == "call" and "parsers" in frame.f_code.co_filename:
             self.done += 1
+        elif event == "return" and frame.f_code is Source.read.__code__:
+            self.done += len(str(result)) // 32
         elif event == "return" and frame.f_code in SEARCHES:
             seen = frame.f_locals
             end = result if isinstance(result, int) else getattr(result, "end", None)
@@ -110,6 +123,21 @@ def test_hostile_outputs_cost_no_more_than_their_length(form: Form) -> None:
             few = work(lambda text=small: parser.parse(text, tools=TOOLS))
             many = work(lambda text=large: parser.parse(text, tools=TOOLS))
             assert many < 13 * few + 500, (unit, start)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.id)
+def test_any_marks_repeated_cost_no_more_than_their_length(form: Form) -> None:
+    """Every mark of the form alone, after every other, and what comes before its arguments: over and over again."""
+    parser = get_parser(form.format)
+    block = form.block([("f", {"a": "§"})])
+    marks = sorted({*MARK.findall(block), *form.tags, "<think>"})
+    parts = [block.partition("§")[0], *(block[: found.end()] for found in MARK.finditer(block))]
+    for unit in [*marks, *(one + other for one in marks for other in marks), *parts]:
+        for repeated in (unit, f"x {unit}"):
+            small, large = (repeated * (size // len(repeated)) for size in (SMALL, LARGE))
+            few = work(lambda text=small: parser.parse(text, tools=TOOLS))
+            many = work(lambda text=large: parser.parse(text, tools=TOOLS))
+            assert many < 13 * few + 500, repeated
 
 
 @pytest.mark.parametrize("form", {form.format: form for form in FORMS}.values(), ids=lambda form: form.format)

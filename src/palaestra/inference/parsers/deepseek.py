@@ -21,7 +21,7 @@ from palaestra.inference.parsers.sections import Header, Sections, head
 from palaestra.inference.parsers.source import Mark, Markers, Reading, Source
 
 _BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-_NAME = re.compile(r"[^\r\n]*")
+_NAME = re.compile(r"[^\r\n<]*")
 
 
 class DeepSeekV31(Sections):

@@ -24,7 +24,7 @@ from palaestra.inference.parsers.source import Mark, Markers, Reading
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _TAGS = Tags(_START, ("<|call|>",))
-_HEADER = Markers(_MESSAGE, _START, *_ENDS)
+_HEADER = Markers(_MESSAGE, _START, _CHANNEL, *_ENDS)
 _BODY = Markers(_START, _CHANNEL, *_ENDS)
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
@@ -42,6 +42,8 @@ class GptOss(Grammar):
         if mark.text in _ENDS:
             return mark.end
         end = yield from source.find(_HEADER, mark.end)
+        if end is not None and end.text == _CHANNEL and mark.text == _START:
+            end = yield from source.find(_HEADER, end.end)
         if end is None or end.text != _MESSAGE:
             return (yield from self._no_message(output, mark, source.end if end is None else end.start))
         header = source.read(mark.start, end.start)

@@ -118,8 +118,9 @@ class Source:
                     passed(position)
                 yield
 
-    def skip(self, position: int, run: re.Pattern[str] = _SPACE) -> Reading[int]:
-        """Where a run of characters (white space, if nothing else is said) that begins at `position` ends."""
+    def skip(self, start: int, run: re.Pattern[str] = _SPACE) -> Reading[int]:
+        """Where a run of characters (white space, if nothing else is said) that begins at `start` ends."""
+        position = start
         while True:
             block, offset = self._look(position, min(1, self.end - position))
             found = run.match(block, offset)
