@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from recorded import rollout
+from toy import Sums, services, sum_task
 
-from palaestra.core.types import Blame, Outcome, Prices
+from palaestra.core.types import JSON, Blame, Outcome, Prices, Task, ToolStep
+from palaestra.rollouts.group import Services
+from palaestra.rollouts.journal import Messages, RolloutEnded, read_journal
+from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.stops import Stops
 from palaestra.rollouts.trajectory import Beside, Group, Trajectory
 
@@ -85,6 +92,35 @@ def test_the_cost_counts_turn_by_turn_from_where_it_was() -> None:
     assert not open_gate(stops)
     assert (stops.reason, stops.exit_code, stops.spent) == ("paused", 3, pytest.approx(1.0))
     assert not open_gate(Stops(max_cost=1.0, spent=1.0)), "what an earlier part has used up stays used up"
+
+
+class Slow(Sums):
+    """Each rollout calls its tool four times, and all of a group's go on side by side."""
+
+    async def tasks(self) -> AsyncIterator[Task]:
+        yield replace(sum_task(0), solution=[ToolStep("add", {"a": 0, "b": 1})] * 4)
+
+
+def test_a_cost_that_is_reached_ends_each_rollout_after_its_turn_and_all_of_them_go_on(tmp_path: Path) -> None:
+    stops = Stops(max_cost=10.0, prices=Prices(prompt=0.0, completion=1e6))
+
+    def run(stops: Stops, **more: JSON) -> Services:
+        async def main() -> Services:
+            shared = replace(services(tmp_path, group_size=8), observer=stops, stops=stops, **more)
+            await Runner(Slow(), shared).run()
+            shared.journal.close()
+            return shared
+
+        return asyncio.run(main())
+
+    run(stops)
+    taken = [event for event in read_journal(tmp_path / "journal.jsonl") if isinstance(event, Messages) and event.turn]
+    each = taken[0].tokens[1]
+    assert 10.0 <= stops.spent < 10.0 + 8 * each, "at most the turn that each was in"
+    first = [event.trajectory for event in read_journal(tmp_path / "journal.jsonl") if isinstance(event, RolloutEnded)]
+    assert {(one.outcome, one.blame, one.reward) for one in first} == {(Outcome.CANCELLED, Blame.RUN, None)}
+    assert all("cut off between two turns" in one.error or "before it began" in one.error for one in first)
+    assert sum(one.completion_tokens for one in first) == stops.spent
 
 
 def test_somebody_who_wants_it_to_end_overrides() -> None:

@@ -239,6 +239,7 @@ class Batch:
             world=self.world,
             tracing=self.tracing,
             timings=self._timings(),
+            stops=self.stops,
             finished=self.output.finished.rollouts if self.output.finished is not None else {},
             cut_off=self.output.finished.cut_off if self.output.finished is not None else {},
         )

@@ -135,9 +135,13 @@ class Output:
 
         The journal is gone through a group at a time, so that a long run's end takes no more memory than its middle.
         """
-        self.journal.append(RunEnded(at=time.time(), reason=reason))
-        self.groups.close()
-        self.journal.close()
+        try:
+            self.journal.append(RunEnded(at=time.time(), reason=reason))
+        finally:
+            try:
+                self.groups.close()
+            finally:
+                self.journal.close()
         recording = Recording(self.folder.journal)
         figures = summarise(recording) | self.own
         meta = {

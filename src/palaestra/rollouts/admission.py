@@ -23,8 +23,12 @@ class AdmittedSlots:
         self._places = asyncio.Semaphore(capacity)
 
     async def admit(self) -> None:
-        """Wait for a place. Whoever was admitted calls `lease`, once."""
+        """Wait for a place. Whoever was admitted calls `lease`, or `give_up`, once."""
         await self._places.acquire()
+
+    def give_up(self) -> None:
+        """Want no slot after all; the place is free again."""
+        self._places.release()
 
     async def lease(self, trajectory_id: str, *, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
         """The slot of a caller that has been admitted. Without one the place is free again."""

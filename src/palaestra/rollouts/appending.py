@@ -64,9 +64,13 @@ class AppendedFile:
                 self._committed = covered
 
     def close(self) -> None:
-        """Flush and close. Idempotent."""
-        if self.fd >= 0:
-            self._disk.shutdown()
-            os.fsync(self.fd)
-            os.close(self.fd)
-            self.fd = -1
+        """Flush and close. Idempotent. Raises `DiskError`."""
+        if self.fd < 0:
+            return
+        self._disk.shutdown()
+        fd, self.fd = self.fd, -1
+        try:
+            with writing(self.path):
+                os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -20,6 +20,7 @@ from palaestra.core.types import Blame, Outcome, Score
 from palaestra.rollouts.base import Environment, Phase, Projection
 from palaestra.rollouts.grading import Grading
 from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.stops import CutShort
 from palaestra.rollouts.trajectory import (
     Beside,
     InnerCallRecord,
@@ -63,6 +64,8 @@ class Attempt:
             grading = Grading(self.rollout, self.env.slot_spec(self.rollout.task, Phase.GRADE))
             async with self.rollout.at.watched():
                 await self._play(grading)
+        except CutShort as error:  # as if it had been cancelled
+            self.error = str(error)
         except InfraError as error:
             self._failed(error, error.blame)
         except TaskError as error:
@@ -73,6 +76,7 @@ class Attempt:
 
     async def _play(self, grading: Grading) -> None:
         rollout = self.rollout
+        rollout.check_begin()
         with rollout.stage("setup"):
             await blaming(PrepareError, self.env.begin(rollout), f"setting up {rollout.rollout_id}")
         with rollout.stage("agent", shown="model"):

@@ -31,6 +31,7 @@ from palaestra.rollouts.recall import Recall
 from palaestra.rollouts.resume import CutOff
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.stages import IDLE_LIMITS, Stages
+from palaestra.rollouts.stops import Stops
 from palaestra.rollouts.tracing.base import NO_TRACING, Tracing
 from palaestra.rollouts.trajectory import Group, Trajectory
 from palaestra.rollouts.turns import Turns
@@ -72,6 +73,7 @@ class Services:
     reported: set[str] = field(default_factory=set)
     tracing: Tracing = NO_TRACING
     timings: Mapping[str, float] = field(default_factory=dict)
+    stops: Stops = field(default_factory=Stops)
 
     def report_missing(self, missing: Mapping[str, str]) -> None:
         """Say once per run which tools were asked for and are not here."""
@@ -308,6 +310,7 @@ class GroupRun:
             tracing=self.services.tracing,
             world=self.services.world.rollout(rollout_id, lambda: recall is not None and not recall.caught_up),
             recall=recall,
+            stops=self.services.stops,
         )
 
 

@@ -25,6 +25,7 @@ from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.base import AgentSettings, Kit
 from palaestra.rollouts.recall import Anew, Recall
 from palaestra.rollouts.stages import Stages, Tell
+from palaestra.rollouts.stops import CutShort, Stops
 from palaestra.rollouts.tracing.base import NO_TRACING, Tracing
 from palaestra.rollouts.world.rollout import RolloutWorld
 from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot, View
@@ -78,6 +79,7 @@ class Rollout:
         world: RolloutWorld | None = None,
         tracing: Tracing = NO_TRACING,
         recall: Recall | None = None,
+        stops: Stops | None = None,
     ) -> None:
         self.recall = recall
         self.charge: Callable[[float], None] | None = None
@@ -102,6 +104,8 @@ class Rollout:
         self._subagents = itertools.count(1)
         self._seeded = seeded
         self._on_turn = on_turn
+        self._stops = stops or Stops()
+        self._begun = False
         self._asked: ChatServer = self.server
         self._kept_turns = 0
         self._slot: Slot | None = None
@@ -154,6 +158,11 @@ class Rollout:
         """A slot for this rollout, its own or the one that grades it. Waiting and forking are timed apart."""
         with self.stage("admit"):
             await self.slots.admit()
+        try:
+            self.check_begin()
+        except CutShort:
+            self.slots.give_up()
+            raise
         with self.stage("acquire"):
             return await self.slots.lease(name, spec=spec, snapshot=snapshot)
 
@@ -307,9 +316,18 @@ class Rollout:
             self.charge(recall.seconds)
         self._tell(taken)
 
+    def check_begin(self) -> None:
+        """Raises `CutShort` where the rollout has said nothing yet, and its run begins nothing any more."""
+        if not self._begun:
+            self._stops.check(begun=False)
+
     def _tell(self, taken: TakenTurn) -> None:
+        """Raises `CutShort` after a turn that another would follow, where that may not be."""
+        self._begun = self._begun or taken.turn.number > 0
         if self._on_turn is not None:
             self._on_turn(self, taken)
+        if taken.messages and taken.messages[-1].get("role") == "tool":
+            self._stops.check(begun=True)
 
     def _new_tokens(self) -> list[SampledTurn]:
         """What was sampled since this was last asked, where the server keeps a ledger."""

@@ -1,8 +1,9 @@
 """What ends a run before its last task without losing anything: too many rollouts that the world broke, a cost that is
 reached, or somebody who asks for it.
 
-Not for single rollouts (`stages` ends those). Invariant: a stop only closes the gate for new groups; what is in flight
-finishes, unless whoever drains the run has no more patience, and the run can be gone on with.
+Not for single rollouts (`stages` ends those). Invariant: a stop closes the gate for new groups, and for rollouts that
+have not begun; what is in flight finishes, unless whoever drains the run has no more patience, or every further turn
+would cost more than was allowed. The run can be gone on with.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ class RunStopped(PalaestraError):
     """An evaluation was stopped before it had all its rollouts, so that its figures would be of a part."""
 
     exit_code = TOO_MANY_FAILURES
+
+
+class CutShort(PalaestraError):
+    """A rollout may not begin, or not go on, because its run ends. Going on with the run goes on with the rollout."""
 
 
 class Stops(NullObserver):
@@ -68,6 +73,13 @@ class Stops(NullObserver):
         self._look_at_cost()
         return not self.reason
 
+    def check(self, *, begun: bool) -> None:
+        """Raises `CutShort` for a rollout that may not begin or, where it has `begun`, not go on."""
+        if self.reason and not begun:
+            raise CutShort(f"the run was {self.reason} before it began: {self.message}")
+        if begun and self._max_cost is not None and self.spent >= self._max_cost:
+            raise CutShort(f"cut off between two turns: {self.message}")
+
     def turn(self, rollout_id: str, prompt_tokens: int, completion_tokens: int) -> None:
         if self._prices is not None:
             self.spent += self._prices.cost(prompt_tokens, completion_tokens)
@@ -102,12 +114,18 @@ class Stops(NullObserver):
                 EngineUnavailable.exit_code if only_engine else TOO_MANY_FAILURES,
             )
 
+    @property
+    def _in_flight(self) -> str:
+        if self._max_cost is not None and self.spent >= self._max_cost:
+            return "what is in flight ends after its turn"
+        return "what is in flight finishes"
+
     def _stop(self, reason: str, message: str, exit_code: int = TOO_MANY_FAILURES) -> None:
         """The first reason counts; that somebody wants to go home overrides it."""
         if self.reason and exit_code != INTERRUPTED:
             return
         self.reason, self.message, self.exit_code = reason, message, exit_code
-        self._note(f"{reason}: {message}. Nothing new begins; what is in flight finishes")
+        self._note(f"{reason}: {message}. Nothing new begins; {self._in_flight}")
 
 
 def _broke(trajectory: Trajectory) -> Blame | None:
