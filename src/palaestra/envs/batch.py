@@ -76,17 +76,17 @@ async def recorded(batch: Batch, stream: TextIO) -> Totals:
         reason = INTERRUPTED_BY
         raise
     finally:
-        figures = None
+        figures: dict[str, float] = {}
         try:
             figures = batch.output.close(reason)
         finally:
-            if figures is None or reason == "failed":
-                stream.write(f"the run is not at its end; go on with --resume {batch.output.folder.path}\n")
-        _say_where(batch.output, figures, reason, stream)
-        if stops.reason:
-            stream.write(f"{stops.reason}: {stops.message}; go on with --resume {batch.output.folder.path}\n")
-        batch.reporting.tell(say_on(stream))
-        await batch.reporting.finish(batch.environment, figures)
+            if figures:
+                _say_where(batch.output, figures, reason, stream)
+            if stops.reason or reason == "failed" or not figures:
+                why = f"{stops.reason}: {stops.message}" if stops.reason else "the run is not at its end"
+                stream.write(f"{why}; go on with --resume {batch.output.folder.path}\n")
+            batch.reporting.tell(say_on(stream))
+            await batch.reporting.finish(batch.environment, figures)
 
 
 def say_on(stream: TextIO) -> Callable[[str], None]:
