@@ -49,6 +49,10 @@ class Grading:
                 self._made.append(self._sealed)
         return self._sealed
 
+    def settle(self) -> None:
+        """What had to be looked at live has been: the agent's slot may end, and the rest is checked sealed."""
+        self.live = False
+
     async def changes(self) -> Sequence[Change]:
         """What the agent changed, from the sealed layer."""
         sealed = await self.seal()

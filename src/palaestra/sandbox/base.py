@@ -377,6 +377,20 @@ class Slot(Protocol):
         """Remove a file or a whole directory. Nothing there is not an error."""
         ...
 
+    async def arguments(self, pid: int) -> Sequence[str] | None:
+        """The arguments of a process by the number that the slot gives it, as the kernel says; None where none lives.
+
+        No program or file of the slot has a part in this, nor in `ask`.
+        """
+        ...
+
+    async def ask(self, port: int, request: bytes, *, timeout_s: float = 10.0, max_bytes: int = 1 << 20) -> bytes:
+        """What a service at 127.0.0.1 in the slot answers to these bytes until it closes the connection.
+
+        OSError where nobody listens, or the answer has no end in time; what is longer than `max_bytes` is cut off.
+        """
+        ...
+
     async def changes(self) -> list[Change]:
         """What differs from the snapshot (or image) this slot started from. Cost grows with the change alone."""
         ...

@@ -219,6 +219,18 @@ class LocalSlot(TextFiles):
         reply = await self.server.call("freeze", self.lease())
         return int(reply.fields["processes"])
 
+    async def arguments(self, pid: int) -> list[str] | None:
+        """The arguments of a process of the slot, as the kernel says; see `Slot.arguments`."""
+        reply = await self.server.call("arguments", {**self.lease(), "pid": pid})
+        found: list[str] | None = reply.fields["arguments"]
+        return found
+
+    async def ask(self, port: int, request: bytes, *, timeout_s: float = 10.0, max_bytes: int = 1 << 20) -> bytes:
+        """What a service of the slot answers; see `Slot.ask`."""
+        require(0 < port < 1 << 16, "a port is a number from 1 to 65535")
+        fields = {**self.lease(), "port": port, "timeout_s": timeout_s, "max_bytes": max_bytes}
+        return (await self.server.call("ask", fields, request)).data
+
     async def changes(self) -> list[Change]:
         """What differs from where this slot started, as seen while looking: commands may be running."""
         reply = await self.server.call("changes", self.lease())

@@ -33,7 +33,10 @@ d.execute("insert into t values (1, 2), (3, null)"); d.commit()'
 git init -q -b main repo; cd repo; echo 1 > f; git add f; git -c user.name=n -c user.email=e commit -qm first
 git config core.fsmonitor 'touch /workspace/owned; false'; cd ..
 echo 'echo noise >&2; read x; echo "$1$x"; exit "${2:-0}"' > p.sh; echo 'while True: pass' > loop.py
-sleep 1000 & echo $! > pid
+sleep 1000 & echo $! > pid; echo 987654 > no-pid; echo -5 > bad-pid
+mkdir site; echo page > site/p.txt
+python3 -m http.server 23457 --bind 127.0.0.1 --directory site >/dev/null 2>&1 &
+until python3 -c 'import socket; socket.create_connection(("127.0.0.1", 23457))' 2>/dev/null; do sleep 0.05; done
 """
 
 HOLDS: list[Check] = [
@@ -63,6 +66,7 @@ HOLDS: list[Check] = [
     Git("repo", ["status", "--porcelain"], ""),
     Runs("p.sh", ["bash"], [Case("ab", ["a"], "b\n"), Case("", ["a", "3"], exit_code=3)]),
     Running("pid", "1000"),
+    Serves("/p.txt", 23_457, "page\n"),
     Absent("owned"),
 ]
 
@@ -111,6 +115,11 @@ FAULTS: list[Check] = [
     Runs("nothing", ["bash"], [Case("")]),
     Running("pid", "other"),
     Running("text", "one"),
+    Running("no-pid", "1000"),
+    Running("bad-pid", "1000"),
+    Running("nothing", "1000"),
+    Serves("/p.txt", 23_457, "other"),
+    Serves("/nothing", 23_457, ""),
     Serves("/page", 23_456, "text"),
 ]
 
@@ -194,7 +203,7 @@ def test_a_slot_that_lies_is_a_fault_and_one_that_is_broken_is_none(in_pool) -> 
         async def execute(self, command: list[str], **how: object) -> ExecutionResult:
             return ExecutionResult(True, verdict=b"true")
 
-    lied = [Link("link", "tree"), Files("tree", {}), Query("d.db", "select 1", [[1]]), Serves("/", 80, "true")]
+    lied = [Link("link", "tree"), Files("tree", {}), Query("d.db", "select 1", [[1]])]
     assert all(asyncio.run(faults(lied, Lying())))  # type: ignore[arg-type]
 
     class Lost:

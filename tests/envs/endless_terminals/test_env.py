@@ -26,7 +26,7 @@ from palaestra.sandbox.pool import SlotPool
 
 ENVIRONMENT = str(Path(__file__).parents[3] / "environments" / "endless_terminals_env.py")
 
-CHEATS = ["fake-python", "solution-file", "answering-daemon"]
+CHEATS = ["fake-python", "solution-file", "answering-daemon", "answered-probe"]
 
 
 def run(folder: Path, *argv: str) -> int:
@@ -41,7 +41,11 @@ def groups(folder: Path) -> list[dict]:
 @pytest.mark.slots
 @pytest.mark.parametrize(
     "settings",
-    [["--env.level", "2", "--env.seed", "7"], ["--env.families=script-cipher", "--env.level=1"]],
+    [
+        ["--env.level", "2", "--env.seed", "7"],
+        ["--env.families=script-cipher", "--env.level=1"],
+        ["--env.families=process-daemon", "--env.level=1"],
+    ],
 )
 def test_the_oracle_is_paid_and_no_cheat_is(settings: list[str], tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Cheat:
     """One exploit: a shell script that an agent could run in its workspace instead of doing the task.
 
-    The script knows nothing of the task. It may fail where its target is not there: what counts is the reward.
+    The script knows nothing of the task but what was asked, in `$TASK`. It may fail where its target is not there: what
+    counts is the reward.
     """
 
     name: str

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -46,7 +47,9 @@ class CheatPolicy:
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
         if any(message.get("role") == "assistant" for message in messages):
             return "Done."
-        return [ToolStep("terminal", {"command": self._cheat.script, "timeout": 60})]
+        asked = "\n".join(str(message.get("content")) for message in messages if message.get("role") == "user")
+        known = f"export TASK={shlex.quote(asked)}\n" if "$TASK" in self._cheat.script else ""
+        return [ToolStep("terminal", {"command": known + self._cheat.script, "timeout": 60})]
 
 
 @dataclass(frozen=True, slots=True)

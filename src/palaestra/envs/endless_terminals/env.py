@@ -21,7 +21,7 @@ from palaestra.core.types import JSON, Score, Task
 from palaestra.envs.base_env import Item
 from palaestra.envs.contract import ContractEnvironment
 from palaestra.envs.endless_terminals import folder_grading
-from palaestra.envs.endless_terminals.checks.index import faults, first_fault
+from palaestra.envs.endless_terminals.checks.index import faults, first_fault, live_faults
 from palaestra.envs.endless_terminals.compose import Choice, generate
 from palaestra.envs.endless_terminals.folder_grading import HOME
 from palaestra.envs.endless_terminals.folders import FolderTask, read_folder
@@ -186,8 +186,14 @@ class EndlessEnvironment(ContractEnvironment):
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         task = rollout.task.data
         if isinstance(task, TerminalTask):
-            slot = await grading.slot(None if grading.live else GRADED)
-            return _score(task, await faults(task.final, slot))
+            if not grading.live:
+                return _score(task, await faults(task.final, await grading.slot(GRADED)))
+
+            async def sealed() -> Slot:
+                grading.settle()
+                return await grading.slot(GRADED)
+
+            return _score(task, await live_faults(task.final, await grading.slot(), sealed))
         known, timeout_s = self._prepared[rollout.task.id], self.settings.test_timeout_s
         slot = await grading.slot(folder_grading.GRADED)
         return await folder_grading.score_folder(task.item, known.names, slot, known.toolchain, timeout_s)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from palaestra.core.errors import TaskError
-from palaestra.envs.endless_terminals.checks.index import first_fault
+from palaestra.envs.endless_terminals.checks.index import first_fault, live_faults
 from palaestra.envs.endless_terminals.tasks import TerminalTask
 from palaestra.sandbox.base import WORKSPACE, Slot, SlotSource, SlotSpec, Snapshot, View
 
@@ -89,12 +89,15 @@ async def _oracle(task: TerminalTask, slots: SlotSource, snapshot: Snapshot) -> 
     async with AsyncExitStack() as stack:
         slot = await _leased(stack, slots, task, snapshot)
         await _run(slot, task, task.solution, "its solution fails")
-        if not task.live:
-            sealed = await slots.seal(slot, GRADED)
-            stack.push_async_callback(slots.forget, sealed)
-            slot = await _leased(stack, slots, task, sealed)
-        if wrong := await first_fault(task.final, slot):
-            raise TaskError(f"{task.id}: its solution is not paid: {wrong}")
+
+        async def sealed() -> Slot:
+            snapshot = await slots.seal(slot, GRADED)
+            stack.push_async_callback(slots.forget, snapshot)
+            return await _leased(stack, slots, task, snapshot)
+
+        wrong = await live_faults(task.final, slot, sealed)
+        if any(wrong):
+            raise TaskError(f"{task.id}: its solution is not paid: {next(filter(None, wrong))}")
 
 
 async def _run(slot: Slot, task: TerminalTask, script: str, problem: str) -> None:

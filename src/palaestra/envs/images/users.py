@@ -176,6 +176,12 @@ class UserSlot(TextFiles):
     async def remove(self, path: str) -> None:
         await self._do(["rm", "-rf", "--", path], path)
 
+    async def arguments(self, pid: int) -> Sequence[str] | None:
+        return await self._slot.arguments(pid)
+
+    async def ask(self, port: int, request: bytes, *, timeout_s: float = 10.0, max_bytes: int = 1 << 20) -> bytes:
+        return await self._slot.ask(port, request, timeout_s=timeout_s, max_bytes=max_bytes)
+
     async def changes(self) -> list[Change]:
         return await self._slot.changes()
 

@@ -26,7 +26,9 @@ MAX_ENTRIES = 200_000
 
 _HANDLE = os.O_PATH | os.O_DIRECTORY
 _IN_ROOT = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
-_PROC = 0x9FA0
+PROC = 0x9FA0
+"""The type of a file system of processes."""
+
 _MAX_LINKS = 40
 
 
@@ -306,7 +308,7 @@ def _not_regular(status: os.stat_result, path: str) -> OSError:
 
 
 def _refuse_proc(fd: int, path: str) -> None:
-    if syscalls.filesystem_type(fd) == _PROC:
+    if syscalls.filesystem_type(fd) == PROC:
         raise PermissionError(errno.EPERM, "files of /proc are read by a command in the slot", path)
 
 

@@ -11,7 +11,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-from . import syscalls
+from . import namespaces, syscalls
 from .allowlist import PROXY_PORT
 from .loop import Loop
 from .roots import HOST
@@ -99,16 +99,6 @@ def _become_proxy(control: socket.socket) -> None:
 
 
 def _listen_in(init: int) -> int:
-    """A listening socket in the network namespace of a process. This one is a visitor there for as long as it takes."""
-    flags = os.O_RDONLY | os.O_CLOEXEC
-    own, other = os.open("/proc/self/ns/net", flags), os.open(f"/proc/{init}/ns/net", flags)
-    try:
-        syscalls.setns(other, syscalls.CLONE_NEWNET)
-        try:
-            listener = socket.create_server(("127.0.0.1", PROXY_PORT), backlog=128)
-        finally:
-            syscalls.setns(own, syscalls.CLONE_NEWNET)
-        return listener.detach()
-    finally:
-        os.close(own)
-        os.close(other)
+    """A listening socket in the network namespace of a process."""
+    with namespaces.visiting_network(init):
+        return socket.create_server(("127.0.0.1", PROXY_PORT), backlog=128).detach()

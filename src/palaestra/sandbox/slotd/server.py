@@ -22,6 +22,7 @@ from .gates import Gates
 from .keep_requests import Books, KeepRequests
 from .keeping import Keeper
 from .link import Link
+from .looking import Looking
 from .loop import Job, Loop
 from .modes import ModeRequests
 from .orders import Kind as ReportKind
@@ -61,6 +62,7 @@ class Server:
             self._link, Books(self._keeper, self._leased, self._layer, self._register, self._on_frame)
         )
         self._gates = Gates(self.loop)
+        self._looking = Looking(self.loop, self._link, self._leased)
         self._epochs = itertools.count(1)
         self._operations: dict[str, Callable[[Frame], Job | None]] = {
             "create": self._create, "exec": self._exec, "read": self._read, "write": self._write, "stat": self._stat,
@@ -68,7 +70,7 @@ class Server:
             "remove": self._remove, "changes": self._changes, "seal": self._seal,
             "view": self._view, "layer_changes": self._layer_changes, "destroy": self._destroy,
             "forget": self._forget, "stats": self._stats, **self._modes.operations,
-            **self._keep.operations, "renew": self._renew,
+            **self._keep.operations, **self._looking.operations, "renew": self._renew,
         }  # fmt: skip
 
     def _stop(self) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from palaestra.envs.endless_terminals.checks.base import Unreadable
 from palaestra.envs.endless_terminals.checks.data import Csv, Ini, Json, JsonLines, Toml, Yaml
 from palaestra.envs.endless_terminals.checks.files import Absent, Digests, Exists, Files, Lines, Link, Modes, Text
-from palaestra.envs.endless_terminals.checks.programs import Archive, Git, Query, Running, Runs, Serves
+from palaestra.envs.endless_terminals.checks.programs import LIVE, Archive, Git, Query, Running, Runs, Serves
 from palaestra.sandbox.base import Slot
 
 Check: TypeAlias = (
@@ -38,6 +38,14 @@ Check: TypeAlias = (
 async def faults(checks: Sequence[Check], slot: Slot) -> list[str]:
     """What each check finds wrong, in order; an empty string where it holds. Raises `InfraError` for a failing slot."""
     return [await _fault(check, slot) for check in checks]
+
+
+async def live_faults(checks: Sequence[Check], slot: Slot, sealed: Callable[[], Awaitable[Slot]]) -> list[str]:
+    """The same of a task about running processes: these are looked at in the agent's slot, and then all else in the one
+    that `sealed` gives, which may end the first."""
+    seen = {number: await _fault(check, slot) for number, check in enumerate(checks) if isinstance(check, LIVE)}
+    rest = await sealed() if len(seen) < len(checks) else slot
+    return [seen[number] if number in seen else await _fault(check, rest) for number, check in enumerate(checks)]
 
 
 async def first_fault(checks: Sequence[Check], slot: Slot) -> str:

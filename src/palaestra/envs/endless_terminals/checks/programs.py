@@ -5,15 +5,19 @@ Programs of an agent run in the grading slot with inputs that it has never seen,
 
 from __future__ import annotations
 
+import re
 import reprlib
 import shlex
 
 import msgspec
 
+from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
-from palaestra.envs.endless_terminals.checks.base import TIMEOUT_S, BaseCheck, different, plain, probe
+from palaestra.envs.endless_terminals.checks.base import TIMEOUT_S, BaseCheck, different, plain, probe, read_text
 from palaestra.sandbox.base import WORKSPACE, Slot
 
+_ANSWER_S = 5.0
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _CASES = "/tmp/cases"  # noqa: S108  in the grading slot
 
 
@@ -151,20 +155,20 @@ class Serves(BaseCheck, frozen=True):
     text: str
 
     async def fault(self, slot: Slot) -> str:
-        got = await probe(slot, _SERVES, [f"http://127.0.0.1:{self.port}{self.path}"], str)
-        return "" if plain(got) == plain(self.text) else f"port {self.port}, {self.path}: {got!r:.200}"
+        request = f"GET {self.path} HTTP/1.0\r\nHost: 127.0.0.1:{self.port}\r\nConnection: close\r\n\r\n".encode()
+        try:
+            answer = await slot.ask(self.port, request, timeout_s=_ANSWER_S)
+        except OSError as error:
+            if isinstance(error, InfraError):
+                raise
+            return f"port {self.port}, {self.path}: no answer: {error.strerror or error}"
+        status, _, rest = answer.partition(b"\r\n")
+        got = rest.partition(b"\r\n\r\n")[2].decode("utf-8", "replace")
+        good = status.split()[1:2] == [b"200"] and plain(got) == plain(self.text)
+        return "" if good else f"port {self.port}, {self.path}: {status + rest!r:.200}"
 
     def made(self) -> tuple[str, ...]:
         return ()
-
-
-_SERVES = """
-import urllib.request
-try:
-    answer(urllib.request.urlopen(asked[0], timeout=5).read(1 << 16).decode("utf-8", "replace"))
-except Exception as error:
-    answer(f"no answer: {type(error).__name__}")
-"""
 
 
 class Running(BaseCheck, frozen=True):
@@ -173,16 +177,13 @@ class Running(BaseCheck, frozen=True):
     word: str
 
     async def fault(self, slot: Slot) -> str:
-        got = await probe(slot, _RUNNING, self.path, str)
-        return "" if self.word in got.split() else f"{self.path} names no such process: {got!r:.200}"
+        first = (await read_text(slot, self.path)).split()[:1]
+        found = await slot.arguments(int(first[0])) if first and _NUMBER.fullmatch(first[0]) else None
+        held = found is not None and self.word in " ".join(found).split()
+        return "" if held else f"{self.path} names no such process: {found!r:.200}"
 
 
-_RUNNING = """
-try:
-    number = int(open(asked).read().split()[0])
-    answer(open(f"/proc/{number}/cmdline").read().replace(chr(0), " "))
-except Exception as error:
-    answer(f"{type(error).__name__}")
-"""
+LIVE = (Running, Serves)
+"""What can be seen in the agent's own slot alone; seen from outside of it, since all programs there are the agent's."""
 
-__all__ = ["Archive", "Case", "Git", "Query", "Running", "Runs", "Serves"]
+__all__ = ["LIVE", "Archive", "Case", "Git", "Query", "Running", "Runs", "Serves"]
