@@ -190,6 +190,7 @@ def test_what_a_slot_was_made_from_comes_back() -> None:
             Limits(cpus=0.5),
             (Mount("/a", "/b"),),
             (("A", "b"),),
+            warm_shell=True,
         ),
     ):
         assert specs.decode(specs.encode("t", spec)) == ("t", spec)

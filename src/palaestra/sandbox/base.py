@@ -131,6 +131,8 @@ class SlotSpec:
     `image` is a root file system on the host: a directory, a tar file (`docker export`, `docker save`) or an OCI
     layout; None is the allow-list of the host's system directories.
     `env` is the whole environment of commands besides PATH, HOME, LANG, TERM, which the backend sets.
+    `warm_shell` keeps a bash waiting in the slot for the next command line, which then takes half of the time; it
+    costs memory and one of the slot's processes (see `docs/sandboxes.md`). Nothing on the rungs without namespaces.
     """
 
     image: str | None = None
@@ -138,6 +140,7 @@ class SlotSpec:
     limits: Limits = Limits()
     mounts: tuple[Mount, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
+    warm_shell: bool = False
 
 
 @dataclass(frozen=True, slots=True)

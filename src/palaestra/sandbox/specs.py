@@ -13,6 +13,7 @@ def encode(trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
     network = spec.network.value if isinstance(spec.network, Network) else list(spec.network.hosts)
     mounts = [[mount.source, mount.target] for mount in spec.mounts]
     about: dict[str, JSON] = {"trajectory_id": trajectory_id, "image": spec.image, "network": network}
+    about["warm_shell"] = spec.warm_shell
     return about | {"limits": asdict(spec.limits), "mounts": mounts, "env": [list(pair) for pair in spec.env]}
 
 
@@ -25,5 +26,6 @@ def decode(about: dict[str, JSON]) -> tuple[str, SlotSpec]:
         limits=Limits(**about["limits"]),
         mounts=tuple(Mount(*mount) for mount in about["mounts"]),
         env=tuple((name, value) for name, value in about["env"]),
+        warm_shell=about["warm_shell"],
     )
     return about["trajectory_id"], spec

@@ -238,6 +238,7 @@ class LocalBackend:
             "limits": asdict(spec.limits),
             "mounts": _mounts(spec),
             "env": environment(spec, self._bin_dir if image is None else ""),
+            "warm_shell": spec.warm_shell and self.rung >= Rung.USERNS,
         }
         if self._service is not None:
             fields["about"] = specs.encode(trajectory_id, spec)

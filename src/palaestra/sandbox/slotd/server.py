@@ -29,6 +29,7 @@ from .orders import Kind as ReportKind
 from .orders import Report, environment
 from .slots import Lease, Slot, State, start_error
 from .transfers import Conversation, Download, Upload
+from .waiting import WaitingShells
 from .workshop import CannotMake, Layer, Place, Workshop
 
 _log = logging.getLogger("slotd")
@@ -161,6 +162,8 @@ class Server:
             on_end=lambda slot: self._on_lost(frame, slot),
             environment=variables,
         )
+        if frame.fields["warm_shell"]:
+            slot.waiting = WaitingShells(slot)
         self._slots[slot.lease.name] = slot
         slot.start(made.body)
 
@@ -174,6 +177,8 @@ class Server:
                 slot.kill(then=lambda: self._clean(slot))
                 return
         self._reply(frame, {"slot": slot.lease.name, "epoch": slot.lease.epoch, "exposed": exposed})
+        if slot.waiting is not None:
+            slot.waiting.start()
 
     def _on_lost(self, frame: Frame, slot: Slot) -> None:
         """A slot died without being asked to: while it was made, or later."""

@@ -57,6 +57,18 @@ class Child(Protocol):
         ...
 
 
+class Waiting(Protocol):
+    """Shells that wait for commands; see `waiting.py`."""
+
+    def run(self, number: int, request: Request, open_spill: Callable[[], Spill] | None) -> bool:
+        """Give a command to one that waits. False where none does, or the command is not for one."""
+        ...
+
+    def start(self) -> None:
+        """Have one wait, if none does."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """Who may use the slot."""
@@ -83,6 +95,8 @@ class Slot:
     root: int = -1
     ending: Callable[[], None] | None = None
     """Set by whoever ends the slot on purpose; called instead of reporting a loss."""
+    waiting: Waiting | None = None
+    """Where shells are to wait for commands."""
 
     def __post_init__(self) -> None:
         self._pid = self._process = -1
@@ -115,6 +129,13 @@ class Slot:
 
     def execute(self, number: int, request: Request, open_spill: Callable[[], Spill] | None = None) -> None:
         """Start a command; its RESULT or ERROR is sent when it is over."""
+        if self.waiting is None:
+            self._start_command(number, request, open_spill)
+        elif not self.waiting.run(number, request, open_spill):
+            self._start_command(number, request, open_spill)
+            self.waiting.start()
+
+    def _start_command(self, number: int, request: Request, open_spill: Callable[[], Spill] | None) -> None:
         stdin = descriptors.memory_file(request.stdin) if request.stdin else -1
         output, verdict, child_verdict = pipes.pipe(), -1, -1
         fds, places = [stdin if stdin >= 0 else pipes.nothing(), output[1]], _STANDARD
@@ -133,9 +154,18 @@ class Slot:
             if stdin >= 0:
                 os.close(stdin)
         kill = functools.partial(self._kill_command, number)
-        execution = Execution(number, request, self.loop, self.link, kill, output, verdict, open_spill)
-        self._executions[number] = execution
+        self.adopt(Execution(number, request, self.loop, self.link, kill, output, verdict, open_spill))
+
+    def adopt(self, execution: Execution) -> None:
+        """A command has been started: listen to it until it is over."""
+        self._executions[execution.number] = execution
         execution.start()
+
+    def start_again(self, execution: Execution) -> None:
+        """Start a command anew that has not run: in a process of its own."""
+        del self._executions[execution.number]
+        execution.drop()
+        self.execute(execution.number, execution.request, execution.open_spill)
 
     def spawn(self, child: Child, spawn: Spawn, fds: list[int]) -> None:
         """Start a child; its reports go to it until it is dropped. Raises ValueError for what no system call takes."""
@@ -234,7 +264,8 @@ class Slot:
             self._channel.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", extra))])
         except OSError:
             # An init that does not take messages is as good as dead; what waits for it hears of it when it is.
-            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
         finally:
             if memory >= 0:
                 os.close(memory)
@@ -257,7 +288,7 @@ class Slot:
             return False
         report = orders.decode_report(data)
         if report.command in self._executions:
-            self._on_command(self._executions[report.command], report)
+            self.on_command(self._executions[report.command], report)
         elif report.kind is Kind.READY:
             self.root, self.state = fds[0], State.LIVE
             self.on_ready(self)
@@ -270,7 +301,8 @@ class Slot:
                 self._children[report.command].on_report(report)
         return True
 
-    def _on_command(self, execution: Execution, report: Report) -> None:
+    def on_command(self, execution: Execution, report: Report) -> None:
+        """The init's word on a command's main process, or that what was to be killed is dead."""
         if report.kind is Kind.EXIT:
             if execution.on_exit(report):
                 self._finish(execution)
@@ -282,14 +314,13 @@ class Slot:
 
     def _on_not_started(self, execution: Execution, report: Report) -> None:
         """A command line is tried once more with `sh` where there was no bash."""
-        del self._executions[execution.number]
         request = execution.request
         if request.shell == "bash" and report.value == errno.ENOENT and not report.flag and not execution.killing:
             self._has_bash = False
-            execution.drop()
-            again = request._replace(argv=["/bin/sh", *request.argv[1:]], shell="sh")  # noqa: S604
-            self.execute(execution.number, again, execution.open_spill)
+            execution.request = request._replace(argv=["/bin/sh", *request.argv[1:]], shell="sh")  # noqa: S604
+            self.start_again(execution)
         else:
+            del self._executions[execution.number]
             execution.fail(start_error(report))
 
     def _finish(self, execution: Execution) -> None:
@@ -321,12 +352,12 @@ class Slot:
         if not self._body.gone():
             self.loop.later(_GONE_EVERY_S, self._bury)
             return
-        os.close(self._process)
         if self._channel is not None:
             while self._on_message():
                 pass  # the reason, or a command's end, may still lie in the socket
             self.loop.unwatch(self._channel.fileno())
             self._channel.close()
+        os.close(self._process)
         if self.root >= 0:
             os.close(self.root)
         for fd in self._leftovers:
