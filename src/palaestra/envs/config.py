@@ -290,6 +290,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     terminal_backend: str = Field(default="local", description="The backend that `default` stands for.")
     terminal_timeout: int = Field(default=120, ge=1, description="Seconds a command may take, unless the call says.")
     allow_network: bool = Field(default=True, description="Whether the agent's commands reach the network.")
+    freeze_slots: bool = Field(default=False, description="Stop what runs in a rollout's slot while the model thinks.")
     share_setup: bool = Field(
         default=False, description="Run setup_trajectory_workspace once per group and fork, not once per rollout."
     )

@@ -42,6 +42,7 @@ def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
         prices=prices(config),
         memory=Path(config.memory_dir) if config.memory_dir else None,
         sessions=Path(config.sessions_dir) if config.sessions_dir else None,
+        freeze=config.freeze_slots,
     )
 
 

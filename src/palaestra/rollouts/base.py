@@ -43,7 +43,8 @@ class AgentSettings:
     """How the agent of a rollout is run. `max_tokens` is per reply; `tool_timeout_s` is a command's default limit.
 
     `memory` and `sessions` are folders for the tools `memory` and `session_search`. None, as rollouts that are compared
-    need it, refuses them: with a folder, what one rollout writes the next one knows.
+    need it, refuses them: with a folder, what one rollout writes the next one knows. With `freeze`, slots stand still
+    while the model thinks.
     """
 
     max_turns: int = 30
@@ -57,6 +58,7 @@ class AgentSettings:
     prices: Prices | None = None
     memory: Path | None = None
     sessions: Path | None = None
+    freeze: bool = False
 
     @property
     def beyond(self) -> frozenset[str]:

@@ -23,6 +23,7 @@ from palaestra.inference.base import ChatServer
 from palaestra.inference.ledger import Ledger, LedgerRecord, SampledTurn
 from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.base import AgentSettings, Kit
+from palaestra.rollouts.freezing import FreezingServer
 from palaestra.rollouts.recall import Anew, Recall
 from palaestra.rollouts.stages import Stages, Tell
 from palaestra.rollouts.stops import CutShort, Stops
@@ -106,6 +107,7 @@ class Rollout:
         self._on_turn = on_turn
         self._stops = stops or Stops()
         self._begun = False
+        self._calls = 0
         self._asked: ChatServer = self.server
         self._kept_turns = 0
         self._slot: Slot | None = None
@@ -272,6 +274,8 @@ class Rollout:
         Subagents(loop, given, self.at.moved, self._served, numbers=self._subagents, agent=agent).offer()
 
     def _served(self, server: ChatServer) -> ChatServer:
+        if self.settings.freeze:
+            server = FreezingServer(server, lambda: None if self._calls else self._slot)
         return self.tracing.served(server, self.rollout_id)
 
     def _told(self, handler: RolloutTool) -> RolloutTool:
@@ -289,8 +293,12 @@ class Rollout:
     @contextmanager
     def calling(self, name: str, arguments: Mapping[str, JSON]) -> Iterator[Callable[[ToolReply], None]]:
         """Time one tool call and tell the display; the block says what the tool answered."""
-        with self.stage("tool"), self.tracing.tool(name, arguments) as answered:
-            yield answered
+        self._calls += 1
+        try:
+            with self.stage("tool"), self.tracing.tool(name, arguments) as answered:
+                yield answered
+        finally:
+            self._calls -= 1
 
     def record(self, turn: Turn | None, messages: list[Message]) -> Awaitable[None] | None:
         """Note the messages that were added, in the journal. What it returns must be awaited, where that is not None.

@@ -398,6 +398,10 @@ class Slot(Protocol):
         """What differs from the snapshot (or image) this slot started from. Cost grows with the change alone."""
         ...
 
+    async def freeze(self) -> int:
+        """Stop every process of the slot until the next call to it, and say how many: while nobody acts, say."""
+        ...
+
     def fork(self) -> AbstractAsyncContextManager[Slot]:
         """Another slot with the files of this one as they are now, for as long as the block lasts; this one goes on.
 

@@ -131,6 +131,9 @@ class UserSlot(TextFiles):
         argv, variables = self._argv(command), self._env(env)
         return await self._slot.spawn(argv, cwd=cwd, env=variables, stdin=stdin, terminal=terminal)
 
+    async def freeze(self) -> int:
+        return await self._slot.freeze()
+
     @contextlib.asynccontextmanager
     async def fork(self) -> AsyncIterator[Slot]:
         """As the user; see `Slot.fork`."""
