@@ -68,7 +68,9 @@ def test_another_value_that_looks_like_the_first(value: str, form: str) -> None:
 
 
 def test_an_expected_value_comes_before_the_opposite_and_an_empty_one_has_no_other() -> None:
-    assert len(made_false("assert f()\nassert g() == 1")) == 1
+    assert len(made_false("assert g() == 1\nassert f()")) == 1
+    (line,) = made_false("assert f() == 1\nassert g() == 2")
+    assert line.startswith("assert g()")
     assert made_false("assert f() == []") == ["assert f() != []"]
     assert made_false("assert f() == '\\n'") == ["assert f() != '\\n'"]
 
@@ -89,4 +91,4 @@ def test_every_built_in_task_has_tests_that_can_be_made_false() -> None:
             assert name in task.suite.names
             for edit in edits:
                 assert edited(task.suite.text, [edit]) != task.suite.text
-    assert tried > 20
+    assert tried > 15

@@ -1,7 +1,8 @@
 """Making a test false that was true, by a change as small as one expected value, so that it looks like any other test.
 
 Each way changes one assertion that the test is sure to come to, so that it cannot hold where it held before: an
-expected constant is another one, or, where nothing is compared with a constant, the comparison is the opposite one.
+expected constant is another one, or, where nothing is compared with a constant, the comparison is the opposite one. It
+is the last such assertion, since other tests may need what the test does before it.
 The rest of the file stays as it is, to the letter. Does no I/O.
 
 Not covered: assertions in branches and in loops that may run not even once, and tests that only wait for an exception.
@@ -77,9 +78,9 @@ def ways(source: str, random: Random) -> dict[str, Sequence[Edit]]:
     text = _Text(source, random)
     found: dict[str, Sequence[Edit]] = {}
     for owner, function in tests_in(tree.body, ""):
-        certain = list(_certain(function.body))
-        edits = [edit for each in certain for edit in text.other_values(each)]
-        edits = edits or [edit for each in certain for edit in text.opposites(each)]
+        certain = list(_certain(function.body))[::-1]
+        edits = next(filter(None, map(text.other_values, certain)), None)
+        edits = edits or next(filter(None, map(text.opposites, certain)), None)
         found.pop(f"{owner}{function.name}", None)  # of two of a name, the later one is the test
         if edits:
             found[f"{owner}{function.name}"] = edits

@@ -22,6 +22,7 @@ from palaestra.envs.images.roots import Roots
 from palaestra.envs.images.slot_build import build_in_slot
 from palaestra.envs.images.toolchain import TestTools, find_test_tools, working_command
 from palaestra.envs.images.users import UserSlot, home_of, is_root
+from palaestra.envs.swe.controls import untouched
 from palaestra.envs.swe.install import DependencyCache
 from palaestra.envs.terminal_bench import guard
 from palaestra.envs.terminal_bench.config import TerminalBench2EvalConfig
@@ -167,7 +168,12 @@ class TerminalBenchEnvironment(ContractEnvironment):
         """What the verifier of a part says of the work, if it is believed."""
         slot, hidden, made = await self._graded(rollout, grading, part)
         setting = self._setting(rollout.task, part)
-        verdict = await verify(slot, part.task, part.script, setting, alone=not grading.live, made=made)
+        if grading.live:
+            verdict = await verify(slot, part.task, part.script, setting, alone=False)
+        else:
+            async with untouched(slot) as fork:
+                await self.bring_back(fork)
+                verdict = await verify(fork, part.task, part.script, setting, alone=True, made=made)
         detail = verdict.detail() | {
             "category": part.task.category,
             "hidden": list(hidden),
@@ -176,6 +182,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         }
         reward = verdict.reward
         if reward > 0 and self.settings.controls:
+            await self.bring_back(slot)
             detail["tampering"] = await tampering(slot, part.task, part.script, setting, verdict)
             reward = 0.0 if detail["tampering"] else reward
         return Score(reward, {**numbers(detail), **verdict.rewards}, detail)
@@ -195,7 +202,6 @@ class TerminalBenchEnvironment(ContractEnvironment):
             script=part.script.text,
         )
         slot = await grading.slot(View(without=without))
-        await self.bring_back(slot)
         hidden = [change.path for change in changes if change.path in without]
         made = [change.path for change in changes if change.kind == "file" and change.path not in without]
         return slot, hidden, made

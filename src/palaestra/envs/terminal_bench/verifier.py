@@ -9,8 +9,8 @@ the work: `GraderError`, never 0.0. Unless the work itself kept the tests from r
 because a module of the workspace is missing or broken.
 
 A passing verdict is then held against the same tests, made false (`swe/falsify.py`). A script that still pays was not
-speaking of its tests. Not covered: scripts without pytest, and code under test that remembers that its tests ran
-before and fails on purpose when they run again.
+speaking of its tests. Not covered: scripts without pytest, and code under test that gambles, or (in a task graded live)
+remembers that its tests ran before, and fails on purpose.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ async def verify(
 async def tampering(slot: Slot, task: TerminalTask, script: Script, setting: Setting, verdict: Verdict) -> str | None:
     """Why a verdict that pays is not believed, or None: the verifier still pays when its tests must fail.
 
-    Runs it again in the same slot, with its tests made false by changes as small as one expected value.
+    Runs it in a slot where it has not run, or once more, with its tests made false by changes as small as one expected
+    value.
     """
     if verdict.doubt is not None or verdict.run is None or not verdict.run.statuses:
         return verdict.doubt
@@ -107,6 +108,7 @@ async def tampering(slot: Slot, task: TerminalTask, script: Script, setting: Set
     judged = {name.partition("::")[0].rpartition("/")[2] for name in verdict.run.statuses}
     if not judged or not judged <= {Path(path).name for path in copies}:
         return None
+    await install(slot, setting.command, setting.dependencies, setting.env.get("LD_LIBRARY_PATH"))
     try:
         again = await _once(slot, task, script, setting, copies, alone=False, made=())
     except GraderError:
