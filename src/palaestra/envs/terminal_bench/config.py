@@ -23,9 +23,7 @@ class TerminalBench2EvalConfig(ListedEnvConfig):
     shuffle: bool = Field(default=False, description="Take the tasks in an order drawn from the seed.")
     task_timeout: float = Field(default=1800, gt=0, description="Seconds for the agent, where a task does not say.")
     test_timeout: float = Field(default=180, gt=0, description="Seconds for the verifier, where a task does not say.")
-    controls: bool = Field(
-        default=True, description="Hold a verdict that pays against the same tests, made false."
-    )
+    controls: bool = Field(default=True, description="Hold a verdict that pays against the same tests, made false.")
     eval_concurrency: int = later(0, "Tasks evaluated at once; max_num_workers says that here.")
     keep_programs: list[str] = Field(
         default=[], description="System programs that an agent may replace for good (the tasks are about them)."

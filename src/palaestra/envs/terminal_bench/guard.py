@@ -5,7 +5,7 @@ verifier's own files lie, pytest's configuration above the tests, and start-up f
 script reads them.
 
 Invariant: what decides is the path alone. Not covered: programs that a verifier trusts and a task has installed, and
-tests that import the work into their own process; `verifier.py` holds a passing verdict against tests that must fail.
+tests that import the work into their own process; `verifier.py` holds a passing verdict against tests made false.
 """
 
 from __future__ import annotations
