@@ -44,8 +44,10 @@ def test_paths_that_lead_out_name_what_is_in_the_slot(on_each_rung: WithSlot, tm
             with pytest.raises(OSError) as caught:
                 await slot.read_bytes(path)
             assert caught.value.errno == number
-        with pytest.raises(FileNotFoundError, match="no directory to start in"):
-            await slot.execute("true", cwd="/nowhere")
+        shell = await slot.shell(cwd="/nowhere")
+        for start in (slot.execute("true", cwd="/nowhere"), slot.spawn("true", cwd="/nowhere"), shell.run("true")):
+            with pytest.raises(FileNotFoundError, match="no directory to start in: '/nowhere'"):
+                await start
 
     on_each_rung(body)
 

@@ -67,13 +67,14 @@ class Background:
         self._started, self._started_s = time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME)
         self._ended = 0.0
         self._on_start: Callable[[Fields | None], None] = lambda _: None
+        self._cwd = ""
 
     def start(
         self, argv: list[str], cwd: str, env: Environment, size: tuple[int, int] | None, stdin: bool,
         on_start: Callable[[Fields | None], None],
     ) -> None:  # fmt: skip
         """Start it; `on_start` is called with None, or with the ERROR why not. Raises OSError, ValueError."""
-        self._on_start, self._terminal = on_start, size is not None
+        self._on_start, self._terminal, self._cwd = on_start, size is not None, cwd
         writer, mark = -1, b""
         if size is not None:
             self._output, slave = terminals.open_pair(self._slot.root, *size)
@@ -176,7 +177,7 @@ class Background:
             self._slot.drop(self.name)
             self.over = True
             self._close()
-            self._on_start(start_error(report))
+            self._on_start(start_error(report, self._cwd))
         elif report.kind is ReportKind.KILLED:
             killers, self._killers = self._killers, []
             for number in killers:

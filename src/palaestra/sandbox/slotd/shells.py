@@ -140,7 +140,7 @@ class Shell:
         self._discard()
         if report.kind is ReportKind.NOT_STARTED:
             self._slot.drop(report.command)
-            self._fail(start_error(report))
+            self._fail(start_error(report, self._cwd))
             return
         self._lost = True
         if self._execution is None or self._execution.on_exit(report):

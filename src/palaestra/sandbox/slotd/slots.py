@@ -321,7 +321,7 @@ class Slot:
             self.start_again(execution)
         else:
             del self._executions[execution.number]
-            execution.fail(start_error(report))
+            execution.fail(start_error(report, request.cwd))
 
     def _finish(self, execution: Execution) -> None:
         del self._executions[execution.number]
@@ -376,10 +376,10 @@ class Slot:
             self.on_end(self)
 
 
-def start_error(report: Report) -> Fields:
-    """The ERROR of a command that could not be started."""
+def start_error(report: Report, cwd: str | None = None) -> Fields:
+    """The ERROR of a command that could not be started, in `cwd` where that may be the reason."""
     number = report.value
     if report.flag:
-        return {"error": "os", "errno": number, "message": "no directory to start in"}
+        return {"error": "os", "errno": number, "message": "no directory to start in", "path": cwd}
     names = {errno.ENOENT: "not found", errno.EACCES: "permission denied", errno.E2BIG: "argument list too long"}
     return {"error": "exec", "errno": number, "message": names.get(number, os.strerror(number))}
