@@ -164,6 +164,29 @@ def test_what_had_stopped_itself_stays_stopped(on_each_rung: WithSlot) -> None:
     on_each_rung(body)
 
 
+def test_what_stands_on_a_forgotten_snapshot_can_be_kept_all_the_same(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.write_text("a", "1")
+        base = await backend.seal(slot)
+        other = await backend.create(SlotSpec(), "other", base)
+        await backend.forget(base)
+        with pytest.raises(SandboxError, match="no longer there"):
+            await backend.create(SlotSpec(), "late", base)
+        await other.write_text("b", "2")
+        live = await backend.checkpoint(other)
+        async with other.fork() as copy:
+            assert await copy.read_text("b") == "2"
+        sealed = await backend.seal(other)
+        for snapshot in (live, sealed):
+            again = await backend.create(SlotSpec(), "again", snapshot)
+            assert (await again.execute("cat a b")).output == "12"
+            await backend.destroy(again)
+            await backend.forget(snapshot)
+        assert not backend.stats()["slots"]
+
+    on_each_rung(body)
+
+
 def test_a_frozen_slot_goes_on_with_the_next_call(on_each_rung: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         await slot.execute(BEAT)

@@ -145,7 +145,7 @@ class Server:
     # Slots
 
     def _create(self, frame: Frame) -> None:
-        layers = tuple(self._layer(name) for name in frame.fields["layers"])
+        layers = self._stack(frame.fields["layers"])
         try:
             variables = environment(frame.fields["env"])
         except ValueError as error:
@@ -386,6 +386,13 @@ class Server:
 
     def _register(self, layers: Sequence[Layer]) -> None:
         self._layers |= {layer.name: layer for layer in layers}
+
+    def _stack(self, names: Sequence[str]) -> tuple[Layer, ...]:
+        """A layer with those below it, which are there for as long as it is, also when they were forgotten by name."""
+        if not names:
+            return ()
+        top = self._layer(names[0])
+        return (top, *top.below)
 
     def _layer(self, name: str) -> Layer:
         if name not in self._layers:
