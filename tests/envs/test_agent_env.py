@@ -28,7 +28,7 @@ from palaestra.inference.tokens import load_tokenizer
 from palaestra.inference.toy import ToyEngine
 from palaestra.rollouts.exec_tool import ExecTool
 from palaestra.rollouts.export.rows import exported_rows
-from palaestra.rollouts.journal import read_groups
+from palaestra.rollouts.journal import Replied, read_groups, read_journal
 from palaestra.rollouts.verification import verify_run
 
 LOCAL = ["--env.tool_pool_mode", "local", "--env.use_wandb", "false"]
@@ -285,6 +285,31 @@ def test_sub_agents_write_their_calls_as_the_agent_does_and_their_tokens_are_tra
         f"{LOOKS}<|im_end|>{TELLS}<|im_end|>",
     ]
     assert len(groups) == 2
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("heard", [1, 2, 3])
+def test_one_that_was_cut_off_while_its_sub_agent_worked_goes_on(tmp_path: Path, heard: int) -> None:
+    said = [GIVES, LOOKS, TELLS, "Copied."]
+
+    async def part(answers: Sequence[str], *flags: str) -> int:
+        async with LoopbackServer(*(Answer(completion(text)) for text in answers)) as server:
+            argv = ["process", "--openai.base_url", server.url, *DELEGATE, "--env.group_size", "1", *flags]
+            argv += ["--env.total_steps", "1", "--env.data_path_to_save_groups", str(tmp_path / "groups.jsonl")]
+            with (tmp_path / "log").open("w") as stream:
+                report = await run(form_of(Copying), parsed(Copying, argv), root=tmp_path / "runs", stream=stream)
+            assert report.exit_code == 0, (tmp_path / "log").read_text()
+            return sum(request.method == "POST" for request in server.seen)
+
+    assert asyncio.run(part(said)) == 4
+    (journal,) = tmp_path.glob("runs/*/*/journal*")
+    (was,) = [each for group in read_groups(journal) for each in group.trajectories]
+    lines = journal.read_bytes().splitlines(keepends=True)
+    places = [place for place, event in enumerate(read_journal(journal), 1) if isinstance(event, Replied)]
+    journal.write_bytes(b"".join(lines[: places[heard - 1]]))
+    assert asyncio.run(part(said[heard:], "--resume", str(journal.parent))) == 4 - heard
+    (now,) = [each for group in read_groups(journal) for each in group.trajectories]
+    assert (now.messages, now.subagents[0].messages) == (was.messages, was.subagents[0].messages)
 
 
 @pytest.mark.slots

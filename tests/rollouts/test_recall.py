@@ -41,6 +41,7 @@ from palaestra.rollouts.journal import (
     read_groups,
     read_journal,
 )
+from palaestra.rollouts.prometheus import exposition
 from palaestra.rollouts.recall import Anew
 from palaestra.rollouts.resume import read_finished
 from palaestra.rollouts.rollout import Rollout
@@ -204,6 +205,24 @@ def test_cut_after_any_line_it_comes_out_the_same_and_no_answer_is_paid_twice(wh
         assert part(folder, Steps(), engine, begun=True) == expected
         assert engine.calls == ROLLOUTS * TURNS - journalled
         assert all(not event.anew for event in taken_up(folder))
+
+
+def test_what_is_under_way_costs_before_it_ends(whole: Path, tmp_path: Path) -> None:
+    cut(whole, tmp_path / "cut", middle(whole))
+    turns = [e for e in read_journal(tmp_path / "cut/journal.jsonl") if isinstance(e, Messages)]
+    read, written = (sum(event.tokens[which] for event in turns) for which in (0, 1))
+    reader = RunReader(tmp_path / "cut/journal.jsonl")
+    status = reader.read()
+    assert status.rollouts == 0
+    assert read > 0
+    assert (status.prompt_tokens, status.completion_tokens, status.cost) == (read, written, float(read))
+    assert f'palaestra_tokens_total{{kind="prompt"}} {read}\n' in exposition(status, 0.0)
+    assert f"palaestra_cost_total {read}\n" in exposition(status, 0.0)
+    assert reader.settled.cost is None
+    groups = part(tmp_path / "cut", Steps(), Counting(), begun=True)
+    paid = sum(each.cost or 0.0 for group in groups for each in group.trajectories)
+    for each in (reader, RunReader(tmp_path / "cut/journal.jsonl")):
+        assert each.read().cost == each.settled.cost == paid
 
 
 def test_cut_twice_it_comes_out_the_same(whole: Path, tmp_path: Path) -> None:

@@ -21,11 +21,20 @@ from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import SYSTEM_PROMPT
 from palaestra.core.clock import ManualClock
 from palaestra.core.errors import EngineUnavailable
-from palaestra.core.types import JSON, Blame, Outcome, Task
-from palaestra.inference.base import ChatServer, Engine, Sampled, SessionContext
+from palaestra.core.types import JSON, Blame, Message, Outcome, Prices, Task
+from palaestra.inference.base import (
+    ChatCompletion,
+    ChatServer,
+    Choice,
+    CompletionUsage,
+    Engine,
+    Sampled,
+    SessionContext,
+)
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.scripted import ScriptedEngine
 from palaestra.inference.managed import ManagedChat
+from palaestra.inference.said import Speech
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.toy import toy_logprob, toy_tokenizer
 from palaestra.rollouts.base import AgentSettings, Kit
@@ -37,11 +46,12 @@ from palaestra.rollouts.export.openai import OpenAIExporter
 from palaestra.rollouts.export.recording import Recording
 from palaestra.rollouts.export.rows import exported_rows
 from palaestra.rollouts.export.sharegpt import ShareGPTExporter
-from palaestra.rollouts.journal import RolloutEnded, RunStarted, read_groups, read_journal
+from palaestra.rollouts.journal import Messages, Replied, RolloutEnded, RunStarted, read_groups, read_journal
 from palaestra.rollouts.replay import Comparison, Playback
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
-from palaestra.rollouts.trajectory import Trajectory
+from palaestra.rollouts.status import RunReader
+from palaestra.rollouts.trajectory import Trajectory, TurnRecord
 from palaestra.rollouts.verification import RunVerdict, verify_run
 from palaestra.tools.binding import SlotTools
 from palaestra.tools.builtin.delegate_task import DELEGATE_TASK
@@ -112,6 +122,40 @@ class Exact:
             await asyncio.Event().wait()
         ids = [*TOKENIZER.encode(said or ""), TOKENIZER.stop_ids[0]]
         return Sampled(ids, [toy_logprob(number, len(input_ids) + at) for at, number in enumerate(ids)], "stop")
+
+
+class Chatting:
+    """An engine that only chats, and has one server for all."""
+
+    name = "chatting"
+
+    def __init__(self, speaks: Speaks = two_parts) -> None:
+        self._speaks = speaks
+
+    async def start(self) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+    def session(self, context: SessionContext) -> ChatServer:
+        return self
+
+    async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
+        turn = sum(message["role"] == "assistant" for message in messages)
+        user = next(str(message["content"]) for message in messages if message["role"] == "user")
+        await asyncio.sleep(0)
+        message = Speech("hermes").read(
+            self._speaks(user, turn) or "", thinking=False, cut=False, tools=request["tools"], turn=turn + 1
+        )
+        read, written = len(str(messages)), len(str(message))
+        usage = CompletionUsage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
+        return ChatCompletion(choices=[Choice(message=message, finish_reason="stop")], usage=usage)
+
+
+class Forking(Chatting):
+    """One that keeps conversations apart."""
+
+    def child(self, *, number: int) -> ChatServer:
+        return Chatting(self._speaks)
 
 
 def scripted(policy: Playback) -> Engine:
@@ -271,6 +315,136 @@ def test_a_rollout_that_was_cut_off_goes_on_without_asking_its_sub_agents_again(
     assert [each.messages for each in is_now.subagents] == [each.messages for each in was.subagents]
     assert sorted(row.tokens for row in is_now.rows) == sorted(row.tokens for row in was.rows)
     assert verify_run(tmp_path / "cut/journal.jsonl").ok
+
+
+def total(*turns: TurnRecord) -> tuple[int, int]:
+    return sum(turn.prompt_tokens for turn in turns), sum(turn.completion_tokens for turn in turns)
+
+
+@pytest.mark.parametrize("kind", [Exact, Chatting, Forking])
+def test_cut_after_any_line_no_reply_of_an_agent_or_a_sub_agent_is_paid_twice(
+    tmp_path: Path, kind: type[Exact | Chatting]
+) -> None:
+    """Also where the rest of the run is cut off once more."""
+    asked: list[str] = []
+
+    def speaks(first: str, turn: int) -> str:
+        asked.append(first)
+        return two_parts(first, turn)
+
+    def counting() -> tuple[Delegating, Exact | Chatting]:
+        asked.clear()
+        return Delegating(AgentSettings(prices=Prices(1e6, 1e6))), kind(speaks)
+
+    (whole,) = part(tmp_path / "0", *counting(), group_size=1)
+    (was,) = whole.trajectories
+    assert len(asked) == 7
+    spent = total(*was.turns, *(turn for each in was.subagents for turn in each.turns))
+    places = [tmp_path / "0"]
+    for place in (2, 3, 5, 6, 7, 8, 9):
+        once = tmp_path / f"{place}"
+        cut(tmp_path / "0", once, place)
+        known = known_replies(once)
+        stopped = RunReader(once / "journal.jsonl").read()
+        assert (stopped.prompt_tokens + stopped.completion_tokens, stopped.cost or 0) == (sum(known), float(sum(known)))
+        part(once, *counting(), begun=True, group_size=1)
+        assert len(asked) == 7 - len(known)
+        assert [event.anew for event in taken_up(once)] == ([""] if known else [])
+        places.append(once)
+    lines = (tmp_path / "3/journal.jsonl").read_bytes().count(b"\n")
+    for place in range(4, lines + 1):
+        twice = tmp_path / f"twice-{place}"
+        cut(tmp_path / "3", twice, place)
+        known = known_replies(twice)
+        part(twice, *counting(), begun=True, group_size=1)
+        assert len(asked) == 7 - len(known)
+        places.append(twice)
+    for each in places:
+        ((now,),) = (group.trajectories for group in read_groups(each / "journal.jsonl"))
+        assert now.messages == was.messages
+        assert [one.messages for one in now.subagents] == [one.messages for one in was.subagents]
+        assert sorted(row.tokens for row in now.rows) == sorted(row.tokens for row in was.rows)
+        status = RunReader(each / "journal.jsonl").read()
+        assert (status.prompt_tokens, status.completion_tokens, status.cost) == (*spent, float(sum(spent)))
+        assert kind is not Exact or verify_run(each / "journal.jsonl").ok
+
+
+def known_replies(folder: Path) -> list[int]:
+    """The tokens of every reply that a journal holds."""
+    known: dict[tuple[int, int], int] = {}
+    turn = 1
+    for event in read_journal(folder / "journal.jsonl"):
+        if isinstance(event, Replied):
+            known[event.branch, turn if event.branch == 0 else len(known)] = sum(event.tokens)
+        elif isinstance(event, Messages) and event.turn:
+            known[0, event.turn] = sum(event.tokens)
+            turn = event.turn + 1
+        elif isinstance(event, RolloutEnded):
+            return list(known.values())
+    return list(known.values())
+
+
+@pytest.mark.parametrize("kind", [Exact, Chatting, Forking])
+@pytest.mark.parametrize("dies", [3, 5])
+def test_a_model_server_that_fails_a_sub_agent_is_not_paid_again_for_what_it_said(
+    tmp_path: Path, kind: type[Exact | Chatting], dies: int
+) -> None:
+    asked: list[str] = []
+    left = dies
+
+    def speaks(first: str, turn: int) -> str:
+        if len(asked) + 1 >= left:
+            raise EngineUnavailable("the server is gone")
+        asked.append(first)
+        return two_parts(first, turn)
+
+    env = Delegating(AgentSettings(prices=Prices(1e6, 1e6)))
+    ((was,),) = (group.trajectories for group in part(tmp_path, env, kind(speaks), group_size=1))
+    assert (was.blame, len(asked)) == (Blame.ENGINE, dies - 1)
+    before = RunReader(tmp_path / "journal.jsonl").read()
+    assert before.cost == was.cost
+    left = 100
+    ((now,),) = (group.trajectories for group in part(tmp_path, env, kind(speaks), begun=True, group_size=1))
+    assert now.scored
+    assert len(asked) == 7
+    used = total(*now.turns, *(turn for each in now.subagents for turn in each.turns))
+    assert RunReader(tmp_path / "journal.jsonl").read().cost == sum(used)
+
+
+def test_what_a_sub_agent_sees_otherwise_after_a_kill_is_asked_and_paid_for(tmp_path: Path) -> None:
+    asked: list[str] = []
+    answers = iter("abcdefgh")
+
+    class Changing(Delegating):
+        def kit(self, task: Task, rng: random.Random) -> Kit:
+            async def add(arguments: Mapping[str, JSON], run: ToolRun) -> JSON:
+                return {"result": next(answers)}
+
+            return Kit(ToolRegistry([FunctionTool(ADD.schema, add), DELEGATE_TASK]))
+
+    def speaks(first: str, turn: int) -> str:
+        asked.append(first)
+        if first == "part 1":
+            return [called("add", a=1, b=1), "done"][turn]
+        return [called("delegate_task", goal="part 1"), "done"][turn]
+
+    env = Changing(AgentSettings(prices=Prices(1e6, 1e6)))
+    part(tmp_path / "whole", env, Exact(speaks), group_size=1)
+    place = [
+        number
+        for number, event in enumerate(read_journal(tmp_path / "whole/journal.jsonl"), 1)
+        if isinstance(event, Replied)
+    ][-1]
+    cut(tmp_path / "whole", tmp_path / "cut", place)
+    known = known_replies(tmp_path / "cut")
+    asked.clear()
+    ((now,),) = (group.trajectories for group in part(tmp_path / "cut", env, Exact(speaks), begun=True, group_size=1))
+    assert len(known) == 3
+    assert asked == ["part 1", "What is 0 + 1?"], "its last reply was to another observation"
+    assert '"b"' in str(now.subagents[0].messages)
+    assert verify_run(tmp_path / "cut/journal.jsonl").ok
+    used = total(*now.turns, *now.subagents[0].turns)
+    assert RunReader(tmp_path / "cut/journal.jsonl").read().cost == sum(used) + known[-1]
 
 
 def test_a_page_shows_them_and_what_leaves_them_out_says_so(tmp_path: Path) -> None:

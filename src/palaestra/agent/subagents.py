@@ -133,7 +133,7 @@ class Calling:
 @dataclass(slots=True)
 class Subagents:
     """The sub-agents of one agent. `loop` and `tools` are that agent's; `moved` hears of every turn of theirs,
-    and `served` makes of a server the one that they ask.
+    and `served` makes of a server the one that the sub-agent of a number asks.
 
     `agent` makes them, where that is not the loop itself. `depth` is how many agents stand above them. `numbers` counts
     over the whole rollout, from 1. `wall_s` is how long each may take, where no clock above ends them.
@@ -142,7 +142,7 @@ class Subagents:
     loop: HermesAgentLoop
     tools: SlotTools
     moved: Callable[[], None] = lambda: None
-    served: Callable[[ChatServer], ChatServer] = lambda server: server
+    served: Callable[[ChatServer, int], ChatServer] = lambda server, number: server
     depth: int = 0
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     agent: Agent | None = None
@@ -208,7 +208,8 @@ class Subagents:
         return _One(talk, tools, record, above, server, turned)
 
     def _server(self, server: ChatServer, number: int) -> ChatServer:
-        return self.served(cast("_Forking", server).child(number=number)) if hasattr(server, "child") else server
+        forked = cast("_Forking", server).child(number=number) if hasattr(server, "child") else server
+        return self.served(forked, number)
 
 
 @dataclass(slots=True)

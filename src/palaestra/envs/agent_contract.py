@@ -46,7 +46,7 @@ class AgentEnvironment(ContractEnvironment):
                 return result_of(reply)
 
         agent = AtroposAgent(
-            rollout.tracing.served(rollout.server, rollout.rollout_id),
+            rollout.served(rollout.server),
             rollout.kit.registry,
             self.inner.build_agent_config(rollout.task.data),
             execute_tool=execute,

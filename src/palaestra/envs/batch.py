@@ -53,7 +53,8 @@ def make_stops(config: BaseEnvConfig, output: Output, resumed: bool) -> Stops:
     spent, paid = 0.0, set()
     if resumed:
         reader = RunReader(output.folder.journal)
-        spent, paid = reader.read().cost or 0.0, reader.paid
+        reader.read()
+        spent, paid = reader.settled.cost or 0.0, reader.paid  # what is in flight is told again when it is taken up
     return Stops(
         max_infra_rate=config.max_infra_rate,
         max_cost=config.max_cost,

@@ -305,6 +305,7 @@ class GroupRun:
             snapshot=snapshot,
             settings=self.env.agent,
             on_turn=self._turns.keep,
+            on_reply=self._turns.keep_reply,
             on_stage=self.services.observer.stage,
             idle_limits=self.services.idle_limits,
             tracing=self.services.tracing,

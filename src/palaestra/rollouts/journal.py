@@ -69,7 +69,8 @@ class Messages(Event, tag="messages", kw_only=True):
 
     `turn` 0 is what it started from. `tokens` are those of the prompt and of the reply, as the engine counted them,
     `seconds` those of the model and of the tools. `sampled` are the model calls since the last such event, those of
-    sub-agents too, where the server gives tokens.
+    sub-agents too, where the server gives tokens. `cost` is that of `tokens`, where prices are known; where `recalled`,
+    it was paid before, in a part of the run that was killed during the turn.
     """
 
     rollout_id: str
@@ -79,14 +80,35 @@ class Messages(Event, tag="messages", kw_only=True):
     tokens: tuple[int, int] = (0, 0)
     seconds: tuple[float, float] = (0.0, 0.0)
     sampled: list[SampledTurn] = []
+    cost: float | None = None
+    recalled: bool = False
+
+
+class Replied(Event, tag="reply", kw_only=True):
+    """A reply of the model in a turn that gives work to sub-agents, which is long: written as soon as it is there.
+
+    `branch` is the number of the sub-agent, or 0 for the rollout's own reply, which stands here until the turn's
+    `Messages` has it too. It answers the conversation with the checksum `asked`. Where the server gives tokens, they
+    are in `sampled` and `message` is empty.
+    """
+
+    rollout_id: str
+    branch: int = 0
+    asked: str = ""
+    message: Message = {}
+    finish_reason: str | None = None
+    tokens: tuple[int, int] = (0, 0)
+    cost: float | None = None
+    sampled: list[SampledTurn] = []
 
 
 class RolloutTakenUp(Event, tag="taken_up", kw_only=True):
-    """A rollout that had been cut off goes on after its first `turns` turns. Where `anew` says why, it does not: it
-    begins again, and those turns are worth nothing."""
+    """A rollout that had been cut off goes on after its first `turns` turns, and with the first `replies` replies of
+    the turn after them. Where `anew` says why, it does not: it begins again, and those are worth nothing."""
 
     rollout_id: str
     turns: int
+    replies: int = 0
     anew: str = ""
 
 
@@ -121,6 +143,7 @@ AnyEvent = (
     | RunResumed
     | GroupStarted
     | Messages
+    | Replied
     | RolloutTakenUp
     | RolloutEnded
     | AttemptDiscarded

@@ -49,7 +49,7 @@ def _metrics(status: RunStatus, now: float) -> Iterator[tuple[str, str, str, Sam
     yield "stage_rollouts_total", "counter", "Rollouts, and preparations, that were there.", _by("stage", stayed)
     yield "in_flight", "gauge", "Rollouts and preparations in flight.", _by("stage", status.in_flight)
     yield "oldest_idle_seconds", "gauge", "Longest without a sign of life.", _one(idle)
-    yield "tokens_total", "counter", "Tokens of ended rollouts.", _by("kind", tokens)
+    yield "tokens_total", "counter", "Tokens of rollouts, in flight too.", _by("kind", tokens)
     yield "cost_total", "counter", "Their cost, in the currency of the prices.", _one(status.cost)
     yield "disk_bytes", "gauge", "What the run's folder takes.", _one(status.disk_bytes)
     yield "disk_free_bytes", "gauge", "What is left on its file system.", _one(status.disk_free_bytes)

@@ -13,10 +13,12 @@ recorded. Process ids, random names and commit ids must be the same, because the
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import hashlib
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 
 import msgspec
 
@@ -26,7 +28,7 @@ from palaestra.core.types import JSON, Message
 from palaestra.inference.base import AssistantMessage, ChatCompletion, ChatServer, Choice, CompletionUsage
 from palaestra.inference.ledger import Piece, SampledTurn, pieces_of
 from palaestra.rollouts.differences import Kind, classify, first_difference
-from palaestra.rollouts.journal import Messages
+from palaestra.rollouts.journal import Messages, Replied, plain
 from palaestra.rollouts.resume import CutOff
 
 HARMLESS = frozenset({Kind.TIME, Kind.ORDER})
@@ -71,12 +73,21 @@ class Recall:
         self._said: list[Message] = []
         self._calls: list[_Call] = []
         self._sampled: defaultdict[int, deque[SampledTurn]] = defaultdict(deque)
-        for sampled in (each for event in cut_off.events for each in event.sampled):
+        self._gave: Counter[int] = Counter()
+        self._replies: defaultdict[tuple[int, str], deque[Replied]] = defaultdict(deque)
+        pending = cut_off.pending
+        self.replies = len(pending)
+        known = [event.sampled for event in cut_off.events] + [reply.sampled for reply in pending]
+        for sampled in chain.from_iterable(known):
             self._sampled[sampled.pieces[0].sent].append(sampled)
+        for place, reply in cut_off.replies:
+            if not reply.sampled and (reply.branch or place >= len(cut_off.events)):
+                self._replies[reply.branch, reply.asked].append(reply)
 
     @property
     def caught_up(self) -> bool:
-        """Whether everything recorded has been given back: from here on the rollout is an ordinary one."""
+        """Whether every recorded turn has been given back: from here on the rollout is an ordinary one, but for what
+        was said in the turn in which it was cut off."""
         return self._at == len(self._events)
 
     def fail(self, reason: Anew, evidence: str = "") -> CannotGoOn:
@@ -94,11 +105,26 @@ class Recall:
 
     def pieces(self, sent: int) -> list[Piece] | None:
         """What was sampled after a prompt of this checksum; None once all is given back. Raises `CannotGoOn`."""
+        if self.failed is None and self._sampled[sent]:
+            self._gave[sent] += 1
+            return pieces_of(self._sampled[sent].popleft())
         if self.caught_up and self.failed is None:
             return None
-        if self.failed is not None or not self._sampled[sent]:
-            raise self.fail(Anew.QUESTION)
-        return pieces_of(self._sampled[sent].popleft())
+        raise self.fail(Anew.QUESTION)
+
+    def gave(self, sampled: SampledTurn) -> bool:
+        """Whether this was given back, and not sampled now. To be asked once for each."""
+        sent = sampled.pieces[0].sent
+        given = self._gave[sent] > 0
+        self._gave[sent] -= given
+        return given
+
+    def beside(self, branch: int, messages: Sequence[Message]) -> ChatCompletion | None:
+        """What was said to this conversation in a turn that gave work away; None where that is not known."""
+        if self.failed is not None or not self._replies:
+            return None
+        waiting = self._replies.get((branch, checksum(messages)))
+        return _completion(waiting.popleft()) if waiting else None
 
     def reply(self, messages: Sequence[Message]) -> ChatCompletion | None:
         """What was said to this conversation; None once all is given back. Raises `CannotGoOn`."""
@@ -161,7 +187,8 @@ class Recall:
 class RecalledChat:
     """A chat server that gives the recorded replies first. Everything else of it is the server's own.
 
-    Of conversations beside the rollout's (`child`) nothing is recorded, so none may begin before all is given back.
+    Of conversations beside the rollout's (`child`) only those of sub-agents are recorded, which `branches` gives back:
+    no other may begin before all is.
     """
 
     def __init__(self, server: ChatServer, recall: Recall) -> None:
@@ -178,8 +205,18 @@ class RecalledChat:
         return found if name != "child" else lambda **given: RecalledChat(found(**given), self._recall)
 
 
-def _completion(event: Messages) -> ChatCompletion:
-    message = msgspec.convert(event.messages[0], AssistantMessage)
+def checksum(messages: Sequence[Message]) -> str:
+    """Which conversation this is."""
+    try:
+        encoded = msgspec.json.encode(messages)
+    except (TypeError, ValueError, RecursionError):
+        encoded = msgspec.json.encode(plain(list(messages)))
+    return hashlib.blake2b(encoded, digest_size=12).hexdigest()
+
+
+def _completion(event: Messages | Replied) -> ChatCompletion:
+    said = event.messages[0] if isinstance(event, Messages) else event.message
+    message = msgspec.convert(said, AssistantMessage)
     prompt, completion = event.tokens
     return ChatCompletion(
         choices=[Choice(message=message, finish_reason=event.finish_reason)],

@@ -21,6 +21,7 @@ from palaestra.rollouts.journal import (
     GroupEnded,
     GroupStarted,
     Messages,
+    Replied,
     RolloutEnded,
     RolloutTakenUp,
     RunResumed,
@@ -37,23 +38,35 @@ CUT_OFF = frozenset({Blame.RUN, Blame.ENGINE})
 
 @dataclass(slots=True)
 class CutOff:
-    """A rollout that was under way: its turns, and the tools it had. `ended` is the record that it was given when it
-    was cut off; None where nobody had the time."""
+    """A rollout that was under way: its turns, and the tools it had. `replies` are those written down in turns that
+    gave work away, each with its turn's place among the events. `ended` is the record that it was given when it was cut
+    off; None where nobody had the time."""
 
     tools_hash: str
     events: list[Messages] = field(default_factory=list)
+    replies: list[tuple[int, Replied]] = field(default_factory=list)
     ended: Trajectory | None = None
 
     def add(self, event: Messages) -> None:
         """One more turn. One that was taken before, and whose end was not known, is replaced."""
         while event.turn and self.events and self.events[-1].turn >= event.turn:
             self.events.pop()
+        self.replies = [(min(place, len(self.events)), reply) for place, reply in self.replies]
         self.events.append(event)
+
+    @property
+    def pending(self) -> list[Replied]:
+        """The replies of the turn that was cut off."""
+        return [reply for place, reply in self.replies if place >= len(self.events)]
+
+    def paid(self) -> list[tuple[int, int]]:
+        """The tokens read and written of each reply of the model."""
+        beside = [reply for place, reply in self.replies if reply.branch or place >= len(self.events)]
+        return [event.tokens for event in self.events] + [reply.tokens for reply in beside]
 
     def record(self, rollout_id: str, group: Group, index: int, prices: Prices | None) -> Trajectory:
         """The record of what is not gone on with: what was said, and what it had cost."""
-        prompt_tokens = sum(event.tokens[0] for event in self.events)
-        completion_tokens = sum(event.tokens[1] for event in self.events)
+        prompt_tokens, completion_tokens = map(sum, zip(*self.paid(), strict=True))
         return Trajectory(
             rollout_id=rollout_id,
             group_id=group.group_id,
@@ -117,6 +130,8 @@ class _Reader:
                 finished.ended.pop(group.number, None)
             case Messages():
                 self._turn(event)
+            case Replied(rollout_id=rollout_id) if rollout_id in cut_off:
+                cut_off[rollout_id].replies.append((len(cut_off[rollout_id].events), event))
             case RolloutTakenUp(rollout_id=rollout_id, anew=anew):
                 if anew:
                     cut_off.pop(rollout_id, None)

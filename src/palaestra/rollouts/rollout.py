@@ -23,6 +23,7 @@ from palaestra.inference.base import ChatServer
 from palaestra.inference.ledger import Ledger, LedgerRecord, SampledTurn
 from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.base import AgentSettings, Kit
+from palaestra.rollouts.branches import BranchChat, Branches, BranchReply
 from palaestra.rollouts.freezing import FreezingServer
 from palaestra.rollouts.recall import Anew, Recall
 from palaestra.rollouts.stages import Stages, Tell
@@ -40,15 +41,18 @@ from palaestra.tools.sessions import Sessions
 
 @dataclass(slots=True)
 class TakenTurn:
-    """One turn as it is written down, with what was sampled in it. `known`: the journal has it already."""
+    """One turn as it is written down, with what was sampled in it. `known`: the journal has it already; `recalled`: it
+    has the reply, and not the turn."""
 
     turn: Turn
     messages: list[Message]
     sampled: list[SampledTurn]
     known: bool = False
+    recalled: bool = False
 
 
 TurnRecorder = Callable[["Rollout", TakenTurn], None]
+ReplyRecorder = Callable[["Rollout", BranchReply], None]
 
 RolloutTool = Callable[[str, Mapping[str, JSON], str | None], Awaitable[str]]
 """Runs one call, given the tool's name, its arguments and the rollout's id; gives the text that the model reads."""
@@ -75,6 +79,7 @@ class Rollout:
         snapshot: Snapshot | None,
         settings: AgentSettings,
         on_turn: TurnRecorder | None = None,
+        on_reply: ReplyRecorder | None = None,
         on_stage: Tell | None = None,
         idle_limits: Mapping[str, float] | None = None,
         world: RolloutWorld | None = None,
@@ -105,11 +110,13 @@ class Rollout:
         self._subagents = itertools.count(1)
         self._seeded = seeded
         self._on_turn = on_turn
+        self._on_reply = on_reply
+        self._branches = Branches(recall, self._newly_sampled, self._replied)
         self._stops = stops or Stops()
         self._begun = False
         self._calls = 0
         self._asked: ChatServer = self.server
-        self._kept_turns = 0
+        self._kept_turns = self._noted_turns = 0
         self._slot: Slot | None = None
         self._leasing = asyncio.Lock()
         self._tools: SlotTools | None = None
@@ -246,7 +253,7 @@ class Rollout:
         if server is not None:
             self._asked = server if self.recall is None else self.recall.over(server)
         loop = HermesAgentLoop(
-            self._served(self._asked),
+            self.served(self._asked),
             self.kit.definitions,
             set(registry.list_tools()),
             max_turns=settings.max_turns,
@@ -271,12 +278,20 @@ class Rollout:
     ) -> None:
         """Let the agent of this loop give work away, where it has the tool for it; `agent` where it is not the loop."""
         given = self.tools if tools is None else tools
-        Subagents(loop, given, self.at.moved, self._served, numbers=self._subagents, agent=agent).offer()
+        Subagents(loop, given, self.at.moved, self.served, numbers=self._subagents, agent=agent).offer()
 
-    def _served(self, server: ChatServer) -> ChatServer:
-        if self.settings.freeze:
-            server = FreezingServer(server, lambda: None if self._calls else self._slot)
-        return self.tracing.served(server, self.rollout_id)
+    def served(self, server: ChatServer, branch: int = 0) -> ChatServer:
+        """The server as the agent asks it, or the sub-agent of this number: traced, and its replies taken note of."""
+        if not isinstance(server, BranchChat):
+            if self.settings.freeze:
+                server = FreezingServer(server, lambda: None if self._calls else self._slot)
+            server = self.tracing.served(server, self.rollout_id)
+        return self._branches.chat(server, branch)
+
+    def _replied(self, said: BranchReply) -> None:
+        self.at.moved()
+        if self._on_reply is not None:
+            self._on_reply(self, said)
 
     def _told(self, handler: RolloutTool) -> RolloutTool:
         """The handler of tool calls, with the stage told while a call is under way."""
@@ -306,7 +321,8 @@ class Rollout:
         Raises `CannotGoOn` where something else is recorded in their place.
         """
         self.at.moved()
-        taken = TakenTurn(turn or Turn(0, None, 0, 0, 0.0, 0.0), messages, self._new_tokens())
+        known = self._branches.turned()
+        taken = TakenTurn(turn or Turn(0, None, 0, 0, 0.0, 0.0), messages, self._new_tokens(), recalled=known)
         self._note_inside(taken.turn.number)
         if self.recall is not None and self.recall.took(turn, messages, taken.sampled):
             taken.known = True
@@ -343,6 +359,15 @@ class Rollout:
         if not isinstance(ledger, Ledger):
             return []
         before, self._kept_turns = self._kept_turns, len(ledger.turns)
+        self._noted_turns = self._kept_turns
+        return ledger.sampled_since(before)
+
+    def _newly_sampled(self) -> list[SampledTurn]:
+        """What was sampled since a turn or a reply was last taken note of."""
+        ledger = getattr(self._asked, "ledger", None)
+        if not isinstance(ledger, Ledger):
+            return []
+        before, self._noted_turns = self._noted_turns, len(ledger.turns)
         return ledger.sampled_since(before)
 
     def _note_inside(self, turn: int) -> None:

@@ -65,9 +65,10 @@ class RunStatus:
 
     `blame` is over the rollouts that ended. `mean_reward` is over the scored ones, `mean_with_unscored` counts those
     without a reward as 0, `full` is the share of scored rollouts with a reward of 1 or more, and `…_interval` the 95 %
-    interval of a mean, where there are groups enough for one. Tokens, `cost` and `stages` count discarded attempts too;
-    `cost` is None where no prices were given. `taken_up` rollouts went on where a kill had cut them off; those
-    `begun_anew` could not, by reason.
+    interval of a mean, where there are groups enough for one. Tokens and `cost` count discarded attempts and what is in
+    flight too, up to its last turn (and, in a turn that gives work to sub-agents, its last reply); `stages` count
+    discarded attempts. `cost` is None where no prices were given. `taken_up` rollouts went on where a kill had cut them
+    off; those `begun_anew` could not, by reason.
     """
 
     run_id: str = ""
@@ -152,6 +153,48 @@ class _Ended(NamedTuple):
     blame: str | None
 
 
+@dataclass(slots=True)
+class _Paid:
+    """Tokens read and written, and their cost, where that is known."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float | None = None
+
+    @classmethod
+    def by(cls, rollout: _Rollout) -> _Paid:
+        return cls(rollout.prompt_tokens, rollout.completion_tokens, rollout.cost)
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    def add(self, other: _Paid, times: int = 1) -> None:
+        self.prompt_tokens += times * other.prompt_tokens
+        self.completion_tokens += times * other.completion_tokens
+        if other.cost is not None:
+            self.cost = (self.cost or 0.0) + times * other.cost
+
+
+@dataclass(slots=True)
+class _Flying(_Paid):
+    """What a rollout in flight has come to. `own` is its reply in a turn that has not ended."""
+
+    own: _Paid | None = None
+
+    def take(self, line: _Line) -> None:
+        """Count a turn, or a reply in one."""
+        paid = _Paid(*line.tokens, line.cost)
+        if line.event == "reply" and not line.branch:
+            self.own = paid
+            return
+        if line.recalled:  # it stood there as a reply
+            paid = self.own or _Paid()
+        if line.event == "messages":
+            self.own = None
+        self.add(paid)
+
+
 class _Line(msgspec.Struct):
     event: str
     at: float = 0.0
@@ -166,7 +209,12 @@ class _Line(msgspec.Struct):
     rollout_id: str = ""
     schema: str = ""
     turns: int = 0
+    replies: int = 0
     anew: str = ""
+    tokens: tuple[int, int] = (0, 0)
+    cost: float | None = None
+    recalled: bool = False
+    branch: int = 0
 
 
 _LINES = msgspec.json.Decoder(_Line)
@@ -185,7 +233,10 @@ class RunReader:
         self._seconds: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
         self._group_ends: dict[str, bool] = {}
         self._signs: dict[str, float] = {}
-        self._cut_off: dict[str, list[_Rollout]] = {}
+        self._cut_off: dict[str, list[_Paid]] = {}
+        self._flying: defaultdict[str, _Flying] = defaultdict(_Flying)
+        self.settled = _Paid()
+        """What the attempts that have a record used."""
         self.paid: set[tuple[str, float]] = set()
         """Every attempt that ended, by its rollout's id and its start."""
 
@@ -222,11 +273,12 @@ class RunReader:
                     status.from_store += line.group.from_store
                     self._seconds["prepare"].append(line.group.prepare_s)
                 self._group_ends.pop(line.group.group_id, None)
-            case "taken_up" if line.turns:
+            case "taken_up" if line.turns or line.replies:
                 self._taken_up(line)
-            case "messages":
+            case "messages" | "reply":
                 self._signs.pop(line.rollout_id, None)
                 self._signs[line.rollout_id] = line.at
+                self._flying[line.rollout_id].take(line)
             case "rollout" | "discarded" if line.trajectory is not None:
                 self._rollout(line.trajectory, kept=line.event == "rollout")
             case "group_end":
@@ -240,15 +292,15 @@ class RunReader:
         key = rollout.rollout_id, rollout.beside.started_at
         if key not in self.paid:  # a resumed run writes down again what it keeps
             self.paid.add(key)
-            status.prompt_tokens += rollout.prompt_tokens
-            status.completion_tokens += rollout.completion_tokens
             status.discarded += not kept
-            if rollout.cost is not None:
-                status.cost = (status.cost or 0.0) + rollout.cost
+            paid, flown = _Paid.by(rollout), self._flying.pop(rollout.rollout_id, _Flying())
+            if flown.tokens > paid.tokens:  # replies that could not be used after a kill were paid all the same
+                paid = flown
+            self.settled.add(paid)
+            if kept and rollout.blame in CUT_OFF:
+                self._cut_off.setdefault(rollout.rollout_id, []).append(paid)
             for stage, seconds in stage_seconds(rollout.beside):
                 self._seconds[stage].append(seconds)
-        if kept and rollout.blame in CUT_OFF:
-            self._cut_off.setdefault(rollout.rollout_id, []).append(rollout)
         if kept:
             ended = _Ended(sys.intern(rollout.outcome), rollout.reward, rollout.blame and sys.intern(rollout.blame))
             self._groups.setdefault(rollout.group_id, {})[rollout.rollout_id] = ended
@@ -262,10 +314,8 @@ class RunReader:
             return
         status.taken_up += 1
         for part in before:
-            status.prompt_tokens -= part.prompt_tokens
-            status.completion_tokens -= part.completion_tokens
-            if status.cost is not None:
-                status.cost -= part.cost or 0.0
+            self.settled.add(part, -1)
+            self._flying[line.rollout_id].add(part)
 
     def _standing(self) -> RunStatus:
         status = self._status
@@ -288,10 +338,24 @@ class RunReader:
         status.disk_bytes = sum(_size(path) for path in self.folder.rglob("*"))
         disk = os.statvfs(self.folder)
         status.disk_free_bytes = disk.f_bavail * disk.f_frsize
-        self._flying(status)
+        self._count(status)
+        self._in_flight(status)
         return status
 
-    def _flying(self, status: RunStatus) -> None:
+    def _count(self, status: RunStatus) -> None:
+        """What was used, by what has a record and by what has none yet."""
+        paid = _Paid()
+        for each in (self.settled, *self._flying.values()):
+            paid.add(each)
+            if isinstance(each, _Flying) and each.own is not None:
+                paid.add(each.own)
+        status.prompt_tokens, status.completion_tokens, status.cost = (
+            paid.prompt_tokens,
+            paid.completion_tokens,
+            paid.cost,
+        )
+
+    def _in_flight(self, status: RunStatus) -> None:
         """What is in flight, from who wrote last; from the journal alone where nobody says."""
         found = read_stages(self.folder)
         if self._ended:

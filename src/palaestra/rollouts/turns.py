@@ -11,7 +11,8 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 from palaestra.core.types import Prices
-from palaestra.rollouts.journal import AttemptDiscarded, Journal, Messages, RolloutTakenUp
+from palaestra.rollouts.branches import BranchReply
+from palaestra.rollouts.journal import AttemptDiscarded, Journal, Messages, Replied, RolloutTakenUp
 from palaestra.rollouts.progress import Observer
 from palaestra.rollouts.recall import Anew, Recall
 from palaestra.rollouts.resume import CutOff
@@ -35,8 +36,8 @@ class Turns:
         cut_off = self.cut_off.pop(rollout_id, None)
         if cut_off is None:
             return None
-        for event in cut_off.events if cut_off.ended is None else ():  # what has a record counts already
-            self.observer.turn(rollout_id, *event.tokens)
+        for tokens in cut_off.paid() if cut_off.ended is None else ():  # what has a record counts already
+            self.observer.turn(rollout_id, *tokens)
         recall = Recall(cut_off)
         if cut_off.tools_hash == self.group.tools_hash:
             return recall
@@ -50,8 +51,8 @@ class Turns:
         if recall.cut_off.ended is None:
             lost = recall.cut_off.record(rollout_id, self.group, index, self.prices)
             self.journal.append(AttemptDiscarded(at=time.time(), trajectory=lost))
-        self.journal.append(RolloutTakenUp(at=time.time(), rollout_id=rollout_id, turns=recall.turns, anew=reason))
-        if recall.turns:
+        self._taken_up(rollout_id, recall, reason)
+        if recall.turns or recall.replies:
             said = f"{reason}: {recall.evidence}" if recall.evidence else reason
             self.observer.note(f"{rollout_id} begins anew after {recall.turns} turns: {said}")
 
@@ -68,9 +69,40 @@ class Turns:
                 tokens=(turn.prompt_tokens, turn.completion_tokens),
                 seconds=(round(turn.model_s, 6), round(turn.tool_s, 6)),
                 sampled=taken.sampled,
+                cost=self._cost(turn.prompt_tokens, turn.completion_tokens),
+                recalled=taken.recalled,
             )
             self.journal.append(event)
-        if not taken.known:
+        if not taken.known and not taken.recalled:
             self.observer.turn(rollout.rollout_id, turn.prompt_tokens, turn.completion_tokens)
-        elif recall is not None and recall.caught_up and recall.turns:
-            self.journal.append(RolloutTakenUp(at=time.time(), rollout_id=rollout.rollout_id, turns=recall.turns))
+        elif taken.known and recall is not None and recall.caught_up and (recall.turns or recall.replies):
+            self._taken_up(rollout.rollout_id, recall)
+
+    def keep_reply(self, rollout: Rollout, said: BranchReply) -> None:
+        """The model has replied in a turn that gives work away. The rollout's own reply counts when its turn ends."""
+        recall, tokens = rollout.recall, (said.reply.prompt_tokens, said.reply.completion_tokens)
+        if not said.known or (recall is not None and not recall.journalled):
+            event = Replied(
+                at=time.time(),
+                rollout_id=rollout.rollout_id,
+                branch=said.branch,
+                asked=said.asked,
+                message={} if said.sampled else said.reply.message(),
+                finish_reason=said.reply.finish_reason,
+                tokens=tokens,
+                cost=self._cost(*tokens),
+                sampled=said.sampled,
+            )
+            self.journal.append(event)
+        if said.branch and not said.known:
+            self.observer.turn(rollout.rollout_id, *tokens)
+
+    def _taken_up(self, rollout_id: str, recall: Recall, anew: str = "") -> None:
+        event = RolloutTakenUp(
+            at=time.time(), rollout_id=rollout_id, turns=recall.turns, replies=recall.replies, anew=anew
+        )
+        self.journal.append(event)
+
+    def _cost(self, prompt_tokens: int, completion_tokens: int) -> float | None:
+        spent = prompt_tokens or completion_tokens
+        return self.prices.cost(prompt_tokens, completion_tokens) if self.prices and spent else None
