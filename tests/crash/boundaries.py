@@ -125,17 +125,18 @@ def striking(place: int, kind: str) -> Callable[[], None]:
             await spawn(self, *args)
             servers.append(self)
 
-        def appended(self: Journal, event: Any) -> None:
+        def appended(self: Journal, event: Any) -> Any:
             nonlocal lines
             lines += 1
             if lines == place and kind == "torn":
                 os.write(self.file.fd, b'{"event":"messages","at":17')
                 os.kill(os.getpid(), signal.SIGKILL)
-            append(self, event)
+            written = append(self, event)
             if lines == place and kind == "run":
                 os.kill(os.getpid(), signal.SIGKILL)
             if lines == place and kind == "server":
                 os.kill(servers[-1].pid, signal.SIGKILL)
+            return written
 
         Journal.append = appended  # type: ignore[method-assign]
         SlotServer._spawn = spawned  # type: ignore[method-assign]
