@@ -47,6 +47,7 @@ from palaestra.rollouts.export.recording import Recording
 from palaestra.rollouts.export.rows import exported_rows
 from palaestra.rollouts.export.sharegpt import ShareGPTExporter
 from palaestra.rollouts.journal import Messages, Replied, RolloutEnded, RunStarted, read_groups, read_journal
+from palaestra.rollouts.progress import NullObserver
 from palaestra.rollouts.replay import Comparison, Playback
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
@@ -356,8 +357,11 @@ def test_cut_after_any_line_no_reply_of_an_agent_or_a_sub_agent_is_paid_twice(
         twice = tmp_path / f"twice-{place}"
         cut(tmp_path / "3", twice, place)
         known = known_replies(twice)
-        part(twice, *counting(), begun=True, group_size=1)
+        told, reader = Told(), RunReader(twice / "journal.jsonl")
+        reader.read()
+        part(twice, *counting(), begun=True, group_size=1, observer=told)
         assert len(asked) == 7 - len(known)
+        assert (reader.settled.cost or 0) + told.tokens == sum(spent), "what --max-cost goes by"
         places.append(twice)
     for each in places:
         ((now,),) = (group.trajectories for group in read_groups(each / "journal.jsonl"))
@@ -367,6 +371,16 @@ def test_cut_after_any_line_no_reply_of_an_agent_or_a_sub_agent_is_paid_twice(
         status = RunReader(each / "journal.jsonl").read()
         assert (status.prompt_tokens, status.completion_tokens, status.cost) == (*spent, float(sum(spent)))
         assert kind is not Exact or verify_run(each / "journal.jsonl").ok
+
+
+class Told(NullObserver):
+    """Counts what the turns of a part of a run are told to have used."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def turn(self, rollout_id: str, prompt_tokens: int, completion_tokens: int) -> None:
+        self.tokens += prompt_tokens + completion_tokens
 
 
 def known_replies(folder: Path) -> list[int]:
