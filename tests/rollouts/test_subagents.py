@@ -48,7 +48,9 @@ from palaestra.rollouts.export.rows import exported_rows
 from palaestra.rollouts.export.sharegpt import ShareGPTExporter
 from palaestra.rollouts.journal import Messages, Replied, RolloutEnded, RunStarted, read_groups, read_journal
 from palaestra.rollouts.progress import NullObserver
+from palaestra.rollouts.recall import Recall
 from palaestra.rollouts.replay import Comparison, Playback
+from palaestra.rollouts.resume import read_finished
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.status import RunReader
@@ -371,6 +373,21 @@ def test_cut_after_any_line_no_reply_of_an_agent_or_a_sub_agent_is_paid_twice(
         status = RunReader(each / "journal.jsonl").read()
         assert (status.prompt_tokens, status.completion_tokens, status.cost) == (*spent, float(sum(spent)))
         assert kind is not Exact or verify_run(each / "journal.jsonl").ok
+
+
+def test_a_rollout_repeats_itself_until_every_known_reply_is_given_back(tmp_path: Path) -> None:
+    """That is how long the world tells it what it told it then."""
+    ((was,),) = (group.trajectories for group in part(tmp_path / "0", Delegating(), Chatting(), group_size=1))
+    cut(tmp_path / "0", tmp_path / "cut", 5)
+    recall = Recall(read_finished(tmp_path / "cut/journal.jsonl").cut_off[was.rollout_id])
+    assert (recall.turns, recall.replies) == (0, 2)
+    opening = was.messages[:2] if was.messages[0]["role"] == "system" else was.messages[:1]
+    assert recall.took(None, opening, [])
+    for branch, messages in ((0, opening), (1, was.subagents[0].messages[:2])):
+        assert recall.repeats
+        assert recall.beside(branch, messages) is not None
+        assert recall.beside(branch, messages) is None
+    assert not recall.repeats
 
 
 class Told(NullObserver):

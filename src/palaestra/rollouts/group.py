@@ -309,7 +309,7 @@ class GroupRun:
             on_stage=self.services.observer.stage,
             idle_limits=self.services.idle_limits,
             tracing=self.services.tracing,
-            world=self.services.world.rollout(rollout_id, lambda: recall is not None and not recall.caught_up),
+            world=self.services.world.rollout(rollout_id, lambda: recall is not None and recall.repeats),
             recall=recall,
             stops=self.services.stops,
         )

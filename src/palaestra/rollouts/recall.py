@@ -90,6 +90,11 @@ class Recall:
         was said in the turn in which it was cut off."""
         return self._at == len(self._events)
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the rollout still does what it did before it was cut off."""
+        return not self.caught_up or any(self._sampled.values()) or any(self._replies.values())
+
     def fail(self, reason: Anew, evidence: str = "") -> CannotGoOn:
         """Give up; the first reason counts. Returns the error to raise."""
         if self.failed is None:
@@ -105,9 +110,10 @@ class Recall:
 
     def pieces(self, sent: int) -> list[Piece] | None:
         """What was sampled after a prompt of this checksum; None once all is given back. Raises `CannotGoOn`."""
-        if self.failed is None and self._sampled[sent]:
+        waiting = self._sampled.get(sent)
+        if self.failed is None and waiting:
             self._gave[sent] += 1
-            return pieces_of(self._sampled[sent].popleft())
+            return pieces_of(waiting.popleft())
         if self.caught_up and self.failed is None:
             return None
         raise self.fail(Anew.QUESTION)
