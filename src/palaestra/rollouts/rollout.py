@@ -350,7 +350,7 @@ class Rollout:
         self._begun = self._begun or taken.turn.number > 0
         if self._on_turn is not None:
             self._on_turn(self, taken)
-        if taken.messages and taken.messages[-1].get("role") == "tool":
+        if taken.turn.number and taken.messages and taken.messages[-1].get("role") != "assistant":
             self._stops.check(begun=True)
 
     def _new_tokens(self) -> list[SampledTurn]:
