@@ -383,7 +383,8 @@ class Slot(Protocol):
     async def arguments(self, pid: int) -> Sequence[str] | None:
         """The arguments of a process by the number that the slot gives it, as the kernel says; None where none lives.
 
-        No program or file of the slot has a part in this, nor in `ask`.
+        A process that is just being started has none yet. No program or file of the slot has a part in this, nor in
+        `ask`.
         """
         ...
 
