@@ -56,6 +56,10 @@ class Branches:
         """The server as the conversation of this branch asks it."""
         return BranchChat(server.inner if isinstance(server, BranchChat) else server, self, branch)
 
+    def let_go(self) -> None:
+        """The rollout has ended: forget it, since it holds this. Nothing is asked any more."""
+        del self._sampled, self._keep
+
     def turned(self) -> bool:
         """The rollout's own turn has ended: whether its reply was on record before."""
         own, self._own = self._own, None

@@ -403,6 +403,7 @@ class Rollout:
         try:
             await self._end_tools()
         finally:
+            self._branches.let_go()
             if slot is not None:
                 await self.slots.release(slot)
 
