@@ -72,6 +72,7 @@ class Attempt:
             self._failed(error, Blame.TASK)
         finally:
             await self._give_back(grading)
+            self.rollout.let_go()
             self.duration_s = time.perf_counter() - started
 
     async def _play(self, grading: Grading) -> None:

@@ -403,9 +403,12 @@ class Rollout:
         try:
             await self._end_tools()
         finally:
-            self._branches.let_go()
             if slot is not None:
                 await self.slots.release(slot)
+
+    def let_go(self) -> None:
+        """It has ended for good: what holds it lets go of it. Only its record is asked for after that."""
+        self._branches.let_go()
 
     def closes(self, tools: SlotTools) -> None:
         """Close these too when the agent has ended: tools that an environment has bound otherwise."""
