@@ -100,5 +100,5 @@ def _become_proxy(control: socket.socket) -> None:
 
 def _listen_in(init: int) -> int:
     """A listening socket in the network namespace of a process."""
-    with namespaces.visiting_network(init):
-        return socket.create_server(("127.0.0.1", PROXY_PORT), backlog=128).detach()
+    listener = namespaces.socket_in(init, lambda: socket.create_server(("127.0.0.1", PROXY_PORT), backlog=128))
+    return listener.detach()

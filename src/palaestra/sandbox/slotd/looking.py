@@ -84,8 +84,7 @@ class _Exchange:
         self._loop, self._unsent, self._answered = loop, memoryview(request), answered
         self._most = min(int(limits["max_bytes"]), MAX_ANSWER_BYTES)
         self._received = bytearray()
-        with namespaces.visiting_network(init):
-            self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket = namespaces.socket_in(init, lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
         self._socket.setblocking(False)
         self._timer = loop.later(limits["timeout_s"], lambda: self._end(TimeoutError(errno.ETIMEDOUT, "no end of it")))
         self._socket.connect_ex(("127.0.0.1", port))

@@ -9,14 +9,18 @@ uid 0 exists; it is the user who started the server.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import signal
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from . import syscalls
+
+_ERRNO = struct.Struct("=i")
 
 RANGE_START = 0x70000000
 """The first uid outside of a slot's range: above what systemd hands out to containers, below the sign bit."""
@@ -93,26 +97,46 @@ def bring_up_loopback() -> None:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP | _IFF_RUNNING))
 
 
-@contextlib.contextmanager
-def visiting_network(pid: int) -> Iterator[None]:
-    """This process is in the network namespace of another one for as long as the block takes, where that is another.
+def socket_in(pid: int, make: Callable[[], socket.socket]) -> socket.socket:
+    """What `make` makes in the network namespace of another process, where that is another: a socket stays there.
 
-    Sockets that it makes there stay there. Raises OSError where the namespace cannot be entered.
+    A child goes there, since without root there is no way back. Raises OSError where the namespace cannot be entered,
+    and where `make` does.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC
-    own, other = os.open("/proc/self/ns/net", flags), os.open(f"/proc/{pid}/ns/net", flags)
+    with contextlib.ExitStack() as opened:
+        own, network, user = (
+            opened.enter_context(open(path, "rb", buffering=0))
+            for path in ("/proc/self/ns/net", f"/proc/{pid}/ns/net", f"/proc/{pid}/ns/user")
+        )
+        if os.path.sameopenfile(own.fileno(), network.fileno()):
+            return make()
+        ours, theirs = map(opened.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        child = os.fork()
+        if child == 0:
+            _hand_over(theirs, network.fileno(), user.fileno(), make)
+        theirs.close()
+        said, fds, *_ = socket.recv_fds(ours, _ERRNO.size, 1)
+        os.waitpid(child, 0)
+    if not fds:
+        number = _ERRNO.unpack(said)[0] if said else errno.ECHILD
+        raise OSError(number, f"the network of process {pid} cannot be entered: {os.strerror(number)}")
+    return socket.socket(fileno=fds[0])
+
+
+def _hand_over(channel: socket.socket, network: int, user: int, make: Callable[[], socket.socket]) -> NoReturn:
+    """In the child. Where the namespace is one of a user's own, that user has rights in it only from inside."""
     try:
-        if os.path.sameopenfile(own, other):
-            yield
-            return
-        syscalls.setns(other, syscalls.CLONE_NEWNET)
         try:
-            yield
-        finally:
-            syscalls.setns(own, syscalls.CLONE_NEWNET)
+            syscalls.setns(network, syscalls.CLONE_NEWNET)
+        except PermissionError:
+            syscalls.setns(user, syscalls.CLONE_NEWUSER)
+            syscalls.setns(network, syscalls.CLONE_NEWNET)
+        with make() as made:
+            socket.send_fds(channel, [_ERRNO.pack(0)], [made.fileno()])
+    except OSError as error:
+        channel.send(_ERRNO.pack(error.errno or errno.EINVAL))
     finally:
-        os.close(own)
-        os.close(other)
+        os._exit(0)
 
 
 def _write(path: str, text: str) -> None:
