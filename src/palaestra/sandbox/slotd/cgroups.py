@@ -8,6 +8,7 @@ the lock of another one's directory knows that its owner is dead, and removes it
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from dataclasses import dataclass
@@ -60,6 +61,10 @@ def find(prefix: str = "") -> list[Hierarchy]:
     return found if {"memory", "pids"} <= covered else []
 
 
+_CLAIMS = 100
+"""How often a server tries to make its directory where others end or begin at the same time."""
+
+
 class ServerGroup:
     """The directories of one server. The locks belong to the server and to the process that watches it."""
 
@@ -73,17 +78,26 @@ class ServerGroup:
             self._locks.append(self._claim(hierarchy))
 
     def _claim(self, hierarchy: Hierarchy) -> int:
+        """Until the lock is ours, another server's start may take the directory for abandoned, and its end the parent
+        for empty.
+        """
         directory = f"{hierarchy.parent}/{self._name}"
-        while True:
-            os.makedirs(directory, exist_ok=True)
-            if hierarchy.version == 2 and hierarchy.controllers:
-                for ancestor in (os.path.dirname(hierarchy.parent), hierarchy.parent, directory):
-                    _delegate(ancestor)
-            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for tries_left in reversed(range(_CLAIMS)):
+            try:
+                os.makedirs(directory, exist_ok=True)
+                if hierarchy.version == 2 and hierarchy.controllers:
+                    for ancestor in (os.path.dirname(hierarchy.parent), hierarchy.parent, directory):
+                        _delegate(ancestor)
+                lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                if not tries_left:
+                    raise
+                continue
             fcntl.flock(lock, fcntl.LOCK_EX)
             if os.path.isdir(directory):
                 return lock
-            os.close(lock)  # another server's start took it for abandoned before the lock was ours
+            os.close(lock)
+        raise OSError(errno.EBUSY, "others take it away again and again", directory)
 
     def add(self, slot: str, limits: Limits, prefix: str = "", network: bool = False) -> list[str]:
         """Make the directories of one slot and set its limits; returns them."""
