@@ -100,7 +100,9 @@ def test_one_process_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert "another process has this run" in capsys.readouterr().err
     assert run.journal.read_bytes() == before
     held.close()
-    assert run.go(2, 1) == 0
+    assert run.go(2, 1, "--env.seed", "5") == 2
+    assert "was run with seed" in capsys.readouterr().err
+    assert run.go(2, 1) == 0, "what is refused has let go of the run"
     assert run.lines == [1, 1]
 
 

@@ -191,22 +191,28 @@ def _reopen_output(form: Form, parsed: RunLine, engine: ServerGroup, path: Path,
     """The output of an earlier run, to go on with. Raises `ConfigError` when it was a run of something else."""
     folder = resumed_folder(path)
     journal = Journal(folder.journal)  # before anything is read: who has it, has the run
-    torn = repair(folder.journal)
-    finished = read_finished(folder.journal)
-    was, now = finished.run, {"env": form.name, "model": engine.name, "seed": parsed.env_config.seed}
-    for name, value in now.items():
-        if getattr(was, name) != value:
-            raise ConfigError(f"{path} was run with {name} {getattr(was, name)!r}, not {value!r}: say the same again")
-    output = Output(
-        folder,
-        env=form.name,
-        model=engine.name,
-        groups_path=None,
-        settings=was.config,
-        messages=parsed.env_config.include_messages,
-        groups_file=Path(was.config["groups_file"]),
-        journal=journal,
-    )
+    try:
+        torn = repair(folder.journal)
+        finished = read_finished(folder.journal)
+        was, now = finished.run, {"env": form.name, "model": engine.name, "seed": parsed.env_config.seed}
+        for name, value in now.items():
+            if getattr(was, name) != value:
+                raise ConfigError(
+                    f"{path} was run with {name} {getattr(was, name)!r}, not {value!r}: say the same again"
+                )
+        output = Output(
+            folder,
+            env=form.name,
+            model=engine.name,
+            groups_path=None,
+            settings=was.config,
+            messages=parsed.env_config.include_messages,
+            groups_file=Path(was.config["groups_file"]),
+            journal=journal,
+        )
+    except BaseException:
+        journal.close()
+        raise
     output.finished = finished
     config = {**was.config, **_settings(parsed), "environment": reference, "folder": str(Path.cwd())}
     journal.append(RunResumed(at=time.time(), schema=JOURNAL_SCHEMA, torn=torn, config=config))
