@@ -253,8 +253,7 @@ class Batch:
         return {} if self.output.finished is None else read_timings(self.output.folder.journal)
 
     def _keep(self, group: Group) -> None:
-        rewards = {trajectory.reward for trajectory in group.scored}
-        if self.parsed.env_config.ensure_scores_are_not_same and len(rewards) == 1:
+        if self.parsed.env_config.ensure_scores_are_not_same and group.same_scores:
             self.output.groups.skip(group.number)
         else:
             self.output.groups.add(group)

@@ -9,11 +9,11 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Self
 
-from palaestra.core.errors import ConfigError, PalaestraError, TaskError
+from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, Task
 from palaestra.envs.base_env import BaseEnv, Item
 from palaestra.envs.settings import mcp_servers
-from palaestra.rollouts.attempt import told
+from palaestra.rollouts.attempt import blaming, told
 from palaestra.rollouts.base import Environment
 from palaestra.rollouts.export.atropos import group_line
 from palaestra.rollouts.trajectory import Group
@@ -74,12 +74,7 @@ class ClassEnvironment(Environment):
             number += 1
 
     async def _next_item(self, number: int) -> Item:
-        try:
-            return await self.next_item()
-        except PalaestraError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"{self.name} has no item {number}: get_next_item failed with {told(error)}") from error
+        return await blaming(ConfigError, self.next_item(), f"{self.name} has no item {number}: get_next_item")
 
     async def next_item(self) -> Item:
         """The next item, or None when there are no more."""

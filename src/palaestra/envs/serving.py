@@ -89,8 +89,7 @@ class Serving:
 
     def _line(self, group: Group, most_tokens: int | None) -> dict[str, JSON] | None:
         """What is sent of the group; nothing where equal scores teach nothing, or all is too long for the trainer."""
-        rewards = {trajectory.reward for trajectory in group.scored}
-        if self._config.ensure_scores_are_not_same and len(rewards) == 1:
+        if self._config.ensure_scores_are_not_same and group.same_scores:
             return None
         line = scored_data(
             group,

@@ -171,7 +171,7 @@ class Attempt:
         )
 
 
-async def blaming(kind: type[InfraError], hook: Awaitable[T], doing: str) -> T:
+async def blaming(kind: type[PalaestraError], hook: Awaitable[T], doing: str) -> T:
     """Await an environment's hook; an exception of its author's becomes `kind`, with the original as its cause.
 
     Errors that already say whose fault they are pass through. A hook that ends because something that it awaited was

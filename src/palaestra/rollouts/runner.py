@@ -82,13 +82,12 @@ class Runner:
         self.limit = limit
         self.first = first
         self.on_group = on_group
-        self.ended = ended or {}
+        self._ended_before = dict(ended or {})
         self.gate = gate
         self.totals = Totals()
         self._all_taken = False
         self._taking = asyncio.Lock()
         self._engine_failures = 0
-        self._handed_on: set[int] = set()
 
     async def run(self) -> Totals:
         """Run to the last task. Raises `EngineUnavailable` when the model server is gone for good."""
@@ -99,8 +98,8 @@ class Runner:
                     workers.create_task(self._work(tasks), name=f"groups-{number}")
         except* PalaestraError as failures:
             raise _first(failures) from None
-        for number in sorted(self.ended.keys() - self._handed_on):  # of tasks that this part has not, or not come to
-            self._hand_on(self.ended[number])
+        for number in sorted(self._ended_before):  # of tasks that this part has not, or has not come to
+            self._hand_on(self._ended_before[number])
         return self.totals
 
     async def _work(self, tasks: AsyncIterator[Numbered]) -> None:
@@ -113,14 +112,13 @@ class Runner:
             self._watch_engine(group)
 
     def _hand_on(self, group: Group) -> None:
-        self._handed_on.add(group.number)
         self.totals.add(group)
         self.on_group(group)
         self.services.observer.group_finished(group)
 
     def _ended(self, number: int, task: Task) -> Group | None:
         """The group as an earlier part of the run left it. Raises `ConfigError` when it was another task's."""
-        group = self.ended.get(number)
+        group = self._ended_before.pop(number, None)
         if group is not None and group.task_id != task.id:
             raise ConfigError(
                 f"task {number} is {task.id} now and was {group.task_id}: the run was made from other tasks; "

@@ -7,7 +7,7 @@ slot ids stand in `beside`, outside that promise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -152,6 +152,11 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
         return [] if self.ledger is None else [TokenRow.from_ledger(row) for row in record_rows(self.ledger)]
 
 
+def have_same_scores(scored: Sequence[Trajectory]) -> bool:
+    """Whether there is exactly one score among them."""
+    return len({trajectory.reward for trajectory in scored}) == 1
+
+
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     """All rollouts of one task, in index order. `number` is the task's place in the run, from 0.
 
@@ -174,6 +179,11 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     blame: Blame | None = None
     prepare_s: float = 0.0
     from_store: bool = False
+
+    @property
+    def same_scores(self) -> bool:
+        """Whether all that have a score, one at least, have the same: a policy gradient learns nothing from it."""
+        return have_same_scores(self.scored)
 
     @property
     def scored(self) -> list[Trajectory]:

@@ -25,7 +25,7 @@ from palaestra.rollouts.journal import (
     RunStarted,
     read_journal,
 )
-from palaestra.rollouts.trajectory import Trajectory
+from palaestra.rollouts.trajectory import Trajectory, have_same_scores
 
 _Rows = list[tuple[list[int], list[int], list[float] | None]]
 
@@ -99,7 +99,7 @@ def _due(ended: Iterable[Trajectory], config: Mapping[str, JSON]) -> set[str]:
             by_group.setdefault(one.group_id, []).append(one)
     settings = config.get("env")
     if isinstance(settings, Mapping) and settings.get("ensure_scores_are_not_same"):
-        by_group = {name: all_ for name, all_ in by_group.items() if len({one.reward for one in all_}) > 1}
+        by_group = {name: all_ for name, all_ in by_group.items() if not have_same_scores(all_)}
     return {one.rollout_id for group in by_group.values() for one in group}
 
 

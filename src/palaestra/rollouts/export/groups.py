@@ -30,7 +30,7 @@ class AtroposExporter:
         for group in groups:
             scored = group.scored
             report.left_out.update({UNSCORED: len(group.trajectories) - len(scored)})
-            if differing and len({trajectory.reward for trajectory in scored}) == 1:
+            if differing and group.same_scores:
                 report.left_out["in a group of equal scores"] += len(scored)
                 continue
             line = group_line(group, env=meta.env, model=meta.model, messages=settings.get("include_messages", True))
