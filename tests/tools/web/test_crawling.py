@@ -74,7 +74,7 @@ def paths(reply: JSON, site: Site) -> list[str]:
 
 def test_a_site_is_read_nearest_pages_first_and_nothing_else_is(site: Site) -> None:
     reply = crawl(site.url + "/")
-    assert paths(reply, site) == ["/", "/herons", "/about", "/old", "/away", "/herons/grey", "/missing", "/terns"]
+    assert paths(reply, site) == ["/", "/herons", "/about", "/away", "/herons/grey", "/missing", "/terns"]
     assert reply["links_left"] == 0
     results = dict(zip(paths(reply, site), reply["results"], strict=True))
     assert results["/herons"]["title"] == "/herons"
@@ -83,6 +83,19 @@ def test_a_site_is_read_nearest_pages_first_and_nothing_else_is(site: Site) -> N
     assert results["/away"]["error"].startswith("it leads to another site, http://localhost:")
     assert "/private/x" not in site.seen
     assert site.seen.count("/robots.txt") == 1
+
+
+def test_a_page_is_read_once_whichever_address_leads_to_it() -> None:
+    links = {
+        "/": ["/old", "/old?again", "/x", "/y", "/about", "/z", "/herons"],
+        "/x": [], "/y": [], "/z": ["/about"], "/about": ["/old?once more"], "/herons": [],
+    }  # fmt: skip
+    with Site(site_of(links)) as site:
+        reply = crawl(site.url + "/", depth=3)
+        assert paths(reply, site) == ["/", "/old", "/x", "/y", "/z", "/herons"]
+        assert [each["title"] for each in reply["results"]] == ["/", "/about", "/x", "/y", "/z", "/herons"]
+        assert reply["links_left"] == 0
+        assert paths(crawl(site.url + "/old"), site) == ["/old"]
 
 
 def test_bounds_are_kept_and_said(site: Site) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.robotparser import RobotFileParser
 
@@ -71,57 +72,79 @@ class Crawler:
         return crawled
 
 
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """What came of one link: the page, where it lay in the end (None for one that could not be had), and of each of its
+    links the address and the words."""
+
+    page: Page
+    place: str | None = None
+    links: Sequence[tuple[str, str]] = ()
+
+
 class _Walk:
-    """One crawl under way."""
+    """One crawl under way. A page is in the reply once, whichever of its addresses links lead to."""
 
     def __init__(self, crawler: Crawler, crawled: Crawled, words: frozenset[str]) -> None:
         self._crawler, self._crawled, self._words = crawler, crawled, words
         self._waiting: list[_Link] = []
         self._seen: set[str] = set()
+        self._read: set[str] = set()
+        """Where the pages lay that were read, after redirects."""
         self._site: URL | None = None
         self._robots = RobotFileParser()
 
     async def go(self, url: str) -> None:
         """From the first page, which may lead elsewhere: the site is where it is in the end."""
-        first, links = await self._read(url)
-        self._crawled.pages.append(first)
+        first = await self._visit(url)
+        self._take(first)
         if self._site is None:
             return
         await self._ask_robots(self._site)
-        self._note(links, 1)
+        self._note(first.links, 1)
         while self._waiting and len(self._crawled.pages) < self._crawler.limit:
-            room = min(AT_ONCE, self._crawler.limit - len(self._crawled.pages))
-            self._waiting.sort()
-            batch, self._waiting = self._waiting[:room], self._waiting[room:]
-            self._crawled.left = len(self._waiting)
-            for link, (page, found) in zip(
-                batch, await asyncio.gather(*(self._read(link.url) for link in batch)), strict=True
-            ):
-                self._crawled.pages.append(page)
-                self._note(found, link.depth + 1)
+            batch = self._next(min(AT_ONCE, self._crawler.limit - len(self._crawled.pages)))
+            visits = await asyncio.gather(*(self._visit(link.url) for link in batch))
+            for link, visit in zip(batch, visits, strict=True):
+                self._take(visit)
+                self._note(visit.links, link.depth + 1)
 
-    async def _read(self, url: str) -> tuple[Page, list[tuple[str, str]]]:
-        """A page, and the address and the words of each of its links."""
+    def _next(self, most: int) -> list[_Link]:
+        """The links that come next; those to a page that was read by another address are dropped."""
+        self._waiting = sorted(link for link in self._waiting if link.url not in self._read)
+        batch, self._waiting = self._waiting[:most], self._waiting[most:]
+        self._crawled.left = len(self._waiting)
+        return batch
+
+    def _take(self, visit: _Visit) -> None:
+        """Keep a page, unless it was read by another address."""
+        if visit.place is None or visit.place not in self._read:
+            self._crawled.pages.append(visit.page)
+        if visit.place is not None:
+            self._read.add(visit.place)
+
+    async def _visit(self, url: str) -> _Visit:
+        place = None
         try:
             async with self._crawler.fetcher.lane:
                 fetched = await fetch(url, self._crawler.fetcher.reachable)
-                self._stay(URL(url.strip()), URL(fetched.url))
-                return await as_text(url, fetched), await asyncio.to_thread(_links, fetched)
+                self._stay(URL(fetched.url))
+                place = _plain(URL(fetched.url))
+                return _Visit(await as_text(url, fetched), place, await asyncio.to_thread(_links, fetched))
         except Unreadable as why:
-            return Page(url, error=str(why)), []
+            return _Visit(Page(url, error=str(why)), place)
 
-    def _stay(self, asked: URL, url: URL) -> None:
+    def _stay(self, url: URL) -> None:
         """The first page says which site it is. Raises `Unreadable` for one of another."""
-        self._seen.update((_plain(asked), _plain(url)))
         if self._site is None:
             self._site = url
         elif url.origin() != self._site.origin():
             raise Unreadable(f"it leads to another site, {url.origin()}")
 
-    def _note(self, links: list[tuple[str, str]], depth: int) -> None:
+    def _note(self, links: Sequence[tuple[str, str]], depth: int) -> None:
         """What of a page's links is to be read too."""
         for url, text in links if depth <= self._crawler.depth else ():
-            if self._site is None or URL(url).origin() != self._site.origin() or url in self._seen:
+            if self._site is None or URL(url).origin() != self._site.origin() or url in self._seen | self._read:
                 continue
             self._seen.add(url)
             if self._robots.can_fetch(AGENT, url):
