@@ -185,3 +185,20 @@ def test_the_configuration_refuses_what_it_does_not_know() -> None:
     with pytest.raises(ValidationError):
         SlotPoolConfig.model_validate({"acquire_timeout_s": 3})
     assert SlotPoolConfig().max_slots == default_max_slots() >= 4
+
+
+def test_slots_that_were_there_before_count_until_they_are_released() -> None:
+    async def body(pool: SlotPool) -> None:
+        before = [await pool.backend.create(SlotSpec(), f"before-{number}") for number in range(3)]
+        for slot in before:
+            pool.take_up(slot)
+        waiting = asyncio.ensure_future(pool.acquire("new"))
+        for slot in before[:2]:
+            await pool.release(slot)
+            assert not waiting.done()
+            assert pool.available_slots == 0
+        await pool.release(before[2])
+        await pool.release(await waiting)
+        assert (pool.available_slots, pool.acquired_slots) == (1, 0)
+
+    with_pool(1, body)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import socket
 import sys
@@ -31,6 +32,9 @@ _CLOSE_PATIENCE_S = 15.0
 _READ_AHEAD_BYTES = 4 << 20
 
 OnData = Callable[[bytes], object]
+Undo = Callable[[dict[str, JSON]], tuple[str, dict[str, JSON]]]
+"""The request that undoes another, from what that one was answered."""
+
 OnLost = Callable[[str, int], None]
 
 
@@ -190,10 +194,24 @@ class SlotServer:
         fields["op"] = op
         return self.request(Kind.REQUEST, fields, data, on_data)
 
+    async def read(self, op: str, fields: dict[str, JSON]) -> bytes:
+        """A request whose answer may be long, and comes in pieces."""
+        pieces: list[bytes] = []
+        last = await self.call(op, fields, on_data=pieces.append)
+        return b"".join((*pieces, last.data)) if pieces else last.data
+
+    async def listing(self, op: str, fields: dict[str, JSON]) -> list[dict[str, JSON]]:
+        """The same where the answer is a list of objects, by path."""
+        found: list[dict[str, JSON]] = json.loads(await self.read(op, fields))
+        return sorted(found, key=lambda entry: str(entry["path"]))
+
     async def request(
         self, kind: Kind, fields: dict[str, JSON], data: bytes = b"", on_data: OnData | None = None
     ) -> Reply:
-        """Send a frame and wait for its answer. Cancelled, it cancels on the server and waits for the end there."""
+        """Send a frame and wait for its answer. Cancelled, it cancels on the server and waits for the end there.
+
+        Raises ValueError for what is too long for a frame.
+        """
         if self._over is not None:
             raise self._over
         number = next(self._numbers)
@@ -211,16 +229,17 @@ class SlotServer:
             raise call.failure
         return reply
 
-    async def create(self, fields: dict[str, JSON]) -> dict[str, JSON]:
-        """A new slot's name and epoch. Cancelled, it leaves no slot behind."""
+    async def make(self, op: str, fields: dict[str, JSON], undo: Undo) -> dict[str, JSON]:
+        """A request that makes something, of which the answer tells. Cancelled, it leaves nothing behind."""
         number, call = self._open(None)
         try:
-            self._send(Kind.REQUEST, number, {"op": "create", **fields})
+            self._send(Kind.REQUEST, number, {"op": op, **fields})
             return (await call.answer).fields
         except asyncio.CancelledError:
             await call.settled()
             if call.reply is not None:
-                await _settle(asyncio.ensure_future(self.call("destroy", call.reply.fields)))
+                op, fields = undo(call.reply.fields)
+                await _settle(asyncio.ensure_future(self.call(op, fields)))
             raise
         finally:
             del self._calls[number]

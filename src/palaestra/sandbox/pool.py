@@ -287,12 +287,12 @@ class SlotPool:
                 self._waiting.remove(waiter)
 
     def _give_place(self) -> None:
-        while self._waiting:
+        self._free = min(self._free + 1, self._places)
+        while self._waiting and self._free > 0:  # there may be less than none, after `take_up`
             waiter = self._waiting.popleft()
             if not waiter.done():
+                self._free -= 1
                 waiter.set_result(None)
-                return
-        self._free = min(self._free + 1, self._places)
 
     def _explain(self, trajectory_id: str, timeout_s: float) -> str:
         now = self._clock.monotonic()

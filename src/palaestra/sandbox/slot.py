@@ -163,10 +163,8 @@ class LocalSlot(TextFiles):
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes:
         """The file from `offset` to its end; OSError (EFBIG) where that is more than `max_bytes`."""
         require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")
-        pieces: list[bytes] = []
         fields = {**self._lease.fields(), "path": path, "offset": offset, "max_bytes": max_bytes}
-        last = await self.server.call("read", fields, on_data=pieces.append)
-        return b"".join((*pieces, last.data)) if pieces else last.data
+        return await self.server.read("read", fields)
 
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         """Write atomically, creating parent directories. A link is followed, inside the slot."""
@@ -177,8 +175,7 @@ class LocalSlot(TextFiles):
 
     async def list_dir(self, path: str = ".") -> list[FileInfo]:
         """The entries of a directory, sorted by name; their paths are absolute."""
-        reply = await self.server.call("list", {**self.lease(), "path": path})
-        return [FileInfo(**entry) for entry in reply.fields["entries"]]
+        return [FileInfo(**entry) for entry in await self.server.listing("list", {**self.lease(), "path": path})]
 
     async def stat(self, path: str) -> FileInfo | None:
         """What is at a path, links not followed; None when there is nothing."""
@@ -198,7 +195,7 @@ class LocalSlot(TextFiles):
             return await self.server.upload_file({**self.lease(), "path": path, "mode": mode}, file)
 
     async def download(self, path: str, local: Path) -> int:
-        part = local.with_name(f".{local.name[:200]}.{secrets.token_hex(4)}")
+        part = local.with_name(f".{secrets.token_hex(12)}")  # without the name, which may be as long as names can be
         fields = {**self.lease(), "path": path, "offset": 0, "max_bytes": sys.maxsize}
         try:
             with await asyncio.to_thread(part.open, "xb") as file:
@@ -233,8 +230,7 @@ class LocalSlot(TextFiles):
 
     async def changes(self) -> list[Change]:
         """What differs from where this slot started, as seen while looking: commands may be running."""
-        reply = await self.server.call("changes", self.lease())
-        return [Change(**change) for change in reply.fields["changes"]]
+        return [Change(**change) for change in await self.server.listing("changes", self.lease())]
 
     def fork(self) -> AbstractAsyncContextManager[Slot]:
         """Another slot from what this one's files are now; see `Slot.fork`."""

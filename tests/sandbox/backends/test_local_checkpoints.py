@@ -9,7 +9,7 @@ import pytest
 
 from palaestra.core.errors import IsolationUnavailable, SandboxError, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot
+from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import LocalSlot
 from sandbox.bodies import WithSlot
@@ -149,6 +149,61 @@ def test_commands_wait_for_a_checkpoint_and_those_that_run_go_on(on_each_rung: W
         results = await asyncio.gather(backend.checkpoint(slot), *(slot.execute(f"echo {n}") for n in range(5)))
         assert [result.output for result in results[1:]] == [f"{n}\n" for n in range(5)]
         assert (await running).output == "ran\n"
+
+    on_each_rung(body)
+
+
+def test_a_slot_can_be_forked_several_times_at_once(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute(f"seq 3000 | xargs touch; {BEAT}")
+
+        async def look() -> str:
+            async with slot.fork() as fork:
+                return (await fork.execute("ls | wc -l")).output
+
+        looks = [look() for _ in range(3)]
+        results = await asyncio.gather(*looks, slot.execute("echo ran"), slot.freeze())
+        assert results[:3] == ["3001\n"] * 3
+        moving = 'x=$(wc -l < beat); until [ "$(wc -l < beat)" != "$x" ]; do :; done; echo moves'
+        assert (await slot.execute(moving, timeout_s=10)).output == "moves\n"
+        assert isinstance(slot, LocalSlot)
+        assert (await slot.server.call("stats", {})).fields["layers"] == 0
+
+    on_each_rung(body)
+
+
+@pytest.mark.parametrize("end", ["destroy", "seal"])
+def test_the_end_of_a_slot_waits_for_its_checkpoint(with_slot: WithSlot, end: str) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute("seq 5000 | xargs touch")
+        making = asyncio.ensure_future(backend.checkpoint(slot))
+        await asyncio.sleep(0.01)
+        await getattr(backend, end)(slot)
+        assert making.done()
+        assert await shown(backend, await making, "ls | wc -l") == "5000\n"
+
+    with_slot(body)
+
+
+def test_a_snapshot_that_nobody_waits_for_any_more_is_dropped(on_each_rung: WithSlot, tmp_path: Path) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        assert isinstance(slot, LocalSlot)
+        await slot.execute("seq 1000 | xargs touch")
+        base = await backend.checkpoint(slot)
+        await backend.save(base, str(tmp_path))
+        for make in (
+            lambda: backend.checkpoint(slot),
+            lambda: backend.view(base, View(without=("/workspace/7",))),
+            lambda: backend.load(str(tmp_path), SlotSpec()),
+            lambda: backend.seal(slot),
+        ):
+            making = asyncio.ensure_future(make())
+            await asyncio.sleep(0)
+            making.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await making
+            assert (await slot.server.call("stats", {})).fields["layers"] == 1
+        assert await shown(backend, base, "ls | wc -l") == "1000\n"
 
     on_each_rung(body)
 

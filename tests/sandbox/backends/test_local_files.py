@@ -63,6 +63,18 @@ def test_listing_and_description(with_slot: WithSlot) -> None:
     with_slot(body)
 
 
+def test_a_name_may_be_as_long_as_names_can_be(on_each_rung: WithSlot, tmp_path: Path) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        for name in ("n" * 255, "名" * 85):
+            await slot.write_text(name, "in")
+            assert await slot.read_text(name) == "in"
+            assert await slot.download(name, tmp_path / name) == 2
+            assert await slot.upload(tmp_path / name, name) == 2
+        assert len(await slot.list_dir()) == len(list(tmp_path.iterdir())) == 2
+
+    on_each_rung(body)
+
+
 def test_removal(with_slot: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         await slot.execute(

@@ -243,7 +243,7 @@ class LocalBackend:
         if self._service is not None:
             fields["about"] = specs.encode(trajectory_id, spec)
         server = await self._living()
-        reply = await server.create(fields)
+        reply = await server.make("create", fields, lambda made: ("destroy", made))
         if reply["exposed"]:
             _tell_once(
                 f"slots with the network on reach cloud metadata addresses here: {reply['exposed']}; {_NARROWER}"
@@ -267,8 +267,7 @@ class LocalBackend:
         fields = {**ours.lease(), "view": _view(view)}
         ours.released = True
         self._slots.pop(ours.epoch, None)
-        reply = await ours.server.call("seal", fields)
-        return _snapshot(reply.fields, ours.spec)
+        return _snapshot(await ours.server.make("seal", fields, _forget_topmost), ours.spec)
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
         """What the slot's files are now; the slot goes on. Its processes are stopped meanwhile, and are not in it.
@@ -277,8 +276,7 @@ class LocalBackend:
         process that does not stop, and on a rung without layers.
         """
         ours = self._own(slot)
-        reply = await ours.server.call("checkpoint", ours.lease())
-        return _snapshot(reply.fields, ours.spec)
+        return _snapshot(await ours.server.make("checkpoint", ours.lease(), _forget_topmost), ours.spec)
 
     @contextlib.asynccontextmanager
     async def _forked(self, slot: LocalSlot) -> AsyncIterator[Slot]:
@@ -305,20 +303,20 @@ class LocalBackend:
         """
         image = None if spec.image is None else await self._images.directory(spec.image)
         server = await self._living()
-        reply = await server.call("load", {"folder": os.path.realpath(folder), "image": image})
-        snapshot = _snapshot(reply.fields, spec)
+        fields: dict[str, JSON] = {"folder": os.path.realpath(folder), "image": image}
+        snapshot = _snapshot(await server.make("load", fields, lambda made: ("forget", made)), spec)
         self._loaded[snapshot.snapshot_id] = snapshot.layers
         return snapshot
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
         """A second snapshot of the same files, cut. Costs a link per changed file; `seal(slot, view)` costs none."""
-        reply = await self._running().call("view", {"layers": list(snapshot.layers), "view": _view(view)})
-        return _snapshot(reply.fields, snapshot.spec)
+        fields: dict[str, JSON] = {"layers": list(snapshot.layers), "view": _view(view)}
+        return _snapshot(await self._running().make("view", fields, _forget_topmost), snapshot.spec)
 
     async def changes(self, snapshot: Snapshot) -> list[Change]:
         """What the topmost layer changed, sorted by path."""
-        reply = await self._running().call("layer_changes", {"layers": list(snapshot.layers)})
-        return [Change(**change) for change in reply.fields["changes"]]
+        found = await self._running().listing("layer_changes", {"layers": list(snapshot.layers)})
+        return [Change(**change) for change in found]
 
     async def destroy(self, slot: Slot) -> None:
         """End the slot and drop its files. One that is gone already is fine."""
@@ -334,8 +332,8 @@ class LocalBackend:
     async def forget(self, snapshot: Snapshot) -> None:
         """Drop the snapshot's topmost layer, once nothing stands on it. One that is gone already is fine."""
         layers = self._loaded.pop(snapshot.snapshot_id, snapshot.layers[:1])
-        for layer in layers if self._server is not None else ():
-            await self._running().call("forget", {"layers": [layer]})
+        if self._server is not None:
+            await self._running().call("forget", {"layers": list(layers)})
 
     def stats(self) -> Mapping[str, JSON]:
         """What there is at the moment."""
@@ -407,6 +405,11 @@ def _mounts(spec: SlotSpec) -> list[list[str]]:
 
 def _view(view: View | None) -> JSON:
     return None if view is None else {"only": list(view.only), "without": list(view.without)}
+
+
+def _forget_topmost(made: dict[str, JSON]) -> tuple[str, dict[str, JSON]]:
+    """What undoes the making of a snapshot: those below its topmost layer are others'."""
+    return "forget", {"layers": made["layers"][:1]}
 
 
 def _snapshot(fields: Mapping[str, JSON], spec: SlotSpec) -> Snapshot:

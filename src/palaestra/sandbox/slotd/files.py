@@ -15,7 +15,7 @@ import errno
 import os
 import posixpath
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from . import syscalls
@@ -30,6 +30,7 @@ PROC = 0x9FA0
 """The type of a file system of processes."""
 
 _MAX_LINKS = 40
+_PAUSE_EVERY = 256
 
 
 def absolute(path: str) -> str:
@@ -91,7 +92,7 @@ class Writing:
         old_mode = 0o644 if self._status is None else stat.S_IMODE(self._status.st_mode)
         self._mode = old_mode if mode is None else mode & 0o7777
         self._owner = owner
-        self._temporary = f".{self._name[:200]}.{os.urandom(6).hex()}"
+        self._temporary = f".{os.urandom(12).hex()}"  # without the name, which may be as long as names can be
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self._fd = os.open(self._temporary, flags, 0o600, dir_fd=self._folder)
@@ -179,8 +180,8 @@ def describe(root: int, path: str) -> dict[str, Any] | None:
         os.close(fd)
 
 
-def list_directory(root: int, path: str) -> list[dict[str, Any]]:
-    """The entries of a directory, by name."""
+def list_directory(root: int, path: str) -> Generator[None, None, list[dict[str, Any]]]:
+    """The entries of a directory, as a job."""
     path = absolute(path)
     fd = open_at(root, path, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK)
     found: list[dict[str, Any]] = []
@@ -190,14 +191,16 @@ def list_directory(root: int, path: str) -> list[dict[str, Any]]:
             for entry in entries:
                 if len(found) == MAX_ENTRIES:
                     raise OSError(errno.EFBIG, f"more than {MAX_ENTRIES} entries", path)
+                if len(found) % _PAUSE_EVERY == _PAUSE_EVERY - 1:
+                    yield
                 found.append(_entry(_plain(f"{path}/{entry.name}"), entry.stat(follow_symlinks=False), fd, entry.name))
     finally:
         os.close(fd)
-    return sorted(found, key=lambda entry: str(entry["path"]))
+    return found
 
 
 def remove(root: int, path: str) -> Iterator[None]:
-    """Remove whatever is at a path, however deep, a piece at a time. Nothing there is fine."""
+    """Remove whatever is at a path, however deep, as a job. Nothing there is fine."""
     path = _plain(absolute(path))
     folder, name = posixpath.split(path)
     if not name:
@@ -222,13 +225,13 @@ def _remove(parent: int, name: str) -> Iterator[None]:
     except FileNotFoundError:
         return
     except (IsADirectoryError, PermissionError):
-        trail = [(name, *_remove_files(parent, name))]
+        trail = [(name, *(yield from _remove_files(parent, name)))]
     try:
         while trail:
             own, fd, folders = trail[-1]
             if folders:
                 child = folders.pop()
-                trail.append((child, *_remove_files(fd, child)))
+                trail.append((child, *(yield from _remove_files(fd, child))))
             else:
                 os.close(trail.pop()[1])
                 os.rmdir(own, dir_fd=trail[-1][1] if trail else parent)
@@ -238,14 +241,20 @@ def _remove(parent: int, name: str) -> Iterator[None]:
             os.close(fd)
 
 
-def _remove_files(parent: int, name: str) -> tuple[int, list[str]]:
+def _remove_files(parent: int, name: str) -> Generator[None, None, tuple[int, list[str]]]:
     """Empty a directory of all but directories; the directory, open, and what is left in it."""
     fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     with os.scandir(fd) as entries:
         children = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for child, is_directory in children:
-        if not is_directory:
-            os.unlink(child, dir_fd=fd)
+    try:
+        for number, (child, is_directory) in enumerate(children, 1):
+            if not is_directory:
+                os.unlink(child, dir_fd=fd)
+            if number % _PAUSE_EVERY == 0:
+                yield
+    except BaseException:
+        os.close(fd)
+        raise
     return fd, [child for child, is_directory in children if is_directory]
 
 

@@ -12,7 +12,8 @@ integers big-endian. Output travels as bytes, never as text.
     CANCEL                       ->   the command is killed; its RESULT still comes
                                  <-   LOST    slot, reason: a slot died without being asked to
 
-The RESULT of a command begins with a struct (`outcomes.py`).
+The RESULT of a command begins with a struct (`outcomes.py`). A list that a slot can make as long as it likes (the
+entries of a directory, changes) is a JSON array that comes as the bytes of a file do.
 
 What can be asked is listed where it is served: one command, files and layers in `server.py`, the rest in `modes.py`.
 Every request that names a slot carries the epoch of the lease; one of another epoch is answered with a `stale` ERROR.
@@ -102,8 +103,10 @@ _new = tuple.__new__
 
 
 def encode(kind: Kind, request: int, fields: Fields | None = None, data: bytes = b"") -> bytes:
-    """One frame as bytes."""
+    """One frame as bytes. Raises ValueError for one that the other side would not take."""
     text = "".join(_to_json(fields, False)).encode() if fields else b""
+    if len(text) + len(data) > MAX_FRAME:
+        raise ValueError(f"{len(text) + len(data)} bytes are more than the {MAX_FRAME} of one message to a slot")
     return b"".join((_HEADER.pack(len(text) + len(data), kind, request, len(text)), text, data))
 
 

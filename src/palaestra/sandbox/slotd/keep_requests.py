@@ -6,14 +6,15 @@
     save        layers, folder        bytes. The folder is the host's and empty
     load        folder, image         layers
 
-While a checkpoint is made, what would start a process in its slot waits. Files can still be written from outside, and
-are in the checkpoint or not.
+While a checkpoint is made, what would start a process in its slot waits, and so does what would stop its processes
+too, or end it. Files can still be written from outside, and are in the checkpoint or not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from . import freezing
@@ -26,7 +27,7 @@ from .slots import Slot
 from .stores import Layer
 from .workshop import CannotMake
 
-_HELD_UP = ("exec", "spawn", "run", "shell")
+_HELD_UP = ("exec", "spawn", "run", "shell", "checkpoint", "freeze", "seal", "destroy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,29 +72,41 @@ class KeepRequests:
         self._frozen.pop(slot.lease.name, None)
 
     def _freeze(self, frame: Frame) -> Job:
+        if self.hold(frame):  # what came in the same moment has begun first
+            return
         slot = self._books.leased(frame)
-        self._frozen[slot.lease.name] = yield from _freeze(slot)
-        self._reply(frame, {"processes": len(self._frozen[slot.lease.name])})
+        with self._alone(slot):
+            self._frozen[slot.lease.name] = yield from _freeze(slot)
+        self._reply(frame, {"processes": len(self._frozen.get(slot.lease.name, []))})
 
     def _checkpoint(self, frame: Frame) -> Job:
+        if self.hold(frame):
+            return
         slot, keeper = self._books.leased(frame), self._keeper("checkpoint")
         assert isinstance(slot.ground, Ground)
-        waiting = self._waiting[slot.lease.name] = []
-        begun, begun_ns = time.monotonic(), time.time_ns()
-        stopped: list[int] = []
-        try:
+        with self._alone(slot):
+            begun, begun_ns = time.monotonic(), time.time_ns()
             stopped = yield from _freeze(slot)
-            mapped = freezing.maps_files_shared(slot.pid)
-            layer, copied = yield from keeper.checkpoint(slot.ground, mapped, begun_ns)
-        finally:
-            freezing.thaw(stopped)
-            del self._waiting[slot.lease.name]
-            for held in waiting:
-                self._books.handle(held)
+            try:
+                mapped = freezing.maps_files_shared(slot.pid)
+                layer, copied = yield from keeper.checkpoint(slot.ground, mapped, begun_ns)
+            finally:
+                freezing.thaw(stopped)
         self._books.register([layer])
         names = [layer.name, *(below.name for below in layer.below)]
         stopped_s = round(time.monotonic() - begun, 6)
         self._reply(frame, {"layers": names, "copied_bytes": copied, "stopped_s": stopped_s})
+
+    @contextlib.contextmanager
+    def _alone(self, slot: Slot) -> Iterator[None]:
+        """What the requests of `_HELD_UP` do comes after the block."""
+        waiting = self._waiting[slot.lease.name] = []
+        try:
+            yield
+        finally:
+            del self._waiting[slot.lease.name]
+            for held in waiting:
+                self._books.handle(held)
 
     def _save(self, frame: Frame) -> Job:
         keeper, layer = self._keeper("save"), self._books.layer(frame.fields["layers"][0])

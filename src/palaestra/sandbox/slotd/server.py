@@ -13,9 +13,9 @@ import itertools
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from . import cgroups, files, frames
+from . import cgroups, files, frames, listings
 from .executions import Request
 from .frames import CHUNK, Fields, Frame, Kind
 from .gates import Gates
@@ -282,10 +282,10 @@ class Server:
             entry = files.describe(place.root, place.path)
         self._reply(frame, {"entry": None if entry is None else place.seen(entry)})
 
-    def _list_directory(self, frame: Frame) -> None:
+    def _list_directory(self, frame: Frame) -> Job:
         with self._at(self._leased(frame), frame.fields["path"]) as place:
-            entries = files.list_directory(place.root, place.path)
-        self._reply(frame, {"entries": [place.seen(entry) for entry in entries]})
+            entries = yield from files.list_directory(place.root, place.path)
+        yield from self._give(frame, map(place.seen, entries))
 
     def _mkdir(self, frame: Frame) -> None:
         with self._at(self._leased(frame), frame.fields["path"], writing=True) as place:
@@ -320,19 +320,19 @@ class Server:
     # Layers
 
     def _changes(self, frame: Frame) -> Job:
-        yield from self._list(frame, self._workshop.slot_changes(self._leased(frame).ground))
+        yield from self._give(frame, self._workshop.slot_changes(self._leased(frame).ground))
 
     def _layer_changes(self, frame: Frame) -> Job:
-        yield from self._list(frame, self._workshop.layer_changes(self._layer(frame.fields["layers"][0])))
+        yield from self._give(frame, self._workshop.layer_changes(self._layer(frame.fields["layers"][0])))
 
-    def _list(self, frame: Frame, changes: Iterator[Fields | None]) -> Job:
-        found: list[Fields] = []
-        for change in changes:
-            if change is None:
-                yield
-            else:
-                found.append(change)
-        self._reply(frame, {"changes": sorted(found, key=lambda change: str(change["path"]))})
+    def _give(self, frame: Frame, entries: Iterable[Fields | None]) -> Job:
+        """Answer with a list of any length; None among the entries is a pause."""
+        listing = listings.Listing()
+        try:
+            yield from listing.fill(entries)
+            listing.send(frame.request, self._link, self._transfers)
+        finally:
+            listing.close()
 
     def _seal(self, frame: Frame) -> None:
         slot = self._leased(frame, alive=False)
@@ -360,9 +360,10 @@ class Server:
         self._reply(frame, {"layers": [layer.name, *(below.name for below in layer.below)]})
 
     def _forget(self, frame: Frame) -> None:
-        layer = self._layers.pop(frame.fields["layers"][0], None)
-        if layer is not None:
-            layer.release()
+        for name in frame.fields["layers"]:
+            layer = self._layers.pop(name, None)
+            if layer is not None:
+                layer.release()
         self._reply(frame)
 
     def _stats(self, frame: Frame) -> None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 MAX_DEPTH = 400
 """How deep directories are followed. Nothing that works with paths gets there."""
 
+_PAUSE_EVERY = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -145,10 +147,14 @@ def differences(layer: str, below: Stack, marks: Marks) -> Iterator[Difference |
 def _walk(
     directory: int, path: str, below: Stack, marks: Marks, *, hidden: bool, depth: int
 ) -> Iterator[Difference | None]:
+    children: list[tuple[str, os.stat_result]] = []
     with os.scandir(directory) as entries:
-        children = sorted((entry.name, entry.stat(follow_symlinks=False)) for entry in entries)
+        for entry in entries:
+            children.append((entry.name, entry.stat(follow_symlinks=False)))
+            if len(children) % _PAUSE_EVERY == 0:
+                yield None
     yield None
-    for name, status in children:
+    for name, status in sorted(children):
         child = f"{path}/{name}" if path else name
         base = None if hidden else below.find(child)
         if Marks.is_whiteout(status):
