@@ -54,12 +54,15 @@ def _compile(target: Path, machine: str) -> bool:
 
 
 def _compilers(machine: str) -> list[list[str]]:
-    """Zig first: it builds for both machines, and with a C library that keeps a process small."""
+    """Zig first: it builds for both machines, and like `musl-gcc` with a C library that keeps a process small."""
     found = []
     if find_spec("ziglang") is not None:
         found.append([sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-musl"])
     if machine == platform.machine():
-        found += [[path] for name in ("musl-gcc", "cc", "gcc", "clang") if (path := shutil.which(name))]
+        musl = shutil.which("musl-gcc")
+        if musl is not None:  # it knows its own headers only, and Linux's are those of the system
+            found.append([musl, "-idirafter", "/usr/include", "-idirafter", f"/usr/include/{machine}-linux-gnu"])
+        found += [[path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
     return found
 
 

@@ -257,7 +257,9 @@ def test_a_slot_that_dies_takes_its_shells_along_and_nothing_else(on_each_rung: 
         running = [asyncio.ensure_future(slot.execute("echo > begun; sleep 1007")) for slot in slots]
         for slot in slots:
             await slot.execute(["sh", "-c", "until [ -e begun ]; do :; done"], timeout_s=20)
-        inits = [process for process in descendants(backend.server_pid) if process.name == "slot-init"]
+        named = [process for process in descendants(backend.server_pid) if process.name == "slot-init"]
+        inits = [process for process in named if process.parent not in {init.pid for init in named}]
+        assert len(inits) == 5  # and what one of them has forked to become a command
         for init in sorted(inits)[1:]:
             os.kill(init.pid, signal.SIGKILL)
         assert [type(error) for error in await asyncio.gather(*running, return_exceptions=True)] == [SlotLost] * 4
