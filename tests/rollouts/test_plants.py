@@ -69,7 +69,9 @@ def searching():
 @searching.score
 async def seen(sandbox):
     lines = (await sandbox.execute("ldconfig -p | grep libz.so.1")).output.splitlines()
-    assert len(lines) == 2 and "/usr/local/lib/" in lines[1], lines
+    musl = (await sandbox.execute("ls /lib/ld-musl*")).success  # whose loader takes /usr/local/lib before /usr/lib
+    assert len(lines) == (1 if musl else 2) and "/opt/first/" not in str(lines), lines
+    assert musl or "/usr/local/lib/" in lines[1], lines
     return 0.25
 """
 
@@ -125,11 +127,13 @@ class Had:
         ("/etc/ld.so.cache", True),
         ("/etc/ld.so.conf", True),
         ("/etc/ld.so.conf.d/00.conf", True),
+        ("/etc/ld.so.conf.d/00\n.conf", True),
         ("/etc/nsswitch.conf", True),
         ("/usr/lib/x86_64-linux-gnu/libtinfo.so.6.4", True),
         ("/usr/lib/x86_64-linux-gnu/libtinfo.so.7", False),
         ("/usr/lib/x86_64-linux-gnu/glibc-hwcaps/x86-64-v3/libz.so.1", True),
         ("/usr/lib/x86_64-linux-gnu/gconv/new.so", True),
+        ("/usr/lib/x86_64-linux-gnu/gconv/gconv-modules.d/new\n.conf", True),
         ("/lib/libz.so.1", True),
         ("/usr/lib/x86_64-linux-gnu/libcurl.so.4", False),
         ("/usr/lib/firefox/libz.so.1", False),
@@ -150,6 +154,7 @@ class Had:
         ("/usr/bin/pyvenv.cfg", True),
         ("/opt/venv/pyvenv.cfg", False),
         ("/usr/lib/python311.zip", True),
+        ("/opt/a\nb/lib/python311.zip", True),
         ("/usr/bin/lib/python3.11/os.py", True),
         ("/usr/lib/python3.11/os.py", True),
         ("/usr/lib/python3.11/os.so", True),

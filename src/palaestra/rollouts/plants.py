@@ -5,10 +5,11 @@ it stood before the agent came: programs that checks use, the loader's files and
 library of Python, what Python runs when it starts, and pytest where the root has it. What the root had not stays, since
 a task may be about installing it, unless the loader or an interpreter would take it in place of what the root has.
 
-Invariant: the path decides, and whether the root had it before; never the content. Not covered: a program or package
-that a task has installed and a check trusts, and packages of interpreters other than Python; an environment whose
-check runs code of the workspace must keep the two apart (`envs/swe/testing.py` does). Sources: ld.so(8), ldconfig(8),
-Python's `site` and `getpath`; the names that the POSIX utilities and the shells have on every system.
+Invariant: the path decides, whatever characters it has, and whether the root had it before; never the content. Not
+covered: a program or package that a task has installed and a check trusts, and packages of interpreters other than
+Python; an environment whose check runs code of the workspace must keep the two apart (`envs/swe/testing.py` does).
+Sources: ld.so(8), ldconfig(8), Python's `site` and `getpath`; the names that the POSIX utilities and the shells have on
+every system.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ CACHE = "/etc/ld.so.cache"
 
 LOADER = re.compile(
     r"/etc/(?:ld\.so\.(?:preload|cache|conf|conf\.d(?:/.*)?)|ld-musl-[^/]*\.path|nsswitch\.conf|ssl/openssl\.cnf"
-    r"|perl(?:/.*)?)|.*/gconv/.*"
+    r"|perl(?:/.*)?)|.*/gconv/.*",
+    re.DOTALL,
 )
 """Which libraries every program loads, from where, and those that ask for a user, a cipher or a charset."""
 
@@ -52,13 +54,15 @@ TOOLS = frozenset(_TOOL_NAMES.split())
 
 _VERSIONED = re.compile(r"(?:python|perl)\d[\d.]*")
 
-_OWN = re.compile(r"/(?:usr/)?lib(?:32|64|x32|exec)?/.+|/usr/share/perl5?/.+")
+_OWN = re.compile(r"/(?:usr/)?lib(?:32|64|x32|exec)?/.+|/usr/share/perl5?/.+", re.DOTALL)
 """Where a root has what its programs load and start."""
 
-_LOCAL = re.compile(r"/usr/local/lib(?:32|64)?/.+")
-_SHARED = re.compile(r"lib.+\.so(?:\..*)?|ld-.*\.so(?:\..*)?")
+_LOCAL = re.compile(r"/usr/local/lib(?:32|64)?/.+", re.DOTALL)
+_SHARED = re.compile(r"lib.+\.so(?:\..*)?|ld-.*\.so(?:\..*)?", re.DOTALL)
 _SEARCHED = re.compile(
-    r"(/(?:usr/)?(?:local/)?lib(?:32|64|x32)?(?:/[\w-]+-linux-\w+)?)(?:/(?:glibc-hwcaps|tls|haswell|avx512_1|x86_64)(?:/.*)?)?"
+    r"(/(?:usr/)?(?:local/)?lib(?:32|64|x32)?(?:/[\w-]+-linux-\w+)?)"
+    r"(?:/(?:glibc-hwcaps|tls|haswell|avx512_1|x86_64)(?:/.*)?)?",
+    re.DOTALL,
 )
 """A directory that the loader searches by itself, and those below it that it takes first on some machines."""
 
@@ -69,15 +73,17 @@ _SYSTEM = frozenset(
 ) | {each for each in PROGRAM_DIRECTORIES if not each.startswith("/root")}
 """Directories that the paths above lead through: one that is replaced is as good as everything in it."""
 
-_STANDARD = re.compile(r"(/(?:usr/(?:local/)?)?lib(?:32|64)?/python3\.\d+)/(?!site-packages/|dist-packages/)(.+)")
+_STANDARD = re.compile(
+    r"(/(?:usr/(?:local/)?)?lib(?:32|64)?/python3\.\d+)/(?!site-packages/|dist-packages/)(.+)", re.DOTALL
+)
 _PYTHON = re.compile(r"/(?:site-packages|dist-packages|python3?(?:\.\d+)?)/")
-_SITE = re.compile(r"(.*/(?:site-packages|dist-packages))/([^/]+).*")
+_SITE = re.compile(r"(.*/(?:site-packages|dist-packages))/([^/]+).*", re.DOTALL)
 _PACKAGES = re.compile(r"/(?:site-packages|dist-packages|node_modules|gems|site-library)/")
 """Where users install what a task asks for."""
 
 _STARTS = frozenset({"sitecustomize", "usercustomize"})
 _HOME_OF_PYTHON = re.compile(r"(?:/|/usr|/usr/local|/root|/root/\.local)?(?:/s?bin)?/(?:pyvenv\.cfg|pybuilddir\.txt)")
-_BEFORE_STANDARD = re.compile(r".*/lib(?:32|64)?/python\d+\.zip|.*/s?bin/lib(?:32|64)?/python.*")
+_BEFORE_STANDARD = re.compile(r".*/lib(?:32|64)?/python\d+\.zip|.*/s?bin/lib(?:32|64)?/python.*", re.DOTALL)
 """What Python takes for its standard library, or for what says where that is, before it comes to the real one."""
 
 _HOOKS = frozenset({"_distutils_hack", "apport", "apport_python_hook"})

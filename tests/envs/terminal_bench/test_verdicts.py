@@ -58,5 +58,5 @@ def test_what_could_speak_for_the_verifier_is_left_out(path: str, hidden: bool) 
 
 
 def test_start_up_files_are_left_out_where_the_verifier_reads_them() -> None:
-    changes = [Change("/root/.bashrc", "file"), Change("/etc/profile.d/x.sh", "file")]
+    changes = [Change("/root/.bashrc", "file"), Change("/etc/profile.d/x\n.sh", "file")]
     assert len(left_out(changes, (), script="source ~/.bashrc\npytest\n")) == len(ALWAYS) + 2

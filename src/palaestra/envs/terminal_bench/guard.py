@@ -24,7 +24,8 @@ ALWAYS = (TESTS_DIR, VERIFIER_LOGS, "/solution", "/oracle", "/opt/palaestra")
 
 _STARTUP = re.compile(
     r"/(?:root|home/[^/]+)/\.(?:bashrc|bash_profile|bash_login|profile|bash_aliases)"
-    r"|/etc/(?:profile(?:\.d/.*)?|bash\.bashrc|environment)"
+    r"|/etc/(?:profile(?:\.d/.*)?|bash\.bashrc|environment)",
+    re.DOTALL,
 )
 
 
