@@ -74,8 +74,11 @@ class TerminalTestEnv(HermesAgentBaseEnv):
 
     async def evaluate(self, *args, **kwargs):
         done = await self.evaluate_items(HELD_OUT, samples=self.config.group_size)
-        rewards = [each.reward or 0.0 for each in done]
-        figures = {"eval/mean_reward": sum(rewards) / len(rewards), "eval/pass_rate": rewards.count(1.0) / len(rewards)}
+        rewards = [each.reward for each in done if each.scored]  # one that the world broke has none, and is no 0
+        figures = {"eval/unscored": len(HELD_OUT) * self.config.group_size - len(rewards)}
+        if rewards:
+            figures["eval/mean_reward"] = sum(rewards) / len(rewards)
+            figures["eval/pass_rate"] = rewards.count(1.0) / len(rewards)
         await self.evaluate_log(figures, [{"id": each.task_id, "reward": each.reward} for each in done])
 
 

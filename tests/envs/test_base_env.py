@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,7 @@ def test_one_row_per_rollout_and_the_backlog_before_the_data_set(tmp_path: Path)
     assert report.exit_code == 3  # what gave nothing and what broke were asked for and are not there
     journal = report.journal.read_text()
     assert "collect_trajectory gave nothing for item-3" in journal
-    assert "failed on item-4 with RuntimeError: a bug of the environment" in journal
+    assert "on item-4 failed with RuntimeError: a bug of the environment" in journal
 
 
 def test_a_group_in_one_go_is_as_large_as_it_came(tmp_path: Path) -> None:
@@ -130,7 +131,30 @@ def test_a_class_may_add_to_the_group_that_comes_as_usual(tmp_path: Path) -> Non
     assert report.exit_code == 3
     journal = report.journal.read_text()
     assert "collect_trajectories gave nothing for item-3" in journal
-    assert "failed on item-4 with RuntimeError: a bug of the environment" in journal
+    assert "on item-4 failed with RuntimeError: a bug of the environment" in journal
+
+
+class Ending(Sums):
+    """Its rows are as those of the sums; on the way to them it ends as nobody should."""
+
+    async def collect_trajectory(self, item: JSON) -> JSON:
+        row, _ = await super().collect_trajectory(1)
+        if item == 1:
+            sys.exit(0)
+        if item == 2:
+            work = asyncio.create_task(asyncio.sleep(60))
+            work.cancel()
+            await work
+        return row, 5
+
+
+def test_a_class_that_exits_or_is_cancelled_loses_that_rollout_alone(tmp_path: Path) -> None:
+    report = rolled_out(Ending, tmp_path, "--env.group_size", "1", "--env.max_num_workers", "1")
+    assert report.exit_code == 3
+    journal = report.journal.read_text()
+    for said in ("item-0 failed with SystemExit: 0", "item-1 failed with CancelledError: something that it waited for"):
+        assert f"Ending.collect_trajectory on {said}" in journal
+    assert "item-2 failed with TypeError: 'int' object is not iterable" in journal
 
 
 @pytest.mark.parametrize(

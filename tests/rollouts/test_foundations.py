@@ -114,6 +114,46 @@ def test_when_the_layer_is_cancelled_a_waiter_takes_over() -> None:
     assert asyncio.run(main()) == "second"
 
 
+def test_a_sandbox_that_fails_under_the_layer_is_no_verdict() -> None:
+    async def main() -> tuple[list[object], int]:
+        foundations, tries = Foundations(AdmittedSlots(NoSlots(), 1)), 0
+
+        async def lay() -> Snapshot:
+            nonlocal tries
+            tries += 1
+            await asyncio.sleep(0)
+            if tries == 1:
+                raise SandboxError("its server died")
+            return snapshot("base")
+
+        asked = (foundations.get("key", lay) for _ in range(3))
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return [str(each) if isinstance(each, SandboxError) else each for each in answers], tries
+
+    assert asyncio.run(main()) == (["its server died", snapshot("base"), snapshot("base")], 2)
+
+
+def test_when_all_are_cancelled_nobody_takes_over() -> None:
+    async def main() -> tuple[list[bool], int]:
+        foundations, tries = Foundations(AdmittedSlots(NoSlots(), 1)), 0
+
+        async def lay() -> Snapshot:
+            nonlocal tries
+            tries += 1
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async with asyncio.timeout(5):
+            tasks = [asyncio.create_task(foundations.get("key", lay)) for _ in range(4)]
+            await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        return [task.cancelled() for task in tasks], tries
+
+    assert asyncio.run(main()) == ([True] * 4, 1)
+
+
 class Counting(NoSlots):
     """Hands out stand-ins and counts how many are out; only identity matters here."""
 

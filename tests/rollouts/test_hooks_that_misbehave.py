@@ -5,21 +5,29 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
+from random import Random
 
 import pytest
-from toy import Sums, services
+from toy import ADD, Sums, services, sum_task
 
+from palaestra.agent.result import AgentResult
+from palaestra.core.errors import SlotLost
 from palaestra.core.types import JSON, Blame, Outcome, Score, Task
+from palaestra.rollouts.base import Kit, Projection
 from palaestra.rollouts.export.atropos import encode_line, group_line
 from palaestra.rollouts.grading import Grading
 from palaestra.rollouts.journal import Messages, plain, read_groups
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.stages import IDLE_LIMITS
-from palaestra.rollouts.trajectory import Group
+from palaestra.rollouts.trajectory import Group, TokenRow
+from palaestra.tools.registry import ToolRegistry
+from palaestra.tools.schema import FunctionTool
 
 
 def run(env: Sums, folder: Path, **limits: float) -> list[Group]:
@@ -166,3 +174,174 @@ def test_a_rollout_that_is_itself_cancelled_is_not_the_graders(tmp_path: Path) -
 
     asyncio.run(main())
     assert b'"blame":"run"' in (tmp_path / "journal.jsonl").read_bytes()
+
+
+class Single:
+    """A number as arrays and tensors hold it."""
+
+    def __init__(self, value: JSON) -> None:
+        self.value = value
+
+    def item(self) -> JSON:
+        return self.value
+
+
+class Number(float):
+    """A number of another package."""
+
+
+@pytest.mark.parametrize(
+    ("reward", "metrics", "kept"),
+    [
+        (True, {"passed": True}, {"passed": 1.0}),
+        (Decimal(1), {"share": Fraction(1, 4)}, {"share": 0.25}),
+        (Single(1.0), {"mean": Number(0.5), "all": Single(True)}, {"mean": 0.5, "all": 1.0}),
+        (1, {7: 2}, {"7": 2.0}),
+    ],
+)
+def test_numbers_of_every_kind_are_numbers_in_the_record(
+    tmp_path: Path, reward: JSON, metrics: JSON, kept: Mapping[str, float]
+) -> None:
+    env = Telling(metrics, {"mean": Number(0.5)})
+    env.told = replace(env.told, reward=reward)
+    (group,) = run(env, tmp_path)
+    assert [(each.reward, each.metrics) for each in group.trajectories] == [(1.0, kept)] * 2
+    assert group.trajectories[0].detail == {"mean": 0.5}
+
+
+def test_metrics_that_are_no_numbers_at_all_are_named(tmp_path: Path) -> None:
+    (group,) = run(Telling({"log": "ok", "ratio": None, "tests": 3}, {}), tmp_path)  # type: ignore[dict-item]
+    assert [(each.reward, each.metrics) for each in group.trajectories] == [(1.0, {"tests": 3.0})] * 2
+    assert group.trajectories[0].detail == {"metrics_left_out": {"log": "ok", "ratio": "None"}}
+
+
+@pytest.mark.parametrize("given", [None, 1.0, Score(None), Score("1"), Score(1.0, ["a"]), Score(1.0, {}, ["a"])])  # type: ignore[arg-type]
+def test_what_is_no_score_is_the_graders_failure(tmp_path: Path, given: JSON) -> None:
+    env = Telling({}, {})
+    env.told = given
+    (group,) = run(env, tmp_path)
+    assert {(each.reward, each.blame) for each in group.trajectories} == {(None, Blame.GRADER)}
+    assert all("which is no" in each.error for each in group.trajectories)
+
+
+class Making(Sums):
+    """Makes rows of its own; those of its first task are `made`."""
+
+    def __init__(self, made: JSON) -> None:
+        super().__init__(2)
+        self.made = made
+
+    def project(self, rollout: Rollout, score: Score | None) -> Projection:
+        if rollout.task.id == "sum-1":
+            return Projection()
+        if isinstance(self.made, Exception):
+            raise self.made
+        return self.made
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (Projection(TokenRow(tokens=[1, 2], masks=[1])), "tokens, masks and logprobs differ in length"),
+        (Projection(TokenRow(tokens=["a"], masks=[1])), "Expected `int`, got `str` - at `$.trajectory.row.tokens[0]`"),
+        (Projection(TokenRow(tokens=[1], masks=[1], logprobs=[float("nan")])), "Expected `float`, got `null`"),
+        (Projection(None, {"group_overrides": [1]}), "group_overrides is list, not a mapping"),
+        (KeyError("tokens"), "making the row of 000000-sum-0/0 failed with KeyError: 'tokens'"),
+    ],
+)
+def test_a_row_that_cannot_be_recorded_costs_its_rollout_alone(tmp_path: Path, made: JSON, said: str) -> None:
+    broken, fine = run(Making(made), tmp_path)
+    assert [each.reward for each in fine.trajectories] == [1.0, 1.0]
+    assert {(each.reward, each.blame) for each in broken.trajectories} == {(None, Blame.TASK)}
+    assert said in broken.trajectories[0].error
+    assert [message["role"] for message in broken.trajectories[0].messages][-1] == "assistant"
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"), [(["hello"], "Expected `object`, got `str`"), ([{"content": "x"}], "a message has no role")]
+)
+def test_a_conversation_that_cannot_be_recorded_costs_its_rollout_alone(
+    tmp_path: Path, messages: JSON, said: str
+) -> None:
+    class Talking(Sums):
+        async def act(self, rollout: Rollout) -> AgentResult:
+            return await rollout.run_agent() if rollout.task.id == "sum-1" else AgentResult(messages=messages)
+
+        async def score(self, rollout: Rollout, grading: Grading) -> Score:
+            return Score(1.0)
+
+    broken, fine = run(Talking(2), tmp_path)
+    assert [each.reward for each in fine.trajectories] == [1.0, 1.0]
+    assert {(each.reward, each.blame, said in each.error) for each in broken.trajectories} == {(None, Blame.TASK, True)}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"prompt": None},
+        {"prompt": ["hi"]},
+        {"prompt": []},
+        {"prompt": [{"content": "hi"}]},
+        {"network": "off"},
+        {"limits": {"cpus": 1}},
+        {"files": ["a.txt"]},
+    ],
+)
+def test_a_task_of_the_wrong_shape_is_left_out_by_name(tmp_path: Path, values: dict[str, JSON]) -> None:
+    class Odd(Sums):
+        async def tasks(self) -> AsyncIterator[Task]:
+            yield replace(sum_task(0), **values)
+            yield sum_task(1)
+
+    broken, fine = run(Odd(), tmp_path)
+    assert [each.reward for each in fine.trajectories] == [1.0, 1.0]
+    assert (broken.trajectories, broken.blame) == ([], Blame.TASK)
+    assert f"task sum-0: {'its ' if 'prompt' in values else ''}{next(iter(values))} is " in broken.error
+
+
+def test_an_id_that_is_a_number_is_written_as_one(tmp_path: Path) -> None:
+    class Numbered(Sums):
+        async def tasks(self) -> AsyncIterator[Task]:
+            yield replace(sum_task(0), id=17)
+
+    (group,) = run(Numbered(), tmp_path)
+    assert (group.task_id, [each.task_id for each in group.scored]) == ("17", ["17", "17"])
+
+
+def with_tool(function: JSON) -> Sums:
+    """The sums, whose tool is this function."""
+
+    class Tooled(Sums):
+        def kit(self, task: Task, rng: Random) -> Kit:
+            return Kit(ToolRegistry([FunctionTool(ADD.schema, function, toolset="arithmetic")]), ("arithmetic",))
+
+    return Tooled(1)
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"), [(awaits_what_is_cancelled, "something that it waited for was cancelled"), (exits, "SystemExit")]
+)
+def test_a_tool_that_misbehaves_answers_with_its_failure(tmp_path: Path, hook: JSON, said: str) -> None:
+    async def broken(arguments: JSON, run: JSON) -> JSON:
+        await hook(None)
+
+    (group,) = run(with_tool(broken), tmp_path)
+    assert [each.outcome for each in group.trajectories] == [Outcome.NATURAL] * 2
+    assert all(said in each.tool_errors[0].error for each in group.trajectories)
+
+
+async def loses_its_slot_among_others(*arguments: JSON) -> float:
+    async def fails() -> None:
+        raise SlotLost("the slot died")
+
+    async with asyncio.TaskGroup() as together:
+        together.create_task(fails())
+        together.create_task(asyncio.sleep(60))
+    raise AssertionError
+
+
+@pytest.mark.parametrize("env", [with_tool(loses_its_slot_among_others), Sums(1, score=loses_its_slot_among_others)])
+def test_the_worlds_failure_in_a_group_of_errors_is_the_worlds(tmp_path: Path, env: Sums) -> None:
+    (group,) = run(env, tmp_path)
+    ended = {(each.reward, each.blame, each.error) for each in group.trajectories}
+    assert ended == {(None, Blame.SANDBOX, "SlotLost: the slot died")}

@@ -17,7 +17,7 @@ import msgspec
 
 from palaestra.agent.replies import RequestedCall
 from palaestra.agent.result import ToolError
-from palaestra.core.errors import PalaestraError
+from palaestra.core.foreign import ForeignError, foreign
 from palaestra.core.types import JSON, Message
 from palaestra.tools.arguments import ArgumentSchema, InvalidArguments, compiled
 
@@ -146,17 +146,18 @@ class ToolCalls:
         if name in self._refused:
             answer.refuse(self._refused[name])
             return
-        assert self._handler is not None
         assert arguments is not None
         try:
-            reply: object = await self._handler(name, arguments, self._task_id)
-            answer.text = reply if isinstance(reply, str) else json.dumps(reply, ensure_ascii=False)
-        except PalaestraError:
-            raise
-        except Exception as error:  # whatever a tool raises is the tool's answer, as the contract has it
-            answer.refuse(f"Tool execution failed: {type(error).__name__}: {error}")
+            answer.text = await foreign(self._text(name, arguments))
+        except ForeignError as error:  # whatever a tool raises is the tool's answer, as the contract has it
+            answer.refuse(f"Tool execution failed: {error}")
         else:
             answer.error = reported_error(answer.text)
+
+    async def _text(self, name: str, arguments: dict[str, JSON]) -> str:
+        assert self._handler is not None
+        reply: object = await self._handler(name, arguments, self._task_id)
+        return reply if isinstance(reply, str) else json.dumps(reply, ensure_ascii=False)
 
 
 class _Report(msgspec.Struct):

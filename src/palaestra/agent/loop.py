@@ -18,7 +18,8 @@ from palaestra.agent.calls import ToolCalls, ToolHandler
 from palaestra.agent.replies import Reply, read_reply
 from palaestra.agent.result import AgentResult, Turn
 from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import ContextExceeded, EngineError, InfraError, PalaestraError
+from palaestra.core.errors import ContextExceeded, EngineError, InfraError
+from palaestra.core.foreign import ForeignError, foreign
 from palaestra.core.types import JSON, Blame, Message, Outcome
 from palaestra.inference.base import ChatServer
 
@@ -222,11 +223,9 @@ class HermesAgentLoop:
         if self.extra_body:
             request["extra_body"] = self.extra_body
         try:
-            completion = await self.server.chat_completion(**request)
-        except (PalaestraError, NotImplementedError):
-            raise
-        except Exception as error:  # an environment's own server may raise anything; it failed as a server all the same
-            raise EngineError(f"The model server raised {type(error).__name__}: {error}") from error
+            completion = await foreign(self.server.chat_completion(**request), expected=(NotImplementedError,))
+        except ForeignError as error:  # an environment's own server may raise anything; it failed as a server
+            raise EngineError(f"The model server raised {error}") from error.__cause__
         return read_reply(completion, result.turns_used + 1)
 
     def _record(self, result: AgentResult, reply: Reply, model_s: float) -> Turn:

@@ -11,10 +11,11 @@ an expected failure is one message and no traceback, a bug is a traceback and ne
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from palaestra.core.errors import PalaestraError
+from palaestra.core.foreign import leaves
 
 DONE = 0
 FAILED = 1
@@ -33,11 +34,11 @@ class Failure:
 
 def read_failure(error: BaseException) -> Failure | None:
     """What `error` means to a user, or None for a bug. Groups of errors are looked into: one bug makes it a bug."""
-    leaves = list(_leaves(error))
-    if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
+    found = list(leaves(error))
+    if any(isinstance(leaf, KeyboardInterrupt) for leaf in found):
         return Failure(INTERRUPTED, "interrupted; what was finished is kept")
-    known = [leaf for leaf in leaves if isinstance(leaf, PalaestraError)]
-    others = [leaf for leaf in leaves if not isinstance(leaf, (PalaestraError, asyncio.CancelledError))]
+    known = [leaf for leaf in found if isinstance(leaf, PalaestraError)]
+    others = [leaf for leaf in found if not isinstance(leaf, (PalaestraError, asyncio.CancelledError))]
     if others or not known:
         return None
     messages = dict.fromkeys(str(leaf) or type(leaf).__name__ for leaf in known)
@@ -57,11 +58,3 @@ def run_guarded(main: Callable[[], int | None], report: Callable[[str], None]) -
             raise
         report(failure.message)
         return failure.exit_code
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error

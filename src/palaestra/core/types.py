@@ -147,6 +147,9 @@ class Task:
     solution: Solution | None = None
     answer: JSON = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "id", str(self.id))  # rows of data sets often have numbers
+
     def messages(self) -> list[Message]:
         """The prompt as a fresh list of messages that the caller may extend."""
         if isinstance(self.prompt, str):

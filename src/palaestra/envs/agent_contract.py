@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 
-from palaestra.agent.atropos_agent import AtroposAgent, CallResult
+from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent, CallResult
 from palaestra.agent.result import AgentResult
+from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
 from palaestra.envs.agent_env import AgentEnv, AgentEnvConfigT
 from palaestra.envs.agent_env_config import AgentEnvConfig
 from palaestra.envs.contract import ContractEnvironment
+from palaestra.rollouts.attempt import blaming
 from palaestra.rollouts.exec_tool import ExecTool
 from palaestra.rollouts.rollout import Rollout
 from palaestra.tools.wire import ToolCall, result_of
@@ -48,7 +50,7 @@ class AgentEnvironment(ContractEnvironment):
         agent = AtroposAgent(
             rollout.served(rollout.server),
             rollout.kit.registry,
-            self.inner.build_agent_config(rollout.task.data),
+            await blaming(TaskError, self._config(rollout), f"configuring the agent of {rollout.rollout_id}"),
             execute_tool=execute,
             task_id=rollout.rollout_id,
             extra_body=rollout.settings.extra_body,
@@ -64,6 +66,9 @@ class AgentEnvironment(ContractEnvironment):
             return await agent.converse(opening)
         finally:
             rollout.ended(agent.result)
+
+    async def _config(self, rollout: Rollout) -> AgentConfig:
+        return self.inner.build_agent_config(rollout.task.data)
 
     async def verify(
         self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool

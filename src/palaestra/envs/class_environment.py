@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Self
 
 from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.figures import number
+from palaestra.core.foreign import told
 from palaestra.core.types import JSON, Task
 from palaestra.envs.base_env import BaseEnv, Item
 from palaestra.envs.settings import mcp_servers
-from palaestra.rollouts.attempt import blaming, told
+from palaestra.rollouts.attempt import blaming
 from palaestra.rollouts.base import Environment
 from palaestra.rollouts.export.atropos import group_line
 from palaestra.rollouts.trajectory import Group
@@ -123,13 +125,11 @@ class ClassEnvironment(Environment):
         """What the class kept, as far as it is a text and a score: a subclass may keep something else."""
         kept: Iterable[JSON] = (rollout for group in self.inner.rollouts_for_wandb for rollout in group)
         pairs = [each for each in kept if isinstance(each, (list, tuple)) and len(each) == 2]
-        return [(text, float(score)) for text, score in pairs if isinstance(text, str) and _is_number(score)]
+        return [
+            (text, found) for text, score in pairs if isinstance(text, str) and (found := number(score)) is not None
+        ]
 
 
 def numbers(detail: Mapping[str, JSON]) -> dict[str, float]:
     """What of a detail can be averaged."""
-    return {key: float(value) for key, value in detail.items() if _is_number(value)}
-
-
-def _is_number(value: JSON) -> bool:
-    return isinstance(value, (bool, int, float))
+    return {key: found for key, value in detail.items() if (found := number(value)) is not None}

@@ -13,10 +13,12 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import TypeVar
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import PalaestraError, TaskError
+from palaestra.core.errors import TaskError
+from palaestra.core.figures import number
 from palaestra.core.types import JSON, Score, Task
 from palaestra.envs.base_env import BaseEnv, Item
 from palaestra.envs.class_environment import ROW_KEYS, ClassEnvironment
+from palaestra.rollouts.attempt import blaming
 from palaestra.rollouts.base import Kit, Projection
 from palaestra.rollouts.grading import Grading
 from palaestra.rollouts.rollout import Rollout
@@ -72,7 +74,7 @@ class CollectedEnvironment(ClassEnvironment):
         return AgentResult(messages=list(row.get("messages") or ()), finished_naturally=True)
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
-        return Score(float(rollout.meta["row"]["scores"]))
+        return Score(rollout.meta["row"]["scores"])
 
     def project(self, rollout: Rollout, score: Score | None) -> Projection:
         row: Row | None = rollout.meta.get("row")
@@ -91,15 +93,15 @@ class CollectedEnvironment(ClassEnvironment):
         await super().ended(task, group)
 
     async def _asked(self, call: Awaitable[tuple[T | None, list[Item]]], task: Task) -> T:
-        """What the class collected. What it does wrong is the task's fault; errors that say whose they are pass."""
+        """What the class collected; what it does wrong is the task's fault."""
         name = f"{type(self.inner).__name__}.{'collect_trajectories' if self._whole else 'collect_trajectory'}"
-        try:
+
+        async def unpacked() -> tuple[T | None, list[Item]]:
             got, backlog = await call
-        except PalaestraError:
-            raise
-        except Exception as error:
-            raise TaskError(f"{name} failed on {task.id} with {type(error).__name__}: {error}") from error
-        self._backlog.extend(backlog or ())
+            return got, list(backlog or ())
+
+        got, backlog = await blaming(TaskError, unpacked(), f"{name} on {task.id}")
+        self._backlog.extend(backlog)
         if got is None:
             raise TaskError(f"{name} gave nothing for {task.id}")
         return got
@@ -127,7 +129,7 @@ def checked(row: object, task_id: str) -> Row:
     for key in ("tokens", "masks", "scores"):
         if row.get(key) is None:
             raise TaskError(f"{task_id}: a row lacks {key}")
-    if not isinstance(row["scores"], (bool, int, float)):
+    if number(row["scores"]) is None:
         raise TaskError(f"{task_id}: scores of a row is {type(row['scores']).__name__}, not a number")
     lengths = {key: len(row[key]) for key in ("tokens", "masks", "inference_logprobs") if row.get(key)}
     if len(set(lengths.values())) > 1:

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.bridge import bridged
-from palaestra.core.errors import GraderError
+from palaestra.core.errors import GraderError, TaskError
+from palaestra.core.figures import number
 from palaestra.core.types import JSON, Score, Task
 from palaestra.envs import recipes
 from palaestra.envs.base_env import Item
@@ -18,6 +19,7 @@ from palaestra.envs.config import HermesAgentEnvConfig
 from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
 from palaestra.envs.settings import agent_settings, network_policy
 from palaestra.inference.ledger import Ledger
+from palaestra.rollouts.attempt import blaming
 from palaestra.rollouts.base import AgentSettings, Kit, Projection
 from palaestra.rollouts.context import ToolContext
 from palaestra.rollouts.exec_tool import ExecTool
@@ -106,7 +108,10 @@ class ContractEnvironment(ClassEnvironment):
 
     async def act(self, rollout: Rollout) -> AgentResult:
         self._choose_server(rollout)
-        return await self.inner._run_agent_loop(rollout, rollout.opening())
+        loop = self.inner._run_agent_loop(rollout, rollout.opening())
+        if not overrides(self.inner, "_run_agent_loop"):
+            return await loop
+        return await blaming(TaskError, loop, f"{self.name}._run_agent_loop on {rollout.rollout_id}")
 
     def _choose_server(self, rollout: Rollout) -> None:
         """The session is token-exact where the servers are; the environment may want plain chat instead."""
@@ -169,6 +174,6 @@ def overrides(inner: HermesAgentBaseEnv, method: str) -> bool:
 
 
 def _number(reward: object) -> float:
-    if isinstance(reward, (bool, int, float)):
-        return float(reward)
+    if (found := number(reward)) is not None:
+        return found
     raise GraderError(f"the reward is {type(reward).__name__} ({reward!r:.100}), not a number")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar, overload
@@ -26,6 +26,7 @@ from typing import Any, Self, TypeVar, overload
 from pydantic import Field, create_model
 
 from palaestra.core.errors import ConfigError, GraderError, TaskError
+from palaestra.core.figures import number
 from palaestra.core.types import JSON, NetworkPolicy, Score, Task
 from palaestra.envs import recipes
 from palaestra.envs.held_out import HeldOutConfig, serves
@@ -197,7 +198,12 @@ class FunctionEnvironment(Environment):
 
     def kit(self, task: Task, rng: random.Random) -> Kit:
         own = [tool.for_task(task) for tool in self.form.tools]
-        return kit(self.config, task.toolsets or self.form.toolsets, rng, own, self._mcp, self.shared)
+        try:
+            return kit(self.config, task.toolsets or self.form.toolsets, rng, own, self._mcp, self.shared)
+        except ConfigError as error:
+            if not task.toolsets:
+                raise
+            raise TaskError(f"task {task.id}: {error}") from None
 
     def prepares(self, task: Task) -> bool:
         return self.form.preparation is not None or super().prepares(task)
@@ -278,10 +284,10 @@ def _score(answer: JSON, hook: Hook) -> Score:
     match answer:
         case Score():
             return answer
-        case bool() | int() | float():
-            return Score(float(answer))
-        case (bool() | int() | float() as number, dict() as metrics):
-            return Score(float(number), {str(key): float(value) for key, value in metrics.items()})
+        case (value, Mapping() as metrics) if (reward := number(value)) is not None:
+            return Score(reward, metrics)
+        case value if (reward := number(value)) is not None:
+            return Score(reward)
     raise GraderError(
         f"the score {hook.name} gave {type(answer).__name__} ({answer!r:.100}); it must give a number, a bool, a Score "
         f"or (number, metrics)"

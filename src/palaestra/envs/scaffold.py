@@ -79,7 +79,9 @@ class {camel}Env(HermesAgentBaseEnv):
 
     async def evaluate(self, *args, **kwargs):
         done = await self.evaluate_items(self.items, samples=1)
-        await self.evaluate_log({{"mean": sum(each.reward or 0 for each in done) / len(done)}})
+        rewards = [each.reward for each in done if each.scored]  # one that the world broke has none, and is no 0
+        mean = sum(rewards) / len(rewards) if rewards else None
+        await self.evaluate_log({{"mean": mean, "unscored": len(self.items) - len(rewards)}})
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import TypeVar
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import EngineError, GraderError, InfraError, PalaestraError, PrepareError, TaskError
+from palaestra.core.figures import number
+from palaestra.core.foreign import ForeignError, foreign, told
 from palaestra.core.types import Blame, Outcome, Score
 from palaestra.rollouts.base import Environment, Phase, Projection
 from palaestra.rollouts.grading import Grading
@@ -82,19 +83,19 @@ class Attempt:
             await blaming(PrepareError, self.env.begin(rollout), f"setting up {rollout.rollout_id}")
         with rollout.stage("agent", shown="model"):
             result = await self.env.act(rollout)
+        if not isinstance(result, AgentResult):  # what a subclass has overridden may give anything
+            raise TaskError(f"playing {rollout.rollout_id} gave {result!r:.100}, not an AgentResult")
         rollout.result = result
         if result.outcome.scored:
             with rollout.stage("grade"):
                 score = await blaming(GraderError, self.env.score(rollout, grading), f"scoring {rollout.rollout_id}")
-            if not abs(score.reward) <= HIGHEST_REWARD:  # also true for what is no number
-                raise GraderError(f"scoring {rollout.rollout_id} gave {score.reward:g}, which is no reward")
-            rollout.tracing.graded(score)
-            self.score = _with_numbers(score, rollout.rollout_id)
+            self.score = _with_numbers(score, f"scoring {rollout.rollout_id}")
+            rollout.tracing.graded(self.score)
         self._acted(result)
-        self.projection = self.env.project(rollout, self.score)
-        row = self.projection.row
-        if row is not None and row.logprobs is not None and not all(map(math.isfinite, row.logprobs)):
-            raise GraderError(f"the row of {rollout.rollout_id} has a log-probability that is no number")
+        self.projection = await blaming(TaskError, self._project(), f"making the row of {rollout.rollout_id}")
+
+    async def _project(self) -> Projection:
+        return self.env.project(self.rollout, self.score)
 
     def _acted(self, result: AgentResult) -> None:
         self.outcome, self.error, self.blame = result.outcome, result.error, None
@@ -126,6 +127,17 @@ class Attempt:
                 await asyncio.shield(both())
         except (PalaestraError, TimeoutError) as error:
             logger.warning("giving back the slot of %s failed: %s", self.rollout.rollout_id, error)
+
+    def strip(self, reason: ValueError) -> bool:
+        """Leave out of the record what the environment has made itself, which for this reason cannot be recorded: its
+        row first, then the agent's conversation. False when there is nothing of that kind left."""
+        if self.projection == Projection() and self.rollout.result is None:
+            return False
+        if self.projection == Projection():
+            self.rollout.result = None
+        self.projection = Projection()
+        self._failed(TaskError(f"what came of {self.rollout.rollout_id} is no record: {reason}"), Blame.TASK)
+        return True
 
     def trajectory(self) -> Trajectory:
         """The record."""
@@ -172,38 +184,36 @@ class Attempt:
 
 
 async def blaming(kind: type[PalaestraError], hook: Awaitable[T], doing: str) -> T:
-    """Await an environment's hook; an exception of its author's becomes `kind`, with the original as its cause.
+    """Await an environment's hook; what its author did not foresee becomes `kind`, with the original as its cause.
 
-    Errors that already say whose fault they are pass through. A hook that ends because something that it awaited was
-    cancelled has failed: only who cancels the rollout itself ends it. Nor does `sys.exit` in a hook end the run.
+    Errors that already say whose fault they are pass through, as `foreign` has it.
     """
     try:
-        return await hook
-    except PalaestraError:
-        raise
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise kind(f"{doing} failed: something that it waited for was cancelled") from error
-    except (Exception, SystemExit) as error:
+        return await foreign(hook)
+    except ForeignError as error:
         logger.debug("%s failed", doing, exc_info=True)
-        raise kind(f"{doing} failed with {told(error)}") from error
+        raise kind(f"{doing} failed with {error}") from error.__cause__
 
 
-def told(error: BaseException) -> str:
-    """An error in the record's words: its type and text, in letters that UTF-8 can hold."""
-    return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
-
-
-def _with_numbers(score: Score, rollout_id: str) -> Score:
-    """The score without the metrics that are none, as 0/0 is: they could be neither averaged nor read again."""
-    left_out = {name: str(value) for name, value in score.metrics.items() if not math.isfinite(value)}
+def _with_numbers(score: object, doing: str) -> Score:
+    """The score with plain numbers, without the metrics that are none, as 0/0 is: those could be neither averaged nor
+    read again. Raises `GraderError` for what is no score."""
+    if not isinstance(score, Score) or not isinstance(score.metrics, Mapping) or not isinstance(score.detail, Mapping):
+        raise GraderError(f"{doing} gave {score!r:.100}, which is no Score")
+    reward = number(score.reward)
+    if reward is None or not abs(reward) <= HIGHEST_REWARD:  # also true for what is no number
+        raise GraderError(f"{doing} gave {_short(score.reward)}, which is no reward")
+    found = {str(name): number(value) for name, value in score.metrics.items()}
+    metrics = {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+    left_out = {str(name): str(value) for name, value in score.metrics.items() if str(name) not in metrics}
     if not left_out:
-        return score
-    logger.warning("scoring %s gave metrics that are no numbers, which are left out: %s", rollout_id, left_out)
-    metrics = {name: value for name, value in score.metrics.items() if name not in left_out}
-    return replace(score, metrics=metrics, detail={**score.detail, "metrics_left_out": left_out})
+        return Score(reward, metrics, score.detail)
+    logger.warning("%s gave metrics that are no numbers, which are left out: %s", doing, left_out)
+    return Score(reward, metrics, {**score.detail, "metrics_left_out": left_out})
+
+
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else f"{value!r:.100}"
 
 
 def _turns(result: AgentResult) -> list[TurnRecord]:

@@ -1,8 +1,9 @@
 """Foundations: preparation that several tasks share, such as a repository with its dependencies installed.
 
 An environment names a foundation by a key. The first group that needs it lays it in a slot of its own; the others
-wait for that, and all prepare their workspace on top of the same snapshot. One that could not be laid fails every
-task that stands on it, with the same error, and is not tried again; one that was lost later is laid anew.
+wait for that, and all prepare their workspace on top of the same snapshot. One that cannot be laid fails every task
+that stands on it, with the same error, and is not tried again. Where the sandbox failed under whoever was laying it,
+that says nothing of it: the next one lays it, as one that was lost later is laid anew.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from palaestra.core.errors import SandboxError
 from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.sandbox.base import Snapshot
 
@@ -30,16 +32,17 @@ class Foundations:
             try:
                 return await asyncio.shield(known)
             except asyncio.CancelledError:
-                if not known.cancelled():
+                task = asyncio.current_task()
+                if not known.cancelled() or (task is not None and task.cancelling()):
                     raise
-                # Whoever was laying it was cancelled, not we: lay it ourselves.
+                # Whoever was laying it did not come to an end, and nobody cancels us: lay it ourselves.
 
     async def _lay(self, key: str, lay: Callable[[], Awaitable[Snapshot]]) -> Snapshot:
         future: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
         self._laid[key] = future
         try:
             snapshot = await lay()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, SandboxError):
             del self._laid[key]
             future.cancel()
             raise

@@ -13,17 +13,19 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from palaestra.core.errors import InfraError, PrepareError, SandboxError, TaskError
+from palaestra.core.foreign import told
 from palaestra.core.seeded import Seeded
-from palaestra.core.types import Blame, Network, Task
+from palaestra.core.types import JSON, Blame, Limits, Network, NetworkPolicy, Task
 from palaestra.inference.base import Engine, SessionContext
 from palaestra.rollouts.admission import AdmittedSlots
-from palaestra.rollouts.attempt import Attempt, blaming, told
+from palaestra.rollouts.attempt import Attempt, blaming
 from palaestra.rollouts.base import Environment, Kit, Phase
+from palaestra.rollouts.export.atropos import check_own
 from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.journal import AttemptDiscarded, GroupEnded, GroupStarted, Journal, RolloutEnded
 from palaestra.rollouts.progress import Observer
@@ -107,7 +109,8 @@ class GroupRun:
         services.observer.group_started(group.number, group.task_id)
         try:
             self.task = await blaming(PrepareError, self.env.resolve(self.task), f"resolving task {self.task.id}")
-            self._kit = self._resolve_tools()
+            _check(self.task)
+            self._kit = await blaming(TaskError, self._resolve_tools(), f"choosing tools for task {self.task.id}")
             self._snapshot = await self._prepare()
             services.journal.append(GroupStarted(at=time.time(), group=group))
             self._take_over()
@@ -130,7 +133,7 @@ class GroupRun:
         """A generator of its own for each purpose, derived from the run's seed and the item alone."""
         return Seeded(":".join(map(str, (self.services.seed, self.group.group_id, *parts))))
 
-    def _resolve_tools(self) -> Kit:
+    async def _resolve_tools(self) -> Kit:
         kit = self.env.kit(self.task, self._seeded("tools")())
         self.group.toolsets = kit.toolsets
         self.group.tools = kit.definitions
@@ -245,7 +248,7 @@ class GroupRun:
         self.group.trajectories.sort(key=lambda trajectory: trajectory.index)
 
     async def _one(self, index: int) -> None:
-        journal, recall, tried = self.services.journal, self._turns.recall(index), 0
+        recall, tried = self._turns.recall(index), 0
         while True:
             attempt = Attempt(self.env, self._rollout(index, self._snapshot, recall))
             with self.services.tracing.rollout(attempt.rollout.rollout_id) as ended:
@@ -257,8 +260,7 @@ class GroupRun:
                     anew = recall is not None and recall.failed is not None
                     kept = not anew and not self._again(trajectory, tried)
                     if not anew:
-                        event = RolloutEnded if kept else AttemptDiscarded
-                        trajectory = journal.append(event(at=time.time(), trajectory=trajectory)).trajectory
+                        trajectory = self._write(RolloutEnded if kept else AttemptDiscarded, attempt, trajectory)
             if kept:
                 break
             if recall is not None and recall.failed is not None:
@@ -272,8 +274,21 @@ class GroupRun:
         del attempt  # the rollout, its tools and its ledger need not wait for the disk
         self.group.trajectories.append(trajectory)
         await self.services.world.commit()
-        await journal.commit()
+        await self.services.journal.commit()
         self.services.observer.rollout_finished(trajectory)
+
+    def _write(
+        self, event: type[RolloutEnded | AttemptDiscarded], attempt: Attempt, trajectory: Trajectory
+    ) -> Trajectory:
+        """Write how an attempt ended, without what its environment made that no record can hold."""
+        while True:
+            try:
+                ended = event(at=time.time(), trajectory=trajectory)
+                return self.services.journal.append(ended, lambda read: check_own(read.trajectory)).trajectory
+            except ValueError as error:
+                if not attempt.strip(error):
+                    raise
+                trajectory = attempt.trajectory()
 
     def _again(self, trajectory: Trajectory, tried: int) -> bool:
         """Whether a rollout that ended so is tried again: as its own retry, or as one of the group's replacements, of
@@ -313,6 +328,20 @@ class GroupRun:
             recall=recall,
             stops=self.services.stops,
         )
+
+
+def _check(task: Task) -> None:
+    """Raises `TaskError` for what no rollout can begin from, as a row of a data set may give it."""
+    for name, kind in (("network", NetworkPolicy), ("limits", Limits), ("files", Mapping)):
+        value = getattr(task, name)
+        if not isinstance(value, kind):
+            raise TaskError(f"task {task.id}: {name} is {value!r:.100}, not a {kind.__name__}")
+    if isinstance(task.prompt, str):
+        return
+    messages: JSON = task.prompt
+    fine = isinstance(messages, Sequence) and all(isinstance(each, Mapping) and each.get("role") for each in messages)
+    if not fine or not messages:
+        raise TaskError(f"task {task.id}: its prompt is {messages!r:.100}, neither a text nor messages with roles")
 
 
 def _bytes(content: str | bytes) -> bytes:

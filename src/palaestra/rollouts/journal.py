@@ -9,8 +9,9 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from enum import StrEnum
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum, StrEnum
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -162,11 +163,18 @@ _DEEPEST = 64
 
 
 def plain(value: T, depth: int = 0) -> T:
-    """A copy that JSON can hold: half surrogate pairs become question marks, objects the names of their types."""
+    """A copy that JSON can hold: half surrogate pairs become question marks, numbers of other packages numbers, other
+    objects the names of their types."""
     copied: JSON = value
     match value:
-        case None | bool() | int() | float() | bytes() | StrEnum():
+        case None | bool() | bytes() | StrEnum():
             return value
+        case Enum():
+            copied = plain(value.value, depth + 1)
+        case Integral():
+            copied = int(value)
+        case Real():
+            copied = float(value)
         case str():
             copied = value.encode(errors="replace").decode()
         case _ if depth > _DEEPEST:
@@ -206,17 +214,24 @@ class Journal:
             logger.warning("%s cannot be locked here: see that no other process goes on with the same run", path)
         self.file = AppendedFile(fd, path)
 
-    def append(self, event: EventT) -> EventT:
+    def append(self, event: EventT, check: Callable[[EventT], None] | None = None) -> EventT:
         """Hand one event to the kernel, and say what was written: the event, or, where JSON cannot hold what an
         environment or a tool has put into it, a copy with something plain in its place.
 
-        Raises `DiskError` when the disk is full: a run without a journal must stop.
+        With a `check` nothing is written that could not be read again, or that the check, given the event as it will be
+        read, raises for. Raises ValueError for the former, and `DiskError` when the disk is full: a run without a
+        journal must stop.
         """
         try:
             line = _encoder.encode(event)
         except (TypeError, ValueError, RecursionError):  # UnicodeEncodeError is a ValueError
             event = plain(event)
             line = _encoder.encode(event)
+        if check is not None:
+            try:
+                check(cast("EventT", _decoder.decode(line)))
+            except msgspec.MsgspecError as error:
+                raise ValueError(f"it cannot be read again: {error}") from None
         self.file.append(line + b"\n")
         return event
 

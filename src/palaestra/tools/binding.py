@@ -15,7 +15,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from palaestra.core.errors import PalaestraError
+from palaestra.core.foreign import ForeignError, foreign
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
 from palaestra.tools.arguments import InvalidArguments, parse_arguments
@@ -125,16 +125,14 @@ class SlotTools:
 
     async def _run(self, tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         try:
-            return await tool.run(arguments, run)
+            return await foreign(tool.run(arguments, run), expected=(InvalidArguments, ToolMistake))
         except InvalidArguments as mistake:  # what the schema could not say
             return {"error": str(mistake)}
         except ToolMistake as mistake:
             return {"error": str(mistake), **mistake.details}
-        except PalaestraError:
-            raise
-        except Exception as error:
+        except ForeignError as error:
             logger.warning("tool %s failed in task %s", tool.name, self._task_id, exc_info=True)
-            return {"error": f"Tool execution failed: {type(error).__name__}: {error}"}
+            return {"error": f"Tool execution failed: {error}"}
 
     async def handle(self, name: str, args: Mapping[str, JSON], task_id: str | None = None) -> str:
         """The agent loop's `tool_handler`: one call, answered with the JSON text that goes into the conversation.

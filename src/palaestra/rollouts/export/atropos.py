@@ -16,6 +16,7 @@ import math
 import os
 import tempfile
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -54,8 +55,10 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
         "scores": [_checked_score(trajectory) for trajectory in owners],
         "messages": [_messages(trajectory) for trajectory in owners] if messages else [],
         **{key: _from_extra(owners, key) for key in _ROW_KEYS},
-        "group_overrides": (scored[0].extra.get("group_overrides") or {})
-        | ({} if len(rows) == len(trajectories) else {"group_size": len(rows)}),
+        "group_overrides": {
+            **_overrides(scored[0]),
+            **({} if len(rows) == len(trajectories) else {"group_size": len(rows)}),
+        },
         "generation_params": scored[0].extra.get("generation_params"),
         **{key: _from_extra(owners, key) or None for key in _DISTILLED},
     }
@@ -74,15 +77,32 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
     }
 
 
+def check_own(trajectory: Trajectory) -> None:
+    """Raises ValueError where a line cannot hold what an environment has put into a trajectory by itself."""
+    if trajectory.row is not None:
+        _check_row(trajectory.row, trajectory)
+    _messages(trajectory)
+    _overrides(trajectory)
+
+
 def _checked_rows(trajectory: Trajectory) -> list[TokenRow]:
     rows = trajectory.rows or [_NO_TOKENS]
     for row in rows:
-        lengths = {len(row.tokens), len(row.masks)}
-        if row.logprobs is not None:
-            lengths.add(len(row.logprobs))
-        if len(lengths) != 1:
-            raise ValueError(f"rollout {trajectory.rollout_id}: tokens, masks and logprobs differ in length: {lengths}")
+        _check_row(row, trajectory)
     return rows
+
+
+def _check_row(row: TokenRow, trajectory: Trajectory) -> None:
+    lengths = {len(row.tokens), len(row.masks), *(() if row.logprobs is None else [len(row.logprobs)])}
+    if len(lengths) != 1:
+        raise ValueError(f"rollout {trajectory.rollout_id}: tokens, masks and logprobs differ in length: {lengths}")
+
+
+def _overrides(trajectory: Trajectory) -> Mapping[str, JSON]:
+    found = trajectory.extra.get("group_overrides") or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"rollout {trajectory.rollout_id}: group_overrides is {type(found).__name__}, not a mapping")
+    return found
 
 
 def _checked_score(trajectory: Trajectory) -> float:
