@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -120,8 +121,10 @@ def cases(form: Form) -> Iterator[Case]:
     yield from _thought(form)
     yield from _truncated(form)
     yield from _misnamed(form)
+    yield from _unended(form)
     if form.join.strip() == ",":
         yield from _bracket_too_many(form)
+        yield from _no_calls_in_a_list(form)
     if form.format in SECTIONED:
         yield from _between_in_a_section(form)
     if form.json:
@@ -194,6 +197,11 @@ def _mentioned(form: Form, opening: str, ending: str) -> Iterator[Case]:
     yield Case("a thinking tag that begins a line", form, form.before.format(says) + one, [ONE], content=says)
     yield Case("thinking after text", form, f"See.\n{opening}maybe {two}{ending}{one}", [ONE], content="See.",
                reasoning=f"maybe {two}".strip())  # fmt: skip
+    yield Case("thinking after text, on lines", form, f"See.\n{opening}\nmaybe {two}\n{ending} \nSo:\n{one}", [ONE],
+               content="See.…So:", reasoning=f"maybe {two}".strip())  # fmt: skip
+    first, then = f"See.\n{opening} opens it:", f"{ending} ends it."
+    yield Case("a call between thinking tags in prose that begin lines", form, f"{first}\n{one}\n{then}\n{two}", [TWO],
+               1, content=f"{first}…{then}", reason=Reason.MALFORMED_MARKUP)  # fmt: skip
     yield Case("thinking between calls", form, f"{one}\n{form.think.format('hm')}{two}", [ONE, TWO], reasoning="hm")
     first, then = f"First {opening} is it.", f"Then {ending} is it."
     yield Case("a call between thinking tags in prose", form, f"{first}\n{one}\n{then}\n{two}", [TWO], 1,
@@ -272,6 +280,39 @@ def _bracket_too_many(form: Form) -> Iterator[Case]:
         yield Case(f"{number} brackets too many", form, text + form.close, [THREE, TWO], 1)
 
 
+def _no_calls_in_a_list(form: Form) -> Iterator[Case]:
+    """Elements of a list that are no calls, or no comma after one: those around it run all the same."""
+    one, two, three = (form.element(*_parts(call), index) for index, call in enumerate((ONE, TWO, THREE)))
+    for element in ("5", "null", "", '"x, y"', '"[x]"', "[1, 2]", f"[{three}]", "so it is", '"' + 'x\\"' * 20 + '"'):
+        listed = form.join.join([one, element, two])
+        yield Case(f"{element!r} among the calls", form, form.open + listed + form.close, [ONE, TWO], 1)
+        listed = form.join.join([one, element, element, two])
+        yield Case(f"{element!r} twice", form, form.open + listed + form.close, [ONE, TWO], 2)
+        if not element and form.format == "llama4_pythonic":
+            continue  # Python allows a comma at the end
+        listed = form.join.join([one, element])
+        yield Case(f"{element!r} at the end", form, form.open + listed + form.close, [ONE], 1)
+    yield Case("no comma", form, f"{form.open}{one} {two}{form.join}{three}{form.close}", [TWO, THREE], 1)
+
+
+_ENDS = re.compile(r"</[^<>]*>|<｜tool▁call▁end｜>|<[|]tool_call_end[|]>|<[|]call[|]>")
+
+
+def _unended(form: Form) -> Iterator[Case]:
+    """One of the first call's end tags is not there."""
+    first = form.element(*_parts(TWO), 0)
+    for found in _ENDS.finditer(first):
+        if form.id == "qwen3 coder" and found[0] == "</tool_call>":
+            continue  # then the next call's tag follows, and both could be meant
+        gone = first[: found.start()] + first[found.end() :]
+        for siblings in ([ONE], [THREE], [THREE, ONE]):
+            others = [form.element(*_parts(call), 1 + index) for index, call in enumerate(siblings)]
+            text = form.open + form.join.join([gone, *others]) + form.close
+            yield Case(f"no {found[0]} at {found.start()}, before {len(others)}", form, text, siblings, 1)
+            yield Case(f"no {found[0]} at {found.start()}, before {len(others)}, cut", form, text, siblings, 1,
+                       cut=True)  # fmt: skip
+
+
 def _between_in_a_section(form: Form) -> Iterator[Case]:
     calls = [ONE, TWO, THREE]
     for kind, between, content, reasoning in (
@@ -282,6 +323,9 @@ def _between_in_a_section(form: Form) -> Iterator[Case]:
         yield Case(f"{kind} between the calls of a section", form, whole, calls, content=content, reasoning=reasoning)
         yield Case(f"{kind} between the calls of a section that is not closed", form, whole.removesuffix(form.close),
                    calls, content=content, reasoning=reasoning)  # fmt: skip
+    nothing = f"{form.open.strip()} so {form.close.strip()}"
+    yield Case("a section without a call", form, f"{nothing}\n{form.block([ONE])}", [ONE], 1,
+               reason=Reason.MALFORMED_MARKUP)  # fmt: skip
     after = f"{form.block([ONE])} Then {form.close.strip()} again."
     yield Case("the end of a section twice", form, after, [ONE], content=f"Then {form.close.strip()} again.")
 

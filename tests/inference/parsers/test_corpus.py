@@ -53,13 +53,32 @@ def test_a_stream_gives_what_the_whole_text_gives(form: Form) -> None:
     for case in cases(form):
         if len(case.text) > 5000:
             continue
-        size = rng.choice([1, 2, 3, 7, 40])
-        stream = parser.stream(tools=TOOLS, thinking=case.thinking)
-        for start in range(0, len(case.text), size):
-            stream.feed(case.text[start : start + size])
-        assert stream.end(case.cut) == parser.parse(case.text, tools=TOOLS, cut=case.cut, thinking=case.thinking), (
-            case.id
-        )
+        whole = parser.parse(case.text, tools=TOOLS, cut=case.cut, thinking=case.thinking)
+        for size in (1, rng.choice([2, 3, 7, 40])):
+            stream = parser.stream(tools=TOOLS, thinking=case.thinking)
+            for start in range(0, len(case.text), size):
+                stream.feed(case.text[start : start + size])
+            assert stream.end(case.cut) == whole, case.id
+
+
+def test_an_output_of_gpt_oss_may_begin_with_the_recipient() -> None:
+    """`<|start|>assistant` is the end of the prompt then."""
+    parser, began = get_parser("gpt_oss"), "<|start|>assistant"
+    (form,) = (form for form in FORMS if form.id == "gpt-oss recipient first")
+    read = 0
+    for case in cases(form):
+        text = case.text.removeprefix(began)
+        if text == case.text or not text.strip():
+            continue
+        read += 1
+        parsed = parser.parse(text, tools=TOOLS, cut=case.cut)
+        assert unlike(case, parsed) is None, case.id
+        stream = parser.stream(tools=TOOLS)
+        for character in text[:5000]:
+            stream.feed(character)
+        stream.feed(text[5000:])
+        assert stream.end(case.cut) == parsed
+    assert read > 100
 
 
 def test_there_are_more_than_a_thousand_cases_and_none_for_no_format() -> None:

@@ -7,13 +7,16 @@ after it where its end can be seen. In an output that was cut the last one count
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from palaestra.inference.parsers.base import Malformed, Reason
 from palaestra.inference.parsers.bodies import CUT_OFF, Body, write_call
 from palaestra.inference.parsers.grammar import Output
 from palaestra.inference.parsers.json_text import Scan, decode_object, scan_brackets, scan_value
+from palaestra.inference.parsers.python_text import string_end
 from palaestra.inference.parsers.source import Reading, Source
 
+_PLAIN = {quotes: re.compile(rf"[^,\[\](){{}}{quotes}]*") for quotes in ('"', "'\"")}
 _STRAY = re.compile(r"[)} \t\r\n]*")
 STRAY = "a bracket closes nothing"
 
@@ -27,28 +30,50 @@ def read_array(output: Output, start: int, bracket: int) -> Reading[int]:
         if (yield from source.at(begin, "]")) and position == bracket + 1:
             return begin + 1
         first = min(start, begin) if position == bracket + 1 else begin
-        body = yield from _element(output, begin, bracket)
+        body = yield from _element(source, begin)
         after, sign = yield from going_on(source, body.end)
         body = yield from _settled(output, body, sign, after)
         write_call(output, first, body)
-        if sign != ",":
-            return after + len(sign) if sign else body.end
-        position = after + 1
+        if sign == "]":
+            return after + 1
+        if not sign and not (yield from source.at(after, "{")):
+            return body.end
+        position = after + len(sign)
         output.page.skip_to(position)
 
 
-def _element(output: Output, begin: int, bracket: int) -> Reading[Body]:
-    source = output.source
+def _element(source: Source, begin: int) -> Reading[Body]:
     if not (yield from source.at(begin, "{")):
-        end = yield from scan_brackets(source, bracket)
-        why = "the output ends in the list" if begin >= source.end else "an element of the list is not an object"
-        reason = Reason.UNCLOSED if begin >= source.end else Reason.MALFORMED_JSON
-        return Body(source.read(begin, end), max(begin, end), Malformed(reason, why))
+        end, problem = yield from no_call(source, begin, '"', scan_value)
+        return Body(source.read(begin, end), end, problem)
     scan = yield from scan_value(source, begin)
     if scan.complete:
         return Body(source.read(begin, scan.end), scan.end)
     end = yield from extent(source, begin, scan)
     return Body(source.read(begin, end), end, why_not_json(source.read(begin, scan.end + 1), scan.end >= source.end))
+
+
+def no_call(
+    source: Source, begin: int, quotes: str, nested: Callable[[Source, int], Reading[Scan]]
+) -> Reading[tuple[int, Malformed]]:
+    """Where an element that is no call ends, and what to say of it. Commas in strings and brackets end nothing."""
+    position, problem = begin, Malformed(Reason.MALFORMED_JSON, "an element of the list is no call")
+    while True:
+        position = yield from source.skip(position, _PLAIN[quotes])
+        character = source.read(position, position + 1)
+        if character and character in quotes:
+            position = yield from string_end(source, position, character)
+            if position < 0:
+                return source.end, problem
+        elif character and character in "[{(":
+            scan = yield from nested(source, position)
+            if not scan.complete:
+                return (yield from extent(source, position, scan)), problem
+            position = scan.end
+        elif not character and position == begin:
+            return position, Malformed(Reason.UNCLOSED, "the output ends in the list")
+        else:
+            return position, problem
 
 
 def going_on(source: Source, end: int) -> Reading[tuple[int, str]]:

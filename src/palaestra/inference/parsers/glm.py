@@ -48,11 +48,17 @@ class Glm47(Grammar):
             arguments, end = yield from self._pairs(output, name, found.start)
             element = Element(name, arguments, end)
         except Malformed as problem:
-            last = yield from source.find(marks(_CLOSE), problem.at)
             name = name if _NAME.fullmatch(name) else ""
-            element = Element(name, {}, source.end if last is None else last.end, problem)
+            element = Element(name, {}, (yield from self._end_of_broken(source, problem.at)), problem)
         write_element(output, element, mark.start)
         return element.end
+
+    def _end_of_broken(self, source: Source, broken: int) -> Reading[int]:
+        """After the next end tag, or right there where another call begins."""
+        if (yield from source.at(broken, _OPEN)):
+            return broken
+        last = yield from source.find(marks(_CLOSE), broken)
+        return source.end if last is None else last.end
 
     def _unfinished(self, output: Output, mark: Mark, end: int) -> Reading[int | None]:
         """At the end of an output a lone name is a call that was begun."""
@@ -74,8 +80,8 @@ class Glm47(Grammar):
                     return arguments, source.end
                 reason, why = (Reason.UNCLOSED, CUT_OFF) if ended else (Reason.MALFORMED_MARKUP, "a pair is missing")
                 raise Malformed(reason, why, position)
-            key_end = yield from source.find(marks(_KEY_END, _CLOSE), position)
-            if key_end is None or key_end.text == _CLOSE:
+            key_end = yield from source.find(marks(_KEY_END, _CLOSE, _KEY, _VALUE), position + len(_KEY))
+            if key_end is None or key_end.text != _KEY_END:
                 at = source.end if key_end is None else key_end.start
                 raise Malformed(Reason.UNCLOSED, "a key is not closed", at)
             key = source.read(position + len(_KEY), key_end.start).strip()
@@ -91,20 +97,28 @@ class Glm47(Grammar):
         return arguments, position + len(_CLOSE)
 
     def _value_end(self, source: Source, start: int) -> Reading[tuple[int, int]]:
-        """Where a value ends, and where the pairs go on: an end tag that nothing fitting follows is in the value."""
-        position = start
+        """Where a value ends, and where the pairs go on: an end tag that nothing fitting follows is in the value.
+
+        `meant` is where a value without an end seems to be over, since another call follows or nothing does.
+        """
+        found = marks(_VALUE_END, _CLOSE, f"{_KEY_END}{_VALUE}", f"{_KEY_END}\n{_VALUE}")
+        position, meant = start, -1
         while True:
-            mark = yield from source.find(marks(_VALUE_END, f"{_KEY_END}{_VALUE}", f"{_KEY_END}\n{_VALUE}"), position)
+            mark = yield from source.find(found, position)
             if mark is None:
-                raise Malformed(Reason.UNCLOSED, CUT_OFF if source.cut else "a value is not closed", source.end)
-            if mark.text != _VALUE_END:
-                raise Malformed(Reason.UNCLOSED, "a value is not closed", start)
+                end = source.end if source.cut or meant < 0 else meant
+                raise Malformed(Reason.UNCLOSED, CUT_OFF if source.cut else "a value is not closed", end)
+            if mark.text not in (_VALUE_END, _CLOSE) or (meant >= 0 and mark.text == _CLOSE):
+                raise Malformed(Reason.UNCLOSED, "a value is not closed", start if meant < 0 else meant)
             after = yield from source.skip(mark.end)
-            for tag in (_KEY, _CLOSE):
-                if (yield from source.at(after, tag)):
+            if mark.text == _VALUE_END:
+                for tag in (_KEY, _CLOSE):
+                    if (yield from source.at(after, tag)):
+                        return mark.start, after
+                if source.breaks_off(after, _KEY, _CLOSE):
                     return mark.start, after
-            if source.breaks_off(after, _KEY, _CLOSE):
-                return mark.start, after
+            if meant < 0 and ((yield from source.at(after, _OPEN)) or (yield from source.ends(after))):
+                meant = after if mark.text == _VALUE_END else mark.start
             position = mark.end
 
     def render(self, calls: Sequence[Call], text: str) -> str:

@@ -5,8 +5,9 @@
     <|start|>assistant<|channel|>final<|message|>…<|return|>
 
 Source: OpenAI's harmony format guide. A message with a recipient is a call, in whatever channel; other messages of the
-analysis channel are thinking; the rest is text. The recipient may stand before the channel too. `<|call|>` is a stop
-token, so it is usually missing at the end of an output; that counts against a call only in an output that was cut.
+analysis channel are thinking; the rest is text. The recipient may stand before the channel too, as the template of
+openai/gpt-oss writes it; since the prompt ends with `<|start|>assistant`, an output may begin with it. `<|call|>` is a
+stop token, so it is usually missing at the end of an output; that counts against a call only in an output that was cut.
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ class GptOss(Grammar):
 
     openers: ClassVar[Markers] = Markers(_START, _CHANNEL, *_ENDS)
     thinking: ClassVar[Sequence[tuple[str, str]]] = ()
+
+    def begin(self, output: Output) -> Reading[int]:
+        """A call whose `<|start|>assistant` is the end of the prompt."""
+        recipient = yield from output.source.skip(0)
+        if not (yield from output.source.at(recipient, "to=")):
+            return 0
+        return (yield from self.read(output, Mark(_START, 0, 0))) or 0
 
     def read(self, output: Output, mark: Mark) -> Reading[int | None]:
         """One message, or an end mark that was left over."""

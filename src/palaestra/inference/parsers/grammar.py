@@ -5,8 +5,9 @@ format.
 
 Thinking begins with its tag at the beginning of the output and after thinking or calls, white space aside; there it may
 be left open, and then goes on to the end. A tag amid text is a mention of it, and text, unless it begins a line and is
-closed. A call between a mentioned tag and its end tag is broken, since nobody can say whether it was meant. An end tag
-that nothing opened ends thinking that began in the prompt, unless it is known that none did.
+closed; where calls stand before its end tag and more text after it on the same line, both are mentions. A call between
+a mentioned tag and its end tag is broken, since nobody can say whether it was meant. An end tag that nothing opened
+ends thinking that began in the prompt, unless it is known that none did.
 
 Invariants: a stream and a whole text go through the same code, so they give the same pieces; thinking is taken
 out before calls are looked for; a grammar consumes what it has read, so no text is read more than a fixed number of
@@ -15,6 +16,7 @@ times.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
@@ -23,6 +25,8 @@ from palaestra.inference.parsers.base import Call, Event, Malformed, Parsed, Rea
 from palaestra.inference.parsers.page import Page
 from palaestra.inference.parsers.schemas import ArgumentTypes
 from palaestra.inference.parsers.source import Mark, Markers, Reading, Source, marks
+
+_BLANKS = re.compile(r"[ \t]*")
 
 
 class Output:
@@ -49,6 +53,11 @@ class Grammar(ABC):
     openers: ClassVar[Markers]
     thinking: ClassVar[Sequence[tuple[str, str]]] = (("<think>", "</think>"),)
     short_ids: ClassVar[bool] = False
+
+    def begin(self, output: Output) -> Reading[int]:
+        """Read what only the beginning of an output can hold, and return where to go on: where the format has that."""
+        yield from ()
+        return 0
 
     @abstractmethod
     def read(self, output: Output, mark: Mark) -> Reading[int | None]:
@@ -136,9 +145,10 @@ class GrammarStream:
 
     def _read(self) -> Reading[None]:
         source, page = self._output.source, self._output.page
-        position = 0
         if self._thinking:
             position = yield from self._think(Mark("", 0, 0), marks(*sorted(self._ends)))
+        else:
+            position = yield from self._grammar.begin(self._output)
         while True:
             mark = yield from source.find(self._marks, position, passed=page.text_to)
             if mark is None:
@@ -153,7 +163,7 @@ class GrammarStream:
                 self._settle()
                 position = yield from self._think(mark, self._opens[mark.text])
             elif mark.text in self._ends:
-                position = self._stray_end(mark)
+                position = yield from self._stray_end(mark)
             else:
                 went_on = yield from self._grammar.read(self._output, mark)
                 position = mark.end if went_on is None else went_on
@@ -186,12 +196,12 @@ class GrammarStream:
         self._mention = None
         self._output.page.release()
 
-    def _stray_end(self, mark: Mark) -> int:
+    def _stray_end(self, mark: Mark) -> Reading[int]:
         """The end of a tag amid text, or of thinking that began in the prompt. After other thinking it is text."""
         page, mention = self._output.page, self._mention
         self._mention = None
         if mention is not None and mark.text in self._opens[mention.mark.text].literals:
-            if mention.begins_line:
+            if mention.begins_line and not (page.holds_calls and (yield from self._goes_on(mark.end))):
                 page.turn_to_thinking(mention.mark, mark)
                 self._output.in_section = mention.in_section
             else:
@@ -201,6 +211,15 @@ class GrammarStream:
         if self._thinking is None and not any(isinstance(piece, Reasoning) for piece in page.pieces):
             page.take_back(mark.start, mark.end)
         return mark.end
+
+    def _goes_on(self, position: int) -> Reading[bool]:
+        """Whether text follows on the same line, neither a call nor a tag of thinking."""
+        source = self._output.source
+        after = yield from source.skip(position, _BLANKS)
+        if (yield from source.ends(after)) or source.read(after, after + 1) in "\r\n":
+            return False
+        found = yield from source.find(self._marks, after, stop=after + 1)
+        return found is None
 
 
 def mentioned(output: Output, mark: Mark, close: str) -> Reading[int | None]:

@@ -13,17 +13,17 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from palaestra.inference.parsers.arrays import STRAY, extent, going_on
+from palaestra.inference.parsers.arrays import STRAY, extent, going_on, no_call
 from palaestra.inference.parsers.base import Call, Malformed, Reason
 from palaestra.inference.parsers.bodies import CUT_OFF
 from palaestra.inference.parsers.grammar import Grammar, Output, mentioned
-from palaestra.inference.parsers.json_text import scan_brackets
 from palaestra.inference.parsers.markup import Element, write_element
 from palaestra.inference.parsers.python_text import keyword_arguments, scan_parentheses
 from palaestra.inference.parsers.source import Mark, Markers, Reading, Source
 
 _START, _END = "<|python_start|>", "<|python_end|>"
-_NAME = re.compile(r"(?:[^\W\d][\w.\-]*)?")
+_LETTER = re.compile(r"[^\W\d]")
+_NAME = re.compile(r"[\w.\-]*")
 _KEY = re.compile(r"\w*")
 _NO_NAME = frozenset("[](){}<>\"'0123456789-+.,:;")
 
@@ -51,7 +51,7 @@ class Llama4Pythonic(Grammar):
         if source.read(position, position + 1) in _NO_NAME:
             return False
         begin = yield from source.skip(position)
-        end = yield from source.skip(begin, _NAME)
+        end = yield from _name_end(source, begin)
         if end == begin or not (yield from source.at(end, "(")):
             return False
         inner = yield from source.skip(end + 1)
@@ -70,7 +70,7 @@ class Llama4Pythonic(Grammar):
             begin = yield from source.skip(position)
             if (yield from source.at(begin, "]")):
                 return begin + 1
-            element = yield from self._element(source, begin, bracket)
+            element = yield from self._element(source, begin)
             after, sign = yield from going_on(source, element.end)
             if sign and (yield from source.skip(element.end)) < after:
                 problem = element.problem or Malformed(Reason.MALFORMED_MARKUP, STRAY)
@@ -78,19 +78,21 @@ class Llama4Pythonic(Grammar):
             elif not sign and element.problem is None:
                 element = _unfollowed(source, element, after)
             write_element(output, element, start if position == bracket + 1 else begin)
-            if sign != ",":
-                return after + len(sign) if sign else element.end
-            position = after + 1
+            if sign == "]":
+                return after + 1
+            if not sign and not (yield from self._begins_calls(source, after)):
+                return element.end
+            position = after + len(sign)
             output.page.skip_to(position)
 
-    def _element(self, source: Source, begin: int, bracket: int) -> Reading[Element]:
-        end = yield from source.skip(begin, _NAME)
+    def _element(self, source: Source, begin: int) -> Reading[Element]:
+        end = yield from _name_end(source, begin)
         name = source.read(begin, end)
         if not (yield from source.at(end, "(")):
             ended = yield from source.ends(end)
-            stop = yield from scan_brackets(source, bracket)
+            stop, _ = yield from no_call(source, begin, "'\"", scan_parentheses)
             problem = Malformed(Reason.UNCLOSED if ended else Reason.MALFORMED_MARKUP, "an element is not a call")
-            return Element(name, {}, max(end, stop), problem)
+            return Element(name, {}, stop, problem)
         scan = yield from scan_parentheses(source, end)
         if not scan.complete:
             ended = scan.end >= source.end
@@ -110,6 +112,14 @@ class Llama4Pythonic(Grammar):
             f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})" for call in calls
         ]
         return f"{text}[{', '.join(written)}]" if calls else text
+
+
+def _name_end(source: Source, begin: int) -> Reading[int]:
+    """Where the name that begins there ends; right there where none does."""
+    ended = yield from source.ends(begin)
+    if ended or _LETTER.match(source.read(begin, begin + 1)) is None:
+        return begin
+    return (yield from source.skip(begin + 1, _NAME))
 
 
 def _unfollowed(source: Source, element: Element, after: int) -> Element:

@@ -5,7 +5,8 @@
 For those families' grammars. A section holds calls until its end tag, and text between them is text. Values are bare
 text, quoted by nothing, so the end of one is the first end tag after which the markup goes on: an end tag inside code
 stays in the value. Invariants: a value that was never closed breaks its call, it never takes up the next argument or
-the next call; a broken call ends after the place where it broke, so reading always goes on.
+the next call, which begins where the first end tag in the value could be meant; a broken call ends after the place
+where it broke, so reading always goes on.
 """
 
 from __future__ import annotations
@@ -81,8 +82,16 @@ class Markup(Grammar):
         except Malformed as problem:
             if closes_itself:
                 return Element(name, {}, position, problem)
-            found = yield from source.find(marks(self.call[1]), max(position, problem.at))
-            return Element(name, {}, source.end if found is None else found.end, problem)
+            end = yield from self._end_of_broken(source, max(position, problem.at))
+            return Element(name, {}, end, problem)
+
+    def _end_of_broken(self, source: Source, broken: int) -> Reading[int]:
+        """After the next end tag of a call; right there where its section ends or another call begins."""
+        for tag in (self.section[1], self.call[0]):
+            if (yield from source.at(broken, tag)):
+                return broken
+        found = yield from source.find(marks(self.call[1]), broken)
+        return source.end if found is None else found.end
 
     def _arguments(self, output: Output, name: str, start: int, arguments: dict[str, JSON]) -> Reading[int]:
         """Fill `arguments` and return the end of the call. Raises `Malformed`."""
@@ -123,24 +132,38 @@ class Markup(Grammar):
         return (yield from source.skip(scan.end))
 
     def _value_end(self, source: Source, start: int) -> Reading[tuple[int, int]]:
-        """Where the value that begins at `start` ends, and where the markup goes on. Raises `Malformed`."""
+        """Where the value that begins at `start` ends, and where the markup goes on. Raises `Malformed`.
+
+        `meant` is where a value without an end seems to be over: an end tag that another call or the section's end
+        follows. It is, if more markup comes before an end that fits.
+        """
         found = marks(self.parameter[1], self.parameter[0], self.call[1])
-        position = start
+        position, meant = start, -1
         while True:
             mark = yield from source.find(found, position)
             if mark is None:
-                raise Malformed(Reason.UNCLOSED, CUT_OFF if source.cut else "an argument is not closed", source.end)
+                end = source.end if source.cut or meant < 0 else meant
+                raise Malformed(Reason.UNCLOSED, CUT_OFF if source.cut else "an argument is not closed", end)
             after = yield from source.skip(mark.end)
             if mark.text == self.parameter[1]:
                 goes_on = yield from source.at(after, self.parameter[0])
                 if goes_on or (yield from source.at(after, self.call[1])):
                     return mark.start, after
+            elif meant >= 0:
+                raise Malformed(Reason.UNCLOSED, "an argument is not closed", meant)
             elif mark.text == self.parameter[0]:
                 if source.read(mark.start - 1, mark.start) == "\n":
                     raise Malformed(Reason.UNCLOSED, "an argument is not closed", mark.start)
             elif (yield from self._is_over(source, after)):
                 raise Malformed(Reason.UNCLOSED, "an argument is not closed", mark.start)
+            if meant < 0 and (yield from self._begins_next(source, after)):
+                meant = after if mark.text == self.parameter[1] else mark.start
             position = mark.end
+
+    def _begins_next(self, source: Source, after: int) -> Reading[bool]:
+        """Whether the section ends or another call begins there."""
+        over = yield from source.at(after, self.section[1])
+        return over or (yield from source.at(after, self.call[0]))
 
     def _is_over(self, source: Source, after: int) -> Reading[bool]:
         """Whether what follows an end tag of a call shows that it is none inside a value."""

@@ -114,6 +114,11 @@ class Page:
         """What is found from here on, amid text, may turn out to be something else: it is not told yet."""
         self._hold = Hold(len(self.pieces), len(self._events))
 
+    @property
+    def holds_calls(self) -> bool:
+        """Whether a call is among what is held."""
+        return self._hold is not None and any(isinstance(piece, Call) for piece in self.pieces[self._hold.pieces :])
+
     def release(self) -> None:
         """What was held is what it seemed."""
         self._hold = None

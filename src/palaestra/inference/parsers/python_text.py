@@ -42,7 +42,7 @@ def scan_parentheses(source: Source, start: int) -> Reading[Scan]:
         if not character:
             return Scan(source.end, False)
         if character in "'\"":
-            position = yield from _string_end(source, position, character)
+            position = yield from string_end(source, position, character)
             if position < 0:
                 return Scan(-position, False)
             continue
@@ -52,8 +52,8 @@ def scan_parentheses(source: Source, start: int) -> Reading[Scan]:
             return Scan(position, True)
 
 
-def _string_end(source: Source, start: int, quote: str) -> Reading[int]:
-    """The end of the string that begins at `start`; negative where it breaks off."""
+def string_end(source: Source, start: int, quote: str) -> Reading[int]:
+    """The end of the string that begins with `quote` at `start`; where it breaks off, that place with a minus."""
     long = yield from source.at(start, quote * 3)
     run = (_INSIDE_LONG if long else _INSIDE)[quote]
     ends = quote * 3 if long else quote

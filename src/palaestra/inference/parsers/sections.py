@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 
 from palaestra.inference.parsers.base import Malformed, Reason
 from palaestra.inference.parsers.bodies import Tags, json_body
-from palaestra.inference.parsers.grammar import Grammar, Output
+from palaestra.inference.parsers.grammar import Grammar, Output, mentioned
 from palaestra.inference.parsers.json_text import decode_object
 from palaestra.inference.parsers.source import Mark, Reading, Source, marks
 
@@ -48,7 +48,7 @@ class Sections(Grammar):
         if mark.text == self.section[0]:
             begin = yield from source.skip(mark.end)
             if not (yield from source.at(begin, self.tags.open)):
-                return (yield from self._no_call(output, mark, begin))
+                return (yield from self._no_call(output, mark))
             output.page.skip_to(begin)
             output.in_section = True
         return (yield from self._call(output, begin, lone=not output.in_section))
@@ -74,13 +74,13 @@ class Sections(Grammar):
         page.broken(problem, header.name, start, body.end)
         return body.end
 
-    def _no_call(self, output: Output, mark: Mark, begin: int) -> Reading[int | None]:
-        """A section without a call: begun at the very end, or only mentioned."""
-        if not (yield from output.source.ends(begin)):
+    def _no_call(self, output: Output, mark: Mark) -> Reading[int | None]:
+        """A section that does not begin with a call: text may stand before it. Without any it is a broken one, if it
+        is not only mentioned."""
+        found = yield from output.source.find(marks(*self.section, self.tags.open), mark.end)
+        if found is not None and found.text == self.tags.open:
             return None
-        problem = Malformed(Reason.UNCLOSED, "the output ends where a call begins")
-        output.page.broken(problem, "", mark.start, output.source.end)
-        return output.source.end
+        return (yield from mentioned(output, mark, self.section[1]))
 
 
 def head(source: Source, start: int, end_mark: str, tags: Tags) -> Reading[Mark | Header | None]:
