@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import IO
 
 import pytest
 from recorded import MALFORMED, broken, rollout, sky, write_run
 
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
+from palaestra.rollouts.export.base import ExportMeta, ExportReport
 from palaestra.rollouts.export.formats import FORMATS
 from palaestra.rollouts.trajectory import Group
 
@@ -173,3 +176,32 @@ def test_somebody_who_looks_sees_a_bar(folder: Path) -> None:
     assert "groups" in shown
     assert "100%" in shown
     assert done.stdout.decode() == f"{folder / 'exports' / 'openai.jsonl'}\n"
+
+
+class Looking:
+    """Looks for its own file while it writes it."""
+
+    name, ending, everything = "looking", ".jsonl", True
+    place: Path
+
+    def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
+        out.write(b"half")
+        out.flush()
+        assert not self.place.exists(), "who is killed now leaves an empty file that looks like an export"
+        return ExportReport()
+
+
+def test_a_file_has_its_name_when_it_is_whole(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Looking.place = tmp_path / "new" / "x.jsonl"
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    assert run(folder, "--to", f"{__name__}:Looking", "--out", Looking.place) == 0
+    assert Looking.place.read_bytes() == b"half"
+    assert [each.name for each in Looking.place.parent.iterdir()] == ["x.jsonl"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_disk_that_is_full_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / f".x.jsonl.{os.getpid()}.tmp").symlink_to("/dev/full")
+    assert run(folder, "--to", "openai", "--out", tmp_path / "x.jsonl") == 2
+    assert "x.jsonl: No space left on device; name another file with --out" in capsys.readouterr().err
+    assert not (tmp_path / "x.jsonl").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -33,6 +34,10 @@ def palaestra(*argv: str) -> int:
     return run_guarded(lambda: cli.main(list(argv), standalone_mode=False))
 
 
+def line(n: int, group: int) -> list[str]:
+    return ["run", "plain_env.py", "--policy", "oracle", "--env.n", str(n), "--group", str(group)]
+
+
 class Extended:
     """One run in this folder, made and gone on with."""
 
@@ -44,8 +49,7 @@ class Extended:
         (self.data,) = Path().glob("data/*.jsonl")
 
     def go(self, n: int, group: int, *more: str) -> int:
-        run = ["run", "plain_env.py", "--policy", "oracle", "--env.n", str(n), "--group", str(group), *more]
-        return palaestra(*run, *(["--resume", str(self.journal.parent)] if self.journal.name else []))
+        return palaestra(*line(n, group), *more, *(["--resume", str(self.journal.parent)] if self.journal.name else []))
 
     @property
     def lines(self) -> list[int]:
@@ -91,6 +95,26 @@ def test_an_extended_run_is_replayed_whole(capsys: pytest.CaptureFixture[str]) -
     assert run.go(1, 2) == 0
     assert palaestra("replay", str(run.journal.parent)) == 1, "what it was is not what it would give now"
     assert "no task has its number now" in capsys.readouterr().out
+
+
+def test_a_damaged_last_line_costs_that_line_however_often_the_run_goes_on() -> None:
+    run = Extended(2, 2)
+    whole = run.data.read_bytes()
+    lines = run.journal.read_bytes().splitlines(keepends=True)
+    run.journal.write_bytes(b"".join(lines[:-3]) + lines[-3].replace(b'"event"', b'"evend"'))
+    for _ in range(2):
+        assert run.go(2, 2) == 0
+        assert run.data.read_bytes() == whole
+
+
+def test_a_run_that_was_moved_goes_on_where_it_is_now(tmp_path: Path) -> None:
+    run = Extended(2, 2)
+    whole = run.data.read_bytes()
+    moved = run.journal.parent.rename(tmp_path / "moved")
+    shutil.rmtree(run.data.parent)
+    assert palaestra(*line(2, 2), "--resume", str(moved)) == 0
+    assert (moved / "groups.jsonl").read_bytes() == whole
+    assert not run.data.exists()
 
 
 def test_one_process_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from palaestra.rollouts.journal import (
     read_journal,
     without_secrets,
 )
+from palaestra.rollouts.resume import repair
 from palaestra.rollouts.trajectory import Group, Trajectory
 
 
@@ -111,3 +112,21 @@ def test_secrets_are_kept_out_at_any_depth() -> None:
     kept = without_secrets(given)
     assert kept["openai"][0] == {"api_key": "***", "base_url": "u"}
     assert kept["env"]["seed"] == 3
+
+
+@pytest.mark.parametrize("spoilt", [b"", b'{"event": "messa', b"\0" * 40, b'{"ev3nt": "end"}\n', b"\0\0\n", b"\n"])
+def test_a_last_line_that_cannot_be_read_is_cut_off_before_others_follow_it(tmp_path: Path, spoilt: bytes) -> None:
+    path = tmp_path / "j.jsonl"
+    write(path, [0])
+    whole = path.read_bytes()
+    path.write_bytes(whole + spoilt)
+    assert len(list(read_journal(path))) == whole.count(b"\n")
+    assert repair(path) is bool(spoilt)
+    assert path.read_bytes() == whole
+    assert not repair(path)
+
+
+def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot write .*journal.jsonl: "):
+        Journal(tmp_path / "file" / "journal.jsonl")

@@ -18,7 +18,7 @@ from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.clock import ManualClock
 from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, Blame, Outcome
 from palaestra.inference.base import ChatServer, Engine, SessionContext
 from palaestra.inference.ledger import LedgerRecord, record_rows
 from palaestra.inference.managed import ManagedChat
@@ -26,7 +26,7 @@ from palaestra.inference.templates import ChatFormat
 from palaestra.inference.toy import ToyEngine, toy_tokenizer
 from palaestra.rollouts.base import Projection
 from palaestra.rollouts.export.atropos import GroupsFile
-from palaestra.rollouts.journal import RolloutEnded, RunEnded, read_groups, read_journal
+from palaestra.rollouts.journal import RolloutEnded, RunEnded, RunResumed, read_groups, read_journal
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.trajectory import TokenRow, Trajectory
@@ -303,6 +303,19 @@ def test_a_rollout_that_ends_twice_is_found(tmp_path: Path) -> None:
     (end,) = (line for line in journal.read_bytes().splitlines() if b'"event":"rollout"' in line and b"sum-1/0" in line)
     journal.write_bytes(journal.read_bytes() + end + b"\n")
     assert verified(tmp_path).violation == "000001-sum-1/0: T3: it ends twice in the journal"
+
+
+def test_a_rollout_that_was_cut_off_ends_again_when_its_run_goes_on(tmp_path: Path) -> None:
+    roll_out(tmp_path)
+    path = tmp_path / "journal.jsonl"
+    events = list(read_journal(path))
+    ends = [place for place, event in enumerate(events) if isinstance(event, RolloutEnded)]
+    whole = events[ends[0]]
+    assert isinstance(whole, RolloutEnded)
+    cut = msgspec.structs.replace(whole.trajectory, reward=None, outcome=Outcome.CANCELLED, blame=Blame.RUN)
+    events[ends[0] : ends[0] + 1] = [RolloutEnded(trajectory=cut), RunResumed(), whole]
+    path.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+    assert verified(tmp_path).ok
 
 
 def test_rows_of_the_environments_own_are_counted_and_not_believed(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -73,36 +73,39 @@ def command(
     path = out or folder
     if out is None or path.is_dir():
         path = path / f"{exporter.name}{exporter.ending}"
-    with _opened(path) as (target, file), _progress(recording) as groups:
-        report = exporter.export(groups, file, meta)
+
+    def write(file: IO[bytes]) -> ExportReport:
+        with _progress(recording) as groups:
+            return exporter.export(groups, file, meta)
+
+    target, report = _written(path, write)
     _say(exporter, report, target, recording, as_json)
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[Path | None, IO[bytes]]]:
-    """The file to write, and its path once it is whole: claimed at once, filled beside it, put there at the end."""
+def _written(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Path | None, ExportReport]:
+    """Where the export lies, None for stdout: filled beside its place, which it takes when it is whole."""
     from palaestra.core.errors import ConfigError
     from palaestra.rollouts.export.atropos import claim_path
 
     if str(path) == "-":
-        yield None, sys.stdout.buffer
+        report = write(sys.stdout.buffer)
         sys.stdout.buffer.flush()
-        return
+        return None, report
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        target = claim_path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with unfinished.open("wb") as file:
+                report = write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            target = claim_path(path)
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from error
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with unfinished.open("wb") as file:
-            yield target, file
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(target)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        target.unlink(missing_ok=True)
-        raise
+    return target, report
 
 
 @contextlib.contextmanager

@@ -34,14 +34,14 @@ from palaestra.core.exits import FAILED
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.pass_context
 def command(context: click.Context, run: Path, groups: Path | None, as_json: bool) -> None:
+    from palaestra.rollouts.export.recording import journal_of
     from palaestra.rollouts.verification import verify_run
 
-    journal = run / "journal.jsonl" if run.is_dir() else run
+    journal = journal_of(run)
     beside = journal.with_name("groups.jsonl")
     lines = groups or (beside if beside.is_file() else None)
-    for needed in (journal, lines):
-        if needed is not None and not needed.is_file():
-            raise ConfigError(f"there is no {needed}; name a run's folder, as `palaestra run` prints it")
+    if lines is not None and not lines.is_file():
+        raise ConfigError(f"there is no {lines}: --groups names the file of groups that the run printed")
     verdict = verify_run(journal, lines)
     if as_json:
         click.echo(json.dumps({**dataclasses.asdict(verdict), "ok": verdict.ok}))

@@ -2,7 +2,7 @@
 
 The folder holds the journal, the settings, `metrics.jsonl` and, once a tool has touched the world, `world.jsonl`. The
 groups file (JSONL in the Atropos shape) and the report lie beside each other: in the folder, or at the path that was
-asked for, numbered rather than overwritten.
+asked for, numbered rather than overwritten. A run that goes on where that path is not has them in its folder.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class RunFolder:
     @property
     def config(self) -> Path:
         return self.path / "config.json"
+
+    @property
+    def groups(self) -> Path:
+        return self.path / "groups.jsonl"
 
 
 def claim_folder(root: Path, env: str, model: str) -> RunFolder:
@@ -105,7 +109,7 @@ class Output:
         self._settings = dict(settings)
         self._started_at = time.time()
         self.journal = journal or Journal(folder.journal)
-        path, again = groups_file or groups_path or folder.path / "groups.jsonl", groups_file is not None
+        path, again = groups_file or groups_path or folder.groups, groups_file is not None
         self.groups = GroupsFile(path, env=env, model=model, messages=messages, again=again)
         if groups_file is None:
             self._settings["groups_file"] = str(self.groups.path.resolve())

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -200,14 +200,15 @@ def _reopen_output(form: Form, parsed: RunLine, engine: ServerGroup, path: Path,
                 raise ConfigError(
                     f"{path} was run with {name} {getattr(was, name)!r}, not {value!r}: say the same again"
                 )
+        groups_file = Path(was.config.get("groups_file", ""))
         output = Output(
-            folder,
+            replace(folder, run_id=was.run_id),
             env=form.name,
             model=engine.name,
             groups_path=None,
             settings=was.config,
             messages=parsed.env_config.include_messages,
-            groups_file=Path(was.config["groups_file"]),
+            groups_file=groups_file if groups_file.is_absolute() and groups_file.parent.is_dir() else folder.groups,
             journal=journal,
         )
     except BaseException:

@@ -196,13 +196,16 @@ def plain(value: T, depth: int = 0) -> T:
 class Journal:
     """Appends events to one file. Owned by one event loop, and the file by one process at a time.
 
-    Raises `ConfigError` while another process has it.
+    Raises `ConfigError` while another process has it, and where it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}; a run needs its journal") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -244,13 +247,30 @@ class Journal:
         self.file.close()
 
 
+def is_whole(line: bytes) -> bool:
+    """Whether a line of a journal was written to its end and can be read."""
+    try:
+        _decoder.decode(line)
+    except msgspec.MsgspecError:
+        return False
+    return line.endswith(b"\n")
+
+
+def damaged(path: Path, number: int, error: object) -> ConfigError:
+    """The error for a journal with a damaged line that is not its last."""
+    return ConfigError(
+        f"{path}: line {number} is damaged: {error}. Get the file from a backup; or keep what stands before that line "
+        f"(head -n {number - 1}), and --resume rolls the rest out again"
+    )
+
+
 def read_journal(path: Path) -> Iterator[AnyEvent]:
     """The events of a journal. A torn last line is left out; damage anywhere else raises `ConfigError`."""
     with path.open("rb") as lines:
         torn: tuple[int, Exception] | None = None
         for number, line in enumerate(lines, 1):
             if torn is not None:
-                raise ConfigError(f"{path}: line {torn[0]} is damaged: {torn[1]}")
+                raise damaged(path, *torn)
             try:
                 event = _decoder.decode(line)
             except msgspec.MsgspecError as error:

@@ -26,6 +26,7 @@ from palaestra.rollouts.journal import (
     RolloutTakenUp,
     RunResumed,
     RunStarted,
+    is_whole,
     read_journal,
 )
 from palaestra.rollouts.trajectory import Beside, Group, Trajectory
@@ -186,11 +187,13 @@ def _in_the_middle(event: Messages) -> bool:
 
 
 def repair(path: Path) -> bool:
-    """Cut off a torn last line, which a kill in the middle of a write leaves. True when there was one."""
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole == len(data):
-        return False
+    """Cut off a last line that is torn, as a kill in the middle of a write leaves it, or damaged. True when there was
+    one. What is appended after it could not be read again."""
     with path.open("r+b") as file:
-        file.truncate(whole)
+        size, last = 0, b"\n"
+        for line in file:
+            size, last = size + len(line), line
+        if not size or is_whole(last):
+            return False
+        file.truncate(size - len(last))
     return True

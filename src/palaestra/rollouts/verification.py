@@ -25,6 +25,7 @@ from palaestra.rollouts.journal import (
     RunStarted,
     read_journal,
 )
+from palaestra.rollouts.resume import CUT_OFF
 from palaestra.rollouts.trajectory import Trajectory, have_same_scores
 
 _Rows = list[tuple[list[int], list[int], list[float] | None]]
@@ -73,12 +74,15 @@ def verify_run(journal: Path, groups: Path | None = None) -> RunVerdict:
         trajectory = event.trajectory
         verdict.violation = _rollout(trajectory, verdict)
         if isinstance(event, RolloutEnded):
-            if trajectory.rollout_id in ends:
+            before = ends.get(trajectory.rollout_id)
+            if before is not None and before.blame not in CUT_OFF:  # those a resumed run rolls out again
                 verdict.violation = f"{trajectory.rollout_id}: T3: it ends twice in the journal"
             # the conversation is not needed any more, and a long run has many
             ends[trajectory.rollout_id] = msgspec.structs.replace(trajectory, messages=[], detail={})
         if not verdict.ok:
             return verdict
+    if not verdict.rollouts:
+        raise ConfigError(f"{journal} has no rollout that has ended, so there is nothing to prove")
     if verdict.rollouts == verdict.without_tokens:
         raise ConfigError(
             f"{journal} has no recorded tokens, so there is nothing to prove: the model server only chatted. Run with "

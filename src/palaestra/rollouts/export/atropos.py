@@ -181,15 +181,16 @@ class GroupsFile:
     def __init__(
         self, path: Path, *, env: str, model: str, first: int = 0, messages: bool = True, again: bool = False
     ) -> None:
-        self.path = path if again else claim_path(path)
+        with writing(path):
+            self.path = path if again else claim_path(path)
+            self._aside = tempfile.TemporaryFile(dir=self.path.parent, buffering=0)  # noqa: SIM115 - closed in `close`
+            self._file: IO[bytes] | None = self.path.open("wb")
         self._env = env
         self._model = model
         self._messages = messages
         self._next = first
         self._waiting: dict[int, tuple[int, int]] = {}
-        self._aside = tempfile.TemporaryFile(dir=self.path.parent, buffering=0)  # noqa: SIM115 - closed in `close`
         self._lock = threading.Lock()
-        self._file: IO[bytes] | None = self.path.open("wb")
 
     def __enter__(self) -> GroupsFile:
         return self

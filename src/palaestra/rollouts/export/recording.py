@@ -25,6 +25,7 @@ from palaestra.rollouts.journal import (
     RunResumed,
     RunStarted,
     check_schema,
+    damaged,
 )
 from palaestra.rollouts.trajectory import Group
 
@@ -125,15 +126,15 @@ class Recording:
 
     def _index(self) -> None:
         """Note where every line is. A torn last line is left out; damage anywhere else raises `ConfigError`."""
-        place, torn = 0, ""
+        place, torn = 0, (0, "")
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if torn:
-                    raise ConfigError(f"{self.path}: {torn}")
+                if torn[0]:
+                    raise damaged(self.path, *torn)
                 try:
                     self._note(_heads.decode(line), place, line)
                 except (msgspec.MsgspecError, KeyError) as error:
-                    torn = f"line {number} is damaged: {error!r}"
+                    torn = number, repr(error)
                 place += len(line)
         if not self.meta.run_id:
             raise ConfigError(f"{self.path} does not begin as a journal does: no run is named in it")
