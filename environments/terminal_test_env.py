@@ -66,11 +66,11 @@ class TerminalTestEnv(HermesAgentBaseEnv):
         return item["prompt"]
 
     async def compute_reward(self, item, result, ctx):
-        """1.0 for the right content, 0.5 for a file that is there with another one."""
-        seen = ctx.read_file(item["path"])
-        if "error" in seen:
-            return 0.0
-        return 1.0 if seen["content"].strip() == item["content"] else 0.5
+        """1.0 for the right content, 0.5 for the right words that are laid out otherwise."""
+        seen = ctx.read_file(item["path"]).get("content", "")
+        if seen.strip() == item["content"]:
+            return 1.0
+        return 0.5 if seen.split() == item["content"].split() else 0.0
 
     async def evaluate(self, *args, **kwargs):
         done = await self.evaluate_items(HELD_OUT, samples=self.config.group_size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from palaestra.core.errors import GraderError, TaskError
+from palaestra.core.errors import GraderError, InfraError, TaskError
 from palaestra.rollouts.plants import CACHE, SlotRoot, library_directories, link, planted, suspects
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.base import WORKSPACE, Change, Slot, SlotSpec, Snapshot, View
@@ -60,14 +60,17 @@ class Grading:
 
     async def slot(self, view: View | None = None) -> Slot:
         """The grading slot. `view` says what of the agent's change it shows, by default all but plants; only the first
-        call's counts."""
+        call's counts. It has a directory to start in, whatever the agent has made of that."""
         if self.live:
-            return await self.rollout.sandbox()
+            slot = await self.rollout.sandbox()
+            await _start_somewhere(slot)
+            return slot
         if self._slot is None:
             base = await self._base(view)
             self._slot = await self.rollout.lease(f"{self.rollout.rollout_id}:grade", self.spec, base)
             if self._libraries is not None:
                 await link(self._slot, self._libraries)
+            await _start_somewhere(self._slot)
         return self._slot
 
     async def planted(self, workspace: str = WORKSPACE, kept: Collection[str] = ()) -> tuple[str, ...]:
@@ -125,3 +128,16 @@ class Grading:
             await self.slots.release(slot)
         while self._made:
             await self.slots.forget(self._made.pop())
+
+
+async def _start_somewhere(slot: Slot) -> None:
+    """An empty workspace where the agent has left none: that its work is gone must not look like a broken check."""
+    try:
+        found = await slot.stat(f"{WORKSPACE}/.")
+    except InfraError:
+        raise
+    except OSError:
+        found = None
+    if found is None:
+        await slot.remove(WORKSPACE)
+        await slot.make_dir(WORKSPACE)

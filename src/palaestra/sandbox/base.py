@@ -346,7 +346,8 @@ class Slot(Protocol):
     @overload
     async def read_text(self, path: str, *, missing: str) -> str: ...
     async def read_text(self, path: str, *, missing: str | None = None) -> str:
-        """The file as UTF-8, undecodable bytes replaced. Where there is none: `missing`, if that is given."""
+        """The file as UTF-8, undecodable bytes replaced. `missing`, if given, stands for whatever cannot be read as
+        one: nothing, a directory, a fifo, a link in a circle, more than a call may read."""
         ...
 
     async def write_text(self, path: str, text: str, *, mode: int | None = None) -> None: ...

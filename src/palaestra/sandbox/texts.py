@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import overload
 
+from palaestra.core.errors import InfraError
 from palaestra.sandbox.base import MAX_FILE_BYTES
 
 
@@ -27,11 +28,11 @@ class TextFiles(ABC):
     @overload
     async def read_text(self, path: str, *, missing: str) -> str: ...
     async def read_text(self, path: str, *, missing: str | None = None) -> str:
-        """The file as UTF-8, undecodable bytes replaced; `missing`, if given, where there is no file."""
+        """The file as UTF-8, undecodable bytes replaced; `missing`, if given, where there is no file to be read."""
         try:
             return (await self.read_bytes(path)).decode(errors="replace")
-        except FileNotFoundError:
-            if missing is None:
+        except OSError as error:
+            if missing is None or isinstance(error, InfraError):
                 raise
             return missing
 

@@ -80,6 +80,73 @@ def test_an_environment_that_pays_for_nothing_is_found_out(tmp_path: Path) -> No
     assert [(line.policy, line.ok) for line in proof.lines] == [("noop", False), ("stale-reward", False)]
 
 
+MERELY_THERE = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def there():
+    yield Task(id="a", prompt="Write the word yes to out/answer.txt.", solution="mkdir out; echo yes > out/answer.txt")
+
+@there.score
+async def holds(sandbox):
+    return SCORE
+"""
+
+
+@pytest.mark.parametrize(
+    ("score", "paid"),
+    [
+        ("await sandbox.stat('out/answer.txt') is not None", ["named-files", "named-echoes"]),
+        ("'yes' in await sandbox.read_text('out/answer.txt', missing='')", ["named-echoes"]),
+        ("await sandbox.read_text('out/answer.txt', missing='') == 'yes\\n'", []),
+    ],
+)
+def test_a_file_that_is_merely_there_is_found_out(tmp_path: Path, score: str, paid: list[str]) -> None:
+    path = tmp_path / "there_env.py"
+    path.write_text(MERELY_THERE.replace("SCORE", score))
+    proof = check_environment(str(path), [], tasks=1, only=["named-files", "named-echoes"], quiet=True)
+    assert proof.proven
+    assert [line.policy for line in proof.lines if not line.ok] == paid
+
+
+def test_the_smoke_test_pays_no_file_that_is_merely_there() -> None:
+    path = ROOT / "environments/terminal_test_env.py"
+    assert check_environment(str(path), [], tasks=3, only=["named-files", "named-echoes"], quiet=True).holds
+
+
+SPOILED = {
+    "directory": "mkdir answer.txt",
+    "fifo": "mkfifo answer.txt",
+    "circle": "ln -s answer.txt answer.txt",
+    "huge": "truncate -s 300M answer.txt",
+    "workspace-gone": "cd /; rm -rf /workspace",
+    "workspace-file": "cd /; rm -rf /workspace; touch /workspace",
+    "workspace-circle": "cd /; rm -rf /workspace; ln -s /workspace /workspace",
+}
+SPOILING = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def spoiled():
+    for name, script in SPOILED.items():
+        yield Task(id=name, prompt="?", solution=script, grading=GRADING)
+
+@spoiled.score
+async def right(sandbox):
+    ran = await sandbox.execute("cat answer.txt", timeout_s=1)
+    return (await sandbox.read_text("answer.txt", missing="")) == "yes" or ran.output == "yes"
+"""
+
+
+@pytest.mark.parametrize("grading", ["sealed", "live"])
+def test_what_an_agent_has_spoiled_is_no_failure_of_the_check(tmp_path: Path, grading: str) -> None:
+    path = tmp_path / "spoiled_env.py"
+    path.write_text(SPOILING.replace("SPOILED", repr(SPOILED)).replace("GRADING", repr(grading)))
+    proof = check_environment(str(path), [], tasks=len(SPOILED), only=["named-files"], quiet=True)
+    (oracle,) = [line for line in proof.lines if line.policy == "oracle"]
+    assert dict(zip(SPOILED, oracle.rewards, strict=True)) == dict.fromkeys(SPOILED, 0.0)
+
+
 LIVE = '''
 """Pays what its programs say in the root that the agent had."""
 from palaestra import Task, environment
