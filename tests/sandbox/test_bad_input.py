@@ -193,3 +193,37 @@ def test_a_file_system_that_no_overlay_takes(tmp_path: Path) -> None:
     said = start_in(stack, "FULL", str(tmp_path / "base/m2"))
     assert said.startswith(("SandboxError 1 ", "ConfigError 2 ", "IsolationUnavailable 5 "))
     assert "overlay" in said or "owners cannot be mapped" in said
+
+
+CROWD = """
+import asyncio, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from palaestra.core.errors import SandboxError
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import Rung, SlotSpec
+async def main():
+    async with LocalBackend(rung=Rung[sys.argv[1]]) as backend:
+        slots = []
+        try:
+            while True:
+                slots.append(await backend.create(SlotSpec(), "x"))
+        except SandboxError as error:
+            print(error)
+        results = await asyncio.gather(*(slot.execute("sleep 0.2; echo ran") for slot in slots[:16]))
+        print({result.output for result in results})
+        await backend.destroy(slots.pop())
+        slots.append(await backend.create(SlotSpec(), "x"))
+        stats = (await slots[0].server.call("stats", {})).fields
+        print(stats["slots"] == stats["live"] == len(slots) >= 40)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("rung", ["FULL", "USERNS", "CONFINED"])
+def test_descriptors_end_before_slots_do(rung: str) -> None:
+    ran = subprocess.run([sys.executable, "-c", CROWD, rung], capture_output=True, text=True, timeout=60)
+    if "IsolationUnavailable" in ran.stderr:
+        pytest.skip(ran.stderr[-300:])
+    full, outputs, whole = ran.stdout.splitlines()
+    assert "files open and may have 256; raise the limit (ulimit -Hn)" in full
+    assert (outputs, whole) == ("{'ran\\n'}", "True")

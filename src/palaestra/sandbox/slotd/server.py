@@ -12,6 +12,7 @@ import functools
 import itertools
 import logging
 import os
+import resource
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -34,8 +35,21 @@ from .workshop import CannotMake, Layer, Place, Workshop
 
 _log = logging.getLogger("slotd")
 
+_KEPT_DESCRIPTORS = 4
+"""One in so many descriptors is kept for the commands of the slots that there are."""
+
 _GROUP_RETRY_S = 0.02
 _PRUNE_COMMANDS = 256
+
+
+def _require_descriptors() -> None:
+    """Raise `CannotMake` where another slot would take what running commands need."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)  # all below are taken
+    os.close(lowest)
+    if lowest > most - most // _KEPT_DESCRIPTORS:
+        what = f"the slot server has {lowest} files open and may have {most}"
+        raise CannotMake(f"cannot make a slot: {what}; raise the limit (ulimit -Hn) before the run, or use fewer slots")
 
 
 class RequestError(Exception):
@@ -145,6 +159,7 @@ class Server:
     # Slots
 
     def _create(self, frame: Frame) -> None:
+        _require_descriptors()
         layers = self._stack(frame.fields["layers"])
         try:
             variables = environment(frame.fields["env"])
@@ -165,7 +180,11 @@ class Server:
         if frame.fields["warm_shell"]:
             slot.waiting = WaitingShells(slot)
         self._slots[slot.lease.name] = slot
-        slot.start(made.body)
+        try:
+            slot.start(made.body)
+        except OSError as error:
+            self._clean(slot)
+            raise CannotMake(f"cannot make a slot: its first process cannot be started: {error}") from None
 
     def _on_created(self, frame: Frame, slot: Slot, exposed: str) -> None:
         if frame.fields.get("allow") is not None:

@@ -110,10 +110,10 @@ class Slot:
         self._has_bash = True
 
     def start(self, body: Body) -> None:
-        """Fork the init. `on_ready` or `on_end` follows."""
+        """Fork the init. `on_ready` or `on_end` follows. Raises OSError, and has started nothing then."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._body, pid = body, body.fork(theirs)
-        theirs.close()
+        with theirs:
+            self._body, pid = body, body.fork(theirs)
         self._pid, self._process, self._channel = pid, os.pidfd_open(pid), ours
         ours.setblocking(False)
         self.loop.watch(ours.fileno(), self._on_message)
@@ -125,7 +125,8 @@ class Slot:
         if self.state is State.DEAD:
             self.ending()
         else:
-            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # only what its init has left still lives
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
     def execute(self, number: int, request: Request, open_spill: Callable[[], Spill] | None = None) -> None:
         """Start a command; its RESULT or ERROR is sent when it is over."""

@@ -64,7 +64,10 @@ def _serve(stream: socket.socket, place: Base, confined: bool, watcher: int) -> 
             syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
         launch.serve(stream, lambda settings: Confined(place, confined, settings), watcher)
         status = 0
+    except Exception:
+        logging.exception("the slot server has failed")  # the client shows it as the server's last words
     finally:
+        logging.shutdown()
         os._exit(status)
 
 
