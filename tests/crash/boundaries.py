@@ -3,8 +3,9 @@
 python tests/crash/boundaries.py --points 250 prints one JSON object. Each run is a child that was forked after the
 imports, so that a place costs what a run costs. What is killed in turn: the run's process right after a line; the same
 in the middle of a line, as a power cut leaves it; the run and then the run that goes on with it; the slot server, after
-which the run goes on by itself. Every other point is of a token-exact run. Calls of the engine are counted: killing a
-run may cost one call for each rollout in flight and no more.
+which the run goes on by itself. The points go round the settings: scripted, token-exact, and agents of every form that
+give two pieces of work away at once, token-exact or over chat. Calls of the engine are counted: killing a run may cost
+one call for each conversation in flight and no more.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,30 +45,88 @@ def lines(n: int = 8):
 async def correct(task, sandbox):
     return (await sandbox.read_text("answer.txt", missing="")).strip() == task.answer
 """
-REPLIES = [
-    *(
-        f'<tool_call>\n{{"name": "terminal", "arguments": {json.dumps({"command": step})}}}\n</tool_call>'
-        for step in STEPS
-    ),
-    "Done.",
-]
+DELEGATING = ENVIRONMENT.replace('["terminal"]', '["terminal", "delegation"]')
+DELEGATING_CLASS = """
+from palaestra import AgentEnv, HermesAgentBaseEnv
+
+class Items:
+    async def get_next_item(self):
+        return next(self.items, None)
+
+    async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
+        await exec_tool("write_file", {"path": "a.txt", "content": "x\\n" * item})
+        return {}
+
+class Calls(Items, HermesAgentBaseEnv):
+    name = "lines"
+
+    async def setup(self):
+        self.items = iter(range(8))
+
+    def format_prompt(self, item):
+        return f"Lines of a.txt, {item}"
+
+    async def evaluate(self, *args, **kwargs): ...
+
+    async def compute_reward(self, item, result, ctx):
+        return float(ctx.terminal("cat answer.txt")["output"].strip() == str(item))
+
+class Texts(Items, AgentEnv):
+    name = "lines"
+
+    async def setup_agent_env(self):
+        self.items = iter(range(8))
+
+    def build_task(self, item):
+        return f"Lines of a.txt, {item}"
+
+    async def score_trajectory(self, item, final_response):
+        return 0.0
+
+    async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result=None):
+        seen = await exec_tool("terminal", {"command": "cat answer.txt"})
+        return float(seen.output.strip() == str(item)), {}
+"""
+
+
+def called(name: str, **arguments: Any) -> str:
+    """A call as a model writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+GOALS = ("Count them", "Copy them")
+REPLIES = {
+    f"user\n{GOALS[0]}": [called("terminal", command=STEPS[0]), "They are counted."],
+    f"user\n{GOALS[1]}": [called("terminal", command="cp a.txt b.txt"), called("terminal", command="cat b.txt"), "Yes"],
+    "delegate_task": [
+        called("delegate_task", tasks=[{"goal": goal} for goal in GOALS]),
+        called("terminal", command="cp lines.txt answer.txt"),
+        called("delegate_task", goal=GOALS[1]),
+        "Done.",
+    ],
+    "": [*(called("terminal", command=step) for step in STEPS), "Done."],
+}
 GROUPS, SIZE, AT_ONCE = 8, 3, 2
-ROLLOUTS, TURNS, IN_FLIGHT = GROUPS * SIZE, len(STEPS) + 1, SIZE * AT_ONCE
+ROLLOUTS, IN_FLIGHT = GROUPS * SIZE, SIZE * AT_ONCE
 KINDS = ("run", "torn", "twice", "server")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One way of running the environment. `calls` is where calls of its engine are counted, None for the run's own
-    folder."""
+    """One way of running an environment. `calls` is where calls of its engine are counted, None for the run's own
+    folder; `turns` is how many a rollout takes, at most `together` of them at once."""
 
     name: str
     flags: Sequence[str]
     calls: Path | None = None
+    script: str = ENVIRONMENT
+    form: str = ""
+    turns: int = len(STEPS) + 1
+    together: int = 1
 
     @property
     def run(self) -> list[str]:
-        return ["run", "lines_env.py", *self.flags, "--group", str(SIZE), "--concurrency", str(AT_ONCE)]
+        return ["run", f"lines_env.py{self.form}", *self.flags, "--group", str(SIZE), "--concurrency", str(AT_ONCE)]
 
     def counted(self, folder: Path) -> int:
         """Calls of the engine so far."""
@@ -125,13 +184,13 @@ def striking(place: int, kind: str) -> Callable[[], None]:
             await spawn(self, *args)
             servers.append(self)
 
-        def appended(self: Journal, event: Any) -> Any:
+        def appended(self: Journal, *args: Any) -> Any:
             nonlocal lines
             lines += 1
             if lines == place and kind == "torn":
                 os.write(self.file.fd, b'{"event":"messages","at":17')
                 os.kill(os.getpid(), signal.SIGKILL)
-            written = append(self, event)
+            written = append(self, *args)
             if lines == place and kind == "run":
                 os.kill(os.getpid(), signal.SIGKILL)
             if lines == place and kind == "server":
@@ -172,7 +231,7 @@ def disturbed(folder: Path, setting: Setting, place: int, kind: str, known: Undi
     more = setting.counted(folder) - before - known.calls
     counts["kills"] += kills
     counts[f"calls more after {kind}"] += more
-    return _ends(folder, counts) or _calls(more, kind, kills)
+    return _ends(folder, counts) or _calls(more, kind, kills, setting)
 
 
 def going_on(folder: Path, setting: Setting) -> list[str]:
@@ -195,15 +254,15 @@ def _ends(folder: Path, counts: Counter[str]) -> str:
     return f"begun anew: {anew[0]}" if anew else ""
 
 
-def _calls(more: int, kind: str, kills: int) -> str:
+def _calls(more: int, kind: str, kills: int, setting: Setting) -> str:
     """A killed run may ask again for what was in flight; attempts whose slot was lost are made again as a whole."""
-    most = IN_FLIGHT * TURNS if kind == "server" else IN_FLIGHT * kills
+    most = IN_FLIGHT * (setting.turns if kind == "server" else setting.together * kills)
     return "" if 0 <= more <= most else f"{more} calls of the engine more"
 
 
 def undisturbed(folder: Path, setting: Setting) -> Undisturbed:
     """Run with nobody there."""
-    _prepare(folder)
+    _prepare(folder, setting)
     before = setting.counted(folder)
     code = forked(folder, setting.run, count_calls)
     assert code == 0, (folder / "log").read_text()
@@ -222,7 +281,7 @@ def tried(top: Path, settings: Sequence[Setting], points: int, part: int, parts:
         kind, lines = KINDS[point // len(settings) % len(KINDS)], known[setting.name].lines
         place = max(1 + (point * lines // points) % lines, 2 if kind == "server" else 1)
         folder = top / str(point)
-        _prepare(folder)
+        _prepare(folder, setting)
         if problem := disturbed(folder, setting, place, kind, known[setting.name], counts):
             said = (folder / "log").read_text()[-600:]
             wrong[f"{setting.name}: {kind} at line {place}"] = f"{problem}: {said}"
@@ -230,26 +289,48 @@ def tried(top: Path, settings: Sequence[Setting], points: int, part: int, parts:
     return {"points": len(range(part, points, parts)), "undisturbed": runs, "counted": counts, "wrong": wrong}
 
 
+def one_agent(url: str, top: Path) -> list[Setting]:
+    """The settings of one agent each."""
+    return [Setting("one, scripted", ["--policy", "oracle"]), Setting("one, exact", exact(url, top), top / "requests")]
+
+
+def agents_that_give_work_away(url: str, top: Path) -> Iterator[Setting]:
+    """Those whose rollouts have sub-agents: every form of an environment, token-exact and over chat."""
+    chat = ["--base-url", f"{url}/v1", "--model", "by-prompt"]
+    toolsets = ["--env.enabled_toolsets", "terminal", "file", "delegation"]
+    for engine, flags in (("exact", exact(url, top)), ("chat", chat)):
+        for form, given in (("", []), (":Calls", toolsets), (":Texts", toolsets)):
+            script = DELEGATING_CLASS if form else DELEGATING
+            name = f"giving away, {engine}{form}"
+            yield Setting(name, [*flags, *given], top / "requests", script, form, turns=12, together=2)
+
+
+def exact(url: str, top: Path) -> list[str]:
+    """The flags of a token-exact run."""
+    server = ["--openai.server_type", "sglang", "--base-url", url, "--model", "by-prompt"]
+    return [*server, "--openai.tokenizer_name", str(top / "model"), "--openai.tool_parser", "hermes"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--points", type=int, default=250)
     parser.add_argument("--part", default="0/1", help="I/N: only every Nth point from I on, to try them side by side")
+    parser.add_argument("--only", default="", help="only settings whose names hold this")
     options = parser.parse_args()
     part, parts = map(int, options.part.split("/"))
     with tempfile.TemporaryDirectory() as folder:
         top = Path(folder)
         with served(top / "model", REPLIES, top / "requests") as url:
-            server = ["--openai.server_type", "sglang", "--base-url", url, "--model", "by-prompt"]
-            exact = [*server, "--openai.tokenizer_name", str(top / "model"), "--openai.tool_parser", "hermes"]
-            settings = [Setting("scripted", ["--policy", "oracle"]), Setting("exact", exact, top / "requests")]
+            settings = [*one_agent(url, top), *agents_that_give_work_away(url, top)]
+            settings = [each for each in settings if options.only in each.name]
             report = tried(top, settings, options.points, part, parts)
     json.dump(report, sys.stdout, indent=2)
     return bool(report["wrong"])
 
 
-def _prepare(folder: Path) -> None:
+def _prepare(folder: Path, setting: Setting) -> None:
     folder.mkdir()
-    (folder / "lines_env.py").write_text(ENVIRONMENT)
+    (folder / "lines_env.py").write_text(setting.script)
 
 
 if __name__ == "__main__":

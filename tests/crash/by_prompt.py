@@ -1,8 +1,9 @@
-"""A token server whose answers follow from the prompt alone, so that a run that is taken up again can be compared.
+"""A model server whose answers follow from the prompt alone, so that a run that is taken up again can be compared.
 
 It says a fixed list of replies, the one whose turn it is by the prompt, in tokens that often are not the canonical
-ones; some requests are aborted somewhere, and go on with another policy version. Every call adds a byte to a file, the
-requests that go on with an aborted one do not.
+ones; some requests are aborted somewhere, and go on with another policy version. It takes a while, so that requests
+that are made together end in any order. Every call adds a byte to a file, the requests that go on with an aborted one
+do not. Tokens and chat are served.
 """
 
 from __future__ import annotations
@@ -19,21 +20,26 @@ from pathlib import Path
 
 from palaestra.core.types import JSON
 from palaestra.inference.base import Sampled
-from palaestra.inference.loopback_tokens import TokenLoopback
+from palaestra.inference.managed import ManagedChat
+from palaestra.inference.model_server import ModelServer
+from palaestra.inference.templates import ChatFormat
 from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
 from palaestra.inference.tokens import FastTokenizer, load_tokenizer
 from palaestra.inference.toy import Misspeller, toy_logprob
 
 TURN = "<|im_start|>assistant"
 
+Replies = Mapping[str, Sequence[str]]
+"""What is said in a conversation by what its prompt holds: the first that is found counts."""
+
 
 class ByPrompt:
-    """The engine. `replies` are said in turn; `abort_rate` is how often a request is broken off."""
+    """The engine. Replies are said in turn; `abort_rate` is how often a request is broken off."""
 
     name = "by-prompt"
 
-    def __init__(self, tokenizer: FastTokenizer, replies: Sequence[str], calls: Path, abort_rate: float = 0.2) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: FastTokenizer, replies: Replies, calls: Path, abort_rate: float = 0.2) -> None:
+        self.tokenizer = tokenizer
         self._replies = replies
         self._calls = os.open(calls, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._abort_rate = abort_rate
@@ -47,9 +53,11 @@ class ByPrompt:
         rest = self._rest.get(prompt.tobytes())
         if rest is None:
             os.write(self._calls, b".")
-            turn = self._tokenizer.decode(prompt).count(TURN) - 1
-            said = Misspeller(self._tokenizer, 0.3, rng).encode(self._replies[turn])
-            rest = [*said, self._tokenizer.stop_ids[0]]
+            await asyncio.sleep(random.random() / 100)
+            text = self.tokenizer.decode(prompt)
+            replies = next(said for held, said in self._replies.items() if held in text)
+            said = Misspeller(self.tokenizer, 0.3, rng).encode(replies[text.count(TURN) - 1])
+            rest = [*said, self.tokenizer.stop_ids[0]]
         given, finish = rest, "stop"
         if len(rest) > 1 and rng.random() < self._abort_rate:
             given, finish = rest[: rng.randrange(1, len(rest))], "abort"
@@ -57,9 +65,13 @@ class ByPrompt:
         logprobs = [toy_logprob(number, len(prompt) + at) for at, number in enumerate(given)]
         return Sampled(ids=given, logprobs=logprobs, finish_reason=finish, policy_version=f"step-{checksum % 3}")
 
+    def managed_server(self) -> ManagedChat:
+        """What answers a chat request."""
+        return ManagedChat(self, ChatFormat(self.tokenizer), "hermes")
+
 
 @contextlib.contextmanager
-def served(folder: Path, replies: Sequence[str], calls: Path) -> Iterator[str]:
+def served(folder: Path, replies: Replies, calls: Path) -> Iterator[str]:
     """The server in a process of its own, with its tokenizer in `folder`; its address."""
     folder.mkdir()
     save_tokenizer(train_tokenizer(), folder)
@@ -81,10 +93,8 @@ def served(folder: Path, replies: Sequence[str], calls: Path) -> Iterator[str]:
         os.waitpid(child, 0)
 
 
-async def _serve(folder: Path, replies: Sequence[str], calls: Path, tell: int) -> None:
-    tokenizer = load_tokenizer(str(folder))
-    engine = ByPrompt(tokenizer, replies, calls)
-    async with TokenLoopback(engine, tokenizer, kind="sglang", keep_seen=False) as server:
+async def _serve(folder: Path, replies: Replies, calls: Path, tell: int) -> None:
+    async with ModelServer(ByPrompt(load_tokenizer(str(folder)), replies, calls), kind="sglang") as server:
         os.write(tell, f"{server.url}\n".encode())
         os.close(tell)
         await asyncio.Event().wait()

@@ -93,7 +93,7 @@ class Exact:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / "calls"
         self._format = ChatFormat(tokenizer)
-        self._engine = ByPrompt(tokenizer, [*map(_call, range(STEPS)), "Done."], self._file)
+        self._engine = ByPrompt(tokenizer, {"": [*map(_call, range(STEPS)), "Done."]}, self._file)
 
     @property
     def calls(self) -> int:

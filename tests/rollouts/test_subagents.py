@@ -54,7 +54,7 @@ from palaestra.rollouts.resume import read_finished
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.status import RunReader
-from palaestra.rollouts.trajectory import Trajectory, TurnRecord
+from palaestra.rollouts.trajectory import Beside, Trajectory, TurnRecord
 from palaestra.rollouts.verification import RunVerdict, verify_run
 from palaestra.tools.binding import SlotTools
 from palaestra.tools.builtin.delegate_task import DELEGATE_TASK
@@ -101,12 +101,13 @@ _USER = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
 
 
 class Exact:
-    """An engine that knows the conversation from its tokens alone."""
+    """An engine that knows the conversation from its tokens alone. Those that a `slow` text begins take longer."""
 
     name = "exact"
 
-    def __init__(self, speaks: Speaks = two_parts) -> None:
+    def __init__(self, speaks: Speaks = two_parts, slow: str = "") -> None:
         self._speaks = speaks
+        self._slow = slow
 
     async def start(self) -> None: ...
 
@@ -119,7 +120,8 @@ class Exact:
         text = TOKENIZER.decode(list(input_ids), skip_special_tokens=False)
         turn = text.count("<|im_start|>assistant") - 1
         user = _USER.findall(text)[0]
-        await asyncio.sleep(0)  # others take their turn
+        for _ in range(50 if self._slow and user.startswith(self._slow) else 1):
+            await asyncio.sleep(0)  # others take their turn
         said = self._speaks(user, turn)
         if said is None:
             await asyncio.Event().wait()
@@ -219,6 +221,17 @@ def test_tokens_of_sub_agents_are_segments_of_the_same_ledger(tmp_path: Path) ->
     assert [text.count("<|im_end|>") for text in said] == [3, 2, 2]
     assert ("it is 11" in said[1], "it is 12" in said[2], "it is" in said[0]) == (True, True, False)
     assert sum(sum(row.mask) for row in rows) == trajectory.completion_tokens, "each once (T3)"
+
+
+def test_the_record_is_the_same_whichever_sub_agent_is_faster(tmp_path: Path) -> None:
+    records = []
+    for slow in ("part 1", "part 2"):
+        (trajectory,) = roll_out(tmp_path / slow, Exact(slow=slow))
+        records.append(msgspec.structs.replace(trajectory, beside=Beside()))
+        verdict = verified(tmp_path / slow)
+        assert verdict.ok, verdict.violation
+    assert records[0].subagents[0].segments == [1]
+    assert msgspec.json.encode(records[0]) == msgspec.json.encode(records[1])
 
 
 def test_a_spoiled_record_of_a_sub_agent_is_found(tmp_path: Path) -> None:

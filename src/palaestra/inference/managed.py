@@ -100,6 +100,7 @@ class ManagedChat:
         self._threads = Threads()
         self.segments: list[int] = []
         self._turns = 0
+        self._branch = 0
         self._declared: Reason | None = None
 
     async def __aenter__(self) -> Self:
@@ -115,12 +116,12 @@ class ManagedChat:
     def child(self, reason: Reason | str = Reason.SUBAGENT, *, number: int = 0) -> ManagedChat:
         """A server for a conversation beside this one, whose tokens go into the same ledger.
 
-        `number` tells it from others of the rollout; nothing depends on it here.
+        `number` tells it from others of the rollout: the ledger is stored in the order of these.
         """
         child = ManagedChat(
             self._engine, self._format, history=self._history, name=self._name, clock=self._clock, ledger=self.ledger
         )
-        child._speech, child.recalled = self._speech, self.recalled
+        child._speech, child.recalled, child._branch = self._speech, self.recalled, number
         child.declare(reason)
         return child
 
@@ -228,7 +229,7 @@ class ManagedChat:
     ) -> _Reply:
         thread = plan.thread
         if plan.begins:
-            thread.segment = self.ledger.open(plan.reason or self._why(messages))
+            thread.segment = self.ledger.open(plan.reason or self._why(messages), self._branch)
             self.segments.append(thread.segment)
             self._declared = None if plan.reason is self._declared else self._declared
             if not thread.seen:

@@ -143,7 +143,7 @@ class Attempt:
         """The record."""
         rollout = self.rollout
         result = rollout.result or AgentResult(messages=rollout.opening())
-        usage, prices = result.usage, rollout.settings.prices
+        usage, prices, ledger = result.usage, rollout.settings.prices, rollout.ledger
         return Trajectory(
             rollout_id=rollout.rollout_id,
             group_id=rollout.group_id,
@@ -164,9 +164,9 @@ class Attempt:
             tool_calls_schema_valid=result.tool_calls_schema_valid,
             tool_errors=_tool_errors(result),
             inner_calls=_inner_calls(rollout.inner_calls),
-            subagents=_subagents(result),
+            subagents=_subagents(result, ledger.places() if ledger else {}),
             row=self.projection.row,
-            ledger=rollout.ledger_record(),
+            ledger=ledger.record() if ledger else None,
             extra=self.projection.extra,
             beside=self._beside(result),
         )
@@ -242,7 +242,8 @@ def _inner_calls(calls: Sequence[InnerCall]) -> list[InnerCallRecord]:
     ]
 
 
-def _subagents(result: AgentResult) -> list[SubagentRecord]:
+def _subagents(result: AgentResult, places: Mapping[int, int]) -> list[SubagentRecord]:
+    """Those of one agent; `places` are the numbers that segments of the ledger have in its record."""
     return [
         SubagentRecord(
             number=each.number,
@@ -254,8 +255,8 @@ def _subagents(result: AgentResult) -> list[SubagentRecord]:
             turns=_turns(each.result),
             tool_errors=_tool_errors(each.result),
             inner_calls=_inner_calls(each.inner_calls),
-            subagents=_subagents(each.result),
-            segments=each.segments,
+            subagents=_subagents(each.result, places),
+            segments=[places[segment] for segment in each.segments],
         )
         for each in result.subagents
     ]

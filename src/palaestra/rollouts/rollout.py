@@ -20,7 +20,7 @@ from palaestra.agent.subagents import Agent, Subagents
 from palaestra.core.seeded import Seeded
 from palaestra.core.types import JSON, Message, Task
 from palaestra.inference.base import ChatServer
-from palaestra.inference.ledger import Ledger, LedgerRecord, SampledTurn
+from palaestra.inference.ledger import Ledger, SampledTurn
 from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.base import AgentSettings, Kit
 from palaestra.rollouts.branches import BranchChat, Branches, BranchReply
@@ -379,14 +379,15 @@ class Rollout:
         """The rollout's tools, and those that its environment has bound otherwise."""
         return [*self._others, *(() if self._tools is None else (self._tools,))]
 
-    def ledger_record(self) -> LedgerRecord | None:
+    @property
+    def ledger(self) -> Ledger | None:
         """The exact tokens so far: those of the server that the agent really used, which may be a hook's own.
 
         None where the server gives no tokens, or nothing was sampled.
         """
         state = (self.result.managed_state if self.result is not None else None) or {}
         ledger = state.get("ledger", getattr(self.server, "ledger", None))
-        return ledger.record() if isinstance(ledger, Ledger) and ledger.turns else None
+        return ledger if isinstance(ledger, Ledger) and ledger.turns else None
 
     async def seal(self, view: View | None = None) -> Snapshot | None:
         """End the agent's slot; its change becomes a layer. None where no slot was ever leased."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import cast
+
+import msgspec
 
 from palaestra.inference.base import Sampled
 from palaestra.inference.ledger.base import (
@@ -63,9 +65,10 @@ def pieces_of(turn: SampledTurn) -> list[Piece]:
 @dataclass(slots=True)
 class _Segment:
     """`tokens[T]`, the `logprobs[S]` of those that were sampled, the running hash over it; the tokens' checksum and
-    JSON."""
+    JSON. `branch` is the conversation that it is of."""
 
     reason: Reason
+    branch: int = 0
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     spans: list[Span] = field(default_factory=list)
@@ -112,15 +115,15 @@ class _Segment:
                 logprobs += _unsampled(length)
         return mask, logprobs
 
-    def record(self) -> SegmentRecord:
-        """The segment as it is stored."""
+    def record(self, numbers: Mapping[int, int]) -> SegmentRecord:
+        """The segment as it is stored, its turns with these numbers."""
         mask, logprobs = self.columns()
         return SegmentRecord(
             reason=self.reason,
             tokens=packed(self.tokens),
             mask=bytes(mask),
             logprobs=packed(logprobs),
-            spans=list(self.spans),
+            spans=[msgspec.structs.replace(span, turn=numbers[span.turn]) for span in self.spans],
         )
 
 
@@ -140,13 +143,16 @@ class Ledger:
         """How many segments there are."""
         return len(self._segments)
 
-    def open(self, reason: Reason) -> int:
-        """Begin a segment and say why; its number. The first one's reason is `START` whatever is given."""
+    def open(self, reason: Reason, branch: int = 0) -> int:
+        """Begin a segment and say why; its number. The first one's reason is `START` whatever is given.
+
+        `branch` is the number of the conversation beside the rollout's own that it is of, 0 for that itself.
+        """
         if not self._segments:
             reason = Reason.START
         elif reason in (Reason.START, Reason.ABORT_RESUME):
             raise ValueError(f"'{reason}' is no reason for a further segment")
-        self._segments.append(_Segment(reason))
+        self._segments.append(_Segment(reason, branch))
         return len(self._segments) - 1
 
     def prompt(self, segment: int | None, delta: Sequence[int]) -> Prompt:
@@ -215,12 +221,32 @@ class Ledger:
         return pieces[::-1]
 
     def record(self) -> LedgerRecord:
-        """The ledger as it is stored."""
+        """The ledger as it is stored: the same whichever of several conversations at a time was faster (D2)."""
+        turns, places = self._in_order(), self.places()
+        numbers = {turn.number: number for number, turn in enumerate(turns, 1)}
         return LedgerRecord(
             stop_ids=list(self.stop_ids),
-            segments=[segment.record() for segment in self._segments if segment.tokens],
-            turns=list(self.turns),
+            segments=[self._segments[segment].record(numbers) for segment in places],
+            turns=[
+                msgspec.structs.replace(turn, number=numbers[turn.number], segment=places[turn.segment])
+                for turn in turns
+            ],
         )
+
+    def places(self) -> dict[int, int]:
+        """The numbers that the segments have in the record, by their own."""
+        return {
+            segment: place for place, segment in enumerate(dict.fromkeys(turn.segment for turn in self._in_order()))
+        }
+
+    def _in_order(self) -> list[Turn]:
+        """The turns; between two of the rollout's own, one conversation beside it after the other."""
+        own, keys = 0, {}
+        for turn in self.turns:
+            branch = self._segments[turn.segment].branch
+            own += not branch
+            keys[turn.number] = own, branch
+        return sorted(self.turns, key=lambda turn: keys[turn.number])
 
 
 def feed(hasher: hashlib.blake2b, kind: str, version: str, tokens: bytes, logprobs: bytes) -> None:
