@@ -25,7 +25,9 @@ def test_calls_outside_the_contract_are_refused(arena: Arena) -> None:
         "syslog": 103, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "setns": 308,
         "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsmount": 432, "mount_setattr": 442, "clone3": 435,
         "process_vm_writev": 311, "iopl": 172, "ioperm": 173, "clock_settime": 227, "settimeofday": 164,
-        "fanotify_init": 300, "quotactl": 179, "kcmp": 312,
+        "fanotify_init": 300, "quotactl": 179, "kcmp": 312, "io_uring_register": 427, "fsconfig": 431, "fspick": 433,
+        "quotactl_fd": 443, "open_tree_attr": 467, "kexec_file_load": 320, "swapoff": 168, "adjtimex": 159,
+        "clock_adjtime": 305, "lookup_dcookie": 212, "migrate_pages": 256, "move_pages": 279,
     }  # fmt: skip
     program = f"""
 import ctypes
@@ -33,6 +35,36 @@ c = ctypes.CDLL(None, use_errno=True)
 for name, number in {calls!r}.items():
     c.syscall(number, 0, 0, 0, 0, 0, 0)
     if ctypes.get_errno() not in (1, 38): print(name, ctypes.get_errno())
+"""
+
+    async def case(slot: Slot) -> None:
+        assert (await python(slot, program)).output == ""
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_nothing_is_taken_from_a_process_of_somebody_elses(arena: Arena) -> None:
+    """By its descriptor: its own descriptors, its memory, its namespaces; nor is a file opened by its handle."""
+    program = """
+import ctypes, fcntl, os
+c = ctypes.CDLL(None, use_errno=True)
+for pid in [int(name) for name in os.listdir('/proc') if name.isdigit()]:
+    if pid == os.getpid(): continue
+    try: process = os.pidfd_open(pid)
+    except OSError: continue
+    for number in range(16):
+        if c.syscall(438, process, number, 0) >= 0: print('descriptor', pid, number)
+    for request in range(1, 11):
+        try: print('namespace', pid, fcntl.ioctl(process, 0xFF00 | request, 0))
+        except OSError: pass
+    data = ctypes.create_string_buffer(8)
+    ways = (ctypes.c_uint64 * 4)(ctypes.addressof(data), 8, 0x400000, 8)
+    if c.process_vm_readv(pid, ctypes.byref(ways, 0), 1, ctypes.byref(ways, 16), 1, 0) >= 0: print('memory', pid)
+    if ctypes.get_errno() not in (1, 3): print('memory', pid, ctypes.get_errno())
+handle = (ctypes.c_char * 136)(128)
+for path in (b'/', b'/usr', b'/proc/1'):
+    if c.name_to_handle_at(-100, path, handle, ctypes.byref(ctypes.c_int()), 0) == 0: print('handle', path)
 """
 
     async def case(slot: Slot) -> None:

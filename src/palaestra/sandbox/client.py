@@ -53,10 +53,12 @@ class CommandNotStarted(Exception):
 class _Call:
     """One request in flight."""
 
-    __slots__ = ("answer", "answered", "failure", "on_data", "reply", "taken")
+    __slots__ = ("answer", "answered", "failure", "on_data", "on_hole", "reply", "taken")
 
-    def __init__(self, answer: asyncio.Future[Reply], on_data: OnData | None) -> None:
-        self.answer, self.on_data = answer, on_data
+    def __init__(
+        self, answer: asyncio.Future[Reply], on_data: OnData | None, on_hole: Callable[[int], object] | None = None
+    ) -> None:
+        self.answer, self.on_data, self.on_hole = answer, on_data, on_hole
         self.taken = 0
         self.failure: Exception | None = None
         self.answered = False
@@ -205,8 +207,24 @@ class SlotServer:
         found: list[dict[str, JSON]] = json.loads(await self.read(op, fields))
         return sorted(found, key=lambda entry: str(entry["path"]))
 
+    async def download(self, fields: dict[str, JSON], file: IO[bytes]) -> None:
+        """Read a file of a slot into one of this machine. Its holes are holes there."""
+        last = await self.request(
+            Kind.REQUEST,
+            {"op": "read", **fields, "holes": True},
+            on_data=file.write,
+            on_hole=lambda size: file.seek(size, os.SEEK_CUR),
+        )
+        file.write(last.data)
+        file.truncate()
+
     async def request(
-        self, kind: Kind, fields: dict[str, JSON], data: bytes = b"", on_data: OnData | None = None
+        self,
+        kind: Kind,
+        fields: dict[str, JSON],
+        data: bytes = b"",
+        on_data: OnData | None = None,
+        on_hole: Callable[[int], object] | None = None,
     ) -> Reply:
         """Send a frame and wait for its answer. Cancelled, it cancels on the server and waits for the end there.
 
@@ -217,7 +235,7 @@ class SlotServer:
         number = next(self._numbers)
         if self._wire is not None:
             self._wire.link.send(kind, number, fields, data)  # first: the server works on it while we prepare to wait
-        call = self._calls[number] = _Call(self._loop.create_future(), on_data)
+        call = self._calls[number] = _Call(self._loop.create_future(), on_data, on_hole)
         try:
             reply = await call.answer
         except asyncio.CancelledError:
@@ -316,7 +334,10 @@ class SlotServer:
     def _take(self, frame: Frame, call: _Call) -> None:
         if call.on_data is not None and call.failure is None:
             try:
-                call.on_data(frame.data)
+                if frame.fields and call.on_hole is not None:
+                    call.on_hole(frame.fields["hole"])
+                else:
+                    call.on_data(frame.data)
             except Exception as error:  # the caller's callback: its command ends, and the caller gets its error
                 call.failure = error
                 self._send(Kind.CANCEL, frame.request)

@@ -199,8 +199,7 @@ class LocalSlot(TextFiles):
         fields = {**self.lease(), "path": path, "offset": 0, "max_bytes": sys.maxsize}
         try:
             with await asyncio.to_thread(part.open, "xb") as file:
-                last = await self.server.call("read", fields, on_data=file.write)
-                file.write(last.data)
+                await self.server.download(fields, file)
                 size = file.tell()
             part.rename(local)
         finally:

@@ -6,12 +6,14 @@ import asyncio
 import errno
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
 
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import FileInfo, Slot
+from palaestra.sandbox.slotd.files import MAX_NESTED
 from sandbox.bodies import WithSlot
 
 pytestmark = pytest.mark.slots
@@ -73,6 +75,42 @@ def test_a_name_may_be_as_long_as_names_can_be(on_each_rung: WithSlot, tmp_path:
         assert len(await slot.list_dir()) == len(list(tmp_path.iterdir())) == 2
 
     on_each_rung(body)
+
+
+def test_a_claimed_terabyte_comes_as_what_is_there(on_each_rung: WithSlot, tmp_path: Path) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        make = "import os\nf = open('f', 'wb'); f.truncate(1 << 40)\n"
+        make += "for at in (5, 1 << 30, 1 << 39): f.seek(at); f.write(os.urandom(300_000)); f.flush()\n"
+        made = await slot.execute(["python3", "-c", make])
+        assert made.success, made.output
+        assert await slot.download("f", tmp_path / "f") == (tmp_path / "f").stat().st_size == 1 << 40
+        assert (tmp_path / "f").stat().st_blocks * 512 < 4 << 20
+        look = "import sys\nf = open('f', 'rb')\nfor at in (0, 1 << 30, 1 << 39, (1 << 40) - 9):\n"
+        look += "  f.seek(at - (at > 0) * 9); print(f.read(300_020).hex())"
+        there = await slot.execute(["python3", "-c", look], max_output_bytes=4 << 20)
+        here = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", look, cwd=tmp_path, stdout=asyncio.subprocess.PIPE
+        )
+        assert there.output.encode() == (await here.communicate())[0]
+        await slot.write_bytes("dense", os.urandom(1_000_001))
+        assert await slot.download("dense", tmp_path / "dense") == 1_000_001
+        assert (tmp_path / "dense").read_bytes() == await slot.read_bytes("dense")
+
+    on_each_rung(body)
+
+
+def test_what_is_nested_too_deep_is_left_to_commands(with_slot: WithSlot) -> None:
+    """Each directory on the way takes a descriptor of the server's, which all slots share."""
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute(
+            ["python3", "-c", f"import os\nfor _ in range({MAX_NESTED + 10}): os.mkdir('n'); os.chdir('n')"]
+        )
+        with pytest.raises(OSError, match="nested more than"):
+            await slot.remove("n")
+        assert (await slot.execute("rm -rf n && ls")).output == ""
+
+    with_slot(body)
 
 
 def test_removal(with_slot: WithSlot) -> None:

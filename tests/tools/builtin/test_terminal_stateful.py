@@ -36,6 +36,18 @@ def test_what_one_command_leaves_is_there_for_the_next(at_desk: AtDesk) -> None:
     at_desk(scenario)
 
 
+def test_a_shell_without_a_directory_to_start_in_says_how_to_go_on(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        stateful(desk)
+        await desk.call("terminal_stateful", command="rm -rf /workspace; exit")
+        told = await desk.call("terminal_stateful", command="pwd")
+        assert "/workspace is no directory any more; nothing was run. Make it again" in told["error"]
+        await (await desk.tools.slot()).write_text("again", "")
+        assert (await desk.call("terminal_stateful", command="ls"))["output"] == "again\n"
+
+    at_desk(scenario)
+
+
 def test_ends_and_limits_are_told(at_desk: AtDesk) -> None:
     async def scenario(desk: Desk) -> None:
         stateful(desk)

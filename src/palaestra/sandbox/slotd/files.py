@@ -23,6 +23,8 @@ from .stack import kind_of
 
 WORKSPACE = "/workspace"
 MAX_ENTRIES = 200_000
+MAX_NESTED = 1000
+"""How deep what is removed may be."""
 
 _HANDLE = os.O_PATH | os.O_DIRECTORY
 _IN_ROOT = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
@@ -200,7 +202,7 @@ def list_directory(root: int, path: str) -> Generator[None, None, list[dict[str,
 
 
 def remove(root: int, path: str) -> Iterator[None]:
-    """Remove whatever is at a path, however deep, as a job. Nothing there is fine."""
+    """Remove whatever is at a path, as a job. Nothing there is fine. Raises OSError, also where it is too deep."""
     path = _plain(absolute(path))
     folder, name = posixpath.split(path)
     if not name:
@@ -213,6 +215,16 @@ def remove(root: int, path: str) -> Iterator[None]:
         yield from _remove(parent, name)
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from None
+    finally:
+        os.close(parent)
+
+
+def unlink(root: int, path: str) -> None:
+    """Remove one file. Raises OSError where there is none, or a directory."""
+    folder, name = posixpath.split(path)
+    parent = open_at(root, folder, _HANDLE)
+    try:
+        os.unlink(name, dir_fd=parent)
     finally:
         os.close(parent)
 
@@ -230,6 +242,8 @@ def _remove(parent: int, name: str) -> Iterator[None]:
         while trail:
             own, fd, folders = trail[-1]
             if folders:
+                if len(trail) == MAX_NESTED:  # each holds a descriptor, and those are the whole server's
+                    raise OSError(errno.ENAMETOOLONG, f"directories are nested more than {MAX_NESTED} deep")
                 child = folders.pop()
                 trail.append((child, *(yield from _remove_files(fd, child))))
             else:

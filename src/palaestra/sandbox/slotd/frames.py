@@ -7,7 +7,7 @@ integers big-endian. Output travels as bytes, never as text.
     HELLO   version, settings    ->   HELLO   version, rung, or ERROR
     REQUEST op, …                ->   RESULT or ERROR, once
     DATA, END (a file's bytes)   ->
-                                 <-   DATA (output or a file's bytes) before the RESULT
+                                 <-   DATA (output or a file's bytes, or `hole`: so many zeros) before the RESULT
     CREDIT  bytes                ->   the server may send that many more bytes of DATA for this request
     CANCEL                       ->   the command is killed; its RESULT still comes
                                  <-   LOST    slot, reason: a slot died without being asked to

@@ -269,7 +269,7 @@ class Server:
         except OSError as error:
             raise place.error(error) from None
         if size > CHUNK:
-            Download(frame.request, fd, size, self._link, self._transfers).pump()
+            Download(frame.request, fd, size, self._link, self._transfers, "holes" in fields).pump()
             return
         try:
             data = os.read(fd, size)

@@ -49,8 +49,7 @@ class Shelf:
     def _remove(self, path: str) -> None:
         with contextlib.suppress(OSError):
             place = self._locate(path)
-            for _ in files.remove(place.root, place.path):
-                pass
+            files.unlink(place.root, place.path)
 
 
 class Spill:

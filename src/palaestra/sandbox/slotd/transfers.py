@@ -20,10 +20,16 @@ class Conversation(Protocol):
 
 
 class Download:
-    """Sends a file as DATA, the last piece with the RESULT. Its descriptor is read only as fast as the client takes."""
+    """Sends a file as DATA, the last piece with the RESULT. Its descriptor is read only as fast as the client takes.
 
-    def __init__(self, number: int, fd: int, size: int, link: Link, transfers: dict[int, Conversation]) -> None:
+    With `holes`, a hole is a DATA frame that only says how long it is: a slot may claim terabytes that are not there.
+    """
+
+    def __init__(
+        self, number: int, fd: int, size: int, link: Link, transfers: dict[int, Conversation], holes: bool = False
+    ) -> None:
         self._number, self._fd, self._left, self._link, self._transfers = number, fd, size, link, transfers
+        self._holes = holes
         self._credit = WINDOW
         transfers[number] = self
 
@@ -38,7 +44,14 @@ class Download:
     def pump(self) -> None:
         """Send what there is credit for. A file that has shrunk meanwhile ends early."""
         while self._left > CHUNK and self._credit > 0:
-            data = self._next()
+            most = CHUNK
+            if self._holes:
+                hole, most = self._extent()
+                if hole:
+                    self._left -= hole
+                    self._link.send(Kind.DATA, self._number, {"hole": hole})
+                    continue
+            data = self._next(most)
             if not data:
                 break
             self._credit -= len(data)
@@ -48,9 +61,22 @@ class Download:
                 return
         self._end(self._next())
 
-    def _next(self) -> bytes:
+    def _extent(self) -> tuple[int, int]:
+        """How long a hole is that begins here, which is passed over; else how much of a piece there is before one."""
+        here = os.lseek(self._fd, 0, os.SEEK_CUR)
         try:
-            data = os.read(self._fd, min(CHUNK, self._left)) if self._left else b""
+            data = os.lseek(self._fd, here, os.SEEK_DATA)
+        except OSError:  # nothing but a hole is left
+            data = here + self._left
+        if data > here:
+            return os.lseek(self._fd, min(data, here + self._left), os.SEEK_SET) - here, 0
+        most = min(CHUNK, os.lseek(self._fd, here, os.SEEK_HOLE) - here)
+        os.lseek(self._fd, here, os.SEEK_SET)
+        return 0, most
+
+    def _next(self, most: int = CHUNK) -> bytes:
+        try:
+            data = os.read(self._fd, min(most, self._left)) if self._left else b""
         except OSError:
             data = b""
         self._left -= len(data)

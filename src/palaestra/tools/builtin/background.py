@@ -74,7 +74,7 @@ async def start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     except BlockingIOError as error:
         return _reply(-1, f"Nothing was started: {error.strerror}.")
     except (FileNotFoundError, NotADirectoryError):
-        return _reply(1, f"workdir {workdir} is not a directory; nothing was started")
+        return _reply(1, f"workdir {workdir} is not a directory; nothing was started. Name one that is, such as /")
     except OSError as error:
         return _reply(1, f"Nothing was started in {workdir}: {reason(error)}")
     extra: dict[str, JSON] = {"session_id": session.id, "pid": session.status.pid}

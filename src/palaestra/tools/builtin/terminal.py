@@ -96,7 +96,7 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
             arguments["command"], cwd=workdir, timeout_s=timeout_s, max_output_bytes=MAX_KEPT_BYTES
         )
     except (FileNotFoundError, NotADirectoryError):
-        return _reply("", 1, f"workdir {workdir} is not a directory; nothing was run")
+        return _reply("", 1, f"workdir {workdir} is not a directory; nothing was run. Name one that is, such as /")
     except InfraError:
         raise
     except OSError as error:

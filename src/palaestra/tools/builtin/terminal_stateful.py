@@ -15,7 +15,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.base import WORKSPACE, Shell, Slot
 from palaestra.tools.approval import Approvals
 from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, check_command, clamp_timeout, reply_to
-from palaestra.tools.schema import FunctionTool, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 SCHEMA = ToolSchema(
     name="terminal_stateful",
@@ -63,7 +63,13 @@ async def run_terminal_stateful(arguments: Mapping[str, JSON], run: ToolRun) -> 
         return {"output": "", "exit_code": -1, "error": refusal, "status": "blocked"}
     slot = await run.slot()
     shell = await run.state(StatefulShell).of(slot)
-    result = await shell.run(arguments["command"], timeout_s=timeout_s, max_output_bytes=MAX_KEPT_BYTES)
+    try:
+        result = await shell.run(arguments["command"], timeout_s=timeout_s, max_output_bytes=MAX_KEPT_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ToolMistake(
+            f"The shell has ended, and another cannot start: {WORKSPACE} is no directory any more; nothing was run. "
+            "Make it again, by writing a file into it or in another kind of terminal"
+        ) from None
     restarted = {"shell_restarted": True} if result.metadata.get("shell_restarted") else {}
     return {**await reply_to(slot, result, timeout_s), **restarted}
 
