@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
-from toy import Sums, services, until_cancelled
+from toy import ADD, NoSlots, Sums, add, by_last_tool_result, services, until_cancelled
 
+from palaestra.agent.budget import Budget
 from palaestra.core.errors import EngineUnavailable, GraderError
-from palaestra.core.types import Blame, Outcome, Task
+from palaestra.core.types import JSON, Blame, Outcome, Score, Task
+from palaestra.rollouts.admission import AdmittedSlots
+from palaestra.rollouts.base import AgentSettings, Kit
+from palaestra.rollouts.grading import Grading
 from palaestra.rollouts.group import Services
 from palaestra.rollouts.journal import read_groups, read_journal
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.trajectory import Group
 from palaestra.sandbox.base import Slot
+from palaestra.tools.registry import ToolRegistry
+from palaestra.tools.schema import FunctionTool, ToolRun
 
 
 def run(env: Sums, shared: Services, *, concurrency: int = 2, limit: int | None = None) -> tuple[Totals, list[Group]]:
@@ -202,3 +213,36 @@ def test_a_finished_rollout_leaves_no_cycle_behind(tmp_path: Path) -> None:
         gc.garbage.clear()
         gc.enable()
     assert not left & {"Rollout", "GroupRun", "Trajectory", "SlotTools", "AgentResult"}
+
+
+def test_waiting_for_a_slot_is_not_the_agents_time(tmp_path: Path) -> None:
+    class Late(NoSlots):
+        """Has a slot, but not soon; of this one nobody asks anything."""
+
+        async def acquire(self, *args: JSON, **kwargs: JSON) -> Slot:
+            await asyncio.sleep(0.6)
+            return cast("Slot", SimpleNamespace(rung=None))
+
+        async def release(self, slot: Slot) -> None:
+            pass
+
+    class Slotted(Sums):
+        @property
+        def agent(self) -> AgentSettings:
+            return AgentSettings(budget=Budget(wall_s=0.5))
+
+        def kit(self, task: Task, rng: Random) -> Kit:
+            async def added(arguments: Mapping[str, JSON], run: ToolRun) -> Mapping[str, JSON]:
+                await run.slot()
+                return await add(arguments, run)
+
+            return Kit(ToolRegistry([FunctionTool(ADD.schema, added, toolset="arithmetic")]))
+
+        async def score(self, rollout: Rollout, grading: Grading) -> Score:
+            return Score(await by_last_tool_result(rollout))
+
+    slots = AdmittedSlots(Late(), 1)  # the second waits for the first, which gives its slot back at its end
+    shared = replace(services(tmp_path), slots=slots)
+    _, (group,) = run(Slotted(1), shared)
+    assert [(each.outcome, each.reward) for each in group.trajectories] == [(Outcome.NATURAL, 1.0)] * 2
+    assert all(sum(tool_s for _, tool_s in each.beside.turn_s) < 0.5 for each in group.trajectories)

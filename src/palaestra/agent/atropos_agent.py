@@ -105,7 +105,6 @@ class AtroposAgent:
         self._clock = clock or SystemClock()
         self._on_loop = on_loop
         self._called = False
-        self._running: HermesAgentLoop | None = None
 
     async def run(self, task: str, initial_messages: Sequence[Message] | None = None) -> AgentResult:
         """Work on a task until a reply calls no tool. `initial_messages` come before it.
@@ -118,11 +117,6 @@ class AtroposAgent:
         """The same from a whole conversation, which begins with our system prompt unless it brings its own."""
         await self._go_on(self.opening(messages), self.config.max_steps)
         return self.result
-
-    def charge(self, seconds: float) -> None:
-        """So much of the wall-clock budget is used by now; see `HermesAgentLoop.charge`."""
-        if self._running is not None:
-            self._running.charge(seconds)
 
     async def run_single_turn(self, messages: Sequence[Message], execute_tools: bool = True) -> AgentStep:
         """One reply to exactly these messages, and its calls; their results too where `execute_tools`."""
@@ -174,7 +168,6 @@ class AtroposAgent:
 
     async def _go_on(self, messages: Sequence[Message], max_turns: int) -> AgentResult:
         talk = self._conversation(messages, max_turns)
-        self._running = talk.loop
         if self._on_loop is not None:
             self._on_loop(talk.loop, self)
         try:

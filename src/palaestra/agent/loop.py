@@ -17,6 +17,7 @@ from palaestra.agent.budget import Budget, Used, estimated_tokens
 from palaestra.agent.calls import ToolCalls, ToolHandler
 from palaestra.agent.replies import Reply, read_reply
 from palaestra.agent.result import AgentResult, Turn
+from palaestra.agent.wall_clock import WallClock
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ContextExceeded, EngineError, InfraError
 from palaestra.core.foreign import ForeignError, foreign
@@ -55,7 +56,8 @@ class HermesAgentLoop:
     names the tools whose calls may run at the same time, and `beyond` those that may reach beyond this conversation
     (`memory`, `session_search`), which are refused otherwise: rollouts must not learn from each other.
 
-    `failure` is the world's failure that ended the latest run.
+    `failure` is the world's failure that ended the latest run, `wall` its clock: who lets the agent wait for something
+    that is not its doing says so there.
     """
 
     def __init__(
@@ -95,11 +97,10 @@ class HermesAgentLoop:
         self._calls = ToolCalls(tool_handler, tool_schemas, valid_tool_names, parallel_safe, task_id, beyond)
         self._on_turn = on_turn
         self.clock = clock or SystemClock()
-        self._started_s = 0.0
+        self.wall = WallClock(self.clock)
         self._context_tokens = 0
         self._output_bytes = 0
         self._turns_before = 0
-        self._limit: asyncio.Timeout | None = None
         self._unreported: tuple[Turn, int] | None = None
 
     async def run(self, messages: list[Message], *, after: AgentResult | None = None) -> AgentResult:
@@ -115,7 +116,8 @@ class HermesAgentLoop:
         if after is not None:
             result = self.result = replace(after, messages=messages, outcome=Outcome.CANCELLED, error="", blame=None)
         self._turns_before = result.turns_used
-        self._started_s, self._context_tokens, self._unreported = self.clock.monotonic(), 0, None
+        self.wall.start()
+        self._context_tokens, self._unreported = 0, None
         self._output_bytes = 0
         self.failure, self._delegated_turns = None, 0
         try:
@@ -139,7 +141,7 @@ class HermesAgentLoop:
             prompt_tokens=self.result.usage.prompt_tokens,
             completion_tokens=self.result.usage.completion_tokens,
             output_bytes=self._output_bytes,
-            elapsed_s=self.clock.monotonic() - self._started_s,
+            elapsed_s=self.wall.elapsed_s,
         )
 
     def delegated(self, loop: HermesAgentLoop) -> None:
@@ -149,22 +151,13 @@ class HermesAgentLoop:
         self._delegated_turns += used.turns
         self._output_bytes += used.output_bytes
 
-    def charge(self, seconds: float) -> None:
-        """So much of the wall-clock budget is used by now, whatever has passed since `run` was called: for rollouts
-        that began in another process."""
-        self._started_s = self.clock.monotonic() - seconds
-        wall_s, limit = self.budget.wall_s, self._limit
-        if wall_s is not None and limit is not None and not limit.expired():
-            limit.reschedule(asyncio.get_running_loop().time() + wall_s - seconds)
-
     def resize_tool_pool(self, size: int) -> None:
         """Kept for callers of the thread-based loop. Does nothing: tools are coroutines and need no threads."""
 
     async def _within_time(self, result: AgentResult) -> _End:
         """Converse under the wall-clock budget; what the world did to the rollout becomes its outcome."""
         try:
-            async with asyncio.timeout(self.budget.wall_s) as limit:
-                self._limit = limit
+            async with self.wall.limited(self.budget.wall_s) as limit:
                 return await self._converse(result)
         except ContextExceeded as error:
             self.failure = error
@@ -246,11 +239,11 @@ class HermesAgentLoop:
         valid = sum(answer.arguments is not None for answer in answers)
         result.tool_calls_attempted += len(answers)
         result.tool_calls_schema_valid += valid
-        started_s = self.clock.monotonic()
+        started_s = self.wall.elapsed_s
         try:
             await self._calls.run(answers)
         finally:
-            turn.tool_s = self.clock.monotonic() - started_s
+            turn.tool_s = self.wall.elapsed_s - started_s
             result.messages.extend(answer.message() for answer in answers)
             if self.budget.output_bytes is not None:
                 self._output_bytes += sum(len((answer.text or "").encode(errors="replace")) for answer in answers)

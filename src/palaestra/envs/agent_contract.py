@@ -57,9 +57,8 @@ class AgentEnvironment(ContractEnvironment):
             budget=rollout.settings.budget,
             max_context_tokens=rollout.settings.max_context_tokens,
             on_turn=rollout.record,
-            on_loop=rollout.offer_subagents,
+            on_loop=rollout.attend,
         )
-        rollout.charge = agent.charge
         opening = agent.opening(rollout.task.messages())
         rollout.record(None, opening)
         try:

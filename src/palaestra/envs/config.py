@@ -52,7 +52,11 @@ class BaseEnvConfig(Settings):
         default=True,
         description="Leave groups of equal scores out of training data (off for groups of one).",
     )
-    worker_timeout: float = Field(default=600, description="Seconds that one rollout may take; 0 or less: no limit.")
+    worker_timeout: float = Field(
+        default=600,
+        allow_inf_nan=False,
+        description="Seconds that one rollout may take, not counting its wait for a slot; 0 or less: no limit.",
+    )
     tokenizer_name: str = Field(
         default="none",
         description="Tokenizer of a token-exact server, where --openai.tokenizer_name does not say; none: the model's.",

@@ -11,12 +11,13 @@ import asyncio
 import itertools
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult, Turn
 from palaestra.agent.subagents import Agent, Subagents
+from palaestra.agent.wall_clock import WallClock
 from palaestra.core.seeded import Seeded
 from palaestra.core.types import JSON, Message, Task
 from palaestra.inference.base import ChatServer
@@ -88,8 +89,7 @@ class Rollout:
         stops: Stops | None = None,
     ) -> None:
         self.recall = recall
-        self.charge: Callable[[float], None] | None = None
-        """Charges the agent's wall clock with seconds that passed before this process."""
+        self._wall: WallClock | None = None
         self.rollout_id = rollout_id
         self.group_id = group_id
         self.index = index
@@ -164,16 +164,18 @@ class Rollout:
             return self._slot
 
     async def lease(self, name: str, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
-        """A slot for this rollout, its own or the one that grades it. Waiting and forking are timed apart."""
-        with self.stage("admit"):
-            await self.slots.admit()
-        try:
-            self.check_begin()
-        except CutShort:
-            self.slots.give_up()
-            raise
-        with self.stage("acquire"):
-            return await self.slots.lease(name, spec=spec, snapshot=snapshot)
+        """A slot for this rollout, its own or the one that grades it. Waiting and forking are timed apart, and neither
+        is the agent's time."""
+        with self._wall.standing() if self._wall is not None else nullcontext():
+            with self.stage("admit"):
+                await self.slots.admit()
+            try:
+                self.check_begin()
+            except CutShort:
+                self.slots.give_up()
+                raise
+            with self.stage("acquire"):
+                return await self.slots.lease(name, spec=spec, snapshot=snapshot)
 
     @property
     def tools(self) -> SlotTools:
@@ -269,14 +271,13 @@ class Rollout:
             beyond=settings.beyond,
         )
         bound = next((tools for tools in self._others if tools.handle == tool_handler), self.tools)
-        self.offer_subagents(loop, tools=bound)
-        self.charge = loop.charge
+        self.attend(loop, tools=bound)
         return loop
 
-    def offer_subagents(
-        self, loop: HermesAgentLoop, agent: Agent | None = None, *, tools: SlotTools | None = None
-    ) -> None:
-        """Let the agent of this loop give work away, where it has the tool for it; `agent` where it is not the loop."""
+    def attend(self, loop: HermesAgentLoop, agent: Agent | None = None, *, tools: SlotTools | None = None) -> None:
+        """Make this loop's clock the rollout's, and let its agent give work away, where it has the tool for it; `agent`
+        where it is not the loop."""
+        self._wall = loop.wall
         given = self.tools if tools is None else tools
         Subagents(loop, given, self.at.moved, self.served, numbers=self._subagents, agent=agent).offer()
 
@@ -336,8 +337,8 @@ class Rollout:
         for process in await self._slot.processes() if self._slot is not None else ():
             if (await process.status()).running:
                 raise recall.fail(Anew.BACKGROUND)
-        if recall.caught_up and self.charge is not None:
-            self.charge(recall.seconds)
+        if recall.caught_up and self._wall is not None:
+            self._wall.charge(recall.seconds)
         self._tell(taken)
 
     def check_begin(self) -> None:
@@ -417,7 +418,6 @@ class Rollout:
 
     async def _end_tools(self) -> None:
         tools, self._tools = self._tools, None
-        self.charge = None  # it and the tools hold the rollout: a cycle would outlive it
         if tools is not None:
             self._others.append(tools)
         while self._others:

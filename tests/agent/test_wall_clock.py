@@ -1,0 +1,49 @@
+"""A conversation's wall clock: what it counts, what it does not, and when it ends what goes on too long."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from palaestra.agent.wall_clock import WallClock
+from palaestra.core.clock import ManualClock, SystemClock
+
+
+def test_no_time_passes_while_it_stands() -> None:
+    clock = ManualClock()
+    wall = WallClock(clock)
+    wall.start()
+    clock.now += 2
+    with wall.standing():
+        clock.now += 100
+        assert wall.elapsed_s == 2
+    clock.now += 3
+    assert wall.elapsed_s == 5
+    wall.charge(40)
+    clock.now += 1
+    assert wall.elapsed_s == 41
+    wall.start()
+    assert wall.elapsed_s == 0
+
+
+def test_its_limit_ends_what_goes_on_and_not_what_waits() -> None:
+    async def main() -> None:
+        wall = WallClock(SystemClock())
+        wall.start()
+        async with wall.limited(0.2):
+            with wall.standing():
+                await asyncio.sleep(0.5)
+
+        async def goes_on() -> None:
+            async with wall.limited(0.05):
+                with wall.standing():
+                    await asyncio.sleep(0.1)
+                await asyncio.sleep(60)
+
+        with pytest.raises(TimeoutError):
+            await goes_on()
+        with wall.standing():  # after the end, as grading does
+            pass
+
+    asyncio.run(main())
