@@ -130,6 +130,17 @@ def test_tasks_that_are_none_or_share_an_id_are_refused(produced: list[object]) 
         tasks_of(toy.build(toy.config_type()()))
 
 
+def test_a_function_that_breaks_says_at_which_task() -> None:
+    @environment
+    def toy() -> Iterator[Task]:
+        yield Task(id="one", prompt="?")
+        raise KeyError("prompt")
+
+    toy.score(lambda task: True)
+    with pytest.raises(ConfigError, match="environment toy has no task 1: its function failed with KeyError: 'prompt'"):
+        tasks_of(toy.build(toy.config_type()()))
+
+
 def test_loading_by_path_and_name(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(

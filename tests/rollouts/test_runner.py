@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from toy import ADD, NoSlots, Sums, add, by_last_tool_result, services, until_cancelled
+from toy import ADD, NoSlots, Sums, add, by_last_tool_result, services, sum_task, until_cancelled
 
 from palaestra.agent.budget import Budget
-from palaestra.core.errors import EngineUnavailable, GraderError
+from palaestra.core.errors import ConfigError, EngineUnavailable, GraderError, ImageError
 from palaestra.core.types import JSON, Blame, Outcome, Score, Task
 from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.base import AgentSettings, Kit
@@ -246,3 +246,31 @@ def test_waiting_for_a_slot_is_not_the_agents_time(tmp_path: Path) -> None:
     _, (group,) = run(Slotted(1), shared)
     assert [(each.outcome, each.reward) for each in group.trajectories] == [(Outcome.NATURAL, 1.0)] * 2
     assert all(sum(tool_s for _, tool_s in each.beside.turn_s) < 0.5 for each in group.trajectories)
+
+
+def test_where_no_next_task_can_be_had_what_is_under_way_comes_to_its_end(tmp_path: Path) -> None:
+    class Breaking(Sums):
+        async def tasks(self) -> AsyncIterator[Task]:
+            yield sum_task(0)
+            yield sum_task(1)
+            raise ConfigError("row 2 of the data set cannot be read")
+
+    shared = services(tmp_path)
+    with pytest.raises(ConfigError, match="row 2"):
+        run(Breaking(), shared, concurrency=3)
+    assert [len(group.scored) for group in read_groups(shared.journal.path)] == [2, 2]
+
+
+def test_a_slot_that_cannot_be_is_the_fault_of_its_task(tmp_path: Path) -> None:
+    class NoImage(NoSlots):
+        async def acquire(self, *args: JSON, **kwargs: JSON) -> Slot:
+            raise ImageError("the image 'nowhere' is not there")
+
+    class Prepared(Sums):
+        def prepares(self, task: Task) -> bool:
+            return task.id == "sum-0"
+
+    _, (broken, fine) = run(Prepared(2), replace(services(tmp_path), slots=AdmittedSlots(NoImage(), 1)))
+    assert (broken.blame, broken.trajectories) == (Blame.TASK, [])
+    assert broken.error == "TaskError: no slot can be made for 000000-sum-0:prepare: the image 'nowhere' is not there"
+    assert len(fine.scored) == 2

@@ -93,6 +93,14 @@ def test_limits_that_are_none(name: str, value: float) -> None:
         Limits(**{name: value})  # type: ignore[arg-type]
 
 
+def test_a_limit_is_a_whole_number_however_it_is_written() -> None:
+    limits = Limits(memory_bytes=1e9, pids=64.0, cpus=0.5)  # type: ignore[arg-type]
+    assert (limits.memory_bytes, limits.pids, limits.cpus) == (10**9, 64, 0.5)
+    assert isinstance(limits.memory_bytes, int)
+    with pytest.raises(ValueError, match=r"the limit disk_bytes of a slot must be a whole number, not 1.5"):
+        Limits(disk_bytes=1.5)  # type: ignore[arg-type]
+
+
 def test_images_and_mounts_that_are_not_there(with_slot: WithSlot, tmp_path: Path) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         missing = str(tmp_path / "missing")

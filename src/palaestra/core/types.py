@@ -94,6 +94,10 @@ class Limits:
                 raise ValueError(
                     f"the limit {each.name} of a slot must be positive, not {value}; leave it out for none"
                 )
+            if value is not None and each.name != "cpus" and not isinstance(value, int):  # as 2e9 is
+                if value != int(value):
+                    raise ValueError(f"the limit {each.name} of a slot must be a whole number, not {value}")
+                object.__setattr__(self, each.name, int(value))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from palaestra.envs import recipes
 from palaestra.envs.held_out import HeldOutConfig, serves
 from palaestra.envs.hooks import Hook, HookFunction, Source, declare
 from palaestra.envs.settings import agent_settings, kit, mcp_servers, network_policy
+from palaestra.rollouts.attempt import blaming
 from palaestra.rollouts.base import AgentSettings, Environment, Kit
 from palaestra.rollouts.grading import Grading
 from palaestra.rollouts.rollout import Rollout
@@ -177,14 +178,19 @@ class FunctionEnvironment(Environment):
 
     async def tasks(self) -> AsyncIterator[Task]:
         own = type(self.config).model_fields.keys() - FunctionEnvConfig.model_fields.keys()
-        produced = self.form.source(**{name: getattr(self.config, name) for name in own})
+        produced = _each(self.form.source, {name: getattr(self.config, name) for name in own})
         seen: set[str] = set()
-        async for task in _each(produced):
+        end = object()
+        while True:
+            doing = f"environment {self.name} has no task {len(seen)}: its function"
+            task = await blaming(ConfigError, anext(produced, end), doing)
+            if task is end:
+                return
             checked = self._checked(task, seen)
             if serves(checked.id, self.config, evaluating=self._evaluating):
                 yield checked
 
-    def _checked(self, task: Task, seen: set[str]) -> Task:
+    def _checked(self, task: object, seen: set[str]) -> Task:
         if not isinstance(task, Task):
             raise TaskError(
                 f"environment {self.name} yielded {type(task).__name__} where a Task belongs: {task!r:.200}"
@@ -263,7 +269,8 @@ def environment(
     return make if source is None else make(source)
 
 
-async def _each(produced: Iterable[Task] | AsyncIterator[Task]) -> AsyncIterator[Task]:
+async def _each(source: TaskSource, settings: Mapping[str, JSON]) -> AsyncIterator[object]:
+    produced = source(**settings)
     if isinstance(produced, AsyncIterator):
         async for task in produced:
             yield task

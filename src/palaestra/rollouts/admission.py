@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from palaestra.core.errors import SandboxError
+from palaestra.core.errors import ConfigError, SandboxError, TaskError
 from palaestra.sandbox.base import Change, Slot, SlotSource, SlotSpec, Snapshot, View
 
 logger = logging.getLogger(__name__)
@@ -31,11 +31,16 @@ class AdmittedSlots:
         self._places.release()
 
     async def lease(self, trajectory_id: str, *, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
-        """The slot of a caller that has been admitted. Without one the place is free again."""
+        """The slot of a caller that has been admitted. Without one the place is free again.
+
+        Raises `TaskError` where there can be no such slot (its image, its list of hosts), which the task asks for.
+        """
         try:
             return await self._pool.acquire(trajectory_id, spec=spec, snapshot=snapshot)
-        except BaseException:
+        except BaseException as error:
             self._places.release()
+            if isinstance(error, ConfigError):
+                raise TaskError(f"no slot can be made for {trajectory_id}: {error}") from error
             raise
 
     async def release(self, slot: Slot) -> None:

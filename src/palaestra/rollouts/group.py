@@ -332,9 +332,9 @@ class GroupRun:
 
 def _check(task: Task) -> None:
     """Raises `TaskError` for what no rollout can begin from, as a row of a data set may give it."""
-    for name, kind in (("network", NetworkPolicy), ("limits", Limits), ("files", Mapping)):
+    for name, kind in (("network", NetworkPolicy), ("limits", Limits), ("files", Mapping), ("image", str)):
         value = getattr(task, name)
-        if not isinstance(value, kind):
+        if not isinstance(value, kind) and (name, value) != ("image", None):
             raise TaskError(f"task {task.id}: {name} is {value!r:.100}, not a {kind.__name__}")
     if isinstance(task.prompt, str):
         return

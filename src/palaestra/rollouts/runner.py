@@ -1,8 +1,9 @@
 """The runner: takes tasks from an environment, runs groups of rollouts a bounded number at a time, and hands each
 finished group on, after it is on disk.
 
-It stops early in two cases: when it is cancelled (what was finished is kept), and when the model server has failed
-every rollout of several groups in a row, since going on would only burn tasks.
+It stops early in three cases: when it is cancelled (what was finished is kept), when the environment fails to say what
+its next task is (the groups under way come to their end), and when the model server has failed every rollout of several
+groups in a row, since going on would only burn tasks.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Runner:
         self.gate = gate
         self.totals = Totals()
         self._all_taken = False
+        self._no_task: PalaestraError | None = None
         self._taking = asyncio.Lock()
         self._engine_failures = 0
 
@@ -100,6 +102,8 @@ class Runner:
             raise _first(failures) from None
         for number in sorted(self._ended_before):  # of tasks that this part has not, or has not come to
             self._hand_on(self._ended_before[number])
+        if self._no_task is not None:
+            raise self._no_task
         return self.totals
 
     async def _work(self, tasks: AsyncIterator[Numbered]) -> None:
@@ -132,7 +136,10 @@ class Runner:
         async with self._taking:
             if self._all_taken or (self.gate is not None and not await self.gate()):
                 return None
-            taken = await anext(tasks, None)
+            try:
+                taken = await anext(tasks, None)
+            except PalaestraError as error:  # there are no more; the groups under way come to their end
+                taken, self._no_task = None, error
             self._all_taken = taken is None
             return taken
 
