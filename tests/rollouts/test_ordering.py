@@ -126,3 +126,21 @@ def test_timings_are_read_from_a_run_that_may_have_been_killed(tmp_path: Path) -
     assert read_timings(tmp_path) == {"a": 9.0, "b": 4.0}
     with pytest.raises(ConfigError, match="no run folder"):
         read_timings(tmp_path / "nothing")
+
+
+def test_what_an_earlier_part_finished_is_handed_on_before_anything_is_rolled_out(tmp_path: Path) -> None:
+    """So a run that is gone on with, and killed, leaves no smaller data set than it had."""
+    first = services(tmp_path / "first")
+    asyncio.run(Runner(Sums(3), first).run())
+    ended = {group.number: group for group in read_groups(first.journal.path)}
+    handed: list[int] = []
+
+    class Killed(Sums):
+        async def resolve(self, task: Task) -> Task:
+            assert handed == [0, 1, 2], task.id
+            return task
+
+    second = replace(services(tmp_path / "second"), timings={"sum-0": 1.0, "sum-3": 9.0, "sum-4": 8.0})
+    runner = Runner(Killed(5), second, ended=ended, on_group=lambda group: handed.append(group.number))
+    assert asyncio.run(runner.run()).groups == 5
+    assert handed == [0, 1, 2, 3, 4]

@@ -60,9 +60,9 @@ class Totals:
 class Runner:
     """Runs an environment's tasks, at most `limit`, numbered from `first`. `on_group` gets every group as it finishes.
 
-    `ended` are groups that an earlier part of the same run finished: they are handed on and not run again. Where groups
-    are to be larger now, the rollouts that they lack are. `gate` is asked before each task and may wait; False ends the
-    run.
+    `ended` are groups that an earlier part of the same run finished: they are handed on first, and not run again. Where
+    groups are to be larger now, the rollouts that they lack are. `gate` is asked before each task and may wait; False
+    ends the run.
     """
 
     def __init__(
@@ -93,6 +93,9 @@ class Runner:
 
     async def run(self) -> Totals:
         """Run to the last task. Raises `EngineUnavailable` when the model server is gone for good."""
+        for _, group in sorted(self._ended_before.items()):
+            if self._is_whole(group):
+                self._hand_on(group)
         tasks = slowest_first(numbered(self.env.tasks(), self.first, self.limit), self.services.timings)
         try:
             async with asyncio.TaskGroup() as workers:
@@ -100,8 +103,9 @@ class Runner:
                     workers.create_task(self._work(tasks), name=f"groups-{number}")
         except* PalaestraError as failures:
             raise _first(failures) from None
-        for number in sorted(self._ended_before):  # of tasks that this part has not, or has not come to
-            self._hand_on(self._ended_before[number])
+        for _, group in sorted(self._ended_before.items()):  # of tasks that this part has not, or has not come to
+            if not self._is_whole(group):
+                self._hand_on(group)
         if self._no_task is not None:
             raise self._no_task
         return self.totals
@@ -109,28 +113,30 @@ class Runner:
     async def _work(self, tasks: AsyncIterator[Numbered]) -> None:
         while (taken := await self._take(tasks)) is not None:
             number, task = taken
-            group = self._ended(number, task)
-            if group is None:
+            if not self._ended(number, task):
                 group = await GroupRun(self.env, self.services, number, task).run()
-            self._hand_on(group)
-            self._watch_engine(group)
+                self._hand_on(group)
+                self._watch_engine(group)
 
     def _hand_on(self, group: Group) -> None:
         self.totals.add(group)
         self.on_group(group)
         self.services.observer.group_finished(group)
 
-    def _ended(self, number: int, task: Task) -> Group | None:
-        """The group as an earlier part of the run left it. Raises `ConfigError` when it was another task's."""
+    def _ended(self, number: int, task: Task) -> bool:
+        """Whether an earlier part of the run did all of the task. Raises `ConfigError` where it did another one."""
         group = self._ended_before.pop(number, None)
         if group is not None and group.task_id != task.id:
             raise ConfigError(
                 f"task {number} is {task.id} now and was {group.task_id}: the run was made from other tasks; "
                 f"start a new one, or restore them"
             )
-        if group is not None and len(group.trajectories) < self.services.group_size and not group.error:
-            return group if self.env.collects_groups else None  # groups are to be larger now
-        return group
+        return group is not None and self._is_whole(group)
+
+    def _is_whole(self, group: Group) -> bool:
+        """Whether a group that ended lacks nothing: groups may be to be larger now."""
+        enough = len(group.trajectories) >= self.services.group_size
+        return enough or bool(group.error) or self.env.collects_groups
 
     async def _take(self, tasks: AsyncIterator[Numbered]) -> Numbered | None:
         async with self._taking:
