@@ -52,11 +52,13 @@ def palaestra(*argv: str) -> int:
     return run_guarded(lambda: cli.main(list(argv), standalone_mode=False))
 
 
-def gone_on(folder: Path, script: str, turn: int, monkeypatch: pytest.MonkeyPatch, *flags: str) -> list[RolloutTakenUp]:
+def gone_on(
+    folder: Path, script: str, turn: int, monkeypatch: pytest.MonkeyPatch, *flags: str, group: int = 2
+) -> list[RolloutTakenUp]:
     """Run a script, cut its journal after the first event of a turn, go on; the data set must be the same again."""
     monkeypatch.chdir(folder)
     Path("my_env.py").write_text(script)
-    run = ["run", "my_env.py", *flags, "--policy", "oracle", "--group", "2", "--concurrency", "1"]
+    run = ["run", "my_env.py", *flags, "--policy", "oracle", "--group", str(group), "--concurrency", "1"]
     assert palaestra(*run) == 0
     (data,) = folder.glob("data/*.jsonl")
     (journal,) = folder.glob("runs/*/*/journal.jsonl")
@@ -80,6 +82,19 @@ def test_an_agent_that_writes_its_calls_as_text_goes_on(tmp_path: Path, monkeypa
     events = gone_on(tmp_path, WITH_META, 1, monkeypatch, "process", "--env.tool_pool_mode", "default")
     assert events
     assert {event.anew for event in events} == {""}
+
+
+def test_times_of_day_stay_as_they_were_recorded_in_calls_as_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what a command printed looks like the end of its own element."""
+    times = WITH_META.replace(
+        '"solution": "cat seed.txt > word.txt"',
+        '"solution": ["date +\'</tool_response> <tool_response>{} %T.%N\'", "cat seed.txt > word.txt"]',
+    )
+    flags = ["process", "--env.tool_pool_mode", "local", "--env.total_steps", "1"]
+    events = gone_on(tmp_path, times, 2, monkeypatch, *flags, group=1)
+    assert [(event.anew, event.turns) for event in events] == [("", 2)]
 
 
 def test_with_a_process_in_the_background_it_begins_anew(

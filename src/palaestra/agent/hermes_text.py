@@ -11,7 +11,7 @@ read stays a malformed call, which the loop answers with an error (T6). Source o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from palaestra.agent.replies import Reply, RequestedCall, read_reply
@@ -29,6 +29,7 @@ from palaestra.inference.parsers import get_parser
 from palaestra.tools.wire import ToolResult
 
 _TAGS = ("tool_call>", "think>")
+_ANSWER, _ANSWERED = "<tool_response>", "</tool_response>"
 _RULES = """\
 You can call tools. To call one, write its name and its arguments as one JSON object between tags:
 <tool_call>
@@ -172,6 +173,37 @@ def observation(text: str) -> str:
     """The `<tool_response>` element for one answer in the history."""
     shown = result_from(text).to_xml()
     return shown if shown.isascii() else shown.encode("utf-8", "replace").decode("utf-8")
+
+
+def result_in(element: str) -> ToolResult:
+    """The result that a `<tool_response>` element shows."""
+    fields = json.loads(element.removeprefix(_ANSWER).removesuffix(_ANSWERED))
+    return ToolResult(fields["success"], fields["output"], fields.get("error", ""), fields.get("metadata", {}))
+
+
+def exchanged(messages: Sequence[Message]) -> Iterator[tuple[str, str, str]]:
+    """The calls of one turn as text, in order: name, arguments, and the `<tool_response>` element that answered it.
+
+    None where the two messages, the reply and what the user said to it, are no such turn.
+    """
+    said, *seen = [str(message.get("content") or "") for message in messages]
+    calls = get_parser("hermes").parse(said, tools=(), cut=False).all_tool_calls or ()
+    answers = list(_elements(seen[0])) if len(seen) == 1 else []
+    if len(calls) == len(answers):
+        for call, answer in zip(calls, answers, strict=True):
+            yield call.function.name, call.function.arguments, answer
+
+
+def _elements(text: str) -> Iterator[str]:
+    """The elements that a text is made of; their JSON may hold tags, too."""
+    place = 0
+    while text.startswith(_ANSWER, place):
+        try:
+            _, end = json.JSONDecoder().raw_decode(text, place + len(_ANSWER))
+        except ValueError:
+            return
+        yield text[place : end + len(_ANSWERED)]
+        place = end + len(_ANSWERED) + len("\n")
 
 
 def result_text(success: bool, output: str, error: str, metadata: Mapping[str, JSON]) -> str:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 
 from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent, CallResult
+from palaestra.agent.hermes_text import observation, result_in, result_text
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
@@ -42,10 +43,16 @@ class AgentEnvironment(ContractEnvironment):
         self._choose_server(rollout)
 
         async def execute(call: ToolCall) -> CallResult:
+            recall = rollout.recall
+            recorded = recall.expected(call.name, call.arguments) if recall is not None else None
             with rollout.calling(call.name, call.arguments) as answered:
                 reply = await rollout.tools.reply(call.name, call.arguments)
                 answered(reply)
-                return result_of(reply)
+                result = result_of(reply)
+            if recall is None or recorded is None:
+                return result
+            now = observation(result_text(result.success, result.output, result.error, result.metadata))
+            return result_in(recall.observed(recorded, now))
 
         agent = AtroposAgent(
             rollout.served(rollout.server),

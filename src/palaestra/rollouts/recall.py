@@ -22,6 +22,7 @@ from itertools import chain
 
 import msgspec
 
+from palaestra.agent.hermes_text import exchanged
 from palaestra.agent.result import Turn
 from palaestra.core.errors import CannotGoOn
 from palaestra.core.types import JSON, Message
@@ -232,6 +233,8 @@ def _completion(event: Messages | Replied) -> ChatCompletion:
 
 def _calls(messages: Sequence[Message]) -> list[_Call]:
     """The calls of a recorded turn, in order, each with its answer."""
+    if messages and not messages[0].get("tool_calls"):
+        return [_Call(*each) for each in exchanged(messages)]
     answers = {message.get("tool_call_id"): message.get("content") for message in messages[1:]}
     asked = messages[0].get("tool_calls") or () if messages else ()
     return [
