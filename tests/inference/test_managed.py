@@ -43,6 +43,15 @@ STRIPPING = (
 )
 
 
+WITH_IDS = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'tool' %}{{ IDS('m.tool_call_id') }}Return of {{ m.tool_call_id }}: {% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ IDS('c.id') }}{{ c.id }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Results say which call they answer, as those of Kimi K2 and Mistral do; `IDS` stands for the check of an id."""
+
+
 class Hermes:
     """A parser in the contract's shape, and nothing more."""
 
@@ -94,6 +103,38 @@ def check(chat: ManagedChat) -> None:
     for row in chat.ledger.rows():
         for place, (token, mask, logprob) in enumerate(zip(row.tokens, row.masks, row.logprobs, strict=True)):
             assert (mask, logprob) in ((-100, 1.0), (token, toy_logprob(token, place)))
+
+
+@pytest.mark.parametrize(
+    ("parser", "reply", "ids"),
+    [
+        ("mistral", '[TOOL_CALLS]terminal[ARGS]{"command": "ls"}', []),
+        ("mistral", '[TOOL_CALLS]terminal[CALL_ID]abcDEF123[ARGS]{"command": "ls"}', ["abcDEF123"]),
+        ("mistral", '[TOOL_CALLS] [{"name": "terminal", "arguments": {}, "id": "abcDEF123"}]', ["abcDEF123"]),
+        ("mistral", '[TOOL_CALLS]terminal[CALL_ID]x[ARGS]{"command": ', []),
+        (
+            "kimi_k2",
+            "<|tool_call_begin|>functions.terminal:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+            "<|tool_call_begin|>functions.terminal:1<|tool_call_argument_begin|>{]<|tool_call_end|>",
+            ["functions.terminal:0", "functions.terminal:1"],
+        ),
+    ],
+)  # fmt: skip
+def test_calls_have_the_ids_that_the_family_wants(parser: str, reply: str, ids: list[str]) -> None:
+    """Mistral's template refuses others; Kimi's model is told by the id that it gave which call a result answers."""
+    check_id = "'' if ID | length == 9 else raise_exception('ids have nine letters')" if parser == "mistral" else "''"
+    template = re.sub(r"IDS\('([\w.]+)'\)", lambda found: f"({check_id.replace('ID', found[1])})", WITH_IDS)
+    chat = ManagedChat(toy(reply, reply, "done"), ChatFormat(TOKENIZER, template), parser, clock=ManualClock())
+    messages = asyncio.run(talk(chat, 3, tools=[TERMINAL]))
+    asked = [
+        [call["id"] for call in message.get("tool_calls", ())] for message in messages[1::2] if "tool_calls" in message
+    ]
+    given = re.findall("Return of ([^:]+:?[0-9]*): ", text_of(chat))
+    assert given == [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+    assert len(given) == 2 * max(1, len(ids))
+    assert not ids or asked[0] == ids
+    assert len(chat.ledger.rows()) == 1
+    check(chat)
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["end token returned", "end token stripped"])

@@ -23,8 +23,9 @@ from palaestra.inference.templates.messages import THINK_CLOSE, THINK_OPEN
 class Parser(Protocol):
     """The contract's tool-call parser: the content without the calls, and the calls or None.
 
-    Those of `palaestra.inference.parsers` also take `tools=` (the schemas), `cut=` (the reply ran out of room) and
-    `thinking=` (it begins inside its thinking), and find thinking and broken calls too.
+    Those of `palaestra.inference.parsers` also take `tools=` (the schemas), `cut=` (the reply ran out of room),
+    `thinking=` (it begins inside its thinking) and `turn=` (for the ids of calls), and find thinking and broken calls
+    too.
     """
 
     def parse(self, text: str) -> JSON: ...
@@ -54,21 +55,25 @@ class Speech:
         self, text: str, *, thinking: bool, cut: bool, tools: Sequence[Mapping[str, JSON]], turn: int
     ) -> AssistantMessage:
         """The message. `thinking`: the reply begins inside its thinking. `turn` goes into the ids of calls."""
-        reasoning, content, calls = self._parts(text, thinking, cut, tools)
+        reasoning, content, calls = self._parts(text, thinking, cut, tools, turn)
         return AssistantMessage(
             content=content,
             reasoning_content=reasoning,
-            tool_calls=[_call(call, f"call_{turn}_{index}") for index, call in enumerate(calls)] or None,
+            tool_calls=[
+                _call(call, ("turn" in self._accepts and _part(call, "id")) or f"call_{turn}_{index}")
+                for index, call in enumerate(calls)
+            ]
+            or None,
         )
 
     def _parts(
-        self, text: str, thinking: bool, cut: bool, tools: Sequence[Mapping[str, JSON]]
+        self, text: str, thinking: bool, cut: bool, tools: Sequence[Mapping[str, JSON]], turn: int
     ) -> tuple[str | None, str | None, Sequence[JSON]]:
         """Thinking, content and calls. Where there are no tools, nothing is a call."""
         reasoning, said = split_thinking(text, thinking)
         if self._parser is None or not tools:
             return reasoning, said, ()
-        known = {"tools": tools, "cut": cut, "thinking": thinking}
+        known = {"tools": tools, "cut": cut, "thinking": thinking, "turn": turn}
         options = {name: value for name, value in known.items() if name in self._accepts}
         if "thinking" in options:  # a parser that knows its format's thinking, which need not be in these tags
             parsed = self._parser.parse(text, **options)
@@ -101,11 +106,11 @@ def _accepted(parse: Callable[..., JSON]) -> frozenset[str]:
         return frozenset()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return frozenset({"tools", "cut"})
-    return frozenset(parameter.name for parameter in parameters) & {"tools", "cut", "thinking"}
+    return frozenset(parameter.name for parameter in parameters) & {"tools", "cut", "thinking", "turn"}
 
 
 def _call(call: JSON, call_id: str) -> ToolCallMessage:
-    """Any parser's call as ours. The id follows from the turn: a parser's own may be random."""
+    """Any parser's call as ours, under this id: that of a parser that knows nothing of turns may be random."""
     function = _part(call, "function") or call
     arguments = _part(function, "arguments")
     if not isinstance(arguments, str):

@@ -81,6 +81,27 @@ def test_ids_follow_content_and_place() -> None:
     assert [(call.name, call.id) for call in get_parser("kimi_k2").parse(kimi).calls] == [("a.b", "functions.a.b:7")]
 
 
+def test_ids_that_the_model_gave_are_kept_where_they_can_be_ids() -> None:
+    kimi = "<|tool_call_begin|>functions.run:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    found = get_parser("kimi_k2").parse(f"{kimi}{kimi.replace('{}', '{')}{kimi.replace(':0', ':1')}{kimi}", turn=2)
+    assert [call.id for call in found.calls] == ["functions.run:0", "functions.run:1", "call_2_3"]
+    assert [error.id for error in found.errors] == ["call_2_1"]
+    (broken,) = get_parser("kimi_k2").parse(kimi.replace("{}", "{")).errors
+    assert broken.id == "functions.run:0"
+    mistral = get_parser("mistral")
+    listed = '[TOOL_CALLS] [{"name": "run", "arguments": {}, "id": "§"}]'
+    for text in (listed, "[TOOL_CALLS]run[CALL_ID]§[ARGS]{}", "[TOOL_CALLS]run[CALL_ID]§[ARGS]{]"):
+        for given in ("abcDEF123", "short", "much_longer_than_nine"):
+            (piece,) = mistral.parse(text.replace("§", given)).pieces
+            assert isinstance(piece, Call | BrokenCall)
+            assert (piece.id == given) == (given == "abcDEF123")
+            assert len(piece.id) == 9
+            assert piece.id.isalnum()
+    (one,), (two,) = (mistral.parse("[TOOL_CALLS]run[ARGS]{}", turn=turn).calls for turn in (1, 2))
+    assert one.id != two.id
+    assert get_parser("hermes").parse(ONE, turn=3).calls[0].id == "call_3_0"
+
+
 def test_a_stream_tells_each_thing_as_soon_as_it_is_settled() -> None:
     stream = get_parser("hermes").stream()
     assert stream.feed(" \n<th") == []

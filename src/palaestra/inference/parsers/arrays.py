@@ -21,8 +21,11 @@ _STRAY = re.compile(r"[)} \t\r\n]*")
 STRAY = "a bracket closes nothing"
 
 
-def read_array(output: Output, start: int, bracket: int) -> Reading[int]:
-    """Read the list whose `[` is at `bracket`; the first call's span begins at `start`. Returns where the list ends."""
+def read_array(output: Output, start: int, bracket: int, id_key: str | None = None) -> Reading[int]:
+    """Read the list whose `[` is at `bracket`; the first call's span begins at `start`. Returns where the list ends.
+
+    `id_key` is where a call has its id, in a format that has them.
+    """
     source = output.source
     position = bracket + 1
     while True:
@@ -33,7 +36,7 @@ def read_array(output: Output, start: int, bracket: int) -> Reading[int]:
         body = yield from _element(source, begin)
         after, sign = yield from going_on(source, body.end)
         body = yield from _settled(output, body, sign, after)
-        write_call(output, first, body)
+        write_call(output, first, body, id_key=id_key)
         if sign == "]":
             return after + 1
         if not sign and not (yield from source.at(after, "{")):

@@ -213,17 +213,18 @@ class Parser(Protocol):
     def name(self) -> str: ...
 
     def parse(
-        self, text: str, *, tools: Tools | None = None, cut: bool = False, thinking: bool | None = None
+        self, text: str, *, tools: Tools | None = None, cut: bool = False, thinking: bool | None = None, turn: int = 0
     ) -> Parsed:
         """What `text` holds. Never raises, whatever the model wrote; linear in the length of the text.
 
         `cut`: the output ended because it ran out of room, so a call without its end is broken. `thinking`:
         whether the prompt ended inside the model's thinking, so that the output begins in it. None where that is not
-        known: then an end tag of thinking that was not opened says so, and calls before it are none.
+        known: then an end tag of thinking that was not opened says so, and calls before it are none. `turn` (from 1):
+        which of a conversation's replies this is, so that calls without an id get one that no other turn has.
         """
         ...
 
-    def stream(self, *, tools: Tools | None = None, thinking: bool | None = None) -> StreamParser:
+    def stream(self, *, tools: Tools | None = None, thinking: bool | None = None, turn: int = 0) -> StreamParser:
         """The same, piece by piece."""
         ...
 

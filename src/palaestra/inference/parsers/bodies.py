@@ -128,8 +128,15 @@ def _name_at_start(text: str) -> str:
     return name[0] if not head.strip(" \t\r\n{[") and name[1] else ""
 
 
-def write_call(output: Output, start: int, body: Body, keys: Sequence[str] = ("arguments",)) -> None:
-    """Put the call that `body` names on the page, or why it is broken."""
+def _id_in(text: str, key: str) -> str:
+    found = decode_members(text).get(key)
+    return found.value if found is not None and isinstance(found.value, str) else ""
+
+
+def write_call(
+    output: Output, start: int, body: Body, keys: Sequence[str] = ("arguments",), id_key: str | None = None
+) -> None:
+    """Put the call that `body` names on the page, or why it is broken. `id_key` is where the object has its id."""
     problem = body.problem
     if problem is None:
         try:
@@ -137,6 +144,6 @@ def write_call(output: Output, start: int, body: Body, keys: Sequence[str] = ("a
         except Malformed as malformed:
             problem = malformed
         else:
-            output.page.call(name, arguments, text, start, body.end)
+            output.page.call(name, arguments, text, start, body.end, _id_in(body.text, id_key) if id_key else "")
             return
     output.page.broken(problem, name_in(body.text), start, body.end)

@@ -35,9 +35,9 @@ class Output:
     `in_section`: tags that hold several calls have been opened and not closed.
     """
 
-    def __init__(self, tools: Tools | None, short_ids: bool) -> None:
+    def __init__(self, tools: Tools | None, short_ids: bool, turn: int = 0) -> None:
         self.source = Source()
-        self.page = Page(self.source, short_ids)
+        self.page = Page(self.source, short_ids, turn)
         self.types = ArgumentTypes(tools or ())
         self.in_section = False
 
@@ -79,16 +79,16 @@ class GrammarParser:
         self._grammar = grammar
 
     def parse(
-        self, text: str, *, tools: Tools | None = None, cut: bool = False, thinking: bool | None = None
+        self, text: str, *, tools: Tools | None = None, cut: bool = False, thinking: bool | None = None, turn: int = 0
     ) -> Parsed:
         """What `text` holds; see `Parser.parse`."""
-        stream = self.stream(tools=tools, thinking=thinking)
+        stream = self.stream(tools=tools, thinking=thinking, turn=turn)
         stream.take(text)
         return stream.end(cut)
 
-    def stream(self, *, tools: Tools | None = None, thinking: bool | None = None) -> GrammarStream:
+    def stream(self, *, tools: Tools | None = None, thinking: bool | None = None, turn: int = 0) -> GrammarStream:
         """The same, piece by piece."""
-        return GrammarStream(self._grammar, tools, thinking)
+        return GrammarStream(self._grammar, tools, thinking, turn)
 
     def render(self, calls: Sequence[Call], text: str = "", *, tools: Tools | None = None) -> str:
         """`text` and `calls` in this format. Raises `Unwritable` when they would not be read back as they are."""
@@ -112,9 +112,9 @@ class Mention(NamedTuple):
 class GrammarStream:
     """Reads one output."""
 
-    def __init__(self, grammar: Grammar, tools: Tools | None, thinking: bool | None) -> None:
+    def __init__(self, grammar: Grammar, tools: Tools | None, thinking: bool | None, turn: int) -> None:
         self._grammar = grammar
-        self._output = Output(tools, grammar.short_ids)
+        self._output = Output(tools, grammar.short_ids, turn)
         self._opens = {begin: marks(end) for begin, end in grammar.thinking}
         self._ends = frozenset(end for _, end in grammar.thinking)
         self._marks = marks(*grammar.openers.literals, *self._opens, *sorted(self._ends))

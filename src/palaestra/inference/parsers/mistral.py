@@ -1,6 +1,6 @@
 """Mistral, in the three forms that its tokenizers have had.
 
-    up to v10   [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]
+    up to v10   [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...], each with an optional "id"
     v11, v12    [TOOL_CALLS]f{...}[TOOL_CALLS]g{...}
     from v13    [TOOL_CALLS]f[ARGS]{...}, with an optional [CALL_ID]id before [ARGS]
 
@@ -41,7 +41,7 @@ class Mistral(Grammar):
             inner = yield from source.skip(begin + 1)
             if not (yield from source.at(inner, "{")) and not (yield from source.ends(inner)):
                 return None
-            return (yield from read_array(output, mark.start, begin))
+            return (yield from read_array(output, mark.start, begin, id_key="id"))
         if (yield from source.ends(begin)):
             output.page.broken(Malformed(Reason.UNCLOSED, "the output ends here"), "", mark.start, begin)
             return begin
@@ -90,7 +90,7 @@ class Mistral(Grammar):
                 problem = malformed
             else:
                 return end
-        output.page.broken(problem, name, mark.start, end)
+        output.page.broken(problem, name, mark.start, end, call_id)
         return end
 
     def _end_of_broken(self, output: Output, begin: int, scan: Scan) -> Reading[int]:

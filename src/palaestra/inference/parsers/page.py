@@ -7,6 +7,7 @@ covers; white space alone is never text, so it is held back until something foll
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from itertools import groupby
 from typing import NamedTuple, TypeVar
@@ -29,6 +30,7 @@ from palaestra.inference.parsers.source import Mark, Source
 Found = TypeVar("Found", Piece, Event)
 
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_SHORT = re.compile(f"[{_ALPHABET}]{{9}}")
 
 
 class Hold(NamedTuple):
@@ -39,13 +41,16 @@ class Hold(NamedTuple):
 
 
 class Page:
-    """`written` is the position up to which everything is accounted for."""
+    """`written` is the position up to which everything is accounted for. `short_ids`: every id has nine letters and
+    digits, also those that the model gave."""
 
-    def __init__(self, source: Source, short_ids: bool = False) -> None:
+    def __init__(self, source: Source, short_ids: bool = False, turn: int = 0) -> None:
         self.pieces: list[Piece] = []
         self.written = 0
         self._source = source
         self._short_ids = short_ids
+        self._turn = turn
+        self._ids: set[str] = set()
         self._events: list[Event] = []
         self._open: list[str] = []
         self._held = ""
@@ -90,13 +95,15 @@ class Page:
     def call(
         self, name: str, arguments: Mapping[str, JSON], arguments_text: str, start: int, end: int, call_id: str = ""
     ) -> None:
-        """A call that may run. `call_id` where the format has ids of its own."""
-        self._add(Call(call_id or self._id(name, arguments_text), name, arguments, arguments_text, start, end))
+        """A call that may run. `call_id` is the one that the model gave it, where the format has ids."""
+        known_as = self._id(call_id, name, arguments_text)
+        self._add(Call(known_as, name, arguments, arguments_text, start, end))
 
-    def broken(self, problem: Malformed, name: str, start: int, end: int) -> None:
+    def broken(self, problem: Malformed, name: str, start: int, end: int, call_id: str = "") -> None:
         """A call that must not run."""
         text = self._source.read(start, end)
-        self._add(BrokenCall(self._id(name, text), name, problem.reason, problem.detail, text, start, end))
+        known_as = self._id(call_id, name, text)
+        self._add(BrokenCall(known_as, name, problem.reason, problem.detail, text, start, end))
 
     def take_back(self, start: int, end: int) -> None:
         """All that came before the end of thinking from `start` to `end` was thinking."""
@@ -180,9 +187,14 @@ class Page:
     def _tell(self, event: Event) -> None:
         self._events.append(event)
 
-    def _id(self, name: str, content: str) -> str:
-        """Of the content and the place in the output, so that equal outputs have equal ids."""
-        digest = hashlib.sha256(f"{self._number}\0{name}\0{content}".encode(errors="surrogatepass")).digest()
+    def _id(self, given: str, name: str, content: str) -> str:
+        """The model's own, where it can be one, or one of the content and the place in the conversation, so that equal
+        outputs have equal ids."""
+        if given and given not in self._ids and (not self._short_ids or _SHORT.fullmatch(given)):
+            self._ids.add(given)
+            return given
+        place = f"{self._turn}\0{self._number}" if self._turn else str(self._number)
+        digest = hashlib.sha256(f"{place}\0{name}\0{content}".encode(errors="surrogatepass")).digest()
         if self._short_ids:
             return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest[:9])
-        return f"call_{digest[:4].hex()}"
+        return f"call_{self._turn}_{self._number}" if self._turn else f"call_{digest[:4].hex()}"

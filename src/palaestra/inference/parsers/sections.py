@@ -71,7 +71,7 @@ class Sections(Grammar):
             else:
                 page.call(header.name, arguments, body.text, start, body.end, header.id)
                 return body.end
-        page.broken(problem, header.name, start, body.end)
+        page.broken(problem, header.name, start, body.end, header.id)
         return body.end
 
     def _no_call(self, output: Output, mark: Mark) -> Reading[int | None]:
