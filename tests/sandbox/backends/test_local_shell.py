@@ -136,6 +136,41 @@ def test_a_command_that_ends_the_shell_says_so(with_slot: WithSlot, command: str
     with_slot(body)
 
 
+@pytest.mark.parametrize("command", ["exec sleep 600", "trap 'exit 5' INT; sleep 600"])
+def test_a_shell_that_ends_by_the_interrupt_of_a_timeout_takes_its_command_along(
+    on_each_rung: WithSlot, command: str
+) -> None:
+    """What earlier commands have left in the background stays."""
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        shell = await slot.shell()
+        await shell.run("X=1; sleep 601 &")
+        late = await asyncio.wait_for(shell.run(f"sleep 602 & echo begun; {command}", timeout_s=0.3), 20)
+        assert (late.exit_code, late.output) == (124, "begun\n")
+        assert (late.metadata["timeout"], late.metadata["shell_restarted"]) == (True, True)
+        assert (await slot.execute("pgrep -a sleep")).output.split(maxsplit=1)[1] == "sleep 601\n"
+        assert await output_of(shell, "echo X=$X") == "X=\n"
+
+    on_each_rung(body)
+
+
+def test_a_command_can_be_given_up_at_any_moment(on_each_rung: WithSlot) -> None:
+    """Also while its shell is starting, and an interrupt ends it."""
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        for turns in (1, 2, 3, 5, 8, 10, 20, 30, 40, 60):
+            shell = await slot.shell()
+            running = asyncio.ensure_future(shell.run("cd /tmp; echo $PWD"))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            running.cancel()
+            await asyncio.wait_for(asyncio.wait([running]), 20)
+            assert await output_of(shell, "echo on") == "on\n"
+            await shell.aclose()
+
+    on_each_rung(body)
+
+
 def test_a_shell_that_dies_between_commands_is_not_silent(with_slot: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         shell = await slot.shell()

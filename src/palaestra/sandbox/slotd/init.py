@@ -85,7 +85,7 @@ class Init:
         self._channel, self._start, self._kill_slot = channel, start or start_command, kill_slot
         self._commands: dict[int, killing.Command] = {}
         self._names: dict[int, int] = {}
-        self._at_end: set[int] = set()
+        self._at_end: dict[int, killing.Moment] = {}
 
     def serve(self) -> None:
         """Until the server closes the channel; the slot ends with this process."""
@@ -148,9 +148,9 @@ class Init:
     def _kill(self, name: int, after: killing.Moment, flags: int) -> None:
         """Kill a command and what it started, then say so. Its exit is reported first, as always."""
         if flags & orders.AT_END and name in self._names.values():
-            self._at_end.add(name)
+            self._at_end[name] = after
             return
-        self._at_end.discard(name)
+        self._at_end.pop(name, None)
         swept, spare = False, bool(flags & orders.SPARE)
         for pid, known in list(self._names.items()):
             if known == name:
@@ -172,13 +172,12 @@ class Init:
                 code, cpu_s = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
                 send(self._channel, Report(Kind.EXIT, name, code, False, cpu_s, usage.ru_maxrss << 10))
                 if name in self._at_end:
-                    self._at_end.discard(name)
-                    self._kill_rest(name, command)
+                    self._kill_rest(name, command, self._at_end.pop(name))
 
-    def _kill_rest(self, name: int, ended: killing.Command) -> None:
+    def _kill_rest(self, name: int, ended: killing.Command, after: killing.Moment) -> None:
         """The main process has ended: kill what is left of its tree, then say so."""
         others = list(self._commands.values())
-        swept = killing.kill_tree(ended, others, self._reap, spare=True, kill_slot=self._kill_slot)
+        swept = killing.kill_tree(ended, others, self._reap, after, spare=True, kill_slot=self._kill_slot)
         send(self._channel, Report(Kind.KILLED, name, flag=swept))
 
 

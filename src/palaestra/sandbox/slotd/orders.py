@@ -22,7 +22,7 @@ from enum import IntEnum
 from itertools import chain
 from typing import NamedTuple
 
-VERSION = 4
+VERSION = 5
 """Of these structs. The native init says which one it was built for, and is not used when it is another."""
 
 MAX_DATAGRAM = 96 << 10
@@ -35,7 +35,7 @@ reported, with the pid that the slot sees."""
 
 SPARE, AT_END = 1, 2
 """Flags of KILL: the main process lives on, for a shell that goes on; or the rest of its tree is killed not now, but as
-soon as it has ended, which is reported first."""
+soon as it has ended, which is reported first. The last of them that an init was sent holds."""
 
 _ORDER, _REPORT = struct.Struct("=BBHIHH"), struct.Struct("=BBHIiIqq")
 _MOMENT = struct.Struct("=qq")

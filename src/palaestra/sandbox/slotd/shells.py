@@ -204,6 +204,8 @@ class Shell:
         self._patience = None
         if self._process is None:
             return
+        if times == INTERRUPTS:  # many a shell ends by it: one that is just starting, or has become the command itself
+            self._slot.kill_at_end(self._process, killing.inside(self._slot.pid, self._after))
         if not times:
             self._slot.kill_child(self._process, killing.inside(self._slot.pid, self._after))
             return

@@ -188,9 +188,10 @@ class Slot:
         self._ask(orders.encode_kill(command, after, spare))
         self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(command))
 
-    def kill_at_end(self, command: int) -> None:
-        """Kill what is left of a child as soon as its main process has ended. KILLED follows its end."""
-        self._ask(orders.encode_kill(command, at_end=True))
+    def kill_at_end(self, command: int, after: killing.Moment = killing.ALWAYS) -> None:
+        """Kill what a child has started (after a moment) as soon as its main process has ended. KILLED follows its end,
+        unless `kill_child` comes first."""
+        self._ask(orders.encode_kill(command, after, at_end=True))
 
     def conclude(self, execution: Execution, of_shell: int = 0) -> None:
         """Send a command's RESULT, with the flags of a shell that goes on."""

@@ -31,7 +31,7 @@
 
 #include "steps.h"
 
-enum { VERSION = 4, ANSWER = 100 };
+enum { VERSION = 5, ANSWER = 100 };
 enum { CONTROL = 3, LIST = 5, MAX_DATAGRAM = 96 << 10, MAX_FDS = 8, KILL_PATIENCE_S = 2 };
 enum { ORDER_SPAWN = 1, ORDER_KILL, ORDER_SIGNAL, ORDER_LONG };
 enum { REPORT_READY = 1, REPORT_FAILED, REPORT_EXIT, REPORT_NOT_STARTED, REPORT_KILLED, REPORT_STARTED };
@@ -58,11 +58,17 @@ _Static_assert(sizeof(struct report) == 32, "as in orders.py");
 
 /* ---- Commands that run: their main process and when it was started, in clock ticks since boot. */
 
+/* When, in ticks since boot, and the last pid that had been given out by then; zeros are always. */
+struct moment {
+    int64_t ticks, pid;
+};
+
 struct command {
     pid_t pid;
     uint32_t name;
     unsigned long long started;
-    int at_end; /* what is left of it is to be killed when its main process ends */
+    int at_end; /* what is left of it, and is younger than a moment, is to be killed when its main process ends */
+    struct moment after;
 };
 
 static struct command *commands;
@@ -311,11 +317,6 @@ static void list_processes(void) {
     closedir(folder);
 }
 
-/* When, in ticks since boot, and the last pid that had been given out by then; zeros are always. */
-struct moment {
-    int64_t ticks, pid;
-};
-
 static int younger(const struct process *process, struct moment than) {
     return (int64_t)process->started > than.ticks
            || ((int64_t)process->started == than.ticks && process->pid > than.pid);
@@ -379,7 +380,7 @@ static int kill_tree(struct command command, struct moment after, int spare) {
 
 /* Its main process has ended, and has been reported: the rest of its tree. */
 static void kill_rest(struct command ended) {
-    int swept = kill_tree(ended, (struct moment){0, 0}, 1);
+    int swept = kill_tree(ended, ended.after, 1);
     report((struct report){.kind = REPORT_KILLED, .command = ended.name, .flag = swept});
 }
 
@@ -388,6 +389,7 @@ static void kill_command(uint32_t name, struct moment after, int flags) {
     for (size_t i = 0; i < command_count; i++)
         if (commands[i].name == name) {
             commands[i].at_end = !!(flags & FLAG_AT_END);
+            commands[i].after = after;
             if (commands[i].at_end)
                 return;
             swept = kill_tree(commands[i], after, flags & FLAG_SPARE);
