@@ -38,7 +38,7 @@ from palaestra.inference.said import Speech
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.toy import toy_logprob, toy_tokenizer
 from palaestra.rollouts.base import AgentSettings, Kit
-from palaestra.rollouts.export.atif import AtifExporter
+from palaestra.rollouts.export.atif import AtifExporter, atif_document
 from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.export.base import ExportMeta
 from palaestra.rollouts.export.conversation import Page, inside
@@ -60,7 +60,7 @@ from palaestra.tools.binding import SlotTools
 from palaestra.tools.builtin.delegate_task import DELEGATE_TASK
 from palaestra.tools.builtin.todo import TODO
 from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.schema import FunctionTool, ToolRun, ToolSchema
+from palaestra.tools.schema import FunctionTool, ToolReply, ToolRun, ToolSchema
 
 Speaks = Callable[[str, int], str | None]
 """What is said in a conversation that began with the user's text, after so many replies; None is no answer ever."""
@@ -271,6 +271,36 @@ def test_a_run_with_sub_agents_is_played_again(tmp_path: Path) -> None:
     comparison = Comparison()
     comparison.add(*(next(iter(read_groups(tmp_path / name / "journal.jsonl"))) for name in ("first", "second")))
     assert (comparison.ok, comparison.rate) == (True, 1.0)
+
+
+def test_what_a_sub_agent_sees_is_compared_too(tmp_path: Path) -> None:
+    (recorded,) = roll_out(tmp_path / "first", Exact())
+
+    class Wrong(Delegating):
+        def kit(self, task: Task, rng: random.Random) -> Kit:
+            async def add(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+                return {"error": "no"} if arguments["b"] == 10 else await ADD.run(arguments, run)
+
+            return Kit(ToolRegistry([FunctionTool(ADD.schema, add), DELEGATE_TASK]))
+
+    playback = Playback(Recording(tmp_path / "first/journal.jsonl"))
+    (replayed,) = roll_out(tmp_path / "second", scripted(playback), Wrong())
+    assert replayed.messages == recorded.messages, "a sub-agent says what it said"
+    comparison = Comparison()
+    comparison.add(*(next(iter(read_groups(tmp_path / name / "journal.jsonl"))) for name in ("first", "second")))
+    assert (comparison.ok, comparison.observations, comparison.equal) == (False, 4, 2)
+    assert [(each.subagent, each.turn) for each in comparison.differences] == [(1, 1)]
+
+
+def test_the_agents_own_turns_have_their_tokens_in_atif(tmp_path: Path) -> None:
+    (trajectory,) = roll_out(tmp_path, Exact())
+    document, remarks = atif_document(trajectory, [], ExportMeta())
+    ids = [step.metrics.completion_token_ids or [] for step in document.steps if step.metrics]
+    assert [len(each) for each in ids] == [turn.completion_tokens for turn in trajectory.turns]
+    assert TOKENIZER.decode(ids[2]) == "done<|im_end|>"
+    assert remarks == {"without the conversations of its sub-agents"}
+    trajectory.turns.pop()
+    assert "without the token ids of some turns" in atif_document(trajectory, [], ExportMeta())[1]
 
 
 def test_what_its_own_tools_hold_ends_with_a_sub_agent(tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ def _lines(comparison: Comparison, recording: Recording) -> list[str]:
     if recording.unfinished:
         lines.append(f"left out      {recording.unfinished} groups that had not ended")
     for each in comparison.differences[:_SHOWN]:
-        lines.append(f"{each.rollout_id}, turn {each.turn}: {each.kind}")
+        whose = f", sub-agent {each.subagent}" if each.subagent else ""
+        lines.append(f"{each.rollout_id}{whose}, turn {each.turn}: {each.kind}")
         lines += [f"  call      {printable(each.call.strip())[:200]}"] if each.turn else []
         lines += [f"  recorded  {printable(each.recorded)}", f"  replayed  {printable(each.replayed)}"]
     for end in comparison.other_ends[:_SHOWN]:

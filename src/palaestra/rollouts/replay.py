@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import msgspec
 
@@ -71,7 +71,8 @@ def _said(rollout_id: str, conversation: Trajectory | SubagentRecord) -> list[Re
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first observation of a rollout that is not the recorded one. `turn` 0 is the prompt."""
+    """The first observation of a rollout that is not the recorded one. `turn` 0 is the prompt; `subagent` is the number
+    of the sub-agent whose observation it is, 0 for the rollout's own agent."""
 
     rollout_id: str
     turn: int
@@ -79,6 +80,7 @@ class Difference:
     call: str
     recorded: str
     replayed: str
+    subagent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,8 @@ class OtherEnd:
 
 @dataclass(slots=True)
 class Comparison:
-    """What a replay came to. Observations are the answers to the agent's calls; `kinds` counts those that differ."""
+    """What a replay came to. Observations are the answers to calls of agents and sub-agents; `kinds` counts those that
+    differ."""
 
     rollouts: int = 0
     not_recorded: int = 0
@@ -138,18 +141,28 @@ class Comparison:
     def _rollout(self, recorded: Trajectory, replayed: Trajectory) -> None:
         self.rollouts += 1
         first = True
-        for difference in self._differences(recorded, replayed):
+        for difference in self._all_differences(recorded, replayed):
             self.kinds[difference.kind] += 1
             if first:
                 self.differences.append(difference)
             first = False
         self._end(recorded, replayed)
 
-    def _differences(self, recorded: Trajectory, replayed: Trajectory) -> Iterator[Difference]:
+    def _all_differences(self, recorded: Trajectory, replayed: Trajectory) -> Iterator[Difference]:
+        """Those of sub-agents first: the answer to who gave them the work came after."""
+        name, now = recorded.rollout_id, {each.number: each.messages for each in replayed.every_subagent()}
+        for each in recorded.every_subagent():
+            for difference in self._differences(name, each.messages, now.get(each.number, [])):
+                yield replace(difference, subagent=each.number)
+        yield from self._differences(name, recorded.messages, replayed.messages)
+
+    def _differences(
+        self, rollout_id: str, recorded: Sequence[Message], replayed: Sequence[Message]
+    ) -> Iterator[Difference]:
         asked: list[str] = []
         turn = 0
-        now = dict(enumerate(replayed.messages))
-        for place, message in enumerate(recorded.messages):
+        now = dict(enumerate(replayed))
+        for place, message in enumerate(recorded):
             if message.get("role") == "assistant":
                 turn, call = turn + 1, _calls(message)
                 asked.append(call)
@@ -162,9 +175,7 @@ class Comparison:
                 self.equal += turn > 0
                 continue
             kind = classify(was, is_now, "\n".join(asked)) if turn else Kind.OTHER
-            yield Difference(
-                recorded.rollout_id, turn, kind, asked[-1][:500] if asked else "", *first_difference(was, is_now)
-            )
+            yield Difference(rollout_id, turn, kind, asked[-1][:500] if asked else "", *first_difference(was, is_now))
 
     def _end(self, recorded: Trajectory, replayed: Trajectory) -> None:
         """Rewards and endings, where both are the agent's. A recording that was cut off says nothing about its end."""

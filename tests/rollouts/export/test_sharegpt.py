@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 
 import pytest
 from hypothesis import given
-from recorded import MALFORMED, TOOL, TWO_CALLS, call, histories, reply, result
+from recorded import MALFORMED, META, TOOL, TWO_CALLS, call, histories, reply, result, rollout
 
 from palaestra.core.types import JSON, Message
+from palaestra.rollouts.export.openai import OpenAIExporter
 from palaestra.rollouts.export.sharegpt import Unfit, alternating
 from palaestra.rollouts.export.speech import Call, heard
+from palaestra.rollouts.trajectory import Group
 
 FOLLOWS = {"": {"system", "human"}, "system": {"human"}, "human": {"gpt"}, "gpt": {"human", "tool"}, "tool": {"gpt"}}
 USER: Message = {"role": "user", "content": "go"}
@@ -167,3 +170,24 @@ def test_calls_of_the_same_id_keep_the_order_of_their_results() -> None:
     twice = reply("", "") | {"tool_calls": [call(1, "{}"), call(1, "{}")]}
     turns, _ = turns_of([USER, twice, result(1, "first"), result(1, "second"), reply("a", "")])
     assert [body["content"] for body in bodies("tool_response", turns[2]["value"])] == ["first", "second"]
+
+
+IN_TEXT: list[Message] = [
+    {"role": "system", "content": "Work.\n<tools>\n{}\n</tools>"},
+    {"role": "user", "content": "Copy it."},
+    {"role": "assistant", "content": '<tool_call>\n{"name": "cp", "arguments": {}}\n</tool_call>'},
+    {"role": "user", "content": '<tool_response>{"success": true, "output": ""}</tool_response>'},
+    {"role": "assistant", "content": "Copied."},
+]
+
+
+def test_an_agent_that_writes_its_calls_as_text_is_told_its_tools_once() -> None:
+    turns, remarks = alternating(heard(IN_TEXT), [TOOL])
+    assert [turn["from"] for turn in turns] == ["system", "human", "gpt", "tool", "gpt"]
+    assert [turn["value"] for turn in turns] == [message["content"] for message in IN_TEXT]
+    assert not remarks
+    out = io.BytesIO()
+    group = Group(group_id="g", number=0, task_id="t", tools=[TOOL], trajectories=[rollout(0, IN_TEXT)])
+    OpenAIExporter().export([group], out, META)
+    line = json.loads(out.getvalue())
+    assert (line["messages"], line["tools"]) == (IN_TEXT, [])

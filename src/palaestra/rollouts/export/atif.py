@@ -20,7 +20,7 @@ from typing import IO
 import msgspec
 
 from palaestra.core.types import JSON
-from palaestra.inference.ledger import LedgerRecord, record_rows
+from palaestra.inference.ledger import record_rows
 from palaestra.rollouts.export.atif_model import (
     IMAGE_TYPES,
     WRITE_VERSION,
@@ -119,7 +119,9 @@ class _Steps:
         self.steps: list[Step] = []
         self.remarks: set[str] = set()
         self._turns = dict(enumerate(trajectory.turns, 1))
-        self._sampled = _sampled(trajectory.ledger, len(trajectory.turns))
+        self._sampled = _sampled(trajectory)
+        if len(self._sampled) < len(trajectory.turns) and trajectory.ledger is not None:
+            self.remarks.add("without the token ids of some turns")
 
     def take(self, message: Said, turn: int | None) -> None:
         """Add one message; `turn` is the model's own turn (from 1) in which it was said."""
@@ -212,17 +214,24 @@ def _image(part: JSON) -> Source | None:
     return Source(media_type=named, path=url) if named in IMAGE_TYPES else None
 
 
-def _sampled(ledger: LedgerRecord | None, turns: int) -> dict[int, tuple[list[int], list[float]]]:
-    """What was sampled in each turn: ids[T], logprobs[T]. Nothing where the ledger has calls beside the loop's."""
-    if ledger is None or len(ledger.turns) != turns:
+def _sampled(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float]]]:
+    """What was sampled in each turn: ids[T], logprobs[T]. Sub-agents have segments of the ledger to themselves; nothing
+    where the rest has other calls than the agent's turns."""
+    ledger = trajectory.ledger
+    if ledger is None:
         return {}
-    sampled: dict[int, tuple[list[int], list[float]]] = {turn.number: ([], []) for turn in ledger.turns}
+    beside = {segment for each in trajectory.every_subagent() for segment in each.segments}
+    own = [turn.number for turn in ledger.turns if turn.segment not in beside]
+    if len(own) != len(trajectory.turns):
+        return {}
+    sampled: dict[int, tuple[list[int], list[float]]] = {number: ([], []) for number in own}
     for row in record_rows(ledger):
         for span in ledger.segments[row.segment].spans:
-            if span.kind == "sampled":
+            if span.kind == "sampled" and span.turn in sampled:
                 sampled[span.turn][0].extend(row.tokens[span.start : span.stop])
                 sampled[span.turn][1].extend(row.logprobs[span.start : span.stop])
-    return {number: each for number, each in sampled.items() if each[0] and math.isfinite(sum(each[1]))}
+    turns = enumerate(sampled.values(), 1)
+    return {turn: each for turn, each in turns if each[0] and math.isfinite(sum(each[1]))}
 
 
 def _ours(values: Extra) -> Extra | None:

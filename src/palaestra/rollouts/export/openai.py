@@ -3,9 +3,9 @@
 Source: the chat completions API for messages, the tools data sets of the Hugging Face trainers for the line. Not the
 place for tokens: what a trainer makes of these messages is its template's affair (`rows` has what was sampled).
 
-It keeps: the texts are as recorded. `arguments` stay JSON text, since a column of objects gets the keys of all its
-rows when it is loaded as a table; no text at all, which stands for no arguments, becomes `{}`, and a malformed text
-stays what it is and is remarked upon.
+It keeps: the texts are as recorded, and `tools` are empty where they stand in the prompt. `arguments` stay JSON text,
+since a column of objects gets the keys of all its rows when it is loaded as a table; no text at all, which stands for
+no arguments, becomes `{}`, and a malformed text stays what it is and is remarked upon.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import IO
 from palaestra.core.types import JSON, Message
 from palaestra.rollouts.export.atropos import encode_line
 from palaestra.rollouts.export.base import ExportMeta, ExportReport, apart
-from palaestra.rollouts.export.speech import Said, heard, unanswered
+from palaestra.rollouts.export.speech import Said, calls_in_text, heard, unanswered
 from palaestra.rollouts.trajectory import Group, Trajectory
 
 MALFORMED = "has malformed arguments, kept as text"
@@ -37,7 +37,8 @@ class OpenAIExporter:
             for trajectory in report.chosen(group, meta):
                 conversation = heard(trajectory.messages)
                 messages = [openai_message(message) for message in conversation]
-                line = {"messages": messages, "tools": group.tools} | facts(trajectory, meta)
+                tools = [] if calls_in_text(conversation) else group.tools
+                line = {"messages": messages, "tools": tools} | facts(trajectory, meta)
                 out.write(encode_line(line))
                 report.wrote([*remarks_on(conversation), *_lost(conversation), *apart(trajectory)])
         return report

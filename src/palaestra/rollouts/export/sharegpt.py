@@ -18,7 +18,7 @@ from palaestra.core.types import JSON
 from palaestra.rollouts.export.atropos import encode_line
 from palaestra.rollouts.export.base import ExportMeta, ExportReport, apart
 from palaestra.rollouts.export.openai import facts, remarks_on
-from palaestra.rollouts.export.speech import Call, Said, heard
+from palaestra.rollouts.export.speech import Call, Said, calls_in_text, heard
 from palaestra.rollouts.trajectory import Group
 
 _TOOLS_TEXT = """\
@@ -67,20 +67,24 @@ def alternating(
     conversation: Sequence[Said], tools: Sequence[Mapping[str, JSON]]
 ) -> tuple[list[dict[str, str]], set[str]]:
     """The turns, and what had to give for them to alternate. Raises `Unfit`."""
-    turns = _Turns()
+    turns = _Turns(calls_in_text(conversation))
     for message in conversation:
         turns.take(message)
     turns.end()
-    if tools:
+    if tools and not turns.in_text:
         turns.system.append(_TOOLS_TEXT.format(tools=_body(list(tools))))
     opening = [{"from": "system", "value": "\n\n".join(turns.system)}] if turns.system else []
     return [*opening, *turns.turns], turns.remarks
 
 
 class _Turns:
-    """The turns so far. `_open` are the calls of the last turn, `_results` what came back for them by call id."""
+    """The turns so far. `_open` are the calls of the last turn, `_results` what came back for them by call id.
 
-    def __init__(self) -> None:
+    With `in_text` they have this form already, but that a user brings the results.
+    """
+
+    def __init__(self, in_text: bool) -> None:
+        self.in_text = in_text
         self.system: list[str] = []
         self.turns: list[dict[str, str]] = []
         self.remarks: set[str] = set()
@@ -120,7 +124,9 @@ class _Turns:
         if message.role == "system":
             self.remarks.add("a later system message is told as the human's")
         last = self.turns[-1]["from"] if self.turns else ""
-        if last in ("human", "tool"):
+        if self.in_text and last == "gpt" and message.text.startswith("<tool_response>"):
+            self._add("tool", message.text)
+        elif last in ("human", "tool"):
             self.remarks.add(f"a human message is joined to the {last} turn before it")
             self.turns[-1]["value"] += f"\n\n{message.text}"
         else:
@@ -135,7 +141,7 @@ class _Turns:
             self.turns[-1]["value"] += f"\n\n{_spoken(message)}"
         else:
             self._add("gpt", _spoken(message))
-        if "<tool_call>" in message.text:
+        if "<tool_call>" in message.text and not self.in_text:
             self.remarks.add("has text that reads as a call")
 
     def _result(self, message: Said) -> None:

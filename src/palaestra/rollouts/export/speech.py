@@ -100,6 +100,13 @@ def part_kind(part: JSON) -> str:
     return str(part.get("type") if isinstance(part, Mapping) else type(part).__name__)[:40]
 
 
+def calls_in_text(heard: Sequence[Said]) -> bool:
+    """Whether the agent was told its tools in the prompt and wrote its calls as text: who is told them beside the
+    conversation is told them twice."""
+    told = any("<tools>" in message.text for message in heard if message.role == "system")
+    return told and not any(message.calls for message in heard)
+
+
 def own_turns(heard: Sequence[Said], turns: int) -> list[int | None]:
     """For each message the number of the turn (from 1) in which the model said it; None for all others.
 
