@@ -105,6 +105,30 @@ def check(chat: ManagedChat) -> None:
             assert (mask, logprob) in ((-100, 1.0), (token, toy_logprob(token, place)))
 
 
+def test_lists_of_parts_are_their_text_and_no_other_thing_is_shown_to_the_model() -> None:
+    chat = managed(toy("I look.\n" + CALL, "done"))
+    asked: list[Message] = [
+        {"role": "system", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+    ]
+    reply = said(asyncio.run(chat.chat_completion(messages=asked, tools=[TERMINAL])))
+    parts = {**reply, "content": [{"type": "text", "text": reply["content"]}]}
+    answer: Message = {"role": "tool", "tool_call_id": "call_1_0", "content": [{"type": "text", "text": "file.txt"}]}
+    asyncio.run(chat.chat_completion(messages=[*asked, parts, answer], tools=[TERMINAL]))
+    assert len(chat.ledger.rows()) == 1
+    assert "system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>" in text_of(chat)
+    assert "tool\nfile.txt<|im_end|>" in text_of(chat)
+    check(chat)
+    before = len(chat.ledger.turns)
+    for wrong in ([{"type": "image_url", "image_url": {"url": "x"}}], {"x": 1}, 5):
+        with pytest.raises(ConfigError, match="holds what is no text"):
+            asyncio.run(chat.chat_completion(messages=[{"role": "user", "content": wrong}]))
+    nothing = managed(toy("done"))
+    asyncio.run(nothing.chat_completion(messages=[{"role": "user", "content": None}]))
+    assert "None" not in text_of(nothing)
+    assert len(chat.ledger.turns) == before
+
+
 @pytest.mark.parametrize(
     ("parser", "reply", "ids"),
     [

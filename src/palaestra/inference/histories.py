@@ -14,7 +14,7 @@ from palaestra.core.types import JSON, Message
 from palaestra.inference.base import AssistantMessage
 from palaestra.inference.templates import History, TurnRenderer
 from palaestra.inference.templates.marks import StepKind
-from palaestra.inference.templates.messages import reasoning_of
+from palaestra.inference.templates.messages import content_of, reasoning_of
 
 V = TypeVar("V")
 
@@ -109,7 +109,7 @@ def _sent(reply: AssistantMessage) -> Message:
 
 def _same_reply(ours: Message, theirs: Message) -> bool:
     """Clients write a reply back in their own way, some without its thinking; what it says must be the same."""
-    if theirs.get("role") != "assistant" or (theirs.get("content") or "") != ours["content"]:
+    if theirs.get("role") != "assistant" or content_of(theirs) != ours["content"]:
         return False
     if (thought := reasoning_of(theirs)) and thought != ours.get("reasoning_content"):
         return False

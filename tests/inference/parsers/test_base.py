@@ -64,6 +64,21 @@ def test_broken_calls_become_messages_that_no_loop_can_run() -> None:
     assert Parsed(()).all_tool_calls is None
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama4_pythonic", r"[run(command='\ud800 x')]"),
+        ("deepseek_v3_2", '<｜DSML｜function_calls><｜DSML｜invoke name="run">'
+         r'<｜DSML｜parameter name="command" string="false">["\ud800 x"]</｜DSML｜parameter>'
+         "</｜DSML｜invoke></｜DSML｜function_calls>"),
+    ],
+)  # fmt: skip
+def test_arguments_are_text_that_can_be_written_anywhere(name: str, text: str) -> None:
+    (call,) = get_parser(name).parse(text).calls
+    assert call.arguments_text.encode()
+    assert json.loads(call.arguments_text) == call.arguments
+
+
 def test_ids_follow_content_and_place() -> None:
     parser = get_parser("hermes")
     first, second = parser.parse(ONE + ONE).calls

@@ -14,5 +14,12 @@ def named_object(call: Call, key: str = "arguments") -> str:
 
 
 def bare(value: JSON) -> str:
-    """A value as text: strings as they are, everything else as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    """A value as text: strings as they are, everything else as JSON, in which half surrogate pairs stay escaped."""
+    if isinstance(value, str):
+        return value
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text

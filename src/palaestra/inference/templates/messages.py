@@ -1,7 +1,7 @@
 """Messages as chat templates expect them, made from messages in the OpenAI shape.
 
-Templates want arguments as an object, names on tool results, and thinking in a field that differs from family to
-family. Invariant: the messages given are not changed.
+Templates want text as text (what is none they print as Python would), arguments as an object, names on tool results,
+and thinking in a field that differs from family to family. Invariant: the messages given are not changed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ def for_template(messages: Sequence[Message], reasoning_field: str | None, *, jo
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise ConfigError(f"Message {number} is {message!r:.100}, not an object with a role and content.")
+        if not isinstance(message.get("content", ""), str):
+            message = {**message, "content": content_of(message)}
         if message.get("role") == "assistant":
             message = assistant_message(message, reasoning_field)
             if joined and reasoning_field in message and message["content"] and "tool_calls" in message:
@@ -50,6 +52,27 @@ def assistant_message(message: Message, reasoning_field: str | None) -> Message:
     if calls := message.get("tool_calls"):
         ready["tool_calls"] = [_call(call) for call in calls]
     return ready
+
+
+def content_of(message: Mapping[str, JSON]) -> str:
+    """The text of a message: none is the empty one, the parts of a list are joined. Raises `ConfigError` where there is
+    something else than text in it."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    texts = [_text_of(part) for part in content] if isinstance(content, Sequence) else [None]
+    joined = [text for text in texts if text is not None]
+    if content is not None and len(joined) < len(texts):
+        raise ConfigError(
+            f"A message ({message.get('role')}) holds what is no text: {content!r:.200}. Token-exact chat takes text, "
+            "or a list of parts {'type': 'text', 'text': …}; pictures and data must be turned into it first."
+        )
+    return "".join(joined)
+
+
+def _text_of(part: JSON) -> str | None:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    return text if isinstance(text, str) else None
 
 
 def reasoning_of(message: Mapping[str, JSON]) -> str:
