@@ -91,6 +91,36 @@ def test_a_former_holder_is_refused_after_somebody_else_attached(place: Path) ->
     running(body)
 
 
+def test_snapshots_go_with_the_client_that_knows_them(place: Path) -> None:
+    async def layers(of: LocalBackend) -> int:
+        slot = of.leases()[0]
+        assert isinstance(slot, LocalSlot)
+        return int((await slot.server.call("stats", {})).fields["layers"])
+
+    async def body() -> None:
+        async with backend(place) as first:
+            base = await first.seal(await first.create(SlotSpec(), "base"))
+            slot = await first.create(SlotSpec(), "t", base)
+            await slot.write_text("f", "kept")
+            await first.checkpoint(slot)
+            await first.forget(await first.checkpoint(slot))
+        async with backend(place) as second:
+            assert await layers(second) == 0
+            (found,) = second.leases()
+            sealing = asyncio.ensure_future(second.checkpoint(found))
+            await asyncio.sleep(0)  # sent, and not answered
+        await asyncio.gather(sealing, return_exceptions=True)
+        async with backend(place) as third:
+            (found,) = third.leases()
+            async with found.fork() as fork:
+                assert await fork.read_text("f") == "kept"
+                assert await layers(third) == 1
+            assert await layers(third) == 0
+            await third.end()
+
+    running(body)
+
+
 CLIENT = """
 import asyncio, sys
 from pathlib import Path

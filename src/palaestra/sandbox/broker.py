@@ -1,8 +1,9 @@
 """The process that holds slots for clients that come and go: one slot server below, one client at a time above.
 
 It is the slot server's client, and passes frames on between that server and whoever is attached to its unix socket.
-When a client goes, its running commands are cancelled and its slots stay, under leases that the next client gets anew:
-with a new epoch, so that a late call of the former one is refused. When this process is killed, the slot server sees
+When a client goes, its running commands are cancelled, its snapshots are dropped, since nobody knows them any more, and
+its slots stay, under leases that the next client gets anew: with a new epoch, so that a late call of the former one is
+refused. When this process is killed, the slot server sees
 the end of its stream and everything ends with it, as with any client.
 
 Run by `palaestra.sandbox.service`, which makes the socket (in a directory of the user's alone, mode 0600). It ends when
@@ -64,6 +65,8 @@ class Broker:
         self._pending: dict[int, _Request] = {}
         self._own: dict[int, asyncio.Future[Frame]] = {}
         self._leases: dict[str, dict[str, JSON]] = {}
+        self._layers: set[str] = set()
+        """Of the snapshots that the client has."""
         self._client: Visitor | None = None
         self._visitors: set[asyncio.Task[None]] = set()
         self.over = asyncio.Event()
@@ -129,11 +132,18 @@ class Broker:
             self._leases.pop(name, None)
 
     def _leave(self, visitor: Visitor) -> None:
-        """Its commands are killed, its slots stay."""
+        """Its commands are killed, its snapshots dropped, its slots stay."""
         for number in visitor.numbers.values():
             self._below.write(frames.encode(Kind.CANCEL, number))
         if self._client is visitor:
             self._client = None
+            self._drop(self._layers)
+
+    def _drop(self, layers: set[str]) -> None:
+        """Forget snapshots; what slots stand on stays until they end."""
+        fields: dict[str, JSON] = {"op": "forget", "layers": sorted(layers)}
+        self._below.write(frames.encode(Kind.REQUEST, next(self._numbers), fields))
+        layers.clear()
 
     # Below
 
@@ -166,17 +176,25 @@ class Broker:
             if final:
                 del self._pending[frame.request]
                 del request.visitor.numbers[request.number]
-                self._account(request.fields, frame)
+                self._account(request, frame)
             request.visitor.send(frame.kind, request.number, frame.fields, frame.data)
 
-    def _account(self, asked: dict[str, JSON], answer: Frame) -> None:
-        """Keep the list of leases."""
-        op = asked["op"]
+    def _account(self, request: _Request, answer: Frame) -> None:
+        """Keep the list of leases, and of the client's snapshots."""
+        asked, op = request.fields, request.fields["op"]
         if op == "create" and answer.kind is Kind.RESULT:
             lease = {"slot": answer.fields["slot"], "epoch": answer.fields["epoch"], "about": asked.get("about", {})}
             self._leases[answer.fields["slot"]] = lease
         elif op in ("destroy", "seal"):
             self._leases.pop(asked["slot"], None)
+        if op == "forget":
+            self._layers.difference_update(asked["layers"])
+        elif op in ("seal", "checkpoint", "view", "load") and answer.kind is Kind.RESULT:
+            made = set(answer.fields["layers"][: None if op == "load" else 1])
+            if request.visitor is self._client:
+                self._layers |= made
+            else:
+                self._drop(made)
 
     async def watch_idleness(self) -> None:
         """End when nobody is attached and nothing is held for so long."""
