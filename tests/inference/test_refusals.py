@@ -24,6 +24,7 @@ from palaestra.inference.refusals import refused, server_says, shown
         (b"<html>Bad\ngateway</html>", "<html>Bad gateway</html>"),
         (b"", ""),
         (b"null", "null"),
+        (b'{"error": "caf\xe9"}', '{"error": "caf\N{REPLACEMENT CHARACTER}"}'),
         (b"x" * 900, "x" * 500 + "…"),
     ],
 )

@@ -296,11 +296,16 @@ def test_a_server_that_sampled_after_other_ids_is_found_out(kind: str, spoil: Ca
         ([Answer({"error": "oops"}, 500)], EngineUnavailable, 8),
         ([Answer(cut=True)], EngineUnavailable, 8),
         ([Answer(b'{"meta_info": {"finish')], EngineReplyError, 1),
+        (
+            [Answer(b'{"meta_info": {"finish_reason": {"type": "\xff"}}, "choices": [{"finish_reason": "\xff"}]}')],
+            EngineReplyError,
+            1,
+        ),
         ([Answer([])], EngineReplyError, 1),
         ([Answer({"error": {"message": "no such model"}}, 400)], EngineRefused, 1),
         ([Answer({"error": "The input is longer than the model's context length"}, 400)], ContextExceeded, 1),
     ],
-    ids=["429", "500", "cut", "half a reply", "another shape", "400", "too long"],
+    ids=["429", "500", "cut", "half a reply", "no UTF-8", "another shape", "400", "too long"],
 )
 def test_what_a_server_does_wrong(kind: str, answers: list[Answer], error: type[EngineError], requests: int) -> None:
     async def go() -> int:

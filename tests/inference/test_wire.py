@@ -91,6 +91,8 @@ def test_missing_and_odd_usage() -> None:
         b'{"error": {"message": "overloaded"}}',
         b'{"choices": [{"message": {"content": "cut off',
         b"\xff\xfe",
+        b'{"choices": [{"message": {"content": "\xff"}}]}',
+        b'{"choices": [{"message": {"content": 5}}], "id": "\xe9"}',
         b"[" * 100_000,
     ],
 )

@@ -11,6 +11,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from palaestra.inference.wire import NOT_JSON
+
 ServerKind: TypeAlias = Literal["vllm", "sglang", "other"]
 
 
@@ -30,7 +32,7 @@ def listed_models(body: bytes) -> list[Listed]:
     """The models; none where the body is no such list."""
     try:
         return msgspec.json.decode(body, type=_ModelList).data
-    except (msgspec.DecodeError, RecursionError):
+    except NOT_JSON:
         return []
 
 

@@ -14,6 +14,7 @@ from yarl import URL
 
 from palaestra.core.errors import ContextExceeded, EngineRefused, EngineUnavailable
 from palaestra.core.types import JSON
+from palaestra.inference.wire import NOT_JSON
 
 _SHOWN_CHARS = 500
 
@@ -44,7 +45,7 @@ def server_says(body: bytes) -> str:
     """The server's own words from an error body: OpenAI's, FastAPI's and plain-text shapes; one line, bounded."""
     try:
         found = _message(msgspec.json.decode(body))
-    except (msgspec.DecodeError, RecursionError):
+    except NOT_JSON:
         found = None
     text = found if found is not None else body.decode(errors="replace")
     text = " ".join(text.split())

@@ -21,7 +21,7 @@ import msgspec
 from palaestra.core.errors import EngineReplyError
 from palaestra.core.types import JSON
 from palaestra.inference.refusals import server_says
-from palaestra.inference.wire import encode_json
+from palaestra.inference.wire import NOT_JSON, encode_json
 
 _DONE = b"[DONE]"
 _JOINED = ("content", "reasoning_content", "reasoning", "refusal")
@@ -77,7 +77,7 @@ class ReplyReader:
     def _chunk(self, data: bytes) -> dict[str, JSON]:
         try:
             chunk = msgspec.json.decode(data)
-        except (msgspec.DecodeError, RecursionError):
+        except NOT_JSON:
             chunk = None
         if not isinstance(chunk, dict):
             raise EngineReplyError(f"{self._source} sent what is not a piece of a reply: {server_says(data)!r}.")

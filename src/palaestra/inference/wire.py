@@ -23,6 +23,9 @@ _DECODER = msgspec.json.Decoder(ChatCompletion)
 _TEXT_DECODER = msgspec.json.Decoder(TextCompletion)
 _SHOWN_BYTES = 200
 
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding ends with where bytes are no JSON, or not of the promised shape."""
+
 
 def encode_json(payload: JSON) -> bytes:
     """JSON as UTF-8. Half surrogate pairs, which tool output can hold, become question marks."""
@@ -41,7 +44,7 @@ def decode_completion(raw: bytes, turn: int, source: str) -> ChatCompletion:
         completion = _DECODER.decode(raw)
     except (msgspec.ValidationError, RecursionError):
         completion = _mended(raw, source)
-    except msgspec.DecodeError as error:
+    except NOT_JSON as error:
         raise _not_a_reply(source, f"it is not JSON ({error})", raw) from None
     if not completion.choices:
         raise _not_a_reply(source, "it has no choices", raw)
@@ -55,7 +58,7 @@ def decode_text(raw: bytes, source: str) -> TextCompletion:
     """The reply to a text prompt as records. Raises `EngineReplyError`."""
     try:
         completion = _TEXT_DECODER.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise _not_a_reply(source, str(error), raw, "completion") from None
     if not completion.choices:
         raise _not_a_reply(source, "it has no choices", raw, "completion")
@@ -78,7 +81,7 @@ def _mended(raw: bytes, source: str) -> ChatCompletion:
             "usage": _usage(value.get("usage")),
         }
         return msgspec.convert(mended, ChatCompletion)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise _not_a_reply(source, str(error), raw) from None
 
 

@@ -29,6 +29,7 @@ from palaestra.inference.engines.vllm import VLLMEngine
 from palaestra.inference.listing import Listed, listed_models, server_kind
 from palaestra.inference.refusals import refused, shown
 from palaestra.inference.tokens import Tokenizer, load_tokenizer
+from palaestra.inference.wire import NOT_JSON
 
 REACHABLE, SERVER, CHAT, AGREES = "reachable", "server", "chat with tools", "tokenizer agrees"
 _AFTER_REACHING = (SERVER, CHAT, *SAMPLING, *WRITING, AGREES)
@@ -131,7 +132,7 @@ class _Examination:
         response = await engine.transport.look("GET", url)
         try:
             value: JSON = msgspec.json.decode(response.body)
-        except msgspec.DecodeError:
+        except NOT_JSON:
             return False
         return response.status == 200 and isinstance(value, dict) and bool(value.keys() & {"version", "model_path"})
 

@@ -23,7 +23,7 @@ from palaestra.inference.ledger.prompts import ids_json
 from palaestra.inference.refusals import shown
 from palaestra.inference.tokens import Tokenizer
 from palaestra.inference.transport import Response, Transport
-from palaestra.inference.wire import encode_json
+from palaestra.inference.wire import NOT_JSON, encode_json
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class TokenServer(TokenChat):
         try:
             response = await self.transport.look("POST", self.root_url / "tokenize", lambda: body)
             return msgspec.json.decode(response.body, type=_Tokenized).tokens if response.status == 200 else None
-        except (EngineUnavailable, msgspec.DecodeError):
+        except (EngineUnavailable, *NOT_JSON):
             return None
 
     async def _continued(self, url: URL, name: str, ids: Sequence[int], rest: bytes) -> Response:
@@ -94,7 +94,7 @@ class TokenServer(TokenChat):
         """A reply of the given shape. Raises `EngineReplyError`."""
         try:
             return msgspec.json.decode(raw, type=shape)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except NOT_JSON as error:
             raise self._wrong(
                 url, prompt_tokens, f"{error}; it begins {raw[:200].decode(errors='replace')!r}"
             ) from None

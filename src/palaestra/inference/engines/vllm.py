@@ -16,7 +16,7 @@ from palaestra.inference.base import Sampled
 from palaestra.inference.engines.token_server import TokenServer
 from palaestra.inference.ledger.prompts import ids_json
 from palaestra.inference.refusals import refused
-from palaestra.inference.wire import encode_json
+from palaestra.inference.wire import NOT_JSON, encode_json
 
 _SPELLED = "token_id:"
 _NOT_SAID = b"null"
@@ -107,7 +107,7 @@ def _speaks_of_request(raw: bytes) -> bool:
     """Whether a 404 is vLLM's own, about a model it does not have, and not its web server's about the path."""
     try:
         said = msgspec.json.decode(raw)
-    except msgspec.DecodeError:
+    except NOT_JSON:
         return False
     return isinstance(said, dict) and ("error" in said or "message" in said)
 
