@@ -105,6 +105,7 @@ def test_a_streamed_reply_adds_up_to_the_whole_one(folder: Path) -> None:
     [
         ({"model": "toy"}, "messages"),
         ([], "cannot be read"),
+        (5, "cannot be read"),
         ({"messages": [{"role": "user", "content": "?"}], "tools": 5}, "cannot be read"),
     ],
 )
@@ -115,6 +116,20 @@ def test_what_cannot_be_answered_is_refused(folder: Path, body: JSON, said: str)
             assert said in (await reply.json())["error"]["message"]
 
     with_server(Toy(folder, ["x"]), scenario)
+
+
+def test_a_text_is_continued_through_our_own_client(folder: Path) -> None:
+    engine = Toy(folder, itertools.repeat("and so on"))
+
+    async def scenario(url: str) -> None:
+        client = OpenAIEngine(APIServerConfig(base_url=url, model_name="toy"))
+        told = await client.completion(prompt="One, two", max_tokens=99)
+        assert (told.choices[0].text, told.choices[0].finish_reason) == ("and so on", "stop")
+        assert told.usage is not None
+        assert told.usage.prompt_tokens == len(engine.tokenizer.encode("One, two"))
+        await client.aclose()
+
+    with_server(engine, scenario)
 
 
 def test_what_the_engine_refuses_reaches_the_client(folder: Path) -> None:

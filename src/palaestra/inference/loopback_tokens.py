@@ -114,7 +114,11 @@ class TokenLoopback:
 
     async def _completions(self, request: web.Request) -> web.Response:
         body = await self._body(request)
-        sampled = await self._sampled(body["prompt"], body)
+        prompt = body["prompt"]
+        if isinstance(prompt, str):
+            special = body.get("add_special_tokens", True)
+            prompt = list(self._tokenizer.encode(prompt, add_special_tokens=special))
+        sampled = await self._sampled(prompt, body)
         choice = {
             "index": 0,
             "text": self._tokenizer.decode(list(sampled.ids), skip_special_tokens=True),
@@ -125,8 +129,8 @@ class TokenLoopback:
             },
         }
         if self._token_ids and body.get("return_token_ids"):
-            choice |= {"token_ids": list(sampled.ids), "prompt_token_ids": body["prompt"]}
-        used = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(sampled.ids)}
+            choice |= {"token_ids": list(sampled.ids), "prompt_token_ids": prompt}
+        used = {"prompt_tokens": len(prompt), "completion_tokens": len(sampled.ids)}
         reply: Reply = {
             "id": f"cmpl-{next(self._counter)}",
             "model": self._engine.name,

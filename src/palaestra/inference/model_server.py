@@ -79,7 +79,7 @@ async def _told(
         return await handler(request)
     except (EngineError, ConfigError) as error:
         return web.json_response({"error": {"message": str(error), "type": type(error).__name__}}, status=400)
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
         message = f"the request cannot be read: {type(error).__name__}: {error}"
         return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=400)
 
