@@ -22,7 +22,7 @@ from palaestra.rollouts.journal import (
     read_journal,
     without_secrets,
 )
-from palaestra.rollouts.resume import repair
+from palaestra.rollouts.resume import read_finished, repair
 from palaestra.rollouts.trajectory import Group, Trajectory
 
 
@@ -130,3 +130,12 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot write .*journal.jsonl: "):
         Journal(tmp_path / "file" / "journal.jsonl")
+
+
+def test_a_journal_that_lacks_lines_is_no_run_to_go_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    write(path, [0])
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(line for line in lines if b'"event":"group"' not in line))
+    with pytest.raises(ConfigError, match=r"j.jsonl: lines are missing: it tells of group 'g0' before"):
+        read_finished(path)

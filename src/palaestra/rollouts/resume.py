@@ -100,7 +100,10 @@ def read_finished(path: Path) -> Finished:
     reader: _Reader | None = None
     for event in read_journal(path):
         if reader is not None:
-            reader.take(event)
+            try:
+                reader.take(event)
+            except KeyError as group:
+                raise ConfigError(f"{path}: lines are missing: it tells of group {group} before it begins") from None
         elif isinstance(event, RunStarted):
             reader = _Reader(event)
         else:
