@@ -161,6 +161,14 @@ class Collecting(Copying):
         await self.evaluate_log({"one": scored["scores"], "two": group["scores"], "seen": seen, "backlog": backlog})
 
 
+class Looking(Copying):
+    """Looks at the row that the hook is given."""
+
+    async def verify_and_score_trajectory(self, item: JSON, final_response: str, **more: JSON) -> tuple[float, JSON]:
+        row = more["agent_result"].to_scored_data(1.0)
+        return 1.0, {"trained": [mask for mask in row["masks"] if mask != -100]}
+
+
 class Replacing(Copying):
     """Collects its groups itself."""
 
@@ -285,6 +293,17 @@ def test_sub_agents_write_their_calls_as_the_agent_does_and_their_tokens_are_tra
         f"{LOOKS}<|im_end|>{TELLS}<|im_end|>",
     ]
     assert len(groups) == 2
+
+
+@pytest.mark.slots
+def test_the_row_of_an_agent_with_sub_agents_is_its_own(folder: Path, tmp_path: Path) -> None:
+    exact_lines(Looking, folder, tmp_path, [GIVES, LOOKS, TELLS, "Copied."], *DELEGATE)
+    (journal,) = tmp_path.glob("runs/*/*/journal*")
+    one, _ = [each for group in read_groups(journal) for each in group.trajectories]
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.decode(one.detail["trained"]) == f"{GIVES}<|im_end|>Copied.<|im_end|>"
+    assert one.latest_row is not None
+    assert [mask for mask in one.latest_row.masks if mask != -100] == one.detail["trained"]
 
 
 @pytest.mark.slots

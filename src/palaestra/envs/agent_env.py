@@ -217,8 +217,9 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
 
 
 def _scored_item(trajectory: Trajectory) -> ScoredDataItem:
-    """The latest row of a scored rollout; one whose history was rewritten has several."""
-    row = trajectory.rows[-1]
+    """The latest row of a scored rollout; one whose history was rewritten, or that has sub-agents, has several."""
+    row = trajectory.latest_row
+    assert row is not None
     return ScoredDataItem(
         tokens=row.tokens,
         masks=row.masks,

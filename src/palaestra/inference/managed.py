@@ -169,8 +169,9 @@ class ManagedChat:
         )
 
     def get_state(self) -> dict[str, JSON]:
-        """The contract's record: `nodes`, one per segment in the order they began; an earlier node is never a part of a
-        later one, so a trainer takes them all. `ledger` is the `Ledger` they come from.
+        """The contract's record: `nodes`, one per segment in the order they began, those of conversations beside the
+        rollout's own first; an earlier node is never a part of a later one, so a trainer takes them all. `ledger` is
+        the `Ledger` they come from.
         """
         return {"nodes": sequence_nodes(self.ledger, self._format.tokenizer), "ledger": self.ledger}
 

@@ -66,5 +66,7 @@ class SequenceNode:
 
 
 def sequence_nodes(ledger: Ledger, tokenizer: Tokenizer) -> list[SequenceNode]:
-    """All rows in which anything was sampled, in the order they began."""
-    return [SequenceNode(view, tokenizer) for view in ledger.views() if view.versions]
+    """All rows in which anything was sampled, in the order they began, those of conversations beside the rollout's own
+    first: the last one is the latest of its own."""
+    views = sorted(ledger.views(), key=lambda view: view.branch == 0)
+    return [SequenceNode(view, tokenizer) for view in views if view.versions]

@@ -145,11 +145,25 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
             waiting += reversed(each.subagents)
 
     @property
+    def of_subagents(self) -> set[int]:
+        """The segments of the ledger that are its sub-agents'."""
+        return {segment for each in self.every_subagent() for segment in each.segments}
+
+    @property
     def rows(self) -> list[TokenRow]:
         """The training rows: the environment's own where it made one, else one for each segment of the ledger."""
         if self.row is not None:
             return [self.row]
         return [] if self.ledger is None else [TokenRow.from_ledger(row) for row in record_rows(self.ledger)]
+
+    @property
+    def latest_row(self) -> TokenRow | None:
+        """The row of the conversation in `messages`, as it stood at its end."""
+        if self.row is not None or self.ledger is None:
+            return self.row
+        beside = self.of_subagents
+        own = [row for row in record_rows(self.ledger) if row.segment not in beside]
+        return TokenRow.from_ledger(own[-1]) if own else None
 
 
 def have_same_scores(scored: Sequence[Trajectory]) -> bool:

@@ -259,6 +259,7 @@ class RowView:
 
     def __init__(self, number: int, segment: _Segment) -> None:
         self.number = number
+        self.branch = segment.branch
         self.reason = segment.reason
         self.finish_reason = segment.finish_reason
         self.versions = [(span.start, span.stop, span.version) for span in segment.spans if span.kind == "sampled"]

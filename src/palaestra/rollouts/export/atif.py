@@ -220,7 +220,7 @@ def _sampled(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float]]]
     ledger = trajectory.ledger
     if ledger is None:
         return {}
-    beside = {segment for each in trajectory.every_subagent() for segment in each.segments}
+    beside = trajectory.of_subagents
     own = [turn.number for turn in ledger.turns if turn.segment not in beside]
     if len(own) != len(trajectory.turns):
         return {}
