@@ -21,10 +21,10 @@ _STRAY = re.compile(r"[)} \t\r\n]*")
 STRAY = "a bracket closes nothing"
 
 
-def read_array(output: Output, start: int, bracket: int, id_key: str | None = None) -> Reading[int]:
+def read_array(output: Output, start: int, bracket: int, with_ids: bool = False) -> Reading[int]:
     """Read the list whose `[` is at `bracket`; the first call's span begins at `start`. Returns where the list ends.
 
-    `id_key` is where a call has its id, in a format that has them.
+    `with_ids`: the calls' own ids count, in a format that has them.
     """
     source = output.source
     position = bracket + 1
@@ -36,7 +36,7 @@ def read_array(output: Output, start: int, bracket: int, id_key: str | None = No
         body = yield from _element(source, begin)
         after, sign = yield from going_on(source, body.end)
         body = yield from _settled(output, body, sign, after)
-        write_call(output, first, body, id_key=id_key)
+        write_call(output, first, body, with_id=with_ids)
         if sign == "]":
             return after + 1
         if not sign and not (yield from source.at(after, "{")):

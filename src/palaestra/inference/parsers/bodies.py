@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from palaestra.core.types import JSON
 from palaestra.inference.parsers.base import Malformed, Reason
@@ -99,7 +100,16 @@ def _why(source: Source, begin: int, failed: int) -> Malformed:
     return Malformed(Reason.MALFORMED_JSON, f"not JSON at character {failed - begin}")
 
 
-def named_call(text: str, keys: Sequence[str] = ("arguments",)) -> tuple[str, dict[str, JSON], str]:
+class NamedCall(NamedTuple):
+    """What an object says of a call; `id` is empty where it says none."""
+
+    name: str
+    arguments: dict[str, JSON]
+    text: str
+    id: str
+
+
+def named_call(text: str, keys: Sequence[str] = ("arguments",)) -> NamedCall:
     """Name, arguments and their text, from an object with `name` and one of `keys`. Raises `Malformed`."""
     members = decode_members(text)
     name = members.get("name")
@@ -110,7 +120,8 @@ def named_call(text: str, keys: Sequence[str] = ("arguments",)) -> tuple[str, di
         raise Malformed(Reason.NO_ARGUMENTS, f"the call has not one of {', '.join(keys)}")
     if not isinstance(found[0].value, dict):
         raise Malformed(Reason.NOT_AN_OBJECT, "the arguments are not a JSON object")
-    return name.value, found[0].value, found[0].text
+    given = members["id"].value if "id" in members else ""
+    return NamedCall(name.value, found[0].value, found[0].text, given if isinstance(given, str) else "")
 
 
 def name_in(text: str) -> str:
@@ -128,22 +139,17 @@ def _name_at_start(text: str) -> str:
     return name[0] if not head.strip(" \t\r\n{[") and name[1] else ""
 
 
-def _id_in(text: str, key: str) -> str:
-    found = decode_members(text).get(key)
-    return found.value if found is not None and isinstance(found.value, str) else ""
-
-
 def write_call(
-    output: Output, start: int, body: Body, keys: Sequence[str] = ("arguments",), id_key: str | None = None
+    output: Output, start: int, body: Body, keys: Sequence[str] = ("arguments",), with_id: bool = False
 ) -> None:
-    """Put the call that `body` names on the page, or why it is broken. `id_key` is where the object has its id."""
+    """Put the call that `body` names on the page, or why it is broken. `with_id`: the object's `id` counts."""
     problem = body.problem
     if problem is None:
         try:
-            name, arguments, text = named_call(body.text, keys)
+            call = named_call(body.text, keys)
         except Malformed as malformed:
             problem = malformed
         else:
-            output.page.call(name, arguments, text, start, body.end, _id_in(body.text, id_key) if id_key else "")
+            output.page.call(call.name, call.arguments, call.text, start, body.end, call.id if with_id else "")
             return
     output.page.broken(problem, name_in(body.text), start, body.end)

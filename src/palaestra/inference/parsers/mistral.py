@@ -41,7 +41,7 @@ class Mistral(Grammar):
             inner = yield from source.skip(begin + 1)
             if not (yield from source.at(inner, "{")) and not (yield from source.ends(inner)):
                 return None
-            return (yield from read_array(output, mark.start, begin, id_key="id"))
+            return (yield from read_array(output, mark.start, begin, with_ids=True))
         if (yield from source.ends(begin)):
             output.page.broken(Malformed(Reason.UNCLOSED, "the output ends here"), "", mark.start, begin)
             return begin
