@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from palaestra import Score, Task, environment
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import cli
+from palaestra.core.config import merge
 from palaestra.core.errors import ConfigError, GraderError, TaskError
 from palaestra.envs.function import FunctionForm
 from palaestra.envs.loading import load_environment
@@ -139,6 +142,45 @@ def test_a_function_that_breaks_says_at_which_task() -> None:
     toy.score(lambda task: True)
     with pytest.raises(ConfigError, match="environment toy has no task 1: its function failed with KeyError: 'prompt'"):
         tasks_of(toy.build(toy.config_type()()))
+
+
+def test_what_a_newcomer_forgets_is_told() -> None:
+    def toy(n: int) -> None:
+        Task(id="one", prompt="?")
+
+    made = environment(toy)  # type: ignore[arg-type]
+    made.score(lambda task: True)
+    settings = made.config_type()
+    with pytest.raises(ConfigError, match="n: it has no default, so a value must be given"):
+        merge(settings, [])
+    with pytest.raises(ConfigError, match="it gave NoneType where tasks belong; yield each Task"):
+        tasks_of(made.build(settings(n=1)))
+    with pytest.raises(ConfigError, match=r"toolsets must be a list, such as \['terminal'\]"):
+        environment(toolsets="terminal")(toy)  # type: ignore[arg-type]
+
+
+ODD = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def odd():
+    yield Task(id="file", prompt="?", files={"a": "x", "b": 3})
+    yield Task(id="toolsets", prompt="?", toolsets="terminal")
+
+odd.score(lambda task: 1.0)
+"""
+
+
+@pytest.mark.slots
+def test_a_task_that_cannot_be_meant_names_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("odd_env.py").write_text(ODD)
+    assert run_guarded(lambda: cli.main(["run", "odd_env.py", "--policy", "noop"], standalone_mode=False)) == 3
+    shown = capsys.readouterr().err
+    assert "task file: its file 'b' is 3, neither text nor bytes" in shown
+    assert "task toolsets: toolsets must be a list, such as ['terminal']" in shown
 
 
 def test_loading_by_path_and_name(tmp_path: Path) -> None:

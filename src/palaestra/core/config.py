@@ -131,6 +131,8 @@ def _explain(
             continue
         where = f" (from {sources[name]})" if sources.get(name, DEFAULT) != DEFAULT else ""
         what = mistake["msg"].removeprefix("Value error, ")
+        if mistake["type"] == "missing":
+            what = "it has no default, so a value must be given"
         written = spelled.get(name, ".".join(path)) or model_type.__name__
         given = "" if mistake["type"] == "missing" or not path else f" {_short(name, mistake['input'])}"
         lines.append(f"{written}{given}: {what[:1].lower()}{what[1:]}{where}")

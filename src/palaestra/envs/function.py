@@ -68,6 +68,8 @@ class FunctionForm:
     def __init__(self, source: TaskSource, *, name: str | None, toolsets: Sequence[str]) -> None:
         self.source = source
         self.name = name if name is not None else str(getattr(source, "__name__", "environment"))
+        if isinstance(toolsets, str):
+            raise ConfigError(f"environment {self.name}: toolsets must be a list, such as [{toolsets!r}]")
         self.toolsets = tuple(toolsets)
         self.scores: list[ScoreHook] = []
         self.preparation: Hook | None = None
@@ -275,6 +277,8 @@ async def _each(source: TaskSource, settings: Mapping[str, JSON]) -> AsyncIterat
         async for task in produced:
             yield task
     else:
+        if not isinstance(produced, Iterable):
+            raise TypeError(f"it gave {type(produced).__name__} where tasks belong; yield each Task")
         for task in produced:
             yield task
 

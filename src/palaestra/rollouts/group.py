@@ -336,6 +336,11 @@ def _check(task: Task) -> None:
         value = getattr(task, name)
         if not isinstance(value, kind) and (name, value) != ("image", None):
             raise TaskError(f"task {task.id}: {name} is {value!r:.100}, not a {kind.__name__}")
+    for path, content in task.files.items():
+        if not isinstance(content, str | bytes):
+            raise TaskError(f"task {task.id}: its file {path!r} is {content!r:.100}, neither text nor bytes")
+    if isinstance(task.toolsets, str):
+        raise TaskError(f"task {task.id}: toolsets must be a list, such as [{task.toolsets!r}]")
     if isinstance(task.prompt, str):
         return
     messages: JSON = task.prompt
