@@ -117,6 +117,17 @@ def test_a_run_that_was_moved_goes_on_where_it_is_now(tmp_path: Path) -> None:
     assert not run.data.exists()
 
 
+def test_a_copy_of_a_run_goes_on_and_leaves_the_original_alone(tmp_path: Path) -> None:
+    run = Extended(2, 2)
+    whole, before = run.data.read_bytes(), run.journal.read_bytes()
+    copied = Path(shutil.copytree(run.journal.parent, tmp_path / "copied"))
+    assert palaestra(*line(3, 2), "--resume", str(copied)) == 0
+    assert (run.data.read_bytes(), run.journal.read_bytes()) == (whole, before)
+    assert (copied / "groups.jsonl").read_bytes().startswith(whole)
+    assert run.go(3, 2) == 0
+    assert run.data.read_bytes() == (copied / "groups.jsonl").read_bytes()
+
+
 def test_one_process_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
     run = Extended(1, 1)
     before, held = run.journal.read_bytes(), Journal(run.journal)

@@ -2,7 +2,8 @@
 
 The folder holds the journal, the settings, `metrics.jsonl` and, once a tool has touched the world, `world.jsonl`. The
 groups file (JSONL in the Atropos shape) and the report lie beside each other: in the folder, or at the path that was
-asked for, numbered rather than overwritten. A run that goes on where that path is not has them in its folder.
+asked for, numbered rather than overwritten. A run that goes on where that path is not, and a copy of a run, have them
+in the folder.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class Output:
         self.groups = GroupsFile(path, env=env, model=model, messages=messages, again=again)
         if groups_file is None:
             self._settings["groups_file"] = str(self.groups.path.resolve())
+            self._settings["run_folder"] = str(folder.path.resolve())
             folder.config.write_bytes(msgspec.json.format(msgspec.json.encode(self._settings), indent=2) + b"\n")
 
     @property

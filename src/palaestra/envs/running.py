@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from palaestra.envs.dotenv import read_dotenv
 from palaestra.envs.flags import Answer, CommandLine, set_fields
 from palaestra.envs.forms import Form, form_of
 from palaestra.envs.loading import load_environment, reference_of
-from palaestra.envs.output import Output, claim_folder, resumed_folder
+from palaestra.envs.output import Output, RunFolder, claim_folder, resumed_folder
 from palaestra.envs.reporting import make_reporting
 from palaestra.envs.settings import make_pool, make_prepared, make_world, server_settings
 from palaestra.inference.config import APIServerConfig
@@ -200,7 +200,6 @@ def _reopen_output(form: Form, parsed: RunLine, engine: ServerGroup, path: Path,
                 raise ConfigError(
                     f"{path} was run with {name} {getattr(was, name)!r}, not {value!r}: say the same again"
                 )
-        groups_file = Path(was.config.get("groups_file", ""))
         output = Output(
             replace(folder, run_id=was.run_id),
             env=form.name,
@@ -208,7 +207,7 @@ def _reopen_output(form: Form, parsed: RunLine, engine: ServerGroup, path: Path,
             groups_path=None,
             settings=was.config,
             messages=parsed.env_config.include_messages,
-            groups_file=groups_file if groups_file.is_absolute() and groups_file.parent.is_dir() else folder.groups,
+            groups_file=_groups_file(was.config, folder),
             journal=journal,
         )
     except BaseException:
@@ -218,6 +217,14 @@ def _reopen_output(form: Form, parsed: RunLine, engine: ServerGroup, path: Path,
     config = {**was.config, **_settings(parsed), "environment": reference, "folder": str(Path.cwd())}
     journal.append(RunResumed(at=time.time(), schema=JOURNAL_SCHEMA, torn=torn, config=config))
     return output
+
+
+def _groups_file(recorded: Mapping[str, JSON], folder: RunFolder) -> Path:
+    """Where the groups of a run that goes on are written: where they were, but in its own folder where that place is
+    gone, or is that of the run of which this one is a copy."""
+    path, first = Path(recorded.get("groups_file", "")), Path(recorded.get("run_folder", folder.path))
+    copied = first.exists() and not first.samefile(folder.path)
+    return path if path.is_absolute() and path.parent.is_dir() and not copied else folder.groups
 
 
 def _unfinished(totals: Totals, config: BaseEnvConfig) -> bool:
