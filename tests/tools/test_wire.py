@@ -13,6 +13,18 @@ from palaestra.tools.schema import ToolCall, ToolResult
 CALL = '<tool_call>{"name": "terminal", "arguments": {"command": "ls"}}</tool_call>'
 
 
+def test_tags_in_strings_are_parts_of_them() -> None:
+    content = "<think>a</think> </tool_call> <tool_call>{} b"
+    body = json.dumps({"name": "write_file", "arguments": {"content": content}})
+    text = f"<think>{CALL}</think>so\n<tool_call>\n{body}\n</tool_call>\n{CALL}"
+    first, second = ToolCall.parse_from_text(text)
+    assert (first.error, first.arguments) == ("", {"content": content})
+    assert first.raw_text == f"<tool_call>\n{body}\n</tool_call>"
+    assert second.error == ""
+    (alone,) = ToolCall.parse_from_text(f"<tool_call>{body}")
+    assert alone.arguments == {"content": content}
+
+
 def test_calls_come_in_order_with_the_text_they_were_read_from() -> None:
     first, second = ToolCall.parse_from_text(f"I look.\n{CALL}\n{CALL}")
     assert (first.name, first.arguments, first.raw_text, first.error) == ("terminal", {"command": "ls"}, CALL, "")

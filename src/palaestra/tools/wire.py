@@ -12,13 +12,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from palaestra.core.types import JSON
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_BEGINS = re.compile("<tool_call>|<think>")
+_ENDS_OR_BEGINS = re.compile("</?tool_call>")
+_JSON = json.JSONDecoder()
+_LONGEST_WORD = 16
+"""How far before the end of a text its end can be noticed: longer than any escape or word of JSON."""
 
 
 @dataclass(slots=True)
@@ -39,17 +43,16 @@ class ToolCall:
 
     @classmethod
     def parse_from_text(cls, text: str, *, cut: bool = False) -> list[ToolCall]:
-        """All `<tool_call>{"name": …, "arguments": {…}}</tool_call>` blocks, in order; thinking is left out.
+        """All `<tool_call>{"name": …, "arguments": {…}}</tool_call>` blocks, in order; those in thinking are none, and
+        a tag inside a string of the JSON is a part of it.
 
         A last block without its closing tag counts when its JSON is complete, since many servers strip the tag as a
         stop string. With `cut` (the reply ended at the length limit) it is malformed instead.
         """
-        blocks = _THINKING.sub("", text).split(_OPEN)[1:]
-        return [cls._parse(block, place, cut) for place, block in enumerate(blocks)]
+        return [cls._parse(body, closed, place, cut) for place, (body, closed) in enumerate(_blocks(text))]
 
     @classmethod
-    def _parse(cls, block: str, place: int, cut: bool) -> ToolCall:
-        body, closed, _ = block.partition(_CLOSE)
+    def _parse(cls, body: str, closed: str, place: int, cut: bool) -> ToolCall:
         raw = _OPEN + body + closed
         call = cls(name="", arguments={}, raw_text=raw, uniq_id=_derived_id(place, raw))
         if not closed and cut:
@@ -64,7 +67,7 @@ class ToolCall:
     @staticmethod
     def has_tool_call(text: str) -> bool:
         """Whether the text asks for a call outside its thinking, well-formed or not."""
-        return _OPEN in _THINKING.sub("", text)
+        return next(_blocks(text), None) is not None
 
 
 @dataclass(slots=True)
@@ -113,6 +116,38 @@ def reply_of(result: ToolResult) -> dict[str, JSON] | str:
         return result.output
     error = result.error or (None if result.success else "The tool reported a failure without a reason.")
     return {**result.metadata, "output": result.output, "error": error}
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """What stands in each block, and its closing tag or nothing."""
+    at = 0
+    while (mark := _BEGINS.search(text, at)) is not None:
+        if mark[0] != _OPEN:
+            end = text.find("</think>", mark.end())
+            at = len(text) if end < 0 else end
+            continue
+        found = _ENDS_OR_BEGINS.search(text, _json_end(text, mark.end()))
+        end = len(text) if found is None else found.start()
+        closed = _CLOSE if found is not None and found[0] == _CLOSE else ""
+        yield text[mark.end() : end], closed
+        at = end + len(closed)
+
+
+def _json_end(text: str, start: int) -> int:
+    """Where the JSON that begins at `start` ends; right there where none does. Looks no further than it has to."""
+    size = 256
+    while True:
+        window = text[start : start + size]
+        begin = len(window) - len(window.lstrip())
+        try:
+            return start + _JSON.raw_decode(window, begin)[1]
+        except json.JSONDecodeError as error:
+            breaks_off = error.pos > size - _LONGEST_WORD or error.msg.startswith("Unterminated string")
+            if not breaks_off or start + size >= len(text):
+                return start
+        except (ValueError, RecursionError):
+            return start
+        size *= 4
 
 
 def _name_and_arguments(value: JSON) -> tuple[str, dict[str, JSON]]:

@@ -122,6 +122,8 @@ def cases(form: Form) -> Iterator[Case]:
     yield from _truncated(form)
     yield from _misnamed(form)
     yield from _unended(form)
+    if form.format in ("glm45", "glm47"):
+        yield from _begun(form)
     if form.join.strip() == ",":
         yield from _bracket_too_many(form)
         yield from _no_calls_in_a_list(form)
@@ -296,6 +298,14 @@ def _no_calls_in_a_list(form: Form) -> Iterator[Case]:
 
 
 _ENDS = re.compile(r"</[^<>]*>|<｜tool▁call▁end｜>|<[|]tool_call_end[|]>|<[|]call[|]>")
+
+
+def _begun(form: Form) -> Iterator[Case]:
+    """The output ends where a further argument begins, though it was not cut: the call is not whole."""
+    whole = form.block([ONE, TWO])
+    last = whole.rfind("<arg_key>")
+    for size in range(2, len("<arg_key>content")):
+        yield Case(f"ends {size} into an argument", form, whole[: last + size], [ONE], 1, reason=Reason.UNCLOSED)
 
 
 def _unended(form: Form) -> Iterator[Case]:

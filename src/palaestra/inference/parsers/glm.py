@@ -75,9 +75,9 @@ class Glm47(Grammar):
         position = start
         while not (yield from source.at(position, _CLOSE)):
             if not (yield from source.at(position, _KEY)):
-                ended = source.breaks_off(position, _KEY, _CLOSE)
-                if ended and not source.cut:
+                if not source.cut and source.breaks_off(position, _CLOSE):
                     return arguments, source.end
+                ended = source.breaks_off(position, _KEY, _CLOSE)
                 reason, why = (Reason.UNCLOSED, CUT_OFF) if ended else (Reason.MALFORMED_MARKUP, "a pair is missing")
                 raise Malformed(reason, why, position)
             key_end = yield from source.find(marks(_KEY_END, _CLOSE, _KEY, _VALUE), position + len(_KEY))
