@@ -203,6 +203,22 @@ def test_a_file_system_that_no_overlay_takes(tmp_path: Path) -> None:
     assert "overlay" in said or "owners cannot be mapped" in said
 
 
+def test_paths_may_be_objects_and_text_is_no_bytes(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.write_text(Path("/tmp/d/f"), "x")  # type: ignore[arg-type]
+        assert await slot.read_text(Path("/tmp") / "d" / "f") == "x"  # type: ignore[call-overload]
+        assert (await slot.execute("pwd", cwd=Path("/tmp/d"))).output == "/tmp/d\n"  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="must be bytes, not str; encode text first"):
+            await slot.execute("cat", stdin="x")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="must be bytes, not str; encode text first"):
+            await slot.write_bytes("f", "x")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"b'f' cannot be sent to a slot: .* not bytes"):
+            await slot.read_bytes(b"f")  # type: ignore[arg-type]
+        assert (await slot.execute("ls")).output == ""
+
+    on_each_rung(body)
+
+
 CROWD = """
 import asyncio, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))

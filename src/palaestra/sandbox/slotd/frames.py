@@ -22,6 +22,7 @@ Every request that names a slot carries the epoch of the lease; one of another e
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable, Iterable
 from enum import IntEnum
@@ -51,12 +52,19 @@ Fields = dict[str, Any]
 """The JSON object of a frame."""
 
 
+def _path(value: object) -> str:
+    """Paths may be objects. Raises TypeError for what nothing can be made of."""
+    if isinstance(value, os.PathLike):
+        return str(value)
+    raise TypeError(f"{value!r:.100} cannot be sent to a slot: text, numbers and paths can, not {type(value).__name__}")
+
+
 def _encoder() -> Callable[[Fields, bool], Iterable[str]]:
     """Gives the pieces of an object's JSON; the flag is False.
 
     What the standard library makes for each call costs as much as encoding does.
     """
-    encoder = json.JSONEncoder(separators=(",", ":"))
+    encoder = json.JSONEncoder(separators=(",", ":"), default=_path)
     found: Callable[[Fields, bool], Iterable[str]] = encoder.iterencode
     make = getattr(json.encoder, "c_make_encoder", None)
     if make is not None:
@@ -103,11 +111,14 @@ _new = tuple.__new__
 
 
 def encode(kind: Kind, request: int, fields: Fields | None = None, data: bytes = b"") -> bytes:
-    """One frame as bytes. Raises ValueError for one that the other side would not take."""
+    """One frame as bytes. Raises ValueError for one that the other side would not take, TypeError for what is none."""
     text = "".join(_to_json(fields, False)).encode() if fields else b""
     if len(text) + len(data) > MAX_FRAME:
         raise ValueError(f"{len(text) + len(data)} bytes are more than the {MAX_FRAME} of one message to a slot")
-    return b"".join((_HEADER.pack(len(text) + len(data), kind, request, len(text)), text, data))
+    try:
+        return b"".join((_HEADER.pack(len(text) + len(data), kind, request, len(text)), text, data))
+    except TypeError:
+        raise TypeError(f"what goes to a slot must be bytes, not {type(data).__name__}; encode text first") from None
 
 
 class Decoder:
