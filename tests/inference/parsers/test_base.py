@@ -79,6 +79,24 @@ def test_arguments_are_text_that_can_be_written_anywhere(name: str, text: str) -
     assert json.loads(call.arguments_text) == call.arguments
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("granite", '<|tool_call|>[{"name": "run", "arguments": {}}, to "x\n", {"name": "noop", "arguments": {}}] So.'),
+        ("llama4_pythonic", "[run(), it's\n, noop()] So."),
+        ("mistral", "[TOOL_CALLS]run[ARGS]\n[ARGS]"),
+        ("mistral", "[TOOL_CALLS]run[ARGS][AR"),
+    ],
+)
+def test_what_breaks_off_is_read_alike_however_it_arrives(name: str, text: str) -> None:
+    parser = get_parser(name)
+    for cut in (False, True):
+        stream = parser.stream()
+        for character in text:
+            stream.feed(character)
+        assert stream.end(cut) == parser.parse(text, cut=cut)
+
+
 def test_ids_follow_content_and_place() -> None:
     parser = get_parser("hermes")
     first, second = parser.parse(ONE + ONE).calls

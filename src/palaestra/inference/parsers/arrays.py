@@ -66,8 +66,9 @@ def no_call(
         character = source.read(position, position + 1)
         if character and character in quotes:
             position = yield from string_end(source, position, character)
-            if position < 0:
-                return source.end, problem
+            if position < 0:  # a string that breaks off: what belongs to the list is told by brackets alone
+                end = yield from scan_brackets(source, begin)
+                return end - (source.read(end - 1, end) == "]"), problem
         elif character and character in "[{(":
             scan = yield from nested(source, position)
             if not scan.complete:

@@ -62,7 +62,8 @@ class Mistral(Grammar):
             position = yield from source.skip(position + len(_ARGUMENTS))
         if (yield from source.at(position, "{")):
             return (yield from self._arguments(output, mark, position, name, call_id))
-        ended = source.breaks_off(position, _ARGUMENTS, _ID) or (yield from source.ends(position))
+        again = (yield from source.at(position, _ARGUMENTS)) or (yield from source.at(position, _ID))
+        ended = not again and (source.breaks_off(position, _ARGUMENTS, _ID) or (yield from source.ends(position)))
         touching = begin == mark.end and end == position and bool(name)
         meant = source.cut if ended else source.read(position, position + 1) in _ARGUMENT_STARTS
         if not marked and not (touching and meant):
