@@ -96,6 +96,7 @@ class Runner:
         for _, group in sorted(self._ended_before.items()):
             if self._is_whole(group):
                 self._hand_on(group)
+                await asyncio.sleep(0)  # each is a line on the disk, and there may be thousands
         tasks = slowest_first(numbered(self.env.tasks(), self.first, self.limit), self.services.timings)
         try:
             async with asyncio.TaskGroup() as workers:
