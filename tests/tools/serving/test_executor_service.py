@@ -211,6 +211,22 @@ def test_artifacts_come_whole_or_with_the_status_that_says_why_not() -> None:
     run(play)
 
 
+def test_artifacts_of_any_name_and_depth() -> None:
+    make = "import os\nos.mkdir('deep'); os.chdir('deep')\nfor _ in range(1500): os.mkdir('n'); os.chdir('n')\n"
+    make += "os.chdir('/workspace'); os.close(os.open(b'\\xff\\n', os.O_CREAT))"
+
+    async def play(scene: Scene) -> None:
+        await scene.client.bash("t1", f'python3 -c "{make}"')
+        status, listed = await scene.client.post("/artifacts/list", {"trajectory_id": "t1", "recursive": True})
+        assert status == 200, listed
+        assert len(listed["entries"]) == 1502
+        assert "?\n" in [each["path"] for each in listed["entries"]]
+        status, packed = await scene.client.post("/artifacts/archive", {"trajectory_id": "t1"})
+        assert (status, packed.get("entry_count")) == (200, 1502), packed
+
+    run(play)
+
+
 def test_a_token_is_wanted_where_there_is_one() -> None:
     async def play(scene: Scene) -> None:
         release = {"trajectory_id": "t1"}

@@ -185,12 +185,16 @@ def _relative(path: str) -> str:
 
 
 async def _walk(slot: Slot, path: str, *, recursive: bool) -> AsyncIterator[FileInfo]:
-    """What lies below a directory, each directory before its entries."""
-    for each in await slot.list_dir(path):
+    """What lies below a directory, however deep, each directory before its entries."""
+    trail = [iter(await slot.list_dir(path))]
+    while trail:
+        each = next(trail[-1], None)
+        if each is None:
+            trail.pop()
+            continue
         yield each
         if recursive and each.kind == "dir":
-            async for below in _walk(slot, each.path, recursive=True):
-                yield below
+            trail.append(iter(await slot.list_dir(each.path)))
 
 
 async def _only(info: FileInfo) -> AsyncIterator[FileInfo]:
