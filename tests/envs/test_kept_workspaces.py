@@ -12,12 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
+from palaestra.core.types import Task
+from palaestra.envs.swe.env import SweSmithOracleEnv, SweSmithOracleEnvConfig, Work
+from palaestra.envs.swe.install import Toolchain
+from palaestra.envs.swe.rows import Install, RowKind, SweRow
 from palaestra.rollouts.journal import GroupStarted, RolloutEnded, read_journal
 from palaestra.rollouts.trajectory import Group
 from palaestra.sandbox.backends.local import LocalBackend
@@ -340,3 +345,30 @@ def test_a_run_that_goes_on_finds_its_workspace() -> None:
     assert palaestra(*RUN, "--resume", str(journal.parent)) == 0
     assert {detail["made"] for detail in made_in(journal)} == first
     assert [group.from_store for group in groups_of(journal)] == [False, True]
+
+
+def test_a_shipped_environment_proves_its_tasks_once_per_machine() -> None:
+    script = Path(__file__).parents[2] / "environments/hermes_swe_env.py"
+    flags = ["--policy", "oracle", "--env.group_size", "1", "--env.total_steps", "1", "--env.workspace_store", "store"]
+    found = []
+    for _ in range(2):
+        assert palaestra("run", str(script), *flags) == 0
+        ended = [event.trajectory for event in read_journal(journals()[-1]) if isinstance(event, RolloutEnded)]
+        assert [each.reward for each in ended] == [1.0]
+        found += [group.from_store for group in groups_of(journals()[-1])]
+    assert found == [False, True]
+
+
+def test_a_repository_is_kept_where_its_row_says_all_of_it() -> None:
+    row = SweRow(RowKind.ORACLE, "one", "o/r", "a" * 40, "?", ("t.py::t",), (), install=Install())
+    env = SweSmithOracleEnv(SweSmithOracleEnvConfig(cache_dir="cache"), []).as_environment()
+
+    def recipe(row: SweRow) -> object:
+        return env.recipe(Task(id="one", prompt="?", data=Work(row, Toolchain(("python3",)))))
+
+    assert recipe(row) is not None
+    assert recipe(row) == recipe(replace(row, problem_statement="!"))
+    assert recipe(row) != recipe(replace(row, base_commit="b" * 40))
+    assert recipe(row) != recipe(replace(row, kind=RowKind.SMITH, patch="--- a\n+++ b\n"))
+    assert recipe(replace(row, base_commit="main")) is None
+    assert recipe(replace(row, install=Install(editable=True))) is None

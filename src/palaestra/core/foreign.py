@@ -23,15 +23,17 @@ async def foreign(work: Awaitable[T], *, expected: tuple[type[Exception], ...] =
     """Await it. Raises `ForeignError` for what its author did not foresee, `sys.exit` included.
 
     What is `expected` passes, and so do errors that say whose fault they are, also out of a group of errors, the
-    world's before others. So does the cancellation of this task; to be ended by another's is a failure.
+    world's before others. So does the cancellation of this task, where the code has swallowed it, too; to be ended by
+    another's is a failure.
     """
     passing: tuple[type[Exception], ...] = (PalaestraError, *expected)
+    task = asyncio.current_task()
+    cancelled = task.cancelling() if task is not None else 0
     try:
-        return await work
+        result = await work
     except passing:
         raise
     except asyncio.CancelledError as error:
-        task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
         raise ForeignError(f"{type(error).__name__}: something that it waited for was cancelled") from error
@@ -40,6 +42,9 @@ async def foreign(work: Awaitable[T], *, expected: tuple[type[Exception], ...] =
         for leaf in sorted(known, key=lambda leaf: not isinstance(leaf, InfraError)):
             raise leaf from error
         raise ForeignError(told(error)) from error
+    if task is not None and task.cancelling() > cancelled:
+        raise asyncio.CancelledError
+    return result
 
 
 def told(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from pydantic import Field
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.types import JSON, Score, Task, ToolStep
+from palaestra.envs import recipes
 from palaestra.envs.base_env import Item
 from palaestra.envs.contract import ContractEnvironment
 from palaestra.envs.datasets import Row, read_rows
@@ -98,6 +99,12 @@ class HermesSweEnvironment(ContractEnvironment):
                     raise PrepareError(f"{task.id}: its reference solution does not pass {name}:\n{error[-1000:]}")
         finally:
             await sandbox.remove(PROOF)
+
+    def recipe(self, task: Task) -> JSON:
+        """What there is to be prepared is in the task, and its proof holds as long as that and the interpreter do."""
+        if type(self).prepare is not HermesSweEnvironment.prepare:
+            return None
+        return [recipes.named(task.data, task.id), self.settings.test_timeout_s]
 
     async def _run(self, slot: Slot, root: str, item: ProgrammingTask) -> TestOutcome:
         return await run_suite(slot, self._python, root, item.suite, timeout_s=self.settings.test_timeout_s)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from pydantic import Field
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
+from palaestra.envs import recipes
 from palaestra.envs.base_env import Item
 from palaestra.envs.class_environment import numbers
 from palaestra.envs.contract import ContractEnvironment
@@ -49,6 +51,8 @@ BUILT_IN = "built-in"
 
 BASELINE = "/tmp/palaestra-baseline"  # noqa: S108  in the slot, outside what a layer keeps
 """Where a public row's tests are tried out before its first rollout."""
+
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 PATCH_BYTES = 100_000
 """How much of an agent's patch is kept in its record."""
@@ -169,6 +173,17 @@ class SweEnvironment(ContractEnvironment):
         await prepare_repository(sandbox, self.repositories, work.row, REPOSITORY)
         if work.row.install.editable:
             await self._baseline(work, sandbox)
+
+    def recipe(self, task: Task) -> JSON:
+        """The row, where it names its commit in full and nothing is installed over the network."""
+        row = task.data.row
+        if (
+            type(self).prepare is not SweEnvironment.prepare
+            or row.install.editable
+            or not _COMMIT.fullmatch(row.base_commit)
+        ):
+            return None
+        return recipes.named([row.kind, row.base_commit, row.bug_patch], task.id)
 
     async def _baseline(self, work: Work, sandbox: Slot) -> None:
         """Run a public row's tests once before anybody worked on it: an environment that cannot run them, or a bug
