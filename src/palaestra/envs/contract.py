@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import random
 from collections.abc import Mapping
@@ -129,9 +130,14 @@ class ContractEnvironment(ClassEnvironment):
             reward, detail = await self.verify(rollout, rollout.result, ExecTool(grading.slot, lambda: tools))
         else:
             context = ToolContext(rollout.rollout_id, slot=grading.slot, tools=tools)
-            reward = await bridged(self.inner.compute_reward(rollout.task.data, rollout.result, context))
+            reward = await bridged(self._reward(rollout.task.data, rollout.result, context))
             detail = {}
         return Score(_number(reward), numbers(detail), detail)
+
+    async def _reward(self, item: Item, result: AgentResult, context: ToolContext) -> object:
+        """The reward of a hook that may be a plain function."""
+        reward: object = self.inner.compute_reward(item, result, context)
+        return await reward if inspect.isawaitable(reward) else reward
 
     async def verify(
         self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool
