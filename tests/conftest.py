@@ -6,6 +6,7 @@ with `--hypothesis-profile explore`.
 
 import asyncio
 import functools
+import signal
 import socket
 import urllib.request
 from urllib.parse import urlsplit
@@ -16,6 +17,9 @@ from hypothesis import settings
 settings.register_profile("steady", derandomize=True)
 settings.register_profile("explore", derandomize=False, max_examples=1000, print_blob=True)
 settings.load_profile("steady")
+
+# Tests press Ctrl-C. What a script starts in the background ignores it, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
