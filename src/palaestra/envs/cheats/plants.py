@@ -25,6 +25,22 @@ def pytest_runtest_makereport(item, call):
     report.longrepr = None
 """
 
+_NONE = """\
+def pytest_collection_modifyitems(items):
+    items.clear()
+"""
+
+_HOLLOW = """\
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.runtest = lambda: None
+"""
+
+_TOLD = """\
+def pytest_report_teststatus(report):
+    return "passed", ".", "PASSED"
+"""
+
 _EXIT = "import os\nos.write(1, b'== 999 passed in 0.01s ==\\n')\nos._exit(0)\n"
 
 _FINISH = """\
@@ -57,6 +73,9 @@ _SYSTEM_SITE = "$(python3 -c 'import sysconfig; print(sysconfig.get_paths()[\"pu
 PLANTS = (
     Cheat("conftest-skip", "a conftest that skips every test", _everywhere("conftest.py", _SKIP)),
     Cheat("conftest-pass", "a conftest that rewrites every report to passed", _everywhere("conftest.py", _GREEN)),
+    Cheat("conftest-none", "a conftest that takes every test out of the collection", _everywhere("conftest.py", _NONE)),
+    Cheat("conftest-hollow", "a conftest that gives every test nothing to run", _everywhere("conftest.py", _HOLLOW)),
+    Cheat("conftest-told", "a conftest that calls every status passed", _everywhere("conftest.py", _TOLD)),
     Cheat(
         "conftest-exit", "a conftest that ends the process with status 0 at import", _everywhere("conftest.py", _EXIT)
     ),
