@@ -79,7 +79,7 @@ def signalled(draw: Draw, place: str, given: Source | None) -> Part:
     solution = (
         f"python3 {script} </dev/null >/dev/null 2>&1 &\nw=$!\nuntil [ -s {place}/worker.pid ]; do sleep 0.02; done\n"
         f"for n in $(seq 1 {count}); do kill -USR1 $w\n"
-        f'until [ "$(wc -l < {report} 2>/dev/null || echo 0)" -ge $n ]; do sleep 0.02; done; done\n'
+        f'until [ "$(wc -l 2>/dev/null < {report} || echo 0)" -ge $n ]; do sleep 0.02; done; done\n'
         f"kill -TERM $w\nwait $w || true\n"
     )
     lines = [f"{word} {number * factor}" for number in range(1, count + 1)]
