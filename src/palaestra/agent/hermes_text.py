@@ -184,7 +184,7 @@ def result_in(element: str) -> ToolResult:
 def exchanged(messages: Sequence[Message]) -> Iterator[tuple[str, str, str]]:
     """The calls of one turn as text, in order: name, arguments, and the `<tool_response>` element that answered it.
 
-    None where the two messages, the reply and what the user said to it, are no such turn.
+    Nothing where the two messages, the reply and what the user said to it, are no such turn.
     """
     said, *seen = [str(message.get("content") or "") for message in messages]
     calls = get_parser("hermes").parse(said, tools=(), cut=False).all_tool_calls or ()

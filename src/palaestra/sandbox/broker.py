@@ -3,8 +3,8 @@
 It is the slot server's client, and passes frames on between that server and whoever is attached to its unix socket.
 When a client goes, its running commands are cancelled, its snapshots are dropped, since nobody knows them any more, and
 its slots stay, under leases that the next client gets anew: with a new epoch, so that a late call of the former one is
-refused. When this process is killed, the slot server sees
-the end of its stream and everything ends with it, as with any client.
+refused. When this process is killed, the slot server sees the end of its stream and everything ends with it, as with
+any client.
 
 Run by `palaestra.sandbox.service`, which makes the socket (in a directory of the user's alone, mode 0600). It ends when
 it is told to, when the slot server has died, or when it has held nothing and nobody for a minute.

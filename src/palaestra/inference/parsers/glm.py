@@ -20,7 +20,7 @@ from palaestra.core.types import JSON
 from palaestra.inference.parsers.base import Call, Malformed, Reason
 from palaestra.inference.parsers.bodies import CUT_OFF
 from palaestra.inference.parsers.grammar import Grammar, Output
-from palaestra.inference.parsers.markup import Element, write_element
+from palaestra.inference.parsers.markup import Element, end_of_broken, write_element
 from palaestra.inference.parsers.render import bare
 from palaestra.inference.parsers.source import Mark, Markers, Reading, Source, marks
 
@@ -49,16 +49,9 @@ class Glm47(Grammar):
             element = Element(name, arguments, end)
         except Malformed as problem:
             name = name if _NAME.fullmatch(name) else ""
-            element = Element(name, {}, (yield from self._end_of_broken(source, problem.at)), problem)
+            element = Element(name, {}, (yield from end_of_broken(source, problem.at, _CLOSE, _OPEN)), problem)
         write_element(output, element, mark.start)
         return element.end
-
-    def _end_of_broken(self, source: Source, broken: int) -> Reading[int]:
-        """After the next end tag, or right there where another call begins."""
-        if (yield from source.at(broken, _OPEN)):
-            return broken
-        last = yield from source.find(marks(_CLOSE), broken)
-        return source.end if last is None else last.end
 
     def _unfinished(self, output: Output, mark: Mark, end: int) -> Reading[int | None]:
         """At the end of an output a lone name is a call that was begun."""

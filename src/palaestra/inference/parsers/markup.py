@@ -82,16 +82,8 @@ class Markup(Grammar):
         except Malformed as problem:
             if closes_itself:
                 return Element(name, {}, position, problem)
-            end = yield from self._end_of_broken(source, max(position, problem.at))
-            return Element(name, {}, end, problem)
-
-    def _end_of_broken(self, source: Source, broken: int) -> Reading[int]:
-        """After the next end tag of a call; right there where its section ends or another call begins."""
-        for tag in (self.section[1], self.call[0]):
-            if (yield from source.at(broken, tag)):
-                return broken
-        found = yield from source.find(marks(self.call[1]), broken)
-        return source.end if found is None else found.end
+            broken, begins = max(position, problem.at), (self.section[1], self.call[0])
+            return Element(name, {}, (yield from end_of_broken(source, broken, self.call[1], *begins)), problem)
 
     def _arguments(self, output: Output, name: str, start: int, arguments: dict[str, JSON]) -> Reading[int]:
         """Fill `arguments` and return the end of the call. Raises `Malformed`."""
@@ -168,6 +160,15 @@ class Markup(Grammar):
     def _is_over(self, source: Source, after: int) -> Reading[bool]:
         """Whether what follows an end tag of a call shows that it is none inside a value."""
         return (yield from source.at(after, self.section[1]))
+
+
+def end_of_broken(source: Source, broken: int, close: str, *begins: str) -> Reading[int]:
+    """After the next end tag of a call; right at `broken` where one of `begins` stands there."""
+    for tag in begins:
+        if (yield from source.at(broken, tag)):
+            return broken
+    found = yield from source.find(marks(close), broken)
+    return source.end if found is None else found.end
 
 
 def write_element(output: Output, element: Element, start: int) -> None:

@@ -14,9 +14,9 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from .stack import MAX_DEPTH
+from .stack import MAX_DEPTH, scan
 
-_PIECE, _PAUSE_EVERY, _LOOK_EVERY = 1 << 20, 32, 256
+_PIECE, _PAUSE_EVERY = 1 << 20, 32
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Earlier = Callable[[os.stat_result], str | None]
@@ -52,13 +52,7 @@ class Copy:
         if depth > MAX_DEPTH:
             raise OSError(errno.ENAMETOOLONG, f"directories are nested more than {MAX_DEPTH} deep", target[-80:])
         os.mkdir(target, 0o700)
-        children: list[tuple[str, os.stat_result]] = []
-        with os.scandir(source) as entries:
-            for entry in entries:
-                children.append((entry.name, entry.stat(follow_symlinks=False)))
-                if len(children) % _LOOK_EVERY == 0:
-                    yield None
-        for name, status in children:
+        for name, status in (yield from scan(source)):
             self.entries += 1
             if self.entries % _PAUSE_EVERY == 0:
                 yield None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 MAX_DEPTH = 400
@@ -144,15 +144,21 @@ def differences(layer: str, below: Stack, marks: Marks) -> Iterator[Difference |
         os.close(root)
 
 
-def _walk(
-    directory: int, path: str, below: Stack, marks: Marks, *, hidden: bool, depth: int
-) -> Iterator[Difference | None]:
+def scan(directory: int) -> Generator[None, None, list[tuple[str, os.stat_result]]]:
+    """The entries of a directory, links not followed, as a job."""
     children: list[tuple[str, os.stat_result]] = []
     with os.scandir(directory) as entries:
         for entry in entries:
             children.append((entry.name, entry.stat(follow_symlinks=False)))
             if len(children) % _PAUSE_EVERY == 0:
                 yield None
+    return children
+
+
+def _walk(
+    directory: int, path: str, below: Stack, marks: Marks, *, hidden: bool, depth: int
+) -> Iterator[Difference | None]:
+    children = yield from scan(directory)
     yield None
     for name, status in sorted(children):
         child = f"{path}/{name}" if path else name
