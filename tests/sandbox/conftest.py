@@ -18,7 +18,7 @@ def with_slot() -> WithSlot:
     return lambda body: _run(body, LocalBackend())
 
 
-@pytest.fixture(params=["full", "userns", "full with the Python init"])
+@pytest.fixture(params=["full", "userns", "full with the Python init", "userns with the Python init"])
 def on_each_rung(request: pytest.FixtureRequest) -> WithSlot:
     """The same on every rung and with either init; a rung that this machine does not have is skipped."""
     rung, _, python = str(request.param).partition(" ")

@@ -165,6 +165,20 @@ def test_the_network_is_there_only_when_asked_for() -> None:
     confined(on, SlotSpec(network=Network.ON))
 
 
+def test_a_service_is_asked_in_the_network_that_it_has() -> None:
+    serve = (
+        "import socket; listener = socket.create_server(('127.0.0.1', 0)); print(listener.getsockname()[1], flush=1);"
+        "connection, _ = listener.accept(); connection.sendall(b'you said ' + connection.recv(100))"
+    )
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        process = await slot.spawn(["python3", "-c", serve])
+        port = int((await anext(aiter(process.output()))).data)
+        assert await slot.ask(port, b"hello") == b"you said hello"
+
+    confined(body, SlotSpec(network=Network.ON))
+
+
 @needs_users
 def test_a_slot_that_kills_everything_kills_its_own_commands() -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:

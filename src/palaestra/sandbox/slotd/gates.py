@@ -11,10 +11,11 @@ import os
 import socket
 from dataclasses import dataclass
 
-from . import namespaces, syscalls
+from . import syscalls
 from .allowlist import PROXY_PORT
 from .loop import Loop
 from .roots import HOST
+from .slots import Slot
 
 _RETRY_S = 0.5
 
@@ -34,13 +35,14 @@ class Gates:
         self._control: socket.socket | None = None
         self._pid = self._process = -1
 
-    def open(self, slot: str, init: int, allow: list[str]) -> None:
-        """Give a slot, whose init this is, its way out. Raises OSError where its network cannot be entered."""
-        self._gates[slot] = _Gate(allow, _listen_in(init))
+    def open(self, slot: Slot, allow: list[str]) -> None:
+        """Give a slot its way out. Raises OSError where its network cannot be entered."""
+        name = slot.lease.name
+        self._gates[name] = _Gate(allow, slot.make_socket(_listen).detach())
         if self._control is None:
             self._fork()
         else:
-            self._tell(slot)
+            self._tell(name)
 
     def close(self, slot: str) -> None:
         """The slot is dead. One without a list is fine."""
@@ -98,7 +100,5 @@ def _become_proxy(control: socket.socket) -> None:
         os._exit(1)
 
 
-def _listen_in(init: int) -> int:
-    """A listening socket in the network namespace of a process."""
-    listener = namespaces.socket_in(init, lambda: socket.create_server(("127.0.0.1", PROXY_PORT), backlog=128))
-    return listener.detach()
+def _listen() -> socket.socket:
+    return socket.create_server(("127.0.0.1", PROXY_PORT), backlog=128)

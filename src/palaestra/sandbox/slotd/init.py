@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from . import descriptors, killing, orders, syscalls
+from . import descriptors, killing, namespaces, orders, syscalls
 from .orders import Kind, Order, Report
 from .steps import Step, perform
 
@@ -44,7 +44,7 @@ def run(steps: Sequence[Step], fds: Mapping[int, int]) -> NoReturn:
         try:
             perform(steps)
             syscalls.close_from(CONTROL + 1)
-            root = os.open("/", os.O_PATH | os.O_DIRECTORY)
+            places = open_places()
         except BaseException as error:
             send(
                 channel,
@@ -55,12 +55,24 @@ def run(steps: Sequence[Step], fds: Mapping[int, int]) -> NoReturn:
                 ),
             )
             raise
-        socket.send_fds(channel, [orders.encode_report(Report(Kind.READY))], [root])
-        os.close(root)
+        report_ready(channel, places)
         Init(channel).serve()
         status = 0
     finally:
         os._exit(status)
+
+
+def open_places() -> list[int]:
+    """The slot's root, and the namespaces that `namespaces.open_network` gives: of a process that is not dumpable and
+    was not executed in them, who is not root can look up nothing."""
+    return [os.open("/", os.O_PATH | os.O_DIRECTORY), *namespaces.open_network("self")]
+
+
+def report_ready(channel: socket.socket, places: list[int]) -> None:
+    """READY, with those descriptors, which are closed here."""
+    socket.send_fds(channel, [orders.encode_report(Report(Kind.READY))], places)
+    for fd in places:
+        os.close(fd)
 
 
 def _keep_only(fds: Mapping[int, int]) -> None:

@@ -15,7 +15,7 @@ import os
 import socket
 from collections.abc import Callable
 
-from . import files, namespaces, syscalls
+from . import files, syscalls
 from .frames import Frame, Kind
 from .link import Link
 from .loop import READ, WRITE, Job, Loop
@@ -48,7 +48,7 @@ class Looking:
                 fields = {"error": "os", "errno": error.errno, "message": error.strerror, "path": ""}
                 link.send(Kind.ERROR, number, fields)
 
-        _Exchange(self._loop, slot.pid, int(frame.fields["port"]), bytes(frame.data), frame.fields, answered)
+        _Exchange(self._loop, slot, int(frame.fields["port"]), bytes(frame.data), frame.fields, answered)
 
 
 def arguments(root: int, pid: int) -> list[str] | None:
@@ -75,7 +75,7 @@ class _Exchange:
     def __init__(
         self,
         loop: Loop,
-        init: int,
+        slot: Slot,
         port: int,
         request: bytes,
         limits: dict[str, float],
@@ -84,7 +84,7 @@ class _Exchange:
         self._loop, self._unsent, self._answered = loop, memoryview(request), answered
         self._most = min(int(limits["max_bytes"]), MAX_ANSWER_BYTES)
         self._received = bytearray()
-        self._socket = namespaces.socket_in(init, lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        self._socket = slot.make_socket(lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
         self._socket.setblocking(False)
         self._timer = loop.later(limits["timeout_s"], lambda: self._end(TimeoutError(errno.ETIMEDOUT, "no end of it")))
         self._socket.connect_ex(("127.0.0.1", port))

@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from . import syscalls
@@ -97,29 +97,36 @@ def bring_up_loopback() -> None:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP | _IFF_RUNNING))
 
 
-def socket_in(pid: int, make: Callable[[], socket.socket]) -> socket.socket:
-    """What `make` makes in the network namespace of another process, where that is another: a socket stays there.
+def open_network(process: int | str) -> list[int]:
+    """The network namespace of a process (a pid, or "self") and its user namespace, for `socket_in`."""
+    network = os.open(f"/proc/{process}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return [network, os.open(f"/proc/{process}/ns/user", os.O_RDONLY | os.O_CLOEXEC)]
+    except OSError:
+        os.close(network)
+        raise
+
+
+def socket_in(places: Sequence[int], make: Callable[[], socket.socket]) -> socket.socket:
+    """What `make` makes in a network namespace that `open_network` opened, where that is another: a socket stays there.
 
     A child goes there, since without root there is no way back. Raises OSError where the namespace cannot be entered,
     and where `make` does.
     """
+    network, user = places
+    if os.path.samestat(os.stat("/proc/self/ns/net"), os.fstat(network)):
+        return make()
     with contextlib.ExitStack() as opened:
-        own, network, user = (
-            opened.enter_context(open(path, "rb", buffering=0))
-            for path in ("/proc/self/ns/net", f"/proc/{pid}/ns/net", f"/proc/{pid}/ns/user")
-        )
-        if os.path.sameopenfile(own.fileno(), network.fileno()):
-            return make()
         ours, theirs = map(opened.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         child = os.fork()
         if child == 0:
-            _hand_over(theirs, network.fileno(), user.fileno(), make)
+            _hand_over(theirs, network, user, make)
         theirs.close()
         said, fds, *_ = socket.recv_fds(ours, _ERRNO.size, 1)
         os.waitpid(child, 0)
     if not fds:
         number = _ERRNO.unpack(said)[0] if said else errno.ECHILD
-        raise OSError(number, f"the network of process {pid} cannot be entered: {os.strerror(number)}")
+        raise OSError(number, f"the slot's network cannot be entered: {os.strerror(number)}")
     return socket.socket(fileno=fds[0])
 
 

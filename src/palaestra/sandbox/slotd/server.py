@@ -189,7 +189,7 @@ class Server:
     def _on_created(self, frame: Frame, slot: Slot, exposed: str) -> None:
         if frame.fields.get("allow") is not None:
             try:
-                self._gates.open(slot.lease.name, slot.pid, frame.fields["allow"])
+                self._gates.open(slot, frame.fields["allow"])
             except OSError as error:
                 why = f"cannot make a slot: its list of hosts: {error}"
                 self._link.send(Kind.ERROR, frame.request, {"error": "sandbox", "message": why})

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from . import cgroups, descriptors, files, killing, orders, pipes
+from . import cgroups, descriptors, files, killing, namespaces, orders, pipes
 from .executions import Execution, Request
 from .frames import Fields
 from .frames import Kind as FrameKind
@@ -104,6 +104,7 @@ class Slot:
         self._channel: socket.socket | None = None
         self._executions: dict[int, Execution] = {}
         self._leftovers: list[int] = []
+        self._network: list[int] = []
         self._oom_kills = 0
         self._children: dict[int, Child] = {}
         self._dying: set[int] = set()
@@ -214,6 +215,16 @@ class Slot:
         """The slot's first process, as the server numbers processes."""
         return self._pid
 
+    def make_socket(self, make: Callable[[], socket.socket]) -> socket.socket:
+        """What `make` makes in the slot's network. Raises OSError where that cannot be entered, or `make` does."""
+        if self._network:
+            return namespaces.socket_in(self._network, make)
+        opened = namespaces.open_network(self._pid)
+        try:
+            return namespaces.socket_in(opened, make)
+        finally:
+            pipes.close(*opened)
+
     def runs(self, number: int) -> bool:
         """Whether a command is still on."""
         return number in self._executions
@@ -280,7 +291,7 @@ class Slot:
             if self.root >= 0:
                 data = self._channel.recv(orders.MAX_REPORT)
             else:
-                data, fds = descriptors.receive(self._channel, orders.MAX_REPORT, 1)
+                data, fds = descriptors.receive(self._channel, orders.MAX_REPORT, 3)
         except BlockingIOError:
             return False
         except OSError:
@@ -292,7 +303,7 @@ class Slot:
         if report.command in self._executions:
             self.on_command(self._executions[report.command], report)
         elif report.kind is Kind.READY:
-            self.root, self.state = fds[0], State.LIVE
+            (self.root, *self._network), self.state = fds, State.LIVE
             self.on_ready(self)
         elif report.kind is Kind.FAILED:
             self.failure = {"failed": report.text}
@@ -362,6 +373,7 @@ class Slot:
         os.close(self._process)
         if self.root >= 0:
             os.close(self.root)
+            pipes.close(*self._network)
         for fd in self._leftovers:
             os.close(fd)
         self._leftovers.clear()

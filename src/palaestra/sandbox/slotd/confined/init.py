@@ -58,7 +58,7 @@ def run(plan: Plan, control: socket.socket) -> NoReturn:
         syscalls.close_from(init.CONTROL + 1)
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=init.CONTROL)
         try:
-            root = os.open("/", os.O_PATH | os.O_DIRECTORY)
+            places = init.open_places()
             _prepare(plan)
             if plan.confined:
                 _confine(plan)
@@ -67,8 +67,7 @@ def run(plan: Plan, control: socket.socket) -> NoReturn:
         except BaseException as error:
             init.send(channel, Report(Kind.FAILED, value=getattr(error, "errno", None) or 0, text=str(error)))
             raise
-        socket.send_fds(channel, [orders.encode_report(Report(Kind.READY))], [root])
-        os.close(root)
+        init.report_ready(channel, places)
         init.Init(channel, lambda spawn, fds: _start(plan, spawn, fds), _kill_slot(plan)).serve()
         status = 0
     finally:
