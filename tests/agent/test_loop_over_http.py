@@ -6,7 +6,9 @@ import asyncio
 import json
 
 from palaestra.agent import AgentResult, HermesAgentLoop
+from palaestra.agent.budget import Budget
 from palaestra.core.clock import ManualClock
+from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Outcome
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.openai import OpenAIEngine
@@ -80,6 +82,22 @@ def test_a_refused_key_is_an_api_error_that_says_what_to_do() -> None:
     result, _ = roll_out(LoopbackServer(Answer({"error": {"message": "invalid key"}}, 401)))
     assert result.outcome is Outcome.API_ERROR
     assert "--openai.api_key" in result.error
+
+
+def test_a_server_that_is_overloaded_for_longer_than_the_budget_does_not_use_it_up() -> None:
+    async def go() -> AgentResult:
+        overloaded = Answer({}, 429, {"Retry-After": "0.6"})
+        async with LoopbackServer(overloaded, overloaded, Answer(completion("done"))) as server:
+            retry = RetryPolicy(first_s=0.01)
+            engine = OpenAIEngine(APIServerConfig(base_url=server.url, model_name="m"), retry=retry)
+            loop = HermesAgentLoop(engine, [], set(), budget=Budget(wall_s=0.5))
+            try:
+                return await loop.run([{"role": "user", "content": "go"}])
+            finally:
+                await engine.aclose()
+
+    result = asyncio.run(go())
+    assert (result.outcome, result.final_response) == (Outcome.NATURAL, "done")
 
 
 def test_cancelling_during_a_model_call_lets_go_of_the_connection() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from palaestra.agent.wall_clock import WallClock
 from palaestra.core.clock import ManualClock, SystemClock
+from palaestra.core.uncharged import in_turn, uncharged
 
 
 def test_no_time_passes_while_it_stands() -> None:
@@ -45,5 +46,34 @@ def test_its_limit_ends_what_goes_on_and_not_what_waits() -> None:
             await goes_on()
         with wall.standing():  # after the end, as grading does
             pass
+
+    asyncio.run(main())
+
+
+def test_what_waits_at_once_is_not_counted_twice_and_every_clock_around_it_stands() -> None:
+    async def main() -> None:
+        clock = ManualClock()
+        whole, part, other = WallClock(clock), WallClock(clock), WallClock(clock)
+        for wall in (whole, part, other):
+            wall.start()
+        places = asyncio.Semaphore(1)
+
+        async def waits() -> None:
+            async with in_turn(places):
+                pass
+
+        async with other.limited(60):
+            async with whole.limited(60), part.limited(60), asyncio.TaskGroup() as group, in_turn(places):
+                clock.now += 1  # there is one place: nobody waits
+                group.create_task(waits())
+                await asyncio.sleep(0)
+                clock.now += 10
+                group.create_task(waits())
+                await asyncio.sleep(0)
+                clock.now += 10
+            clock.now += 2
+            with uncharged():
+                clock.now += 5
+        assert (whole.elapsed_s, part.elapsed_s, other.elapsed_s) == (8, 8, 3)
 
     asyncio.run(main())

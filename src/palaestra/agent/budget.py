@@ -32,8 +32,8 @@ class Budget:
     """Ceilings for a whole rollout; None means none. Reaching one ends it with outcome `budget`, which is scored.
 
     `tokens` are those read and those written. `cost` is in the currency of `prices`, which it needs. `wall_s` also cuts
-    off a model call or tool call that is under way; the others are looked at between turns, so that the last turn may
-    go beyond them. Raises `ConfigError` for a cost without prices.
+    off a model call or tool call that is under way, and does not count what is `uncharged`; the others are looked at
+    between turns, so that the last turn may go beyond them. Raises `ConfigError` for a cost without prices.
     """
 
     turns: int | None = None

@@ -1,7 +1,8 @@
 """The wall clock of one conversation: how long it has gone on, and the limit that ends it.
 
 Not for the other ceilings of a budget, which are looked at between turns (`budget.py`). It keeps: time in which the
-conversation waits for something that it is not to pay for, such as its place among the slots of a run, does not pass.
+conversation waits for something that it is not to pay for (its place among the slots of a run, a model server that is
+overloaded or away) does not pass. Of a conversation that does several things at once, one that waits is enough.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from palaestra.core.clock import Clock
+from palaestra.core.uncharged import charged_to
 
 
 class WallClock:
@@ -18,51 +20,55 @@ class WallClock:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._started_s = 0.0
-        self._stood_s: float | None = None
+        self._started_s = self._stood_s = 0.0
+        self._waiting = 0
         self._wall_s: float | None = None
         self._limit: asyncio.Timeout | None = None
 
     def start(self) -> None:
         """Begin anew."""
-        self._started_s, self._stood_s = self._clock.monotonic(), None
+        self._started_s = self._stood_s = self._clock.monotonic()
 
     @property
     def elapsed_s(self) -> float:
         """How long it has gone on."""
-        now = self._clock.monotonic() if self._stood_s is None else self._stood_s
-        return now - self._started_s
+        return (self._stood_s if self._waiting else self._clock.monotonic()) - self._started_s
 
     @asynccontextmanager
     async def limited(self, wall_s: float | None) -> AsyncIterator[asyncio.Timeout]:
-        """End the block with `TimeoutError` when it has gone on for so long; None: never."""
+        """End the block with `TimeoutError` when it has gone on for so long; None: never. What is `uncharged` in it is
+        not counted."""
         try:
             async with asyncio.timeout(wall_s) as self._limit:
                 self._wall_s = wall_s
-                yield self._limit
+                with charged_to(self.standing):
+                    yield self._limit
         finally:
             self._limit = None
 
     def charge(self, seconds: float) -> None:
         """So much has passed by now, whatever has passed since the start: for what began in another process."""
-        self._started_s = self._clock.monotonic() - seconds
+        self._stood_s = self._clock.monotonic()
+        self._started_s = self._stood_s - seconds
         self._set_limit()
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        """Let no time pass in the block. Blocks do not lie in each other."""
-        self._stood_s = self._clock.monotonic()
+        """Let no time pass in the block, or in others that begin before it ends."""
+        if not self._waiting:
+            self._stood_s = self._clock.monotonic()
+        self._waiting += 1
         self._set_limit()
         try:
             yield
         finally:
-            self._started_s += self._clock.monotonic() - self._stood_s
-            self._stood_s = None
+            self._waiting -= 1
+            if not self._waiting:
+                self._started_s += self._clock.monotonic() - self._stood_s
             self._set_limit()
 
     def _set_limit(self) -> None:
         limit, wall_s = self._limit, self._wall_s
         if limit is None or wall_s is None or limit.expired():
             return
-        standing = self._stood_s is not None
-        limit.reschedule(None if standing else asyncio.get_running_loop().time() + wall_s - self.elapsed_s)
+        limit.reschedule(None if self._waiting else asyncio.get_running_loop().time() + wall_s - self.elapsed_s)

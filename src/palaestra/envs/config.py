@@ -55,7 +55,7 @@ class BaseEnvConfig(Settings):
     worker_timeout: float = Field(
         default=600,
         allow_inf_nan=False,
-        description="Seconds that one rollout may take, not counting its wait for a slot; 0 or less: no limit.",
+        description="Seconds of one rollout, without its waits for a slot or a failing server; 0 or less: no limit.",
     )
     tokenizer_name: str = Field(
         default="none",

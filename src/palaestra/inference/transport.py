@@ -22,6 +22,7 @@ from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import EngineUnavailable
 from palaestra.core.retry import AT_START, RETRIED_STATUSES, Passing, RetryPolicy, persist, retry_after_s
 from palaestra.core.types import JSON
+from palaestra.core.uncharged import in_turn
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.refusals import overloaded, refused, shown, unreachable
 from palaestra.inference.wire import encode_json
@@ -172,7 +173,7 @@ class Transport:
     async def _send(
         self, method: str, url: URL, body: Body | None, lane: str, timeout_s: float, read: Reader | None
     ) -> Response:
-        async with self._lanes[lane]:
+        async with in_turn(self._lanes[lane]):
             session = self._session or self._open()
             data = None if body is None else _SentOnce(body())
             timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from palaestra.agent.loop import HermesAgentLoop
@@ -20,6 +20,7 @@ from palaestra.agent.subagents import Agent, Subagents
 from palaestra.agent.wall_clock import WallClock
 from palaestra.core.seeded import Seeded
 from palaestra.core.types import JSON, Message, Task
+from palaestra.core.uncharged import uncharged
 from palaestra.inference.base import ChatServer
 from palaestra.inference.ledger import Ledger, SampledTurn
 from palaestra.rollouts.admission import AdmittedSlots
@@ -166,7 +167,7 @@ class Rollout:
     async def lease(self, name: str, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
         """A slot for this rollout, its own or the one that grades it. Waiting and forking are timed apart, and neither
         is the agent's time."""
-        with self._wall.standing() if self._wall is not None else nullcontext():
+        with uncharged():
             with self.stage("admit"):
                 await self.slots.admit()
             try:

@@ -23,6 +23,7 @@ from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.retry import RETRIED_STATUSES, Passing, RetryPolicy, persist, retry_after_s
 from palaestra.core.types import JSON
+from palaestra.core.uncharged import in_turn
 from palaestra.tools.schema import ToolMistake
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Server:
         headers = {**_HEADERS, **self.headers, **({"Content-Type": "application/json"} if body is not None else {})}
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, 10.0))
         async with (
-            self.lane,
+            in_turn(self.lane),
             aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), timeout=timeout) as session,
             session.request(method, url, data=body, headers=headers, allow_redirects=False) as reply,
         ):
