@@ -180,6 +180,7 @@ def test_what_cannot_work_is_one_clear_message(tmp_path: Path, flags: list[str],
     done = invoke(tmp_path, [*RUN, "my_env.py", *flags], check=code)
     assert says in done.stderr
     assert done.stderr.count("error:") == 1
+    assert not (tmp_path / "runs").exists()
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> dict[str, object]:

@@ -47,6 +47,10 @@ class ContractEnvironment(ClassEnvironment):
         self._verifies = overrides(inner, "verify_and_score_trajectory")
         self._warned = False
 
+    async def open(self) -> None:
+        await super().open()
+        self.inner.tool_kit(random.Random(0))  # a toolset that there is not is said before the run has a folder
+
     @property
     def agent(self) -> AgentSettings:
         return self._settings

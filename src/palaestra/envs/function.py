@@ -166,6 +166,7 @@ class FunctionEnvironment(Environment):
 
     async def open(self) -> None:
         await self._mcp.open()
+        self._kit(self.form.toolsets, Task(id="", prompt=""), random.Random(0))  # said before the run has a folder
 
     async def aclose(self) -> None:
         await self._mcp.aclose()
@@ -205,13 +206,16 @@ class FunctionEnvironment(Environment):
         return task
 
     def kit(self, task: Task, rng: random.Random) -> Kit:
-        own = [tool.for_task(task) for tool in self.form.tools]
         try:
-            return kit(self.config, task.toolsets or self.form.toolsets, rng, own, self._mcp, self.shared)
+            return self._kit(task.toolsets or self.form.toolsets, task, rng)
         except ConfigError as error:
             if not task.toolsets:
                 raise
             raise TaskError(f"task {task.id}: {error}") from None
+
+    def _kit(self, toolsets: Sequence[str], task: Task, rng: random.Random) -> Kit:
+        own = [tool.for_task(task) for tool in self.form.tools]
+        return kit(self.config, toolsets, rng, own, self._mcp, self.shared)
 
     def prepares(self, task: Task) -> bool:
         return self.form.preparation is not None or super().prepares(task)
