@@ -286,6 +286,16 @@ def test_links_of_the_slot_lead_the_server_nowhere() -> None:
     confined(body)
 
 
+@pytest.mark.skipif(not ROOT, reason="without root nobody can read it any more")
+def test_a_workspace_that_was_closed_can_be_begun_in_by_the_next() -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute("echo 1 > f; chmod 000 /workspace ~")
+        grader = await backend.create(SlotSpec(), "grader", await backend.seal(slot))
+        assert (await grader.execute("cat f; cd ~ && ls -d .")).output == "1\n.\n"
+
+    confined(body)
+
+
 def test_a_sealed_slot_starts_others_and_shows_views() -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         await slot.execute("mkdir -p tests src; echo 1 > tests/t; echo 1 > src/s; ln -s tests link; echo h > ~/h")

@@ -85,6 +85,7 @@ def _prepare(plan: Plan) -> None:
         os.mkdir(f"{plan.home}/{name}", 0o700)
         if plan.template is not None and name != "tmp":
             trees.copy_for(owner, f"{plan.template}/{name}", f"{plan.home}/{name}")
+            os.chmod(f"{plan.home}/{name}", 0o700)  # an agent may have closed it, and commands begin in it
         os.chown(f"{plan.home}/{name}", owner, owner)
     os.chown(plan.home, -1, owner)
     os.dup2(os.open(f"{plan.home}/workspace", os.O_PATH | os.O_DIRECTORY), base.WORKSPACE_FD, inheritable=True)
