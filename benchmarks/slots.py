@@ -1,10 +1,13 @@
 """What slots cost: python benchmarks/slots.py [--peers PYTHON] [--rung full|userns] [--quick] [--json FILE]
 
-Every row is a ratio to the floor F, a bare `posix_spawn` of `bash -c true` on the host with the same environment,
-measured in turns with everything else in one run. Slots are isolated (network off, all limits on) and used through the
-async client. Peers that this machine has are measured beside them; PYTHON is an interpreter with swe-rex and
-mini-swe-agent. Medians over the rounds (default 100; 5 with --quick), and beside them the lowest tenth, which is what
-a machine would show that other work did not share; the targets are judged by the medians.
+Every row is a ratio to the floor F, a bare `posix_spawn` of `bash -c true` on the host with the same environment:
+row and F take turns, so that each ratio is that of one time. Slots are isolated (network off, all limits on) and used
+through the async client. Peers that this machine has are measured beside them; PYTHON is an interpreter with swe-rex
+and mini-swe-agent. Medians over the rounds (default 100; 5 with --quick), and beside them the lowest tenth, which is
+what a machine would show that other work did not share; the targets are judged by the medians.
+
+With --mixed all rows take turns with each other too. No row then finds in the caches what it left there, which is what
+a run of very different operations pays: the cheapest are some hundredths of F dearer.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import _measure as measure
 import _slot_peers as peers
@@ -205,19 +209,26 @@ TARGETS_F = {
 BULK_TARGET_MB_S, THROUGHPUT_TARGET = 500.0, 0.9
 
 
-async def latencies(ours: dict[str, Case], others: dict[str, peers.Peer], rounds: int) -> dict[str, list[float]]:
-    """Every case in seconds, sorted, all taking turns; slow peers only in every tenth round."""
-    found: dict[str, list[float]] = {name: [] for name in ("floor", *ours, *others)}
-    for number in range(rounds):
-        measure.progress(f"round {number + 1} of {rounds}")
-        for name, case in ours.items():
-            found["floor"].append(peers.floor())
-            found[name].append(await case())
-        if number % 10 == 0:
-            for name, peer in others.items():
-                found[name].append(peer())
+@dataclass
+class Samples:
+    """Seconds of one case, and of the floor in turns with it."""
+
+    own: list[float] = field(default_factory=list)
+    floor: list[float] = field(default_factory=list)
+
+
+async def latencies(cases: dict[str, Case], rounds: int, mixed: bool) -> dict[str, Samples]:
+    """Every case in turns with the floor: one case after the other, or all of them in each round."""
+    found = {name: Samples() for name in cases}
+    whole = rounds if mixed else 1
+    for number in range(whole):
+        for name, case in cases.items():
+            measure.progress(f"round {number + 1} of {whole}: {name}")
+            for _ in range(rounds // whole):
+                found[name].floor.append(peers.floor())
+                found[name].own.append(await case())
     measure.progress("")
-    return {name: sorted(samples) for name, samples in found.items()}
+    return found
 
 
 async def throughputs(slots: Slots, rounds: int, commands: int) -> tuple[float, float]:
@@ -244,17 +255,30 @@ def start_peers(stack: ExitStack, interpreter: str | None) -> dict[str, peers.Pe
     return found
 
 
+def case_of(peer: peers.Peer) -> Case:
+    """A peer, which times itself, as a case."""
+
+    async def case() -> float:
+        return peer()
+
+    return case
+
+
 async def run(options: argparse.Namespace, others: dict[str, peers.Peer]) -> list[measure.Row]:
-    """All rows."""
+    """All rows. Peers are slow: they have a tenth of the rounds."""
     rung = None if options.rung is None else Rung[options.rung.upper()]
     async with SlotPool(SlotPoolConfig(max_slots=16, warm_slots=2), LocalBackend(rung=rung)) as pool:
         slots = Slots(pool)
         await slots.prepare()
-        await latencies(slots.cases(), {}, 2)
-        found = await latencies(slots.cases(), others, options.rounds)
+        await latencies(slots.cases(), 2, mixed=True)
+        found = await latencies(slots.cases(), options.rounds, options.mixed)
+        theirs = {name: case_of(peer) for name, peer in others.items()}
+        found |= await latencies(theirs, max(1, options.rounds // 10), options.mixed)
         bulk = [await slots.bulk() for _ in range(max(3, options.rounds // 20))]
         rate, bare = await throughputs(slots, 1 if options.quick else 5, 200 if options.quick else 1000)
-        rows = [row for name in found for row in latency_rows(name, found[name], found["floor"])]
+        floor = [seconds for samples in found.values() for seconds in samples.floor]
+        rows = latency_rows("F: posix_spawn of bash -c true", Samples(floor, floor))
+        rows += [row for name, samples in found.items() for row in latency_rows(name, samples)]
         for way in ("write", "read"):
             speed = statistics.median(sample[way] for sample in bulk)
             rows.append(
@@ -267,21 +291,25 @@ async def run(options: argparse.Namespace, others: dict[str, peers.Peer]) -> lis
         return rows
 
 
-def latency_rows(name: str, seconds: list[float], floor_s: list[float]) -> list[measure.Row]:
+def latency_rows(name: str, samples: Samples) -> list[measure.Row]:
     """The median, judged by its ratio to the floor's where there is a target; the lowest tenth beside the floor's."""
-    title = "F: posix_spawn of bash -c true" if name == "floor" else name
-    median, low = statistics.median(seconds), seconds[len(seconds) // 10]
-    ratio = median / statistics.median(floor_s)
-    row = measure.Row(title, median * 1e3, "ms", ratio)
+    median, low = statistics.median(samples.own), _lowest_tenth(samples.own)
+    ratio = median / statistics.median(samples.floor)
+    row = measure.Row(name, median * 1e3, "ms", ratio)
     if name in TARGETS_F:
         row = measure.judged(row, TARGETS_F[name], ratio <= TARGETS_F[name])
-    return [row, measure.Row("… lowest tenth", low * 1e3, "ms", low / floor_s[len(floor_s) // 10])]
+    return [row, measure.Row("… lowest tenth", low * 1e3, "ms", low / _lowest_tenth(samples.floor))]
+
+
+def _lowest_tenth(seconds: list[float]) -> float:
+    return sorted(seconds)[len(seconds) // 10]
 
 
 def main() -> int:
     """Measure everything in turns and print the table."""
     parser = measure.options_parser(__doc__)
     parser.add_argument("--peers", metavar="PYTHON", help="an interpreter that has swe-rex and mini-swe-agent")
+    parser.add_argument("--mixed", action="store_true", help="all rows take turns with each other too")
     parser.add_argument("--rung", choices=("full", "userns"), help="the rung (default: the best there is)")
     options = parser.parse_args()
     options.rounds = options.rounds or (5 if options.quick else 100)
