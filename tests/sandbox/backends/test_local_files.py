@@ -7,6 +7,7 @@ import errno
 import os
 import stat
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,23 @@ def test_what_is_written_is_read(on_each_rung: WithSlot) -> None:
         await slot.write_text("empty", "")
         assert await slot.read_text("empty") == ""
         assert await slot.read_text("nothing", missing="gone") == "gone"
+
+    on_each_rung(body)
+
+
+@pytest.fixture
+def private_umask() -> Iterator[None]:
+    """That of a careful user."""
+    usual = os.umask(0o077)
+    yield
+    os.umask(usual)
+
+
+def test_modes_do_not_depend_on_who_started_the_server(private_umask: None, on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.write_text("made/f", "")
+        await slot.execute("mkdir own; : > own/f")
+        assert (await slot.execute("stat -c %a made made/f own own/f")).output.split() == ["755", "644", "755", "644"]
 
     on_each_rung(body)
 

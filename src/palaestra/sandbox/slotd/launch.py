@@ -102,6 +102,7 @@ def make_ready() -> None:
         signal.signal(number, signal.SIG_IGN)
     syscalls.overwrite_command_line("slotd")
     syscalls.set_name("slotd")
+    os.umask(0o022)  # what slots are given has the modes that it is given, whoever started the server
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
     sys.setrecursionlimit(10_000)
