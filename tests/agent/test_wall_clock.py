@@ -8,7 +8,7 @@ import pytest
 
 from palaestra.agent.wall_clock import WallClock
 from palaestra.core.clock import ManualClock, SystemClock
-from palaestra.core.uncharged import in_turn, uncharged
+from palaestra.core.uncharged import take_turn, uncharged
 
 
 def test_no_time_passes_while_it_stands() -> None:
@@ -59,11 +59,12 @@ def test_what_waits_at_once_is_not_counted_twice_and_every_clock_around_it_stand
         places = asyncio.Semaphore(1)
 
         async def waits() -> None:
-            async with in_turn(places):
-                pass
+            await take_turn(places)
+            places.release()
 
         async with other.limited(60):
-            async with whole.limited(60), part.limited(60), asyncio.TaskGroup() as group, in_turn(places):
+            async with whole.limited(60), part.limited(60), asyncio.TaskGroup() as group:
+                await take_turn(places)
                 clock.now += 1  # there is one place: nobody waits
                 group.create_task(waits())
                 await asyncio.sleep(0)
@@ -71,6 +72,7 @@ def test_what_waits_at_once_is_not_counted_twice_and_every_clock_around_it_stand
                 group.create_task(waits())
                 await asyncio.sleep(0)
                 clock.now += 10
+                places.release()
             clock.now += 2
             with uncharged():
                 clock.now += 5

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from palaestra.core.clock import Clock
-from palaestra.core.uncharged import charged_to
+from palaestra.core.uncharged import ChargedTo
 
 
 class WallClock:
@@ -41,7 +41,7 @@ class WallClock:
         try:
             async with asyncio.timeout(wall_s) as self._limit:
                 self._wall_s = wall_s
-                with charged_to(self.standing):
+                with ChargedTo(self.standing):
                     yield self._limit
         finally:
             self._limit = None

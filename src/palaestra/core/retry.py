@@ -9,7 +9,6 @@ from __future__ import annotations
 import email.utils
 import random
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -86,18 +85,21 @@ async def persist(
     From the first failure on the time is `uncharged`: it is the service that has to be waited for.
     `send` is told which try it is (from 1) and the seconds left; `again` is told of each wait. Raises the last problem.
     """
-    started_s, left_s, tries = clock.monotonic(), timeout_s, 0
-    with ExitStack() as stack:
+    started_s, tries = clock.monotonic(), 1
+    try:
+        return await send(tries, timeout_s)
+    except Passing as passing:
+        failed = passing
+    with uncharged():
         while True:
+            wait_s = retry.wait_s(tries, failed.asked_s, rng)
+            left_s = timeout_s - (clock.monotonic() - started_s) - wait_s
+            if tries >= retry.attempts or left_s <= 0:
+                raise failed.problem from failed.__cause__
+            again(wait_s, failed.problem)
+            await clock.sleep(wait_s)
             tries += 1
             try:
                 return await send(tries, left_s)
             except Passing as passing:
-                wait_s = retry.wait_s(tries, passing.asked_s, rng)
-                left_s = timeout_s - (clock.monotonic() - started_s) - wait_s
-                if tries >= retry.attempts or left_s <= 0:
-                    raise passing.problem from passing.__cause__
-                again(wait_s, passing.problem)
-            if tries == 1:
-                stack.enter_context(uncharged())
-            await clock.sleep(wait_s)
+                failed = passing

@@ -1,15 +1,16 @@
 """Time that nobody is to pay for: code that waits for its turn, or for a service that is down, stops the clocks of
 those it works for.
 
-A context variable, because who waits (a transport, a pool) knows nothing of conversations and their limits.
+A context variable, because who waits (a transport, a pool) knows nothing of conversations and their limits. Thousands
+of requests are under way at once, so nothing here is held while one is.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar, Token
 
 Standing = Callable[[], AbstractContextManager[None]]
 """Makes a block in which a clock stands. Blocks of several tasks may overlap."""
@@ -17,14 +18,20 @@ Standing = Callable[[], AbstractContextManager[None]]
 _clocks: ContextVar[tuple[Standing, ...]] = ContextVar("clocks", default=())
 
 
-@contextmanager
-def charged_to(standing: Standing) -> Iterator[None]:
+class ChargedTo:
     """What runs in the block, in tasks that it starts too, stops this clock where it is uncharged."""
-    token = _clocks.set((*_clocks.get(), standing))
-    try:
-        yield
-    finally:
-        _clocks.reset(token)
+
+    __slots__ = ("_before", "_standing")
+
+    def __init__(self, standing: Standing) -> None:
+        self._standing = standing
+        self._before: Token[tuple[Standing, ...]]
+
+    def __enter__(self) -> None:
+        self._before = _clocks.set((*_clocks.get(), self._standing))
+
+    def __exit__(self, *_: object) -> None:
+        _clocks.reset(self._before)
 
 
 @contextmanager
@@ -36,15 +43,10 @@ def uncharged() -> Iterator[None]:
         yield
 
 
-@asynccontextmanager
-async def in_turn(places: asyncio.Semaphore) -> AsyncIterator[None]:
-    """Hold a place in the block; waiting for one is uncharged."""
+async def take_turn(places: asyncio.Semaphore) -> None:
+    """Take a place, to be released; waiting for one is uncharged."""
     if places.locked():
         with uncharged():
             await places.acquire()
     else:
         await places.acquire()
-    try:
-        yield
-    finally:
-        places.release()

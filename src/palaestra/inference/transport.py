@@ -22,7 +22,7 @@ from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import EngineUnavailable
 from palaestra.core.retry import AT_START, RETRIED_STATUSES, Passing, RetryPolicy, persist, retry_after_s
 from palaestra.core.types import JSON
-from palaestra.core.uncharged import in_turn
+from palaestra.core.uncharged import take_turn
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.refusals import overloaded, refused, shown, unreachable
 from palaestra.inference.wire import encode_json
@@ -173,20 +173,22 @@ class Transport:
     async def _send(
         self, method: str, url: URL, body: Body | None, lane: str, timeout_s: float, read: Reader | None
     ) -> Response:
-        async with in_turn(self._lanes[lane]):
+        places = self._lanes[lane]
+        await take_turn(places)
+        self.requests += 1
+        self.in_flight += 1
+        try:
             session = self._session or self._open()
             data = None if body is None else _SentOnce(body())
             timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
-            self.requests += 1
-            self.in_flight += 1
             started_s = self._clock.monotonic()
-            try:
-                async with session.request(method, url, data=data, timeout=timeout, allow_redirects=False) as reply:
-                    content = await (read(reply) if read else reply.read())
-                    self.latencies_s.append(self._clock.monotonic() - started_s)
-                    return Response(reply.status, content, reply.headers.get("Retry-After"))
-            finally:
-                self.in_flight -= 1
+            async with session.request(method, url, data=data, timeout=timeout, allow_redirects=False) as reply:
+                content = await (read(reply) if read else reply.read())
+                self.latencies_s.append(self._clock.monotonic() - started_s)
+                return Response(reply.status, content, reply.headers.get("Retry-After"))
+        finally:
+            self.in_flight -= 1
+            places.release()
 
     def _open(self) -> aiohttp.ClientSession:
         self._session = aiohttp.ClientSession(

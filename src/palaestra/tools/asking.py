@@ -23,7 +23,7 @@ from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.retry import RETRIED_STATUSES, Passing, RetryPolicy, persist, retry_after_s
 from palaestra.core.types import JSON
-from palaestra.core.uncharged import in_turn
+from palaestra.core.uncharged import take_turn
 from palaestra.tools.schema import ToolMistake
 
 logger = logging.getLogger(__name__)
@@ -86,17 +86,20 @@ class Server:
     async def _send(self, method: str, url: URL, body: bytes | None, timeout_s: float) -> tuple[int, bytes, str | None]:
         headers = {**_HEADERS, **self.headers, **({"Content-Type": "application/json"} if body is not None else {})}
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, 10.0))
-        async with (
-            in_turn(self.lane),
-            aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), timeout=timeout) as session,
-            session.request(method, url, data=body, headers=headers, allow_redirects=False) as reply,
-        ):
-            content = bytearray()
-            async for chunk in reply.content.iter_any():
-                content += chunk
-                if len(content) > MAX_REPLY_BYTES:
-                    raise self._down(f"sends more than {MAX_REPLY_BYTES >> 20} MB")
-            return reply.status, bytes(content), reply.headers.get("Retry-After")
+        await take_turn(self.lane)
+        try:
+            async with (
+                aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), timeout=timeout) as session,
+                session.request(method, url, data=body, headers=headers, allow_redirects=False) as reply,
+            ):
+                content = bytearray()
+                async for chunk in reply.content.iter_any():
+                    content += chunk
+                    if len(content) > MAX_REPLY_BYTES:
+                        raise self._down(f"sends more than {MAX_REPLY_BYTES >> 20} MB")
+                return reply.status, bytes(content), reply.headers.get("Retry-After")
+        finally:
+            self.lane.release()
 
     def _accepted(self, status: int, told: bytes) -> JSON:
         if status in (401, 402, 403):
