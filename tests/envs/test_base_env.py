@@ -96,7 +96,9 @@ def lines(report: RunReport) -> list[dict[str, JSON]]:
     return [json.loads(line) for line in report.groups.read_text().splitlines()]
 
 
-def test_one_row_per_rollout_and_the_backlog_before_the_data_set(tmp_path: Path) -> None:
+def test_one_row_per_rollout_and_the_backlog_before_the_data_set(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     flags = ["--env.group_size", "2", "--env.ensure_scores_are_not_same", "false", "--env.max_num_workers", "1"]
     report = rolled_out(Sums, tmp_path, *flags, "--env.include_messages", "true")
     first, *wanted_next = lines(report)
@@ -109,6 +111,7 @@ def test_one_row_per_rollout_and_the_backlog_before_the_data_set(tmp_path: Path)
     journal = report.journal.read_text()
     assert "collect_trajectory gave nothing for item-3" in journal
     assert "on item-4 failed with RuntimeError: a bug of the environment" in journal
+    assert caplog.text.count("lost to a run that goes on with --resume") == 1
 
 
 def test_a_group_in_one_go_is_as_large_as_it_came(tmp_path: Path) -> None:

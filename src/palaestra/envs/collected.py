@@ -7,6 +7,7 @@ tokens are what the class says they are.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
@@ -24,6 +25,8 @@ from palaestra.rollouts.grading import Grading
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.trajectory import Group, TokenRow
 from palaestra.tools.registry import ToolRegistry
+
+logger = logging.getLogger(__name__)
 
 Row = Mapping[str, JSON]
 
@@ -44,6 +47,7 @@ class CollectedEnvironment(ClassEnvironment):
         self._backlog: deque[Item] = deque()
         self._groups: dict[str, list[Row]] = {}
         self._whole = collects_groups(type(inner))
+        self._told = False
 
     async def next_item(self) -> Item:
         return self._backlog.popleft() if self._backlog else await self.inner.get_next_item()
@@ -101,6 +105,9 @@ class CollectedEnvironment(ClassEnvironment):
             return got, list(backlog or ())
 
         got, backlog = await blaming(TaskError, unpacked(), f"{name} on {task.id}")
+        if backlog and not self._told:
+            self._told = True
+            logger.warning("%s returns items to be drawn next: they are lost to a run that goes on with --resume", name)
         self._backlog.extend(backlog)
         if got is None:
             raise TaskError(f"{name} gave nothing for {task.id}")
