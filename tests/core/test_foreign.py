@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from palaestra.core.foreign import foreign
+from palaestra.core.foreign import ForeignError, foreign
 
 
 async def swallows() -> str:
@@ -45,3 +45,55 @@ def test_a_limit_of_its_own_is_its_own_affair() -> None:
         raise AssertionError
 
     assert asyncio.run(foreign(limited())) == "too slow"
+
+
+def test_a_cancellation_that_becomes_another_error_is_one_still() -> None:
+    async def fails_on_its_way_out() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise OSError("closing failed")
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(foreign(fails_on_its_way_out()), 0.01)
+
+    asyncio.run(main())
+
+
+async def fails(error: BaseException) -> None:
+    raise error
+
+
+def test_a_failed_task_group_is_no_cancellation() -> None:
+    async def group(*, caught: bool) -> str:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(fails(ValueError("no such page")))
+                tasks.create_task(fails(KeyError("b")))
+        except* (ValueError, KeyError):
+            if not caught:
+                raise
+        return "went on"
+
+    async def main() -> None:
+        assert await foreign(group(caught=True)) == "went on"
+        with pytest.raises(ForeignError, match=r"^ValueError: no such page; KeyError: 'b'$"):
+            await foreign(group(caught=False))
+        with pytest.raises(TimeoutError):  # limits above it still work
+            async with asyncio.timeout(0.01):
+                await asyncio.sleep(60)
+
+    asyncio.run(main())
+
+
+def test_what_is_no_exception_is_a_failure_all_the_same() -> None:
+    class Stop(BaseException):
+        pass
+
+    async def main() -> None:
+        for error in (Stop("enough"), SystemExit(3)):
+            with pytest.raises(ForeignError, match=type(error).__name__):
+                await foreign(fails(error))
+
+    asyncio.run(main())

@@ -153,6 +153,15 @@ def test_a_plain_function_does_not_hold_up_the_loop() -> None:
     assert call(where) == {"result": False}
 
 
+def test_a_plain_function_that_finds_nothing_answers() -> None:
+    @tool
+    def first() -> str:
+        """The first of none."""
+        return next(line for line in ())
+
+    assert call(first) == {"error": "Tool execution failed: RuntimeError: coroutine raised StopIteration"}
+
+
 def test_mistakes_and_failures_are_replies() -> None:
     @tool
     def fail(how: str) -> str:

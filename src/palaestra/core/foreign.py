@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 from palaestra.core.errors import InfraError, PalaestraError
@@ -23,33 +24,59 @@ async def foreign(work: Awaitable[T], *, expected: tuple[type[Exception], ...] =
     """Await it. Raises `ForeignError` for what its author did not foresee, `sys.exit` included.
 
     What is `expected` passes, and so do errors that say whose fault they are, also out of a group of errors, the
-    world's before others. So does the cancellation of this task, where the code has swallowed it, too; to be ended by
-    another's is a failure.
+    world's before others. So does the cancellation of this task, also where the code has swallowed it or made another
+    error of it; to be ended by another's is a failure.
+
+    The code runs in a task of its own: a task group of its, in which something failed, leaves its task marked as
+    cancelled (before Python 3.13), which nobody could tell from being cancelled.
     """
-    passing: tuple[type[Exception], ...] = (PalaestraError, *expected)
     task = asyncio.current_task()
-    cancelled = task.cancelling() if task is not None else 0
+    assert task is not None
+    cancelled = task.cancelling()
     try:
-        result = await work
-    except passing:
-        raise
-    except asyncio.CancelledError as error:
-        if task is None or task.cancelling():
+        ended = await asyncio.ensure_future(_ended(work))
+    except asyncio.CancelledError as cancellation:
+        if task.cancelling() > cancelled:
             raise
-        raise ForeignError(f"{type(error).__name__}: something that it waited for was cancelled") from error
-    except (Exception, SystemExit) as error:
+        raise ForeignError("CancelledError: something that it waited for was cancelled") from cancellation
+    finally:
+        if asyncio.iscoroutine(work):
+            work.close()  # of use only where it was cancelled before it began
+    if isinstance(ended, _Raised):
+        error = ended.error
+        if isinstance(error, (PalaestraError, *expected)):
+            raise error
+        if task.cancelling() > cancelled:
+            raise asyncio.CancelledError from error
         known = [leaf for leaf in leaves(error) if isinstance(leaf, PalaestraError)]
         for leaf in sorted(known, key=lambda leaf: not isinstance(leaf, InfraError)):
             raise leaf from error
         raise ForeignError(told(error)) from error
-    if task is not None and task.cancelling() > cancelled:
+    if task.cancelling() > cancelled:
         raise asyncio.CancelledError
-    return result
+    return ended
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    error: BaseException
+
+
+async def _ended(work: Awaitable[T]) -> T | _Raised:
+    """What it returns or raises. `SystemExit` out of a task would end the loop, so errors are handed over as values."""
+    try:
+        return await work
+    except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # such as pytest.fail, which is no Exception
+        return _Raised(error)
 
 
 def told(error: BaseException) -> str:
-    """An error in the record's words: its type and text, in letters that UTF-8 can hold."""
-    return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
+    """An error in the record's words: its type and text, of a group those of its errors, in letters that UTF-8 can
+    hold."""
+    each = (f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error))
+    return "; ".join(each).encode(errors="replace").decode()
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

@@ -20,10 +20,10 @@ Invariant: a function that cannot be described to a model is refused when it is 
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -31,6 +31,7 @@ from pydantic.errors import PydanticUserError
 from pydantic_core import to_jsonable_python
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.threads import in_own_thread
 from palaestra.core.types import JSON, Task
 from palaestra.sandbox.base import Slot
 from palaestra.tools.arguments import InvalidArguments
@@ -82,7 +83,7 @@ class TypedTool(Tool):
             given[parameter] = await run.slot() if what == "sandbox" else self.task if what == "task" else run
         if inspect.iscoroutinefunction(self.function):
             return reply_from(await self.function(**given))
-        answer = await asyncio.to_thread(self.function, **given)
+        answer = await in_own_thread(partial(self.function, **given), self.name)
         return reply_from(await answer if inspect.isawaitable(answer) else answer)
 
     def _converted(self, arguments: Mapping[str, JSON]) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""Plain functions that are not ours, called in threads: they may take as long as they like, or never come back.
+
+Not for blocking work of our own, which ends (`asyncio.to_thread`). Invariant: such a function holds up neither the loop
+nor the process: a call that nobody waits for any more has no place, and no thread is waited for at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+from palaestra.core.uncharged import in_turn
+
+T = TypeVar("T")
+
+MAX_THREADS = 64
+"""How many calls of one loop may be waited for at the same time."""
+
+_places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+async def in_own_thread(function: Callable[[], T], name: str) -> T:
+    """What the function returns or raises, called in a thread of that name with the context of who awaits it.
+
+    Cancelling leaves the thread to itself. `StopIteration` comes as `RuntimeError`, as out of any coroutine.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    returned: list[T] = []
+    raised: list[BaseException] = []
+
+    def tell() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def work() -> None:
+        try:
+            returned.append(context.run(function))
+        except BaseException as error:  # whoever waits for it decides
+            raised.append(error)
+        with contextlib.suppress(RuntimeError):  # the loop has ended in the meantime
+            loop.call_soon_threadsafe(tell)
+
+    async with in_turn(_places.setdefault(loop, asyncio.Semaphore(MAX_THREADS))):
+        context = copy_context()
+        threading.Thread(target=work, name=name, daemon=True).start()
+        await ended
+    if raised:
+        raise raised[0]
+    return returned[0]

@@ -1,0 +1,60 @@
+"""Plain functions in threads of their own: what they give and raise, and that nobody waits for them in vain."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from palaestra.core.threads import MAX_THREADS, in_own_thread
+
+
+def test_what_it_returns_and_raises_comes_back() -> None:
+    def empty() -> object:
+        return next(iter(()))
+
+    async def main() -> None:
+        assert await in_own_thread(lambda: threading.current_thread().name, "look") == "look"
+        with pytest.raises(SystemExit):
+            await in_own_thread(sys.exit, "leaves")
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await in_own_thread(empty, "empty")
+
+    asyncio.run(main())
+
+
+def test_functions_that_hang_leave_room_for_others() -> None:
+    release = threading.Event()
+
+    async def main() -> None:
+        for _ in range(2 * MAX_THREADS):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(in_own_thread(release.wait, "hangs"), 0.001)
+        assert await in_own_thread(lambda: "here", "quick") == "here"
+
+    try:
+        asyncio.run(main())
+    finally:
+        release.set()
+
+
+HANGS = """
+import asyncio, threading
+from palaestra.core.threads import in_own_thread
+
+async def main():
+    try:
+        await asyncio.wait_for(in_own_thread(threading.Event().wait, "hangs"), 0.01)
+    except TimeoutError:
+        print("went on")
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_ends_though_a_function_does_not() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "went on\n"
