@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,3 +35,14 @@ def descendants(pid: int) -> list[HostProcess]:
     while grown := {p.pid for p in processes if p.parent in members} - members:
         members |= grown
     return [process for process in processes if process.pid in members - {pid}]
+
+
+@contextlib.contextmanager
+def ignoring(*numbers: int) -> Iterator[None]:
+    """This process, and what it starts meanwhile, ignore these signals."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -13,7 +13,7 @@ from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import ExecutionResult, Slot, SlotSpec
 from sandbox.bodies import WithSlot
-from sandbox.processes import descendants
+from sandbox.processes import descendants, ignoring
 
 pytestmark = pytest.mark.slots
 
@@ -54,17 +54,18 @@ def test_the_environment_holds_nothing_of_the_host(with_slot: WithSlot, monkeypa
     with_slot(body)
 
 
-def test_programs_that_cannot_run_end_as_in_a_shell(with_slot: WithSlot) -> None:
+def test_programs_that_cannot_run_end_as_in_a_shell(on_each_rung: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         assert (await slot.execute(["no-such-program"])).exit_code == 127
         await slot.write_text("script", "#!/bin/sh\n")
         assert (await slot.execute(["./script"])).exit_code == 126
+        assert (await slot.execute(["/workspace"])).exit_code == 126
         with pytest.raises(FileNotFoundError, match="no directory"):
             await slot.execute("true", cwd="/no/such")
         with pytest.raises(NotADirectoryError):
             await slot.execute("true", cwd="/workspace/script")
 
-    with_slot(body)
+    on_each_rung(body)
 
 
 def test_what_no_program_can_be_given_is_a_failed_command(with_slot: WithSlot) -> None:
@@ -95,6 +96,15 @@ def test_death_by_signal_is_a_shell_status(with_slot: WithSlot) -> None:
         assert (await slot.execute("kill -TERM $$")).exit_code == 143
 
     with_slot(body)
+
+
+def test_commands_have_no_signal_ignored_that_the_caller_ignores(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        for number in (signal.SIGQUIT, signal.SIGUSR1):
+            assert (await slot.execute(["sh", "-c", f"kill -{number:d} $$"])).exit_code == 128 + number
+
+    with ignoring(signal.SIGQUIT, signal.SIGUSR1):  # as a script's `&` does with the first
+        on_each_rung(body)
 
 
 def test_a_verdict_is_apart_from_the_output(with_slot: WithSlot) -> None:

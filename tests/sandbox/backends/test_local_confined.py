@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +22,8 @@ from palaestra.core.types import AllowList, Limits, Network
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import Fork, Mount, Rung, Slot, SlotSpec, View
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from sandbox.processes import descendants, table
+from sandbox.processes import descendants, ignoring, table
+from sandbox.somebody import as_somebody, interpreter
 
 pytestmark = pytest.mark.slots
 
@@ -423,12 +426,67 @@ def test_the_rung_none_runs_commands_as_the_caller_and_says_so() -> None:
     confined(body, rung=Rung.NONE)
 
 
+_OUT_OF_REACH = """
+import asyncio, sys
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import Rung, SlotSpec
+
+async def main():
+    command = sys.argv[1] + " -c 'import os, time; os.setresuid(0, 0, 0); print(0, flush=True); time.sleep(30)'"
+    async with LocalBackend(rung=Rung.NONE) as backend:
+        slot, other = [await backend.create(SlotSpec(), name) for name in ("one", "two")]
+        print((await slot.execute(command, timeout_s=0.5)).exit_code)
+        process = await slot.spawn(command)
+        await process.read(wait_s=5.0)
+        await process.signal(15)
+        print((await slot.execute("echo alive")).output, end="")
+        await backend.destroy(slot)
+        print((await other.execute("echo untouched")).output, end="")
+
+asyncio.run(asyncio.wait_for(main(), 25))
+"""
+
+
+@needs_users
+def test_on_the_rung_none_what_has_become_root_costs_no_more_than_its_slot() -> None:
+    """As `sudo` does. It can be neither signalled nor killed, and nobody waits for its end."""
+    python = interpreter()
+    if python is None:
+        pytest.skip("no Python that another user can run")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        program = shutil.copy(os.path.realpath(python), f"{folder}/sudo")
+        os.chmod(program, 0o4755)
+        if as_somebody(program, "-c", "import os; os.setresuid(0, 0, 0)").returncode:
+            pytest.skip("set-user-id programs change no user here")
+        ran = as_somebody(python, "-c", _OUT_OF_REACH, program, timeout_s=40)
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(process / "exe").startswith(program):
+                os.kill(int(process.name), signal.SIGKILL)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout == "124\nalive\nuntouched\n"
+
+
 def test_the_rung_none_is_never_chosen() -> None:
     async def main() -> None:
         async with LocalBackend() as backend:
             assert backend.rung >= Rung.CONFINED
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("rung", [Rung.CONFINED, Rung.NONE])
+def test_commands_start_as_on_the_other_rungs(rung: Rung) -> None:
+    """No signal is ignored that the caller ignores, and a program that is a directory is not the one to start in."""
+
+    async def body(_: LocalBackend, slot: Slot) -> None:
+        assert (await slot.execute(["sh", "-c", "kill -QUIT $$"])).exit_code == 128 + signal.SIGQUIT
+        directory = (await slot.execute("pwd")).output.strip()
+        assert (await slot.execute([directory], cwd=directory)).exit_code == 126
+
+    with ignoring(signal.SIGQUIT):
+        confined(body, rung=rung)
 
 
 def test_a_pool_has_as_many_places_as_the_rung() -> None:

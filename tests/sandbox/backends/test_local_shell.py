@@ -319,10 +319,12 @@ def test_a_directory_that_is_not_there_and_a_lost_slot(with_slot: WithSlot) -> N
     with_slot(body)
 
 
-def test_a_root_without_bash_has_a_plain_shell(with_slot: WithSlot) -> None:
+def test_a_root_without_bash_has_a_plain_shell(on_each_rung: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
-        await slot.execute("rm /usr/bin/bash")
+        if (await slot.execute("rm /usr/bin/bash")).exit_code:
+            pytest.skip("the system's files are nobody's on this rung")
         shell = await slot.shell()
+        assert "no-such: not found" in await output_of(shell, "no-such; echo x >&2; echo y")
         result = await shell.run("cd /usr; X=1; f() { echo f$1; }; cat", stdin=b"in\n")
         assert (result.output, result.metadata["shell"]) == ("in\n", "sh")
         assert await output_of(shell, "pwd; echo $X; f 2; (exit 3)") == "/usr\n1\nf2\n"
@@ -332,7 +334,7 @@ def test_a_root_without_bash_has_a_plain_shell(with_slot: WithSlot) -> None:
         assert (await shell.run("exit 4")).metadata["shell_restarted"] is True
         assert (await slot.execute("echo alive")).output == "alive\n"
 
-    with_slot(body)
+    on_each_rung(body)
 
 
 def test_the_server_keeps_no_descriptor_of_what_has_ended(with_slot: WithSlot) -> None:

@@ -76,9 +76,9 @@ class LocalBackend:
     """One slot server and its slots. `rung` asks for exactly that rung, `require` for that one or better.
 
     Without either, the best rung there is. `native_init` False keeps the Python init where a native one was built,
-    which costs megabytes per slot. With `service`, a name, the slots live in a process of their own: they stay when
-    this backend is closed or dies, and whoever starts a backend of that name next has them in `leases`. `start` raises
-    `IsolationUnavailable`, with the reason, before any slot.
+    which costs megabytes per slot, and counts with them in every command's `max_rss_bytes`. With `service`, a name, the
+    slots live in a process of their own: they stay when this backend is closed or dies, and whoever starts a backend of
+    that name next has them in `leases`. `start` raises `IsolationUnavailable`, with the reason, before any slot.
     """
 
     name = "local"

@@ -106,5 +106,5 @@ def _children(pid: int) -> list[int]:
 
 
 def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)

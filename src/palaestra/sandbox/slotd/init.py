@@ -29,8 +29,12 @@ CONTROL = 3
 Start = Callable[[orders.Spawn, list[int]], int]
 """Starts a command with the descriptors of its order, and returns its pid."""
 
-SPAWN_SIGNALS = (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_EXIT_NOT_FOUND, _EXIT_NOT_EXECUTABLE = 127, 126
+SPAWN_SIGNALS = tuple(number for number in range(1, 32) if number not in (signal.SIGKILL, signal.SIGSTOP))
+"""What a command finds at its default: what this process ignores, and what whoever started the run did."""
+
+
+class NoDirectory(OSError):
+    """A command cannot be started where it is to start."""
 
 
 def run(steps: Sequence[Step], fds: Mapping[int, int]) -> NoReturn:
@@ -143,7 +147,7 @@ class Init:
             if spawn.announce:
                 said = Report(Kind.STARTED, spawn.command, pid)
         except OSError as error:
-            said = Report(Kind.NOT_STARTED, spawn.command, error.errno or 0, error.filename == spawn.cwd)
+            said = Report(Kind.NOT_STARTED, spawn.command, error.errno or 0, isinstance(error, NoDirectory))
         finally:
             for fd in fds:
                 os.close(fd)
@@ -154,7 +158,7 @@ class Init:
         """Send a signal to the group that a command leads."""
         for pid, known in self._names.items():
             if known == name:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, number)
 
     def _kill(self, name: int, after: killing.Moment, flags: int) -> None:
@@ -194,18 +198,36 @@ class Init:
 
 
 def start_command(spawn: orders.Spawn, fds: list[int]) -> int:
-    """The pid of a new process. Raises OSError; its `filename` is the directory's where that is what failed."""
+    """The pid of a new process. Raises OSError, `NoDirectory` where the directory is what failed."""
+    moved: list[int] = []
     try:
-        os.chdir(spawn.cwd)
+        _enter(spawn.cwd)
         env = spawn.env.variables()
         path = find(spawn.argv[0], env)
+        highest = max(target for _, target in spawn.places)
+        if highest > CONTROL:  # where a descriptor that is still to be copied may lie
+            fds = moved = above(highest, fds)
         actions = _terminal(spawn, fds) + [(os.POSIX_SPAWN_DUP2, fds[i], target) for i, target in spawn.places]
         return os.posix_spawn(
             path, spawn.argv, env, file_actions=actions, setsid=True, setsigmask=(), setsigdef=SPAWN_SIGNALS
         )
     finally:
+        for fd in moved:
+            os.close(fd)
         with contextlib.suppress(OSError):  # a root that the slot may not enter fails its commands, not init
             os.chdir("/")
+
+
+def _enter(directory: str) -> None:
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise NoDirectory(error.errno, error.strerror) from None
+
+
+def above(highest: int, fds: Sequence[int]) -> list[int]:
+    """Copies of descriptors that lie above a number."""
+    return [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, highest + 1) for fd in fds]
 
 
 def _terminal(spawn: orders.Spawn, fds: list[int]) -> list[tuple[int, int, str, int, int]]:

@@ -117,7 +117,9 @@ def kill_tree(
         if not victims:
             return False
         for pid in sorted(victims):  # parents first, so that no shell tells of its child's death
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(
+                ProcessLookupError, PermissionError
+            ):  # outside namespaces: one that has become root
                 os.kill(pid, signal.SIGKILL)
         reap()
         if not any(not process.zombie for process in processes() if process.pid in victims):

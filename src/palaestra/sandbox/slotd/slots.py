@@ -126,8 +126,7 @@ class Slot:
         if self.state is State.DEAD:
             self.ending()
         else:
-            with contextlib.suppress(ProcessLookupError):  # only what its init has left still lives
-                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            self._kill_init()
 
     def execute(self, number: int, request: Request, open_spill: Callable[[], Spill] | None = None) -> None:
         """Start a command; its RESULT or ERROR is sent when it is over."""
@@ -264,6 +263,10 @@ class Slot:
     def _give_up(self, number: int) -> None:
         """A command that cannot be killed takes its slot with it, so that its caller does not wait for ever."""
         if (number in self._executions or number in self._dying) and self.state is State.LIVE:
+            self._kill_init()
+
+    def _kill_init(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # only what it has left still lives
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
     def _ask(self, order: bytes, fds: list[int] | None = None) -> None:
@@ -277,8 +280,7 @@ class Slot:
             self._channel.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", extra))])
         except OSError:
             # An init that does not take messages is as good as dead; what waits for it hears of it when it is.
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            self._kill_init()
         finally:
             if memory >= 0:
                 os.close(memory)

@@ -126,7 +126,7 @@ def _kill_slot(plan: Plan) -> killing.KillSlot:
 
 def _kill_descendants() -> None:
     for process in killing.processes():
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, signal.SIGKILL)
 
 
@@ -145,13 +145,9 @@ def _start(plan: Plan, spawn: orders.Spawn, fds: list[int]) -> int:
     Becoming a user takes a fork of this whole process, which is twice as slow as starting a program as it is.
     """
     env = orders.environment(_environment(plan, spawn.env.variables()))
-    asked, spawn = spawn, spawn._replace(cwd=real_path(plan.home, spawn.cwd), env=env)
+    spawn = spawn._replace(cwd=real_path(plan.home, spawn.cwd), env=env)
     if not plan.user:
-        try:
-            return init.start_command(spawn, fds)
-        except OSError as error:
-            name = asked.cwd if error.filename == spawn.cwd else error.filename
-            raise OSError(error.errno, error.strerror, name) from None
+        return init.start_command(spawn, fds)
     reader, writer = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
@@ -163,7 +159,7 @@ def _start(plan: Plan, spawn: orders.Spawn, fds: list[int]) -> int:
         return pid
     os.waitpid(pid, 0)
     number, in_directory = struct.unpack("=i?", report)
-    raise OSError(number, os.strerror(number), asked.cwd if in_directory else spawn.argv[0])
+    raise (init.NoDirectory if in_directory else OSError)(number, os.strerror(number))
 
 
 def _become(plan: Plan, spawn: orders.Spawn, fds: list[int], writer: int) -> NoReturn:
@@ -179,8 +175,7 @@ def _become(plan: Plan, spawn: orders.Spawn, fds: list[int], writer: int) -> NoR
         in_directory = False
         env = spawn.env.variables()
         path = init.find(spawn.argv[0], env)
-        high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, base.WORKSPACE_FD + 1) for fd in (*fds, writer)]
-        writer = high.pop()
+        *high, writer = init.above(base.WORKSPACE_FD, [*fds, writer])
         for index, target in spawn.places:
             os.dup2(high[index], target, inheritable=True)
         if spawn.terminal:

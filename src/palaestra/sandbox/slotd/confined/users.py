@@ -104,14 +104,18 @@ def _read(pid: int) -> tuple[str, int, int]:
 
 
 def kill_orphans(spare: set[int]) -> int:
-    """Without users: kill what this process has inherited, `spare` and all below it left out; how many still live."""
+    """Without users: kill what this process has inherited, `spare` and all below it left out; how many still live.
+
+    One that has become another user, which only the rung `none` lets happen (sudo), is not ours to kill or wait for.
+    """
     table = [process for process in killing.processes() if process.pid not in spare]
     kept = {process.pid for pid in spare for process in killing.descendants(pid, table)}
-    victims = [process for process in table if process.pid not in kept]
-    for process in victims:
+    living = 0
+    for process in (process for process in table if process.pid not in kept):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, signal.SIGKILL)
+            living += not process.zombie
         if process.zombie and process.parent == os.getpid():
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process.pid, os.WNOHANG)
-    return sum(not process.zombie for process in victims)
+    return living
