@@ -14,7 +14,7 @@ from contextvars import copy_context
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from palaestra.core.uncharged import in_turn
+from palaestra.core.uncharged import take_turn
 
 T = TypeVar("T")
 
@@ -46,10 +46,14 @@ async def in_own_thread(function: Callable[[], T], name: str) -> T:
         with contextlib.suppress(RuntimeError):  # the loop has ended in the meantime
             loop.call_soon_threadsafe(tell)
 
-    async with in_turn(_places.setdefault(loop, asyncio.Semaphore(MAX_THREADS))):
+    places = _places.setdefault(loop, asyncio.Semaphore(MAX_THREADS))
+    await take_turn(places)
+    try:
         context = copy_context()
         threading.Thread(target=work, name=name, daemon=True).start()
         await ended
+    finally:
+        places.release()
     if raised:
         raise raised[0]
     return returned[0]
