@@ -79,7 +79,7 @@ class TerminalTestEnv(HermesAgentBaseEnv):
         if rewards:
             figures["eval/mean_reward"] = sum(rewards) / len(rewards)
             figures["eval/pass_rate"] = rewards.count(1.0) / len(rewards)
-        await self.evaluate_log(figures, [{"id": each.task_id, "reward": each.reward} for each in done])
+        await self.evaluate_log(figures, samples=[{"id": each.task_id, "reward": each.reward} for each in done])
 
 
 if __name__ == "__main__":

@@ -38,7 +38,8 @@ class WordsEnv(HermesAgentBaseEnv):
 
     async def evaluate(self, *args, **kwargs):
         done = await self.evaluate_items(self.items, 2)
-        await self.evaluate_log({"mean": sum(t.reward for t in done) / len(done)}, [{"id": t.task_id} for t in done])
+        samples = [{"id": t.task_id} for t in done]
+        await self.evaluate_log({"mean": sum(t.reward for t in done) / len(done)}, samples=samples)
 
 
 if __name__ == "__main__":

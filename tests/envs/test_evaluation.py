@@ -114,3 +114,48 @@ def test_a_class_is_run_without_a_word_for_it(tmp_path: Path, monkeypatch: pytes
     assert palaestra("run", "words_env.py", "--policy", "oracle", "--tasks", "1", "--group", "1") == 0
     (line,) = Path("data/words.jsonl").read_text().splitlines()
     assert json.loads(line)["scores"] == [1.0]
+
+
+LOGGING = """
+import pathlib
+from palaestra import BaseEnv
+
+class LoggingEnv(BaseEnv):
+    name = "logging"
+
+    async def setup(self): ...
+
+    async def get_next_item(self): ...
+
+    async def collect_trajectory(self, item): ...
+
+    async def evaluate(self, *args, **kwargs):
+        samples = [{"path": pathlib.Path("a"), "score": 1.0}, {"score": 0.5}]
+        await self.evaluate_log({"mean": 0.75}, "mine", None, 10.0, 12.5, {"temperature": 0.0}, samples, False)
+"""
+
+
+def test_what_an_evaluation_logs_is_kept_in_the_shape_of_the_contract(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("logging_env.py").write_text(LOGGING)
+    assert palaestra("eval", "logging_env.py", "--policy", "noop", "--env.data_dir_to_save_evals", "evals") == 0
+    assert json.loads(Path("evals/metrics.json").read_text()) == {
+        "config_general": {
+            "model_name": "noop",
+            "total_evaluation_time_seconds": "2.5",
+            "generation_parameters": {"temperature": 0.0},
+        },
+        "results": {"atropos|mine|0": {"mean": 0.75}, "all": {"mean": 0.75}},
+    }
+    samples = [json.loads(line) for line in Path("evals/samples.jsonl").read_text().splitlines()]
+    assert samples == [{"path": "<PosixPath>", "score": 1.0}, {"score": 0.5}]
+
+
+def test_samples_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("logging_env.py").write_text(LOGGING.replace("samples, False", "None"))
+    assert palaestra("eval", "logging_env.py", "--policy", "noop", "--env.data_dir_to_save_evals", "evals") == 0
+    assert figures(Path("evals")) == {"mean": 0.75}
+    assert Path("evals/samples.jsonl").read_text() == ""

@@ -7,11 +7,13 @@ Invariant: whatever such code does ends neither the run nor, unnoticed, the task
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, overload
 
 from palaestra.core.errors import InfraError, PalaestraError
+from palaestra.core.types import JSON
 
 T = TypeVar("T")
 
@@ -70,6 +72,15 @@ async def _ended(work: Awaitable[T]) -> T | _Raised:
         raise
     except BaseException as error:  # such as pytest.fail, which is no Exception
         return _Raised(error)
+
+
+@overload
+async def settled(answer: Awaitable[T]) -> T: ...
+@overload
+async def settled(answer: object) -> JSON: ...
+async def settled(answer: object) -> JSON:
+    """What a hook answered: a plain function may stand in an async one's place."""
+    return await answer if inspect.isawaitable(answer) else answer
 
 
 def told(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent, CallResult
 from palaestra.agent.hermes_text import observation, result_in, result_text
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import TaskError
+from palaestra.core.foreign import settled
 from palaestra.core.types import JSON
 from palaestra.envs.agent_env import AgentEnv, AgentEnvConfigT
 from palaestra.envs.agent_env_config import AgentEnvConfig
@@ -80,13 +81,15 @@ class AgentEnvironment(ContractEnvironment):
         self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool
     ) -> tuple[object, Mapping[str, JSON]]:
         meta = {"workspace_meta": rollout.meta.get("workspace_meta")} if self._takes_meta else {}
-        return await self.inner.verify_and_score_trajectory(
-            rollout.task.data,
-            result.final_response,
-            trajectory_id=rollout.rollout_id,
-            exec_tool=exec_tool,
-            agent_result=result,
-            **meta,
+        return await settled(
+            self.inner.verify_and_score_trajectory(
+                rollout.task.data,
+                result.final_response,
+                trajectory_id=rollout.rollout_id,
+                exec_tool=exec_tool,
+                agent_result=result,
+                **meta,
+            )
         )
 
 

@@ -18,6 +18,7 @@ from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent, CallResult
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import Subagents
+from palaestra.core.foreign import settled
 from palaestra.core.types import JSON
 from palaestra.envs.agent_env_config import AgentEnvConfig
 from palaestra.envs.base_env import Item, ScoredDataGroup, ScoredDataItem
@@ -99,7 +100,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         An override may leave out `workspace_meta`, what `setup_trajectory_workspace` returned. Also called for rollouts
         that ended at a limit: `agent_result.success` says so.
         """
-        return await self.score_trajectory(item, final_response), {}
+        return await settled(self.score_trajectory(item, final_response)), {}
 
     def build_tools(self) -> ToolRegistry:
         """The tools of every rollout. Raises `ConfigError` for toolsets that there are not."""
@@ -169,13 +170,13 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
 
     async def setup(self) -> None:
         """What the run calls once, first."""
-        await self.setup_agent_env()
+        await settled(self.setup_agent_env())
 
     def format_prompt(self, item: Item) -> str:
         return self.build_task(item)
 
     async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
-        return await self.score_trajectory(item, result.final_response)
+        return await settled(self.score_trajectory(item, result.final_response))
 
     def tool_kit(self, rng: random.Random) -> Kit:
         if self.config.distribution is not None:

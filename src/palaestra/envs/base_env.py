@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, TypeAlias, TypedDict
 
@@ -248,14 +248,30 @@ class BaseEnv(ABC):
         self._logged.update(wandb_metrics or {})
 
     async def evaluate_log(
-        self, metrics: Mapping[str, JSON], samples: Sequence[JSON] = (), task_name: str | None = None, **extra: JSON
+        self,
+        metrics: Mapping[str, JSON],
+        task_name: str | None = None,
+        model_name: str | None = None,
+        start_time: float | None = None,
+        end_time: float | None = None,
+        generation_parameters: Mapping[str, JSON] | None = None,
+        samples: Iterable[JSON] | None = None,
+        verbose: bool = True,
     ) -> None:
-        """Save an evaluation's figures and samples; the run prints where."""
+        """Save an evaluation's figures and samples; the run prints where, whether `verbose` or not.
+
+        `start_time` and `end_time` are in seconds. What is logged later takes the place of what was logged before.
+        """
+        general: dict[str, JSON] = {"model_name": model_name} if model_name is not None else {}
+        if start_time is not None and end_time is not None:
+            general["total_evaluation_time_seconds"] = str(end_time - start_time)
+        if generation_parameters is not None:
+            general["generation_parameters"] = dict(generation_parameters)
         self._evaluation = {
             "task": task_name or self.name,
             "metrics": dict(metrics),
-            "samples": list(samples),
-            **extra,
+            "samples": list(samples or ()),
+            "general": general,
         }
 
 

@@ -11,7 +11,7 @@ from typing import Self
 
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.figures import number
-from palaestra.core.foreign import told
+from palaestra.core.foreign import settled, told
 from palaestra.core.types import JSON, Task
 from palaestra.envs.base_env import BaseEnv, Item
 from palaestra.envs.settings import mcp_servers
@@ -59,7 +59,7 @@ class ClassEnvironment(Environment):
     async def open(self) -> None:
         self.inner.mcp = mcp_servers(self.inner.config)
         await self.inner.mcp.open()
-        await self.inner.setup()
+        await settled(self.inner.setup())
 
     async def aclose(self) -> None:
         if self.inner.mcp is not None:
@@ -80,7 +80,7 @@ class ClassEnvironment(Environment):
 
     async def next_item(self) -> Item:
         """The next item, or None when there are no more."""
-        return await self.inner.get_next_item()
+        return await settled(self.inner.get_next_item())
 
     def _task(self, item: Item, number: int) -> Task:
         """The task of an item, or one that ends at its beginning with the reason why there is none."""
@@ -113,12 +113,12 @@ class ClassEnvironment(Environment):
         try:
             line = group_line(group, env=self.name, model="")
             if line is not None:
-                await self.inner.add_rollouts_for_wandb(line, task.data)
+                await settled(self.inner.add_rollouts_for_wandb(line, task.data))
         except Exception:
             logger.warning("%s.add_rollouts_for_wandb failed on group %s", self.name, group.group_id, exc_info=True)
 
     async def figures(self) -> Mapping[str, float]:
-        await self.inner.wandb_log({})
+        await settled(self.inner.wandb_log({}))
         return numbers(self.inner._logged)
 
     def shown(self) -> Sequence[tuple[str, float]]:

@@ -16,6 +16,7 @@ from typing import TypeVar
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import TaskError
 from palaestra.core.figures import number
+from palaestra.core.foreign import settled
 from palaestra.core.types import JSON, Score, Task
 from palaestra.envs.base_env import BaseEnv, Item
 from palaestra.envs.class_environment import ROW_KEYS, ClassEnvironment
@@ -50,7 +51,7 @@ class CollectedEnvironment(ClassEnvironment):
         self._told = False
 
     async def next_item(self) -> Item:
-        return self._backlog.popleft() if self._backlog else await self.inner.get_next_item()
+        return self._backlog.popleft() if self._backlog else await super().next_item()
 
     def task(self, item: Item, number: int) -> Task:
         return Task(id=self.inner.item_id(item, number), prompt="", data=item)
@@ -101,7 +102,7 @@ class CollectedEnvironment(ClassEnvironment):
         name = f"{type(self.inner).__name__}.{'collect_trajectories' if self._whole else 'collect_trajectory'}"
 
         async def unpacked() -> tuple[T | None, list[Item]]:
-            got, backlog = await call
+            got, backlog = await settled(call)
             return got, list(backlog or ())
 
         got, backlog = await blaming(TaskError, unpacked(), f"{name} on {task.id}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import random
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from palaestra.agent.result import AgentResult
 from palaestra.core.bridge import bridged
 from palaestra.core.errors import GraderError, TaskError
 from palaestra.core.figures import number
+from palaestra.core.foreign import settled
 from palaestra.core.types import JSON, Score, Task
 from palaestra.envs import recipes
 from palaestra.envs.base_env import Item
@@ -96,9 +96,9 @@ class ContractEnvironment(ClassEnvironment):
 
         exec_tool = ExecTool(slot, tools)
         try:
-            await self.inner.prepare_group(task.data, exec_tool)
+            await settled(self.inner.prepare_group(task.data, exec_tool))
             if self.inner.config.share_setup:
-                await self.inner.setup_trajectory_workspace(task.data, trajectory_id=task.id, exec_tool=exec_tool)
+                await self._set_up(task, task.id, exec_tool)
         finally:
             if tools.cache_info().currsize:
                 await tools().aclose()
@@ -107,9 +107,11 @@ class ContractEnvironment(ClassEnvironment):
         if self.inner.config.share_setup or not overrides(self.inner, "setup_trajectory_workspace"):
             return
         exec_tool = ExecTool(rollout.sandbox, lambda: rollout.tools)
-        rollout.meta["workspace_meta"] = await self.inner.setup_trajectory_workspace(
-            rollout.task.data, trajectory_id=rollout.rollout_id, exec_tool=exec_tool
-        )
+        rollout.meta["workspace_meta"] = await self._set_up(rollout.task, rollout.rollout_id, exec_tool)
+
+    async def _set_up(self, task: Task, name: str, exec_tool: ExecTool) -> Mapping[str, JSON]:
+        hook = self.inner.setup_trajectory_workspace
+        return await settled(hook(task.data, trajectory_id=name, exec_tool=exec_tool))
 
     async def act(self, rollout: Rollout) -> AgentResult:
         self._choose_server(rollout)
@@ -140,19 +142,20 @@ class ContractEnvironment(ClassEnvironment):
 
     async def _reward(self, item: Item, result: AgentResult, context: ToolContext) -> object:
         """The reward of a hook that may be a plain function."""
-        reward: object = self.inner.compute_reward(item, result, context)
-        return await reward if inspect.isawaitable(reward) else reward
+        return await settled(self.inner.compute_reward(item, result, context))
 
     async def verify(
         self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool
     ) -> tuple[object, Mapping[str, JSON]]:
         """Call the verification hook in the shape that this kind of class gives it."""
-        return await self.inner.verify_and_score_trajectory(
-            rollout.task.data,
-            result,
-            trajectory_id=rollout.rollout_id,
-            exec_tool=exec_tool,
-            workspace_meta=rollout.meta.get("workspace_meta"),
+        return await settled(
+            self.inner.verify_and_score_trajectory(
+                rollout.task.data,
+                result,
+                trajectory_id=rollout.rollout_id,
+                exec_tool=exec_tool,
+                workspace_meta=rollout.meta.get("workspace_meta"),
+            )
         )
 
     def project(self, rollout: Rollout, score: Score | None) -> Projection:

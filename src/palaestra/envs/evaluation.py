@@ -14,14 +14,16 @@ from pathlib import Path
 import msgspec
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.foreign import settled
 from palaestra.core.types import JSON
 from palaestra.envs import estimates
 from palaestra.envs.base_env import Item
 from palaestra.envs.class_environment import ClassEnvironment
 from palaestra.envs.function import FunctionEnvironment
+from palaestra.rollouts.appending import writing
 from palaestra.rollouts.base import Environment
-from palaestra.rollouts.export.atropos import encode_line
 from palaestra.rollouts.group import Services
+from palaestra.rollouts.journal import encoded
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.stops import RunStopped
 from palaestra.rollouts.trajectory import Group, Trajectory
@@ -57,7 +59,7 @@ class Evaluation:
         environment = self.environment
         if isinstance(environment, ClassEnvironment):
             environment.inner._run_items = self.run_items
-            await environment.inner.evaluate()
+            await settled(environment.inner.evaluate())
             self.logged = environment.inner._evaluation
         else:
             assert isinstance(environment, FunctionEnvironment)
@@ -112,14 +114,14 @@ class Evaluation:
 
 
 def save_evaluation(logged: Logged, folder: Path, model: str) -> None:
-    """Write what was logged: `metrics.json` and `samples.jsonl`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write what was logged: `metrics.json` and `samples.jsonl`. Raises `DiskError`."""
     results = {f"atropos|{logged['task']}|0": logged["metrics"], "all": logged["metrics"]}
-    document = {"config_general": {"model_name": model}, "results": results}
-    (folder / "metrics.json").write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
-    with (folder / "samples.jsonl").open("wb") as lines:
-        for sample in logged["samples"]:
-            lines.write(encode_line(sample))
+    document = {"config_general": {"model_name": model, **logged.get("general", {})}, "results": results}
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.json").write_bytes(msgspec.json.format(encoded(document), indent=2) + b"\n")
+        with (folder / "samples.jsonl").open("wb") as lines:
+            lines.writelines(encoded(sample) + b"\n" for sample in logged["samples"])
 
 
 def in_short(metrics: Mapping[str, JSON]) -> str:

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
+from palaestra.core.foreign import settled
 from palaestra.core.types import JSON
 
 HookFunction: TypeAlias = Callable[..., object]
@@ -35,8 +36,7 @@ class Hook:
     async def __call__(self, sources: Mapping[str, Source]) -> JSON:
         """Call the function with what it asked for."""
         arguments = {name: await sources[name]() for name in self.wants}
-        answer = self.function(**arguments)
-        return await answer if inspect.isawaitable(answer) else answer
+        return await settled(self.function(**arguments))
 
 
 def declare(function: HookFunction, kind: str, known: tuple[str, ...]) -> Hook:

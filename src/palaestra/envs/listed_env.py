@@ -121,7 +121,7 @@ class ListedEnv(HermesAgentBaseEnv):
         labels = {self.item_id(item, 0): self.labels(item) for item in items}
         metrics = estimates.figures(done, attempts, tasks=len(items), labels=labels)
         metrics |= {"tasks_left_out": len(self.left_out), **self.own_figures(metrics)}
-        await self.evaluate_log(metrics, [self.sample(each) for each in done], task_name=self.name)
+        await self.evaluate_log(metrics, samples=map(self.sample, done))
         return metrics
 
     def own_figures(self, metrics: Mapping[str, JSON]) -> Mapping[str, JSON]:

@@ -193,6 +193,20 @@ def plain(value: T, depth: int = 0) -> T:
     return cast("T", copied)
 
 
+def _written(value: T) -> tuple[T, bytes]:
+    """What is written, `plain` where need be, and how."""
+    try:
+        return value, _encoder.encode(value)
+    except (TypeError, ValueError, RecursionError):  # UnicodeEncodeError is a ValueError
+        value = plain(value)
+        return value, _encoder.encode(value)
+
+
+def encoded(value: JSON) -> bytes:
+    """The value as JSON; something plain stands in it for what JSON cannot hold."""
+    return _written(value)[1]
+
+
 class Journal:
     """Appends events to one file. Owned by one event loop, and the file by one process at a time.
 
@@ -225,11 +239,7 @@ class Journal:
         read, raises for. Raises ValueError for the former, and `DiskError` when the disk is full: a run without a
         journal must stop.
         """
-        try:
-            line = _encoder.encode(event)
-        except (TypeError, ValueError, RecursionError):  # UnicodeEncodeError is a ValueError
-            event = plain(event)
-            line = _encoder.encode(event)
+        event, line = _written(event)
         if check is not None:
             try:
                 check(cast("EventT", _decoder.decode(line)))

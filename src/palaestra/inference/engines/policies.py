@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from palaestra.core.errors import EngineUnavailable, TaskError
-from palaestra.core.types import Message, Say, Task, ToolStep
+from palaestra.core.types import JSON, Message, Say, Task, ToolStep
 from palaestra.inference.base import SessionContext
 from palaestra.inference.engines.recording import Recorded, read_policy_file, read_recording
 
@@ -86,7 +86,7 @@ class OraclePolicy:
                 f"Task '{task.id}' has no reference solution for the oracle to play. "
                 "Give the task a solution=, or use another policy (noop, patch:FILE, replay:FILE)."
             )
-        steps = [task.solution] if isinstance(task.solution, str) else task.solution
+        steps = _steps(task)
         turn = turns_taken(context, messages)
         if turn >= len(steps):
             return "The reference solution has been carried out."
@@ -94,6 +94,18 @@ class OraclePolicy:
         if isinstance(step, Say):
             return step.text
         return [ToolStep("terminal", {"command": step}) if isinstance(step, str) else step]
+
+
+def _steps(task: Task) -> Sequence[ToolStep | Say | str]:
+    """The steps of the solution. Raises `TaskError` for what is none, as a column of a data set may be."""
+    steps: JSON = [task.solution] if isinstance(task.solution, str) else task.solution
+    fine = isinstance(steps, Sequence) and all(isinstance(step, str | ToolStep | Say) for step in steps)
+    if not fine:
+        raise TaskError(
+            f"Task '{task.id}': its solution is {task.solution!r:.100}, neither a shell script nor a list of commands, "
+            "ToolStep and Say."
+        )
+    return tuple(steps)
 
 
 class PatchPolicy:
