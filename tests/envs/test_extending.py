@@ -41,8 +41,8 @@ def line(n: int, group: int) -> list[str]:
 class Extended:
     """One run in this folder, made and gone on with."""
 
-    def __init__(self, n: int, group: int) -> None:
-        Path("plain_env.py").write_text(PLAIN)
+    def __init__(self, n: int, group: int, script: str = PLAIN) -> None:
+        Path("plain_env.py").write_text(script)
         self.journal = Path()
         assert self.go(n, group) == 0
         (self.journal,) = Path().glob("runs/*/*/journal.jsonl")
@@ -75,6 +75,37 @@ def test_only_what_is_missing_is_rolled_out(n: int, group: int) -> None:
     assert run.rollouts == [f"{task:06d}-t-{task}/{index}" for task in range(n) for index in range(group)]
     assert [len(each.trajectories) for each in read_groups(run.journal)] == [group] * n
     assert palaestra("verify", str(run.journal.parent)) == 2, "nothing was sampled"
+
+
+CHANGING = """
+import time
+from palaestra import Task, environment
+
+@environment(toolsets=["todo"])
+def plain(n: int = 3):
+    for number in range(n):
+        yield Task(id=f"t-{number}", prompt=f"Plan {time.time_ns() if number else 0}.", solution=[])
+
+@plain.score
+async def paid(task, sandbox):
+    return 1.0
+"""
+
+
+def test_no_group_is_of_two_questions(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts that are drawn without the seed differ when the run goes on: what there is stays, and is not mixed."""
+    run = Extended(2, 2, CHANGING)
+    asked = [group.asked for group in read_groups(run.journal)]
+    assert run.go(2, 2) == 0
+    assert "task 1 (t-1) asks something else now than when it was rolled out" in capsys.readouterr().err
+    for _ in range(2):
+        assert run.go(3, 4) == 0
+        assert "t-1 asks something else now than the rollouts that its group has" in capsys.readouterr().err
+        groups = read_groups(run.journal)
+        assert [len(group.trajectories) for group in groups] == run.lines == [4, 2, 4]
+        assert [group.asked for group in groups][:2] == asked
+        for group in groups:
+            assert len({each.messages[0]["content"] for each in group.trajectories}) == 1
 
 
 def test_with_fewer_items_nothing_that_was_finished_is_lost(capsys: pytest.CaptureFixture[str]) -> None:

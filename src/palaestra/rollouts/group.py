@@ -29,7 +29,7 @@ from palaestra.rollouts.export.atropos import check_own
 from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.journal import AttemptDiscarded, GroupEnded, GroupStarted, Journal, RolloutEnded
 from palaestra.rollouts.progress import Observer
-from palaestra.rollouts.recall import Recall
+from palaestra.rollouts.recall import Recall, checksum
 from palaestra.rollouts.resume import CutOff
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.stages import IDLE_LIMITS, Stages
@@ -69,6 +69,7 @@ class Services:
     prepared: Prepared | None = None
     finished: Mapping[str, Mapping[int, Trajectory]] = field(default_factory=dict)
     cut_off: dict[str, CutOff] = field(default_factory=dict)
+    asked: Mapping[str, str] = field(default_factory=dict)
     idle_limits: Mapping[str, float] = field(default_factory=lambda: IDLE_LIMITS)
     whole_groups: bool = False
     world: RunWorld = field(default_factory=RunWorld)
@@ -97,6 +98,7 @@ class GroupRun:
         self._snapshot: Snapshot | None = None
         self._preparing = asyncio.Lock()
         self._replacements = services.group_size if services.whole_groups else 0
+        self._asks_otherwise = False
         self._turns = Turns(services.journal, services.observer, services.cut_off, self.group, env.agent.prices)
 
     async def run(self) -> Group:
@@ -107,14 +109,17 @@ class GroupRun:
     async def _run(self) -> Group:
         services, group = self.services, self.group
         services.observer.group_started(group.number, group.task_id)
+        asking = self.task
         try:
             self.task = await blaming(PrepareError, self.env.resolve(self.task), f"resolving task {self.task.id}")
             _check(self.task)
+            self._ask(asking)
             self._kit = await blaming(TaskError, self._resolve_tools(), f"choosing tools for task {self.task.id}")
             self._snapshot = await self._prepare()
             services.journal.append(GroupStarted(at=time.time(), group=group))
             self._take_over()
-            await self._roll_out()
+            if not self._asks_otherwise:
+                await self._roll_out()
         except (InfraError, TaskError) as error:
             group.error = told(error)
             group.blame = error.blame if isinstance(error, InfraError) else Blame.TASK
@@ -234,6 +239,18 @@ class GroupRun:
                 raise PrepareError(f"the setup script of {task.id} failed ({done.error}):\n{done.output[-2000:]}")
         await self.env.prepare(task, slot)
 
+    def _ask(self, task: Task) -> None:
+        """A group is of one question: where a task asks something else than it did, what its group has stays alone."""
+        group, services = self.group, self.services
+        group.asked, before = asked(task), services.asked.get(group.group_id, "")
+        self._asks_otherwise = before not in ("", group.asked) and bool(services.finished.get(group.group_id))
+        if self._asks_otherwise:
+            group.asked = before
+            services.observer.note(
+                f"{group.task_id} asks something else now than the rollouts that its group has: it gets no more of "
+                "them. What a task asks should be drawn from the run's seed (config.seed)"
+            )
+
     def _take_over(self) -> None:
         """Keep what an earlier part of this run finished of the group. The journal has it."""
         for trajectory in self.services.finished.get(self.group.group_id, {}).values():
@@ -328,6 +345,11 @@ class GroupRun:
             recall=recall,
             stops=self.services.stops,
         )
+
+
+def asked(task: Task) -> str:
+    """What a task asks, as a checksum: in every part of a run it should be the same."""
+    return checksum(task.messages())
 
 
 def _check(task: Task) -> None:

@@ -87,12 +87,14 @@ class CutOff:
 
 @dataclass(slots=True)
 class Finished:
-    """The work of a run so far. `ended` by group number, `rollouts` by group id and index, `cut_off` by rollout id."""
+    """The work of a run so far. `ended` by group number, `rollouts` by group id and index, `cut_off` by rollout id.
+    `asked` has what each group's rollouts were asked, as a checksum by group id."""
 
     run: RunStarted
     ended: dict[int, Group] = field(default_factory=dict)
     rollouts: dict[str, dict[int, Trajectory]] = field(default_factory=dict)
     cut_off: dict[str, CutOff] = field(default_factory=dict)
+    asked: dict[str, str] = field(default_factory=dict)
 
 
 def read_finished(path: Path) -> Finished:
@@ -130,6 +132,7 @@ class _Reader:
                 self._schema = schema
             case GroupStarted(group=group):
                 self._begun[group.group_id] = group
+                finished.asked[group.group_id] = group.asked
                 finished.rollouts.setdefault(group.group_id, {})
                 finished.ended.pop(group.number, None)
             case Messages():

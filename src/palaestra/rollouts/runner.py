@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from palaestra.core.errors import ConfigError, EngineUnavailable, PalaestraError
 from palaestra.core.types import Task
 from palaestra.rollouts.base import Environment
-from palaestra.rollouts.group import GroupRun, Services, failed_for_the_engine
+from palaestra.rollouts.group import GroupRun, Services, asked, failed_for_the_engine
 from palaestra.rollouts.ordering import Numbered, numbered, slowest_first
 from palaestra.rollouts.trajectory import Group
 
@@ -90,6 +90,7 @@ class Runner:
         self._no_task: PalaestraError | None = None
         self._taking = asyncio.Lock()
         self._engine_failures = 0
+        self._otherwise = False
 
     async def run(self) -> Totals:
         """Run to the last task. Raises `EngineUnavailable` when the model server is gone for good."""
@@ -132,7 +133,16 @@ class Runner:
                 f"task {number} is {task.id} now and was {group.task_id}: the run was made from other tasks; "
                 f"start a new one, or restore them"
             )
-        return group is not None and self._is_whole(group)
+        if group is None or not self._is_whole(group):
+            return False
+        if not self._otherwise and not group.error and group.asked not in ("", asked(task)):
+            self._otherwise = True
+            self.services.observer.note(
+                f"task {number} ({task.id}) asks something else now than when it was rolled out, and others may too: "
+                "what has ended is kept, so of a data set in another order items come twice or not at all. Draw and "
+                "shuffle with the run's seed (config.seed), and give items an id"
+            )
+        return True
 
     def _is_whole(self, group: Group) -> bool:
         """Whether a group that ended lacks nothing: groups may be to be larger now."""

@@ -178,12 +178,14 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     `tools_hash` their name; `tools_missing` has those that were asked for but are not here, with the reason. `error`
     tells why there are no trajectories, when preparing the task failed, and `blame` whose fault that was. `prepare_s`
     is how long preparing took, in seconds, and `from_store` whether the workspace was found prepared on this machine.
+    `asked` is a checksum of the task's prompt; empty in groups of earlier versions.
     """
 
     schema: str = GROUP_SCHEMA
     group_id: str
     number: int
     task_id: str
+    asked: str = ""
     toolsets: tuple[str, ...] = ()
     tools: list[dict[str, JSON]] = []
     tools_hash: str = ""
