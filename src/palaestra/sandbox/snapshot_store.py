@@ -41,8 +41,8 @@ _KEY = re.compile(r"[0-9a-f]{40}")
 
 
 def default_folder() -> Path:
-    """Where this user's prepared workspaces are: beside the images."""
-    return Path(images.default_folder()).with_name("snapshots")
+    """Where this user's prepared workspaces are."""
+    return Path(images.default_folder("snapshots"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import Fork, Mount, Rung, Slot, SlotSpec, View
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from sandbox.processes import descendants, ignoring, table
-from sandbox.somebody import as_somebody, interpreter
+from sandbox.somebody import SOMEBODY, as_somebody, interpreter
 
 pytestmark = pytest.mark.slots
 
@@ -54,7 +54,7 @@ def confined(body: Body, spec: SlotSpec | None = None, rung: Rung = Rung.CONFINE
 @contextlib.contextmanager
 def turn_of_servers() -> Iterator[list[str]]:
     """The directories of servers with slots like these, while none is made or removed."""
-    parent = f"/var/tmp/palaestra-{os.geteuid()}"
+    parent = f"/var/tmp/palaestra-slots-{os.geteuid()}"
     while True:
         try:
             fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -466,6 +466,39 @@ def test_on_the_rung_none_what_has_become_root_costs_no_more_than_its_slot() -> 
                 os.kill(int(process.name), signal.SIGKILL)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert ran.stdout == "124\nalive\nuntouched\n"
+
+
+_BESIDE = """
+import asyncio
+from palaestra.sandbox import snapshot_store
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import Rung
+from palaestra.sandbox.service import socket_path
+
+async def main():
+    for _ in range(2):
+        async with LocalBackend(rung=Rung.CONFINED):
+            snapshot_store.SnapshotStore(snapshot_store.default_folder()).open()
+            socket_path("beside")
+
+asyncio.run(main())
+print("both")
+"""
+
+
+@needs_users
+def test_who_has_no_home_keeps_slots_workspaces_and_services_apart() -> None:
+    """All of them are below /var/tmp then."""
+    python = interpreter()
+    if python is None:
+        pytest.skip("no Python that another user can run")
+    ran = as_somebody(python, "-c", _BESIDE)
+    for kind in ("", "snapshots-"):
+        with contextlib.suppress(OSError):  # it is not empty: somebody else's
+            os.rmdir(f"/var/tmp/palaestra-{kind}{SOMEBODY}")
+    if "no isolation can be had" in ran.stderr:
+        pytest.skip(ran.stderr.splitlines()[-1])
+    assert ran.stdout == "both\n", ran.stderr[-2000:]
 
 
 def test_the_rung_none_is_never_chosen() -> None:

@@ -35,14 +35,14 @@ DEFAULT_STORE_BYTES = 100 << 30
 _log = logging.getLogger(__name__)
 
 
-def default_folder() -> str:
-    """Where this user's images are."""
+def default_folder(kind: str = "images") -> str:
+    """Where this user's images, or stored things of another kind, are."""
     if os.geteuid() == 0:
-        return "/var/lib/palaestra/images"
+        return f"/var/lib/palaestra/{kind}"
     try:
-        return os.path.join(pwd.getpwuid(os.geteuid()).pw_dir, ".cache", "palaestra", "images")
+        return os.path.join(pwd.getpwuid(os.geteuid()).pw_dir, ".cache", "palaestra", kind)
     except KeyError:  # a uid without an account
-        return f"/var/tmp/palaestra-{os.geteuid()}/images"  # noqa: S108
+        return f"/var/tmp/palaestra-{kind}-{os.geteuid()}"  # noqa: S108
 
 
 @dataclass(frozen=True, slots=True)

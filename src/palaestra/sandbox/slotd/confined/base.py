@@ -1,6 +1,6 @@
 """Where the slots of one server lie: a directory that no other server has, and that the next start removes if need be.
 
-    /var/tmp/palaestra-UID/          who runs servers; nobody else may write there
+    /var/tmp/palaestra-slots-UID/    who runs servers; nobody else may write there
         1610614784/                  one server: named after its range of users (or at random, where it has none)
             slot-1/{workspace,home,tmp}   layers/   empty/
 
@@ -31,6 +31,7 @@ _LINK_TARGET = f"/proc/self/fd/{WORKSPACE_FD}"
 _PARENTS = ("/var/tmp", "/tmp")  # noqa: S108 - one that belongs to somebody else is refused
 _KILL_PATIENCE_S = 5.0
 _CLAIMS = 50
+_RANDOM_DIGITS = 12
 
 
 class Base:
@@ -51,7 +52,7 @@ class Base:
     def _claim(parent: str) -> Base:
         _sweep(parent)
         for start in users.starts() or [0]:
-            path = f"{parent}/{start or secrets.token_hex(6)}"
+            path = f"{parent}/{start or secrets.token_hex(_RANDOM_DIGITS // 2)}"
             if start and users.living(start, users.RANGE):
                 continue
             with contextlib.suppress(FileExistsError), _held(parent):
@@ -85,7 +86,7 @@ def workspace_link() -> bool:
 def _parent() -> str:
     failures = []
     for folder in _PARENTS:
-        path = f"{folder}/palaestra-{os.geteuid()}"
+        path = f"{folder}/palaestra-slots-{os.geteuid()}"
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o711)
@@ -105,7 +106,7 @@ def _sweep(parent: str) -> None:
         for name in os.listdir(parent):
             path = f"{parent}/{name}"
             if os.path.isdir(path) and _abandoned(path):
-                _clear(path, int(name) if len(name) != 12 else 0)
+                _clear(path, int(name) if len(name) != _RANDOM_DIGITS else 0)
 
 
 def _clear(path: str, first_user: int) -> None:
