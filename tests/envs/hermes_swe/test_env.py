@@ -110,6 +110,20 @@ def test_every_cheat_of_the_bank_against_every_built_in_task(tmp_path: Path, mon
     assert proof.holds, [line for line in proof.lines if not line.ok]
 
 
+def test_a_rung_without_forks_is_refused_before_a_model_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ["run", ENVIRONMENT, "--policy=oracle", "--tasks=1", "--env.isolation=confined"]
+    status = run_guarded(lambda: cli.main(argv, standalone_mode=False))
+    if status == 5:
+        pytest.skip("no rung confined here")
+    assert status == 3
+    journal = next(Path("runs").glob("*/*/journal.jsonl")).read_text()
+    assert "use userns or full" in journal
+    assert "trajectory" not in journal
+
+
 def test_a_data_set_with_bad_rows_goes_on_with_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -27,7 +27,6 @@ from palaestra.envs.datasets import Row, read_rows
 from palaestra.envs.hermes_swe.grading import TestOutcome, run_suite, tampering
 from palaestra.envs.hermes_swe.rows import ProgrammingTask, parse_row
 from palaestra.envs.listed_env import ListedEnv, ListedEnvConfig
-from palaestra.envs.swe.controls import untouched
 from palaestra.envs.swe.install import interpreter
 from palaestra.rollouts.base import Phase
 from palaestra.rollouts.context import ToolContext
@@ -37,9 +36,6 @@ from palaestra.sandbox.base import WORKSPACE, Slot, SlotSpec, View
 
 BUILT_IN = "built-in"
 """The data set that comes with the package."""
-
-PROOF = "/tmp/palaestra-proof"  # noqa: S108  in the slot, outside what a layer keeps
-"""Where a task is tried out before its first rollout."""
 
 SYSTEM_PROMPT = (
     "You are a software engineer who works in a terminal. Your commands start in the working directory. Look at what "
@@ -84,21 +80,21 @@ class HermesSweEnvironment(ContractEnvironment):
         return True
 
     async def prepare(self, task: Task, sandbox: Slot) -> None:
-        """Prove the task in a copy: its tests fail before anything is done, and pass on the reference solution."""
+        """Prove the task in a fork: its tests fail before anything is done, and pass on the reference solution.
+
+        Grading takes forks too, so a rung that has none is refused here, before a model is asked anything.
+        """
         item: ProgrammingTask = task.data
-        await sandbox.execute(["cp", "-r", WORKSPACE, PROOF], cwd="/", timeout_s=60)
-        try:
-            before = await self._run(sandbox, PROOF, item)
+        async with sandbox.fork() as fork:
+            before = await self._run(fork, WORKSPACE, item)
             if before.good:
                 raise TaskError(f"{task.id}: its tests pass before anything was done")
             if item.solution is not None:
                 for path, text in item.solution.items():
-                    await sandbox.write_text(f"{PROOF}/{path}", text)
-                after = await self._run(sandbox, PROOF, item)
+                    await fork.write_text(path, text)
+                after = await self._run(fork, WORKSPACE, item)
                 for name, error in after.errors.items():
                     raise PrepareError(f"{task.id}: its reference solution does not pass {name}:\n{error[-1000:]}")
-        finally:
-            await sandbox.remove(PROOF)
 
     def recipe(self, task: Task) -> JSON:
         """What there is to be prepared is in the task, and its proof holds as long as that and the interpreter do."""
@@ -112,7 +108,7 @@ class HermesSweEnvironment(ContractEnvironment):
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         item: ProgrammingTask = rollout.task.data
         slot = await grading.slot(View(only=(WORKSPACE,)))
-        async with untouched(slot) as fork:
+        async with slot.fork() as fork:
             run = await self._run(fork, WORKSPACE, item)
         works = None
         if run.good and self.settings.controls:

@@ -19,7 +19,7 @@ from random import SystemRandom
 
 from palaestra.core.errors import GraderError
 from palaestra.envs.hermes_swe.rows import Suite
-from palaestra.envs.swe.controls import TAMPERED, failing_copy, rounds, untouched, watching_copy
+from palaestra.envs.swe.controls import TAMPERED, failing_copy, rounds, watching_copy
 from palaestra.envs.swe.testing import read_records
 from palaestra.sandbox.base import Slot
 
@@ -76,7 +76,7 @@ async def tampering(slot: Slot, python: str, root: str, suite: Suite, *, timeout
     equals everything. No test may have run in the slot before."""
 
     async def run(text: str) -> TestOutcome:
-        async with untouched(slot) as fork:
+        async with slot.fork() as fork:
             return await run_suite(fork, python, root, Suite(text, suite.names), timeout_s=timeout_s)
 
     drawn = rounds({"": suite.text}, suite.names, SystemRandom())

@@ -15,13 +15,11 @@ one assertion that cannot hold, and code that looks at the source can tell that 
 from __future__ import annotations
 
 import ast
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from random import Random, SystemRandom
 
-from palaestra.core.errors import InfraError, SandboxError
 from palaestra.envs.swe.falsify import Edit, Function, edited, tests_in, ways
 from palaestra.envs.swe.install import Toolchain
 from palaestra.envs.swe.rows import SweRow
@@ -154,26 +152,13 @@ def _mixed(
     )
 
 
-@asynccontextmanager
-async def untouched(slot: Slot) -> AsyncIterator[Slot]:
-    """A fork of the slot for one run of tests; on a rung that has no forks, the slot itself."""
-    async with AsyncExitStack() as stack:
-        try:
-            fork = await stack.enter_async_context(slot.fork())
-        except InfraError:
-            raise
-        except SandboxError:
-            fork = slot
-        yield fork
-
-
 async def tampering(slot: Slot, toolchain: Toolchain, repo_dir: str, row: SweRow, *, timeout_s: float) -> str | None:
     """What works against the tests of a row that all passed, or None. No test may have run in the slot before."""
     sources = {path: await slot.read_text(f"{repo_dir}/{path}") for path in row.test_files}
     names = row.node_ids[:MOST_NAMES]
 
     async def run(texts: Mapping[str, str], judged: Sequence[str]) -> TestRun:
-        async with untouched(slot) as fork:
+        async with slot.fork() as fork:
             for path, text in texts.items():
                 await fork.write_text(f"{repo_dir}/{path}", text)
             return await run_tests(fork, toolchain, repo_dir, judged, timeout_s=timeout_s)

@@ -28,7 +28,7 @@ from palaestra.envs.contract import ContractEnvironment
 from palaestra.envs.listed_env import ListedEnv, ListedEnvConfig
 from palaestra.envs.swe import diff
 from palaestra.envs.swe.builtin import built_tasks, selection
-from palaestra.envs.swe.controls import tampering, untouched
+from palaestra.envs.swe.controls import tampering
 from palaestra.envs.swe.install import DependencyCache, Toolchain, install_editable, venv_toolchain
 from palaestra.envs.swe.protected import hidden_files, protected_paths
 from palaestra.envs.swe.repository import RepositoryCache
@@ -209,7 +209,7 @@ class SweEnvironment(ContractEnvironment):
         slot = await self._graded_view(row, grading)
         patch = await _patch_of(slot)
         names = row.node_ids if self.settings.score_include_fail_to_pass else row.pass_to_pass
-        async with untouched(slot) as fork:
+        async with slot.fork() as fork:
             run = await run_tests(fork, work.toolchain, REPOSITORY, names, timeout_s=self.settings.test_timeout_s)
         found = verdict(run, row if self.settings.score_include_fail_to_pass else replace(row, fail_to_pass=()))
         detail: dict[str, JSON] = {

@@ -22,7 +22,6 @@ from palaestra.envs.images.roots import Roots
 from palaestra.envs.images.slot_build import build_in_slot
 from palaestra.envs.images.toolchain import TestTools, find_test_tools, working_command
 from palaestra.envs.images.users import UserSlot, home_of, is_root
-from palaestra.envs.swe.controls import untouched
 from palaestra.envs.swe.install import DependencyCache
 from palaestra.envs.terminal_bench import guard
 from palaestra.envs.terminal_bench.config import TerminalBench2EvalConfig
@@ -171,7 +170,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         if grading.live:
             verdict = await verify(slot, part.task, part.script, setting, alone=False)
         else:
-            async with untouched(slot) as fork:
+            async with slot.fork() as fork:
                 await self.bring_back(fork)
                 verdict = await verify(fork, part.task, part.script, setting, alone=True, made=made)
         detail = verdict.detail() | {
