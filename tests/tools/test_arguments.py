@@ -171,3 +171,10 @@ def test_any_text_gives_a_valid_object_or_one_refusal(raw: str) -> None:
     assert arguments.get("mode", "fast") in {"fast", "slow"}
     assert set(arguments) <= set(COMMAND["properties"])
     assert json.loads(raw) == arguments
+
+
+def test_very_many_unknown_arguments_are_not_all_told() -> None:
+    with pytest.raises(InvalidArguments) as refused:
+        parse_arguments({f"x{number}": 1 for number in range(20_000)}, {"properties": {"path": {"type": "string"}}})
+    assert "19988 more that are unknown" in str(refused.value)
+    assert len(str(refused.value)) < 1000

@@ -96,7 +96,10 @@ class ArgumentSchema:
     def _explain(self, arguments: Mapping[str, JSON], error: fastjsonschema.JsonSchemaValueException) -> NoReturn:
         problems = [f"missing required argument '{name}'" for name in self._required if name not in arguments]
         if self._refuses_unknown:
-            problems += [self._unknown(name) for name in arguments if name not in self._properties]
+            unknown = [name for name in arguments if name not in self._properties]
+            problems += map(self._unknown, unknown[:_MOST_OPTIONS])
+            if len(unknown) > _MOST_OPTIONS:
+                problems.append(f"{len(unknown) - _MOST_OPTIONS} more that are unknown")
         if not problems:
             name = ".".join(str(part) for part in error.path[1:])
             rule = str(error.message).removeprefix(str(error.name)).strip()
@@ -115,7 +118,7 @@ class ArgumentSchema:
         return ""
 
     def _unknown(self, name: str) -> str:
-        close = difflib.get_close_matches(name, list(self._properties), n=1, cutoff=0.5)
+        close = difflib.get_close_matches(name[:_SHOWN_CHARS], list(self._properties), n=1, cutoff=0.5)
         return f"unknown argument '{name[:_SHOWN_CHARS]}'" + (f" (did you mean '{close[0]}'?)" if close else "")
 
     def _expected(self) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.tools.conftest import Desk
 
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, Limits
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import SlotSpec
 
 if TYPE_CHECKING:
-    from tests.tools.conftest import AtDesk, Desk
+    from tests.tools.conftest import AtDesk
 
 pytestmark = pytest.mark.slots
 
@@ -139,3 +143,32 @@ def test_one_file_by_two_names_is_refused(at_desk: AtDesk) -> None:
         assert "two different paths" in (await desk.call("patch", mode="patch", patch=patch))["error"]
 
     at_desk(scenario)
+
+
+def test_two_names_of_one_file_are_noticed(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.slot.execute(
+            "mkdir real && printf 'one\\ntwo\\n' > real/a.txt && ln -s real other && ln -s real/a.txt b.txt"
+        )
+        for name in ("other/a.txt", "b.txt"):
+            edits = f"*** Update File: real/a.txt\n-one\n+1\n*** Update File: {name}\n-two\n+2"
+            patch = f"*** Begin Patch\n{edits}\n*** End Patch"
+            reply = await desk.call("patch", mode="patch", patch=patch)
+            assert f"{name} is one file with another of the patch" in reply["error"]
+            assert await desk.slot.read_text("real/a.txt") == "one\ntwo\n"
+
+    at_desk(scenario)
+
+
+def test_files_get_their_content_back_when_the_disk_is_full() -> None:
+    async def main() -> None:
+        async with LocalBackend() as backend:
+            slot = await backend.create(SlotSpec(limits=Limits(disk_bytes=1 << 20)), "small")
+            await slot.write_text("/tmp/a.txt", "one\n")
+            await slot.write_text("/tmp/b.txt", "two\n" + "x" * 700_000)
+            edits = "*** Update File: /tmp/a.txt\n-one\n+1\n*** Update File: /tmp/b.txt\n-two\n+2"
+            reply = await Desk(slot).call("patch", mode="patch", patch=f"*** Begin Patch\n{edits}\n*** End Patch")
+            assert reply == {"error": "Cannot write /tmp/b.txt: No space left on device"}
+            assert await slot.read_text("/tmp/a.txt") == "one\n"
+
+    asyncio.run(main())

@@ -146,3 +146,24 @@ def test_lines_and_content_are_bounded() -> None:
     shown = numbered(["y" * 1000] * 2000, 1, 2000)
     assert MAX_CONTENT_CHARS - 1100 < len("\n".join(shown)) <= MAX_CONTENT_CHARS
     assert numbered(["a\r"], 1, 1) == ["1|a"]
+
+
+def test_what_a_reply_does_not_show_is_said(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.slot.write_bytes("latin.txt", "café\n".encode("latin-1"))
+        assert "not UTF-8" in (await desk.call("read_file", path="latin.txt"))["hint"]
+        await desk.slot.write_text("wide.txt", "short\n" + "x" * 5000 + "\n")
+        assert "are cut" in (await desk.call("read_file", path="wide.txt"))["hint"]
+        reply = await desk.call("read_file", path="wide.txt", limit=1)
+        assert reply["hint"] == "Lines 1 to 1 of 2 are shown; go on with offset=2"
+
+    at_desk(scenario)
+
+
+def test_in_a_large_directory_names_that_begin_alike_are_suggested(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.slot.execute("for n in $(seq 10000 13000); do : > picture-$n.jpg; done")
+        reply = await desk.call("read_file", path="picture-12345.jpeg")
+        assert "picture-12345.jpg" in reply["similar_files"]
+
+    at_desk(scenario)

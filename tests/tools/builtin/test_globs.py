@@ -69,3 +69,23 @@ def test_any_glob_is_a_filter_or_one_refusal(glob: str, path: str) -> None:
 def test_a_glob_that_means_nothing_is_refused() -> None:
     with pytest.raises(ToolMistake, match="cannot be used"):
         name_filter("[b-a].py", ".", True)
+
+
+def test_stars_beside_other_letters_cross_directories() -> None:
+    assert name_filter("src/**.py", ".", True)("src/a/b.py")
+    assert name_filter("src/**.py", ".", True)("src/b.py")
+    assert name_filter("src/te**", ".", True)("src/tests/a.py")
+    assert not name_filter("src/te**", ".", True)("src/a/tests.py")
+    assert not name_filter("a/**", ".", True)("a")
+
+
+def test_a_name_made_to_match_in_endless_ways_is_answered() -> None:
+    assert not name_filter("*a" * 12 + "*b", ".", True)("a" * 250)
+    assert name_filter("*a" * 12 + "*b", ".", True)("a" * 250 + "b")
+    assert not name_filter("**/a/" * 12 + "b", ".", True)("a/" * 250 + "c")
+
+
+def test_braces_in_braces_and_long_globs_are_refused() -> None:
+    for glob in ("{" * 5000 + "}" * 5000, "a" * 5000):
+        with pytest.raises(ToolMistake):
+            name_filter(glob, ".", True)

@@ -54,3 +54,10 @@ def test_deep_json_and_long_files_are_not_checked() -> None:
 def test_nothing_is_built_or_run() -> None:
     assert check_syntax("a.yaml", "!!python/object/apply:os.system ['exit 1']") == "ok"
     assert check_syntax("a.py", "raise SystemExit") == "ok"
+
+
+@pytest.mark.parametrize(
+    ("path", "text"), [("a.yaml", "[" * 100_000), ("a.yaml", "- " * 50_000), ("a.toml", "a." * 60_000)]
+)
+def test_a_text_that_would_take_minutes_is_not_checked(path: str, text: str) -> None:
+    assert check_syntax(path, text) == "not checked: nested too deeply"

@@ -3,11 +3,12 @@
 Not for finding places (`tools/patching/` does that, on text alone): this part reads, writes and reports.
 
 Invariant: a patch over several files is applied whole or not at all. All results are computed before the first write,
-and when a write fails, the files written before it get their old content back.
+and when a write fails or is cancelled, the files written before it get their old content back.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import replace as with_fields
@@ -153,15 +154,34 @@ async def _content(slot: Slot, path: str) -> TextFile | None:
 
 
 async def _write_all(slot: Slot, edits: list[Edit]) -> None:
-    done: list[Edit] = []
+    begun: list[Edit] = []
     try:
         for edit in sorted(edits, key=lambda edit: edit.after is None):  # removals last: the likeliest to succeed
-            done.append(edit)
+            if begun and await _content(slot, edit.path) != edit.before:  # a link leads to what was just written
+                raise ToolMistake(
+                    f"{edit.path} is one file with another of the patch. Name it once; nothing was changed"
+                )
+            begun.append(edit)
             await _put(slot, edit.path, edit.after)
-    except ToolMistake:
-        for edit in reversed(done):
-            await _put(slot, edit.path, edit.before)
+    except ToolMistake as mistake:
+        unmended = await _put_back(slot, begun[:-1] if begun and edit is begun[-1] else begun)
+        if unmended:
+            raise ToolMistake(f"{mistake}. These were written before and could not be put back: {unmended}") from None
         raise
+    except asyncio.CancelledError:
+        await _put_back(slot, begun)
+        raise
+
+
+async def _put_back(slot: Slot, edits: list[Edit]) -> str:
+    """Give files their old content, the latest first; the paths of those where that is not possible."""
+    unmended: list[str] = []
+    for edit in reversed(edits):
+        try:
+            await _put(slot, edit.path, edit.before)
+        except ToolMistake:
+            unmended.append(edit.path)
+    return ", ".join(unmended)
 
 
 async def _put(slot: Slot, path: str, file: TextFile | None) -> None:

@@ -7,6 +7,7 @@ Invariant: what a reply shows is bounded, and it says how to get the rest; a wri
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from palaestra.core.types import JSON
@@ -18,6 +19,8 @@ from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun
 MAX_LINES = 2000
 MAX_LINE_CHARS = 2000
 MAX_CONTENT_CHARS = 100_000
+_UNREADABLE = re.compile("[\udc80-\udcff]")
+"""What stands for bytes that are no UTF-8."""
 
 PATH_PARAMETER: Mapping[str, JSON] = {
     "type": "string",
@@ -72,12 +75,18 @@ async def run_read_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolRepl
         raise ToolMistake(f"offset {offset} is beyond the end: {path} has {len(lines)} lines", total_lines=len(lines))
     shown = numbered(lines, offset, limit)
     last = offset + len(shown) - 1
-    reply: dict[str, JSON] = {"content": "\n".join(shown), "total_lines": len(lines), "truncated": last < len(lines)}
+    content = "\n".join(shown)
+    reply: dict[str, JSON] = {"content": content, "total_lines": len(lines), "truncated": last < len(lines)}
+    hints = []
     if last < len(lines):
-        reply["hint"] = f"Lines {offset} to {last} of {len(lines)} are shown; go on with offset={last + 1}"
+        hints.append(f"Lines {offset} to {last} of {len(lines)} are shown; go on with offset={last + 1}")
     elif not lines:
-        reply["hint"] = "The file is empty"
-    return reply
+        hints.append("The file is empty")
+    if any(len(line) > MAX_LINE_CHARS for line in lines[offset - 1 : last]):
+        hints.append(f"Lines of more than {MAX_LINE_CHARS} characters are cut; the terminal shows the rest (cut -c)")
+    if _UNREADABLE.search(content):
+        hints.append("The file is not UTF-8: ? also stands for bytes that are no letters; patch keeps them")
+    return {**reply, "hint": ". ".join(hints)} if hints else reply
 
 
 def numbered(lines: list[str], offset: int, limit: int) -> list[str]:

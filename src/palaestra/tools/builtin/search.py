@@ -8,7 +8,8 @@ Invariant: results are sorted by path and line, pages never overlap or leave a g
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import WORKSPACE, Slot
@@ -20,6 +21,7 @@ from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun
 MAX_LIMIT = 500
 MAX_LINE_CHARS = 500
 MAX_SEARCH_S = 60.0
+_NAMES_AT_ONCE = 1000
 
 SCHEMA = ToolSchema(
     name="search_files",
@@ -90,9 +92,10 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
     if arguments.get("target", "content") == "files":
         named = name_filter(arguments["pattern"], path, root.kind == "dir", loose=True)
         found = await list_files(slot, path, timeout_s)
-        return _page("files", [name for name in found if wanted(name) and named(name)], arguments)
+        return _page("files", await _kept(found, lambda name: wanted(name) and named(name), timeout_s), arguments)
     query = Query(arguments["pattern"], path, arguments.get("file_glob"), timeout_s)
-    counts = {name: count for name, count in (await count_matches(slot, query)).items() if wanted(name)}
+    counted = await count_matches(slot, query)
+    counts = {name: counted[name] for name in await _kept(list(counted), wanted, timeout_s)}
     mode = arguments.get("output_mode", "content")
     if mode == "files_only":
         return _page("files", list(counts), arguments)
@@ -100,6 +103,18 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
         page = _page("counts", list(counts.items()), arguments)
         return {**page, "counts": dict(page["counts"]), "total_matches": sum(counts.values())}
     return await _lines(slot, query, counts, arguments)
+
+
+async def _kept(names: Sequence[str], wanted: Callable[[str], bool], timeout_s: float) -> list[str]:
+    """The names that are wanted; of very many, without holding up the loop. Raises `ToolMistake` for a slow glob."""
+    kept: list[str] = []
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    for first in range(0, len(names), _NAMES_AT_ONCE):
+        kept += filter(wanted, names[first : first + _NAMES_AT_ONCE])
+        await asyncio.sleep(0)
+        if asyncio.get_running_loop().time() > deadline:
+            raise ToolMistake("The search took too long and was stopped. Use a simpler glob, or narrow it with path.")
+    return kept
 
 
 async def _lines(slot: Slot, query: Query, counts: Mapping[str, int], arguments: Mapping[str, JSON]) -> ToolReply:

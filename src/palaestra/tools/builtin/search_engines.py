@@ -20,6 +20,7 @@ from palaestra.tools.schema import ToolMistake
 
 MAX_LISTING_BYTES = 16 << 20
 """How much an engine may print; beyond that the search must be narrowed."""
+_MAX_PATTERN_CHARS = 10_000
 RIPGREP_PATHS = ("/usr/bin/rg", "/usr/local/bin/rg", "/bin/rg")
 
 
@@ -144,6 +145,8 @@ def _check_pattern(pattern: str) -> None:
         pattern.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         raise ToolMistake("The pattern holds half of a surrogate pair, which no text holds.") from None
+    if len(pattern) > _MAX_PATTERN_CHARS:
+        raise ToolMistake(f"The pattern has {len(pattern)} characters; {_MAX_PATTERN_CHARS} are the most.")
     if "\n" in pattern or _NEWLINE_ESCAPE.search(pattern):
         raise ToolMistake("The search goes line by line, so a pattern cannot match a line end; search for one line.")
 

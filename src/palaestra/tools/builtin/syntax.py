@@ -18,6 +18,10 @@ import yaml
 
 MAX_CHECKED_CHARS = 128 << 10
 """Longer files are not checked: parsing holds up the event loop (about 1 ms per kilobyte at worst)."""
+_MAX_DEPTH = 100
+"""Of a YAML file: what it costs to read a token grows with it."""
+_MAX_DOTS = 1000
+"""In a line of a TOML file: a key of very many parts takes minutes to read."""
 
 
 def check_syntax(path: str, text: str) -> str | None:
@@ -49,8 +53,17 @@ def _python(text: str) -> None:
 
 
 def _yaml(text: str) -> None:
-    for _ in yaml.parse(text, Loader=_YAML_LOADER):  # events only: no objects are built, aliases are not expanded
-        pass
+    depth = 0
+    for event in yaml.parse(text, Loader=_YAML_LOADER):  # events only: no objects are built, aliases are not expanded
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise RecursionError
+
+
+def _toml(text: str) -> None:
+    if any(line.count(".") > _MAX_DOTS for line in text.splitlines()):
+        raise RecursionError
+    tomllib.loads(text)
 
 
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -61,5 +74,5 @@ _CHECKS: Mapping[str, Callable[[str], object]] = {
     ".json": json.loads,
     ".yaml": _yaml,
     ".yml": _yaml,
-    ".toml": tomllib.loads,
+    ".toml": _toml,
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import posixpath
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from palaestra.core.errors import InfraError
@@ -21,6 +22,8 @@ MAX_TEXT_BYTES = 16 << 20
 KINDS = {"dir": "a directory", "other": "a device, pipe or socket", "file": "a file", "symlink": "a link"}
 _SNIFFED_BYTES = 8192
 _SHOWN_CHARS = 100
+_MOST_COMPARED = 500
+"""How many names of a directory are compared with one that is not there; it holds up the event loop."""
 _BOM = "\ufeff"
 
 
@@ -147,8 +150,10 @@ async def not_found(slot: Slot, path: str) -> ToolMistake:
         raise
     except OSError:
         return ToolMistake(f"{path} does not exist, and neither does its directory {parent}")
-    by_folded = {entry.casefold(): entry for entry in entries}
-    close = difflib.get_close_matches(name.casefold(), list(by_folded), n=5, cutoff=0.6)
+    by_folded = {entry[:_SHOWN_CHARS].casefold(): entry for entry in sorted(entries)}
+    wanted, known = name[:_SHOWN_CHARS].casefold(), sorted(by_folded)
+    first = max(0, bisect_left(known, wanted) - _MOST_COMPARED // 2)  # in a large directory, those that begin alike
+    close = difflib.get_close_matches(wanted, known[first : first + _MOST_COMPARED], n=5, cutoff=0.6)
     similar = [posixpath.join(posixpath.dirname(path), by_folded[folded]) for folded in close]
     hint = f". Did you mean {', '.join(similar)}?" if similar else ""
     return ToolMistake(f"{path} does not exist{hint}", similar_files=similar)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
@@ -12,6 +13,9 @@ MAX_DIFF_CHARS = 20_000
 """How much of a diff a reply carries."""
 _MAX_EXACT_LINES, _MAX_COMPARED_LINES = 1_000, 50_000
 """Up to how many lines (of both texts) the changed part is compared exactly, and at all."""
+_MAX_LOOKED_AT = 5_000_000
+"""How many pairs of equal lines the comparison may look at; what is left then counts as replaced."""
+_MOSTLY_SAME = 0.75
 _CONTEXT = 3
 
 
@@ -56,6 +60,9 @@ def _hunks(old: list[str], new: list[str]) -> Iterator[str]:
 class _Trimmed(difflib.SequenceMatcher[str]):
     """A comparison that spends its time on the part that changed: an equal head and tail are set aside first."""
 
+    b2j: dict[str, list[int]]
+    """Where each line is that does not recur too often; documented, though not in the type stubs."""
+
     def __init__(self, old: list[str], new: list[str]) -> None:
         self._head = _common(old, new)
         self._tail = _common(old[self._head :][::-1], new[self._head :][::-1])
@@ -64,6 +71,35 @@ class _Trimmed(difflib.SequenceMatcher[str]):
         size = len(inner_old) + len(inner_new)
         self._too_large = size > _MAX_COMPARED_LINES
         super().__init__(None, inner_old, inner_new, autojunk=size > _MAX_EXACT_LINES)
+        self._inner = inner_old, inner_new
+        pairs = (1 + len(self.b2j.get(line, ())) for line in inner_old)
+        self._pairs = list(itertools.accumulate(pairs, initial=0))
+        self._left = _MAX_LOOKED_AT
+
+    def _line_by_line(self) -> list[Opcode]:
+        """The script of an edit that changed a few of very many lines and moved none; none where it is not plain."""
+        old, new = self._inner
+        if len(old) != len(new) or len(old) + len(new) <= _MAX_EXACT_LINES:
+            return []
+        same = [x == y for x, y in zip(old, new, strict=True)]
+        if sum(same) < _MOSTLY_SAME * len(same):
+            return []
+        opcodes: list[Opcode] = []
+        at = 0
+        for equal, lines in itertools.groupby(same):
+            end = at + sum(1 for _ in lines)
+            opcodes.append(("equal" if equal else "replace", at, end, at, end))
+            at = end
+        return opcodes
+
+    def find_longest_match(
+        self, alo: int = 0, ahi: int | None = None, blo: int = 0, bhi: int | None = None
+    ) -> difflib.Match:
+        """As long as there is time for it: lines that recur would take hours otherwise."""
+        self._left -= self._pairs[-1 if ahi is None else ahi] - self._pairs[alo]
+        if self._left < 0:
+            return difflib.Match(alo, blo, 0)
+        return super().find_longest_match(alo, ahi, blo, bhi)
 
     def get_opcodes(self) -> list[Opcode]:
         """The edit script of the whole texts; beyond the limit the changed part is one replacement."""
@@ -72,7 +108,8 @@ class _Trimmed(difflib.SequenceMatcher[str]):
             inner: list[Opcode] = [("replace", self._head, old_end, self._head, new_end)]
         else:
             shift = self._head
-            inner = [(kind, a + shift, b + shift, c + shift, d + shift) for kind, a, b, c, d in super().get_opcodes()]
+            opcodes = self._line_by_line() or super().get_opcodes()
+            inner = [(kind, a + shift, b + shift, c + shift, d + shift) for kind, a, b, c, d in opcodes]
         head: list[Opcode] = [("equal", 0, self._head, 0, self._head)] if self._head else []
         tail: list[Opcode] = [("equal", old_end, self._sizes[0], new_end, self._sizes[1])] if self._tail else []
         return head + inner + tail

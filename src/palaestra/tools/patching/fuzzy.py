@@ -18,9 +18,12 @@ from typing import TypeAlias
 
 from palaestra.tools.patching.indents import Reindent
 from palaestra.tools.patching.nearest import nearest
+from palaestra.tools.patching.places import places
 
 BLOCK_SIMILARITY = 0.8
 """How alike the inner lines of a block must be when only its first and last line match exactly."""
+_MAX_BLOCK_LINES, _MAX_COMPARED_PAIRS = 100_000, 10_000_000
+"""Up to how many lines, and pairs of letters, such blocks are looked at: more are never a certain place."""
 
 
 class NoMatch(ValueError):
@@ -133,10 +136,16 @@ def _block_anchor(text: str, old: str, new: str) -> list[Span]:
     last_start = len(lines) - len(bare)
     starts = [at for at in range(last_start + 1) if lines[at].strip() == bare[0]]
     starts = [at for at in starts if lines[at + len(bare) - 1].strip() == bare[-1]]
+    if len(starts) * len(bare) > _MAX_BLOCK_LINES:
+        return []
+    windows = _located(text, lines, starts, len(bare))
+    pairs = [_unlike(bare, [line.strip() for line in window.lines]) for window in windows]
+    if sum(len(a) * len(b) for unlike in pairs for a, b in unlike) > _MAX_COMPARED_PAIRS:
+        return []
     return [
         window.span(Reindent.between(wanted, window.lines).apply(new), ends_line)
-        for window in _located(text, lines, starts, len(bare))
-        if _similarity(bare[1:-1], [line.strip() for line in window.lines[1:-1]]) >= BLOCK_SIMILARITY
+        for window, unlike in zip(windows, pairs, strict=True)
+        if _similarity(unlike, len(bare) - 2) >= BLOCK_SIMILARITY
     ]
 
 
@@ -158,14 +167,10 @@ class _Window:
 def _windows(text: str, keys: list[str], same: Callable[[str], str]) -> list[_Window]:
     """Windows whose lines equal `keys` after `same`, none overlapping another."""
     lines = text.split("\n")
-    mapped = [same(line) for line in lines]
-    found, at = [], 0
-    while at + len(keys) <= len(lines):
-        if mapped[at] == keys[0] and mapped[at : at + len(keys)] == keys:
+    found: list[int] = []
+    for at in places([same(line) for line in lines], keys):
+        if not found or at >= found[-1] + len(keys):
             found.append(at)
-            at += len(keys)
-        else:
-            at += 1
     return _located(text, lines, found, len(keys))
 
 
@@ -223,12 +228,15 @@ def _unescape(text: str) -> str:
     return _ESCAPE.sub(lambda match: _ESCAPED.get(match[1], match[1]), text)
 
 
-def _similarity(a: list[str], b: list[str]) -> float:
-    """Mean likeness of lines at equal places, 0 to 1."""
-    ratios = [
-        difflib.SequenceMatcher(None, x[:500], y[:500], autojunk=False).ratio() for x, y in zip(a, b, strict=True)
-    ]
-    return sum(ratios) / len(ratios)
+def _unlike(a: list[str], b: list[str]) -> list[tuple[str, str]]:
+    """The pairs of lines at equal places that differ, as far as they are compared."""
+    return [(x[:500], y[:500]) for x, y in zip(a, b, strict=True) if x != y]
+
+
+def _similarity(unlike: list[tuple[str, str]], count: int) -> float:
+    """Mean likeness of `count` pairs of lines, 0 to 1, of which these are the ones that differ."""
+    ratios = [difflib.SequenceMatcher(None, x, y, autojunk=False).ratio() for x, y in unlike]
+    return (count - len(unlike) + sum(ratios)) / count
 
 
 def _apply(text: str, spans: list[Span]) -> str:

@@ -8,9 +8,14 @@ never the first hit; context lines stay exactly as the file has them.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
+from palaestra.tools.patching.places import places
 from palaestra.tools.patching.v4a import FileChange, Hunk, PatchError
+
+_MAX_LINES_LOOKED_AT = 20_000_000
+"""Lines of the file times changes of the patch: so much is looked through at most."""
 
 
 def apply_patch(changes: Sequence[FileChange], contents: Mapping[str, str | None]) -> dict[str, str | None]:
@@ -44,6 +49,8 @@ def _refuse_existing(path: str, contents: Mapping[str, str | None]) -> None:
 def _updated(change: FileChange, before: str) -> str:
     ends_line = before.endswith("\n") or not before
     lines = before.removesuffix("\n").split("\n") if before else []
+    if len(lines) * len(change.hunks) > _MAX_LINES_LOOKED_AT:
+        raise PatchError(f"{len(change.hunks)} changes of {change.path}, of {len(lines)} lines, are too many at once")
     done: list[str] = []
     at = 0
     for number, hunk in enumerate(change.hunks, start=1):
@@ -63,16 +70,16 @@ def _locate(lines: list[str], at: int, hunk: Hunk) -> int:
     below = _below_anchors(lines, at, hunk.anchors)
     if not hunk.old:
         return _insertion(lines, below, hunk)
-    places = _places(lines, at, hunk)
+    found = _places(lines, at, hunk)
     if hunk.anchors:
         # the line an anchor names may itself be the first line of the change
-        nexts = {_first(places, start - 1) for start in below}
-        places = sorted(place for place in nexts if place is not None)
-    if not places:
+        nexts = {_first(found, start - 1) for start in below}
+        found = sorted(place for place in nexts if place is not None)
+    if not found:
         raise PatchError(_not_found(lines, hunk))
-    if len(places) > 1:
-        raise PatchError(f"its lines occur more than once ({_at(places)}); add context, or an @@ line that is unique")
-    return places[0]
+    if len(found) > 1:
+        raise PatchError(f"its lines occur more than once ({_at(found)}); add context, or an @@ line that is unique")
+    return found[0]
 
 
 def _insertion(lines: list[str], below: list[int], hunk: Hunk) -> int:
@@ -101,8 +108,10 @@ def _below_anchors(lines: list[str], at: int, anchors: Sequence[str]) -> list[in
     return [at] if starts is None else starts
 
 
-def _first(places: Sequence[int], start: int) -> int | None:
-    return next((place for place in places if place >= start), None)
+def _first(found: Sequence[int], start: int) -> int | None:
+    """The first of places in order that is not before `start`."""
+    index = bisect_left(found, start)
+    return found[index] if index < len(found) else None
 
 
 def _anchor_places(lines: list[str], at: int, anchor: str) -> list[int]:
@@ -120,14 +129,12 @@ def _anchor_places(lines: list[str], at: int, anchor: str) -> list[int]:
 def _places(lines: list[str], at: int, hunk: Hunk) -> list[int]:
     """Where the old lines are, by the strictest comparison that finds them anywhere."""
     old = hunk.old
-    starts = range(at, len(lines) - len(old) + 1)
     for same in _SAME:
-        wanted, mapped = [same(line) for line in old], [same(line) for line in lines]
-        places = [index for index in starts if mapped[index : index + len(old)] == wanted]
+        found = places([same(line) for line in lines], [same(line) for line in old], at)
         if hunk.at_end:
-            places = [index for index in places if index + len(old) == len(lines)]
-        if places:
-            return places
+            found = [index for index in found if index + len(old) == len(lines)]
+        if found:
+            return found
     return []
 
 
