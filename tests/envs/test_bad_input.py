@@ -109,7 +109,7 @@ def test_an_item_that_is_no_task_is_named_and_the_others_run(
         ("item-2", Blame.TASK, 0),
     ]
     assert [len(group.scored) for group in groups] == [1, 0, 0, 1]
-    assert "item 1 is no task: KeyError: 'prompt'" in groups[1].error
+    assert "item 1 is no task: KeyError: 'prompt' (uneven_env.py, line 20)" in groups[1].error
     assert "format_prompt gave None" in groups[2].error
     assert "4 groups (2 failed)" in capsys.readouterr().err
 
@@ -123,3 +123,27 @@ def test_an_item_that_cannot_be_had_is_one_message(
     assert run_guarded(lambda: cli.main(command, standalone_mode=False)) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "uneven has no item 0: get_next_item failed with AttributeError" in line
+    assert line.endswith("(uneven_env.py, line 17)")
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("x = 1\ny = z\n", "an_env.py cannot be loaded: NameError: name 'z' is not defined (an_env.py, line 2)"),
+        ("import json\njson.loads('{')\n", "(an_env.py, line 2)"),
+        (
+            "from palaestra import environment\n@environment\ndef x(n: 'Nothing' = 1): ...\n",
+            "environment x: its parameters cannot be read: name 'Nothing' is not defined",
+        ),
+    ],
+    ids=["name", "library", "annotation"],
+)
+def test_a_script_that_cannot_be_loaded_says_where(
+    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("an_env.py").write_text(script)
+    assert run_guarded(lambda: cli.main(["run", "an_env.py", "--policy", "noop"], standalone_mode=False)) == 2
+    assert said in capsys.readouterr().err
+    assert run_guarded(lambda: cli.main(["run", "an", "--policy", "noop"], standalone_mode=False)) == 2
+    assert "an_env.py is here: say an_env.py." in capsys.readouterr().err

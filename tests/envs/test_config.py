@@ -114,6 +114,9 @@ def test_a_larger_group_size_from_a_flag_undoes_that_default() -> None:
         ("isolation", "vm", "not one of best, full, userns, confined, none"),
         ("otel_endpoint", "localhost:4318", "must be a URL of OTLP over HTTP"),
         ("group_size", 0, "greater than or equal to 1"),
+        ("group_size", True, "group_size True: must be a number"),
+        ("metrics_port", False, "metrics_port False: must be a number"),
+        ("data_path_to_save_groups", "a/b.html", "name a .jsonl file"),
         ("total_steps", -2, "greater than or equal to -1"),
     ],
 )

@@ -116,6 +116,24 @@ def test_a_class_is_run_without_a_word_for_it(tmp_path: Path, monkeypatch: pytes
     assert json.loads(line)["scores"] == [1.0]
 
 
+def test_a_script_without_a_main_guard_is_run_by_whoever_loads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("words_env.py").write_text(scripts.CLASS_ENV.replace('if __name__ == "__main__":', "if True:"))
+    assert palaestra("run", "words_env.py", "--policy", "oracle", "--tasks", "1", "--group", "1") == 0
+    assert len(Path("data/words.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_run_does_not_go_on_as_an_evaluation(lines_env: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert palaestra("run", lines_env, "--policy", "oracle") == 0
+    (folder,) = Path().glob("runs/*/*")
+    journal = (folder / "journal.jsonl").read_bytes()
+    assert palaestra("eval", lines_env, "--policy", "oracle", "--resume", str(folder)) == 2
+    assert f"{folder} is a run, which cannot go on as an evaluation" in capsys.readouterr().err
+    assert (folder / "journal.jsonl").read_bytes() == journal
+
+
 LOGGING = """
 import pathlib
 from palaestra import BaseEnv

@@ -41,6 +41,8 @@ def test_an_empty_file_sets_nothing(tmp_path: Path, text: str) -> None:
         ("testing: maybe", "testing must be true or false"),
         ("env: {extra_body.x: 1}", "not the name of a setting"),
         ("env: {1: 2}", "not the name of a setting"),
+        ("env: {seed: 1}\nopenai: {}\nenv: {}", "line 3: env is there a second time"),
+        ("openai:\n- api_key: a\n  api_key: b", "line 3: api_key is there a second time"),
     ],
 )
 def test_a_bad_file_is_named_with_its_fault(tmp_path: Path, text: str, message: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
@@ -32,6 +32,15 @@ class Settings(BaseModel):
     """Base of configuration classes: unknown keys are refused, and a mistake raises `ConfigError`."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_value_for_a_number(cls, value: JSON, info: ValidationInfo) -> JSON:
+        """In YAML an unquoted yes, no, on or off is a truth value, which Python would take for 1 or 0."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
+            raise ConfigError("must be a number")
+        return value
 
     if not TYPE_CHECKING:  # type checkers keep the constructor that follows from the fields
 

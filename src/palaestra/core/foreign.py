@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import sysconfig
+import traceback
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar, overload
 
 from palaestra.core.errors import InfraError, PalaestraError
 from palaestra.core.types import JSON
 
 T = TypeVar("T")
+
+_NOT_THE_AUTHORS = (
+    str(Path(__file__).parents[1]) + os.sep,
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+"""Where this package, Python's own and installed ones lie."""
 
 
 class ForeignError(Exception):
@@ -81,6 +91,16 @@ async def settled(answer: object) -> JSON: ...
 async def settled(answer: object) -> JSON:
     """What a hook answered: a plain function may stand in an async one's place."""
     return await answer if inspect.isawaitable(answer) else answer
+
+
+def place(error: BaseException) -> str:
+    """Where in its author's code an error arose, as ` (my_env.py, line 12)`; empty where that did not take part."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        path = frame.f_code.co_filename
+        if not path.startswith(("<", *_NOT_THE_AUTHORS)):
+            found = f" ({os.path.basename(path)}, line {line})"
+    return found
 
 
 def told(error: BaseException) -> str:

@@ -8,6 +8,7 @@ it to the Environment protocol and the one runner does the rest.
 from __future__ import annotations
 
 import asyncio
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -120,9 +121,15 @@ class BaseEnv(ABC):
 
     @classmethod
     def cli(cls) -> None:
-        """The command line of the environment's script. Ends the process with the run's exit code."""
+        """The command line of the environment's script. Ends the process with the run's exit code.
+
+        Nothing where the script is only loaded, as `palaestra run` does, which has a command line already.
+        """
+        from palaestra.envs.loading import is_loaded
         from palaestra.envs.running import main
 
+        if is_loaded(sys._getframe(1).f_globals.get("__name__", "")):
+            return
         raise SystemExit(main(cls))
 
     # What a subclass must say

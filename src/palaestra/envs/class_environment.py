@@ -11,7 +11,7 @@ from typing import Self
 
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.figures import number
-from palaestra.core.foreign import settled, told
+from palaestra.core.foreign import place, settled, told
 from palaestra.core.types import JSON, Task
 from palaestra.envs.base_env import BaseEnv, Item
 from palaestra.envs.settings import mcp_servers
@@ -90,7 +90,9 @@ class ClassEnvironment(Environment):
                 raise TaskError(f"format_prompt gave {task.prompt!r:.100}, which is neither a text nor messages")
         except Exception as error:
             logger.debug("item %d has no task", number, exc_info=True)
-            return Task(id=f"item-{number}", prompt="", data=_Unusable(f"item {number} is no task: {told(error)}"))
+            return Task(
+                id=f"item-{number}", prompt="", data=_Unusable(f"item {number} is no task: {told(error)}{place(error)}")
+            )
         return task
 
     async def resolve(self, task: Task) -> Task:

@@ -190,6 +190,13 @@ class BaseEnvConfig(Settings):
     max_reasoning_tokens: int | None = later(None, "Most tokens of reasoning per model call.")
     custom_thinking_prompt: str | None = later(None, "The text that asks for thinking.")
 
+    @field_validator("data_path_to_save_groups")
+    @classmethod
+    def _groups_are_no_page(cls, path: str | None) -> str | None:
+        if path is not None and path.endswith(".html"):
+            raise ConfigError("the report of the run is to be there: name a .jsonl file, and it lies beside that")
+        return path
+
     @field_validator("otel_endpoint")
     @classmethod
     def _endpoint_is_a_url(cls, endpoint: str | None) -> str | None:

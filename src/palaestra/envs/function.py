@@ -128,7 +128,13 @@ class FunctionForm:
     def config_type(self) -> type[FunctionEnvConfig]:
         """The settings of this environment: the common ones and the function's own parameters."""
         fields: dict[str, Any] = {}
-        for parameter in inspect.signature(self.source, eval_str=True).parameters.values():
+        try:
+            parameters = inspect.signature(self.source, eval_str=True).parameters.values()
+        except (NameError, TypeError) as error:
+            raise ConfigError(f"environment {self.name}: its parameters cannot be read: {error}") from None
+        for parameter in parameters:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
             if parameter.name in FunctionEnvConfig.model_fields:
                 raise ConfigError(
                     f"environment {self.name}: its parameter {parameter.name!r} is a setting of every environment; "

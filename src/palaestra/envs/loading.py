@@ -10,11 +10,17 @@ from types import ModuleType
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
+from palaestra.core.foreign import place, told
 from palaestra.envs.base_env import BaseEnv
 from palaestra.envs.catalog import known_environments
 from palaestra.envs.function import FunctionForm
 
 _MODULE = "palaestra_environment_"
+
+
+def is_loaded(module_name: str) -> bool:
+    """Whether the module of this name is a file that `load_file` loaded, and not the script that is run."""
+    return module_name.startswith(_MODULE)
 
 
 def load_environment(reference: str, start: Path) -> object:
@@ -25,6 +31,8 @@ def load_environment(reference: str, start: Path) -> object:
     known = known_environments(start)
     if path not in known:
         there_is = f" There are {', '.join(known)}." if known else " No `environments` folder is here or above."
+        files = [name for name in (f"{path}_env.py", f"{path}.py") if (start / name).is_file()]
+        there_is += "".join(f" {name} is here: say {name}." for name in files)
         raise ConfigError(f"no environment is called {path!r}.{nearest(path, known)}{there_is}")
     return _pick(load_file(known[path].path), name, path)
 
@@ -36,7 +44,7 @@ def reference_of(environment: object) -> str:
     """
     for module_name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
-        if path and (module_name == "__main__" or module_name.startswith(_MODULE)):
+        if path and (module_name == "__main__" or is_loaded(module_name)):
             for name, value in vars(module).items():
                 if value is environment:
                     return f"{Path(path).resolve()}:{name}"
@@ -59,7 +67,7 @@ def load_file(path: Path) -> ModuleType:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{path} cannot be loaded: {told(error)}{place(error)}") from error
     return module
 
 

@@ -189,12 +189,17 @@ def _open_output(form: Form, parsed: RunLine, engine: ServerGroup, root: Path, r
 
 def _reopen_output(form: Form, parsed: RunLine, engine: ServerGroup, path: Path, reference: str) -> Output:
     """The output of an earlier run, to go on with. Raises `ConfigError` when it was a run of something else."""
-    folder = resumed_folder(path)
+    folder, evaluates = resumed_folder(path), parsed.command == "evaluate"
     journal = Journal(folder.journal)  # before anything is read: who has it, has the run
     try:
         torn = repair(folder.journal)
         finished = read_finished(folder.journal)
         was, now = finished.run, {"env": form.name, "model": engine.name, "seed": parsed.env_config.seed}
+        if (was.config.get("command", parsed.command) == "evaluate") != evaluates:
+            kind, other = ("a run", "an evaluation") if evaluates else ("an evaluation", "a run")
+            raise ConfigError(
+                f"{path} is {kind}, which cannot go on as {other}: say the command that it was begun with"
+            )
         for name, value in now.items():
             if getattr(was, name) != value:
                 raise ConfigError(

@@ -134,16 +134,43 @@ def _load(path: Path) -> dict[str, JSON]:
     import yaml  # here, because most runs have no file
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        twice = _twice(yaml.compose(text, yaml.SafeLoader))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
+    if twice is not None:
+        raise ConfigError(f"{path}: line {twice[1]}: {twice[0]} is there a second time, and the first would not count")
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"{path}: expected a mapping with the keys {', '.join(_TOP_KEYS)}")
     return content
+
+
+def _twice(document: JSON) -> tuple[str, int] | None:
+    """The first key of a YAML document that its mapping has already, and its line."""
+    import yaml
+
+    nodes, known = [document], set()
+    while nodes:
+        node = nodes.pop(0)
+        if id(node) in known or not isinstance(node, yaml.CollectionNode):
+            continue
+        known.add(id(node))  # an alias may lead back to it
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+            continue
+        names: set[str] = set()
+        for key, value in node.value:
+            name = str(key.value)
+            if name in names:
+                return name, key.start_mark.line + 1
+            names.add(name)
+            nodes.append(value)
+    return None
 
 
 def _layer(path: Path, key: str, values: JSON) -> Layer:

@@ -16,7 +16,7 @@ from typing import TypeVar
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import EngineError, GraderError, InfraError, PalaestraError, PrepareError, TaskError
 from palaestra.core.figures import number
-from palaestra.core.foreign import ForeignError, foreign, told
+from palaestra.core.foreign import ForeignError, foreign, place, told
 from palaestra.core.types import Blame, Outcome, Score
 from palaestra.rollouts.base import Environment, Phase, Projection
 from palaestra.rollouts.grading import Grading
@@ -192,7 +192,8 @@ async def blaming(kind: type[PalaestraError], hook: Awaitable[T], doing: str) ->
         return await foreign(hook)
     except ForeignError as error:
         logger.debug("%s failed", doing, exc_info=True)
-        raise kind(f"{doing} failed with {error}") from error.__cause__
+        cause = error.__cause__
+        raise kind(f"{doing} failed with {error}{place(cause) if cause is not None else ''}") from cause
 
 
 def _with_numbers(score: object, doing: str) -> Score:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from palaestra.core.errors import DiskError
 from palaestra.core.types import Blame, Outcome
 from palaestra.rollouts.export.atropos import GroupsFile, claim_path, encode_line, group_line
 from palaestra.rollouts.trajectory import Group, TokenRow, ToolErrorRecord, TurnRecord
@@ -195,6 +196,16 @@ def test_close_after_an_interruption_writes_what_waits(tmp_path, group, trajecto
     assert lines_in(file.path) == ["task-3", "task-7"]
     with pytest.raises(ValueError, match="closed"):
         file.skip(0)
+
+
+def test_a_disk_that_is_full_is_said_when_it_is_closed_too(tmp_path, group, trajectory):
+    path = tmp_path / "groups.jsonl"
+    path.symlink_to("/dev/full")
+    groups = GroupsFile(path, env="e", model="m", again=True)
+    for close in (lambda: groups.add(group(trajectory(0), number=0)), groups.close):
+        with pytest.raises(DiskError, match=r"groups\.jsonl: No space left on device"):
+            close()
+    groups.close()
 
 
 def test_a_number_counts_once(tmp_path, group, trajectory):

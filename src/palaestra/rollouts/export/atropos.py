@@ -208,7 +208,10 @@ class GroupsFile:
         self._take(number, b"")
 
     def close(self) -> None:
-        """Write what still waits for a group that never came, in item order, and close the file. Idempotent."""
+        """Write what still waits for a group that never came, in item order, and close the file. Idempotent.
+
+        Raises `DiskError`; it is closed then, too.
+        """
         with self._lock:
             if self._file is None:
                 return
@@ -218,8 +221,9 @@ class GroupsFile:
             finally:
                 self._waiting.clear()
                 self._aside.close()
-                self._file.close()
-                self._file = None
+                file, self._file = self._file, None
+                with writing(self.path):  # what could not be written is still in its buffer
+                    file.close()
 
     def _take(self, number: int, line: bytes) -> None:
         with self._lock:
