@@ -1,11 +1,13 @@
 """Merging layers of settings: who wins, where a value came from, and what a mistake says."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from palaestra.core.config import DEFAULT, Layer, Settings, has_effect, later, merge, nearest
+from palaestra.core.config import DEFAULT, Layer, Settings, has_effect, later, local_path, merge, nearest
 from palaestra.core.errors import ConfigError
 
 
@@ -27,6 +29,13 @@ def test_a_later_layer_wins_and_the_source_says_which() -> None:
         "api_key": DEFAULT,
         "timer": DEFAULT,
     }
+
+
+def test_a_path_in_a_home_directory_that_is_not_there_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/me")
+    assert (local_path("~/.cache"), local_path("/a/~")) == (Path("/me/.cache"), Path("/a/~"))
+    with pytest.raises(ConfigError, match=r"'~nobody-of-this-name/x' cannot be used: .*set HOME"):
+        local_path("~nobody-of-this-name/x")
 
 
 def test_no_layers_give_the_defaults() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def build_swe(
     _check_out(out)
     options = BuildOptions(
         out=out,
-        cache=cache.expanduser(),
+        cache=local_path(cache),
         limit=limit or 0,
         select=select,
         index_url=index_url,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -62,6 +63,16 @@ def has_effect(model_type: type[BaseModel], name: str) -> bool:
     """Whether setting the field changes anything in this version."""
     extra = model_type.model_fields[name].json_schema_extra
     return not (isinstance(extra, dict) and extra.get("no_effect"))
+
+
+def local_path(text: str | Path) -> Path:
+    """A path that a setting names, `~` resolved. Raises `ConfigError` where the user has no home directory."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{str(text)!r} cannot be used: there is no home directory; set HOME, or name another path"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

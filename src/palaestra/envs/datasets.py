@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from palaestra.core.config import nearest
+from palaestra.core.config import local_path, nearest
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON
 
@@ -44,7 +44,7 @@ def read_rows(
 
 def is_local(source: str | Path) -> bool:
     """Whether the source is meant as a path rather than as a name of the hub."""
-    path = Path(source).expanduser()
+    path = local_path(source)
     return path.exists() or path.suffix.lower() in SUFFIXES or str(source).startswith(("/", "./", "../", "~"))
 
 
@@ -63,7 +63,7 @@ def _read(source: str | Path, split: str) -> Iterator[Row | str]:
     if not is_local(source):
         yield from _read_hub(str(source), split)
         return
-    path = Path(source).expanduser()
+    path = local_path(source)
     if not path.exists():
         raise ConfigError(
             f"there is no data set {path}: give a {', '.join(SUFFIXES)} file, a folder of them, or a name"

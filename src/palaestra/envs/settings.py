@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from palaestra.agent.budget import Budget
+from palaestra.core.config import local_path
 from palaestra.core.types import Network, NetworkPolicy, Prices
 from palaestra.envs.config import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
@@ -165,7 +166,7 @@ def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
     if not config.keep_workspaces or not isinstance(backend, LocalBackend):
         return None
     named = config.workspace_store
-    folder = default_folder() if named is None else Path(named).expanduser()
+    folder = default_folder() if named is None else local_path(named)
     store = SnapshotStore(folder, max_bytes=config.workspace_store_bytes)
     return Prepared(backend, store if named is None else store.open())
 

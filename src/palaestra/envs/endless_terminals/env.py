@@ -15,7 +15,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.config import later
+from palaestra.core.config import later, local_path
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.types import JSON, Score, Task
 from palaestra.envs.base_env import Item
@@ -106,7 +106,7 @@ class EndlessEnvironment(ContractEnvironment):
     def __init__(self, inner: EndlessTerminalsEnv, packages: DependencyCache | None = None) -> None:
         super().__init__(inner)
         self.settings = settings = inner.config
-        cache = Path(settings.cache_dir).expanduser()
+        cache = local_path(settings.cache_dir)
         self._packages = packages or DependencyCache(cache / "dependencies")
         builder = Builder(cache / "roots", tool=settings.builder, network=settings.build_network)
         self._roots = Roots(builder, {}, base_image=settings.image)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from palaestra.core.config import local_path
 from palaestra.core.errors import ImageError
 from palaestra.envs.images.base import ImageRecipe, Unsupported
 from palaestra.envs.images.builder import Builder, content_key, read_config
@@ -54,7 +55,7 @@ class Roots:
 
     def _ready(self, name: str) -> Path | None:
         if name in self.images:
-            return self._there(Path(self.images[name]).expanduser())
+            return self._there(local_path(self.images[name]))
         if self.image_dir is None:
             return None
         found = (self.image_dir / f"{name}{ending}" for ending in _ENDINGS)
@@ -69,7 +70,7 @@ class Roots:
         if recipe.dockerfile is None:
             raise Unsupported(f"it has no Dockerfile that could be followed, only the image {recipe.docker_image}")
         instructions = parse(recipe.dockerfile.read_text(encoding="utf-8", errors="replace"))
-        image = None if base == HOST else str(self._there(Path(base).expanduser()))
+        image = None if base == HOST else str(self._there(local_path(base)))
         return Root(image, image_config(instructions), f"{base}+{content_key(recipe)}")
 
 

@@ -13,12 +13,12 @@ import random
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from palaestra.agent.result import AgentResult
+from palaestra.core.config import local_path
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
 from palaestra.envs import recipes
@@ -117,7 +117,7 @@ class SweEnvironment(ContractEnvironment):
     def __init__(self, inner: SweSmithOracleEnv) -> None:
         super().__init__(inner)
         self.settings = inner.config
-        cache = Path(self.settings.cache_dir).expanduser()
+        cache = local_path(self.settings.cache_dir)
         timeout_s = self.settings.install_timeout_s
         self.repositories = RepositoryCache(cache / "repositories", self.settings.repo_base_url, timeout_s=timeout_s)
         self.dependencies = DependencyCache(cache / "dependencies", timeout_s=timeout_s)
@@ -280,7 +280,7 @@ class SweSmithOracleEnv(ListedEnv):
         """The built-in tasks that the settings choose; only those are built."""
         config = self.config
         ids = selection(shuffle=config.shuffle, seed=config.seed, max_items=config.max_items)
-        built = await built_tasks(Path(config.cache_dir).expanduser(), ids, config)
+        built = await built_tasks(local_path(config.cache_dir), ids, config)
         rows = [row for row in self._read(str(built)) if isinstance(row, SweRow)]
         return sorted(rows, key=lambda row: ids.index(row.instance_id.rpartition(".")[2]))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from palaestra.agent.result import AgentResult
+from palaestra.core.config import local_path
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON, Outcome
 from palaestra.envs import estimates
@@ -44,7 +45,7 @@ class TerminalBench2EvalEnv(ListedEnv):
 
     async def load(self) -> Iterable[Item | TaskError]:
         config = self.config
-        cache = Path(config.cache_dir).expanduser()
+        cache = local_path(config.cache_dir)
         source = str(OWN_TASKS) if config.dataset_name == BUILT_IN else config.dataset_name or ""
         loaded = load_tasks(source, cache, split=config.dataset_split, fields=config.dataset_fields)
         return [*self._chosen(list(loaded.tasks)), *loaded.left_out]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from palaestra.agent.result import AgentResult
+from palaestra.core.config import local_path
 from palaestra.core.types import Network, NetworkPolicy, Say, Score, Task, ToolStep
 from palaestra.envs.class_environment import numbers
 from palaestra.envs.contract import ContractEnvironment
@@ -58,7 +58,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
     ) -> None:
         super().__init__(inner)
         self.settings = settings
-        cache = Path(settings.cache_dir).expanduser()
+        cache = local_path(settings.cache_dir)
         self.packages = packages or DependencyCache(cache / "dependencies")
         builder = Builder(
             cache / "roots", tool=settings.builder, network=settings.build_network, force=settings.force_build
@@ -66,7 +66,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         self.roots = Roots(
             builder,
             settings.images,
-            Path(settings.image_dir).expanduser() if settings.image_dir else None,
+            local_path(settings.image_dir) if settings.image_dir else None,
             settings.base_image,
         )
         self._prepared: dict[str, Prepared] = {}

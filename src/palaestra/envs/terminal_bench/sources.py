@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON
 from palaestra.envs.datasets import SUFFIXES, read_rows
@@ -48,7 +49,7 @@ class Loaded:
 
 def load_tasks(source: str, cache: Path, *, split: str = "train", fields: Mapping[str, str] | None = None) -> Loaded:
     """Read every task of a source. Raises `ConfigError` where the source itself cannot be read or holds no task."""
-    path = Path(source).expanduser()
+    path = local_path(source)
     tasks: dict[str, TerminalTask] = {}
     left_out: list[LeftOut] = []
     folders: Iterable[tuple[str, Path | TaskError]] = list(_folders(path)) if path.is_dir() else ()

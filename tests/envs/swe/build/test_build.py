@@ -140,6 +140,17 @@ def test_an_archive_that_leaves_its_directory_is_refused() -> None:
         read_sdist(ARCHIVE[:100], "torn")
 
 
+def test_links_and_special_files_of_an_archive_are_left_out() -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name, kind in (("link", tarfile.SYMTYPE), ("hard", tarfile.LNKTYPE), ("fifo", tarfile.FIFOTYPE)):
+            member = tarfile.TarInfo(f"mini-1.0/{name}")
+            member.type, member.linkname = kind, "/etc/passwd"
+            tar.addfile(member)
+        tar.addfile(tarfile.TarInfo("/mini-1.0/src/empty.py"))
+    assert set(read_sdist(buffer.getvalue(), "mini")) == {"src/empty.py"}
+
+
 def test_the_same_files_give_the_same_commit(tmp_path: Path) -> None:
     files = read_sdist(ARCHIVE, "mini")
     commits = {asyncio.run(make_repository(files, tmp_path / name, "mini 1.0")) for name in ("a.git", "b.git", "a.git")}

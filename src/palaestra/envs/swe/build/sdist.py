@@ -39,11 +39,13 @@ def read_sdist(archive: bytes, name: str) -> dict[str, SourceFile]:
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
             for member in tar:
-                checked = tarfile.data_filter(member, "/sdist")
                 total += member.size
                 if total > MAX_TREE_BYTES:
                     raise PrepareError(f"{name}: more than {MAX_TREE_BYTES >> 20} MiB unpacked")
-                path = PurePosixPath(*PurePosixPath(checked.name).parts[1:])
+                names = PurePosixPath(member.name.lstrip("/")).parts
+                if ".." in names:
+                    raise tarfile.TarError(f"{member.name!r} leads out of its directory")
+                path = PurePosixPath(*names[1:])
                 content = (
                     tar.extractfile(member) if member.isreg() and path.parts and ".git" not in path.parts else None
                 )
