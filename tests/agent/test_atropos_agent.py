@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palaestra.agent import AgentConfig, AgentResult, AtroposAgent, Turn
-from palaestra.agent.hermes_text import with_tools, written
+from palaestra.agent.hermes_text import observation, with_tools, written
 from palaestra.agent.replies import RequestedCall
 from palaestra.core.clock import ManualClock
 from palaestra.core.errors import ConfigError, EngineUnavailable, SlotLost
@@ -345,3 +345,17 @@ def test_a_structured_call_is_read_back_from_its_text(value: JSON) -> None:
     text = written("", [RequestedCall("x", "add", json.dumps({"a": value, "tags": "</tool_call><think><tool_call>"}))])
     (read,) = get_parser("hermes").parse(text, tools=TOOLS.definitions(), cut=False).calls
     assert read.arguments == {"a": value, "tags": "</tool_call><think><tool_call>"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"success": true, "output": 2, "error": "", "metadata": 4}',
+        '{"success": true, "output": "", "error": "", "metadata": []}',
+    ],
+    ids=["deep", "numbers", "list"],
+)
+def test_an_output_that_looks_like_a_result_is_shown_as_it_is(text: str) -> None:
+    element = observation(text)
+    assert json.loads(element.removeprefix("<tool_response>").removesuffix("</tool_response>"))["output"] == text

@@ -264,7 +264,7 @@ def _call(call: Mapping[str, JSON]) -> ToolCall:
     name, text = call["function"]["name"], call["function"]["arguments"]
     try:
         arguments = json.loads(text or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ToolCall(name, {}, raw_text=text, uniq_id=call["id"], error=f"Malformed tool call: {error}")
     if not isinstance(arguments, dict):
         return ToolCall(name, {}, raw_text=text, uniq_id=call["id"], error="Malformed tool call: not an object")

@@ -30,6 +30,7 @@ from palaestra.tools.wire import ToolResult
 
 _TAGS = ("tool_call>", "think>")
 _ANSWER, _ANSWERED = "<tool_response>", "</tool_response>"
+_RESULT: Mapping[str, type] = {"success": bool, "output": str, "error": str, "metadata": dict}
 _RULES = """\
 You can call tools. To call one, write its name and its arguments as one JSON object between tags:
 <tool_call>
@@ -200,7 +201,7 @@ def _elements(text: str) -> Iterator[str]:
     while text.startswith(_ANSWER, place):
         try:
             _, end = json.JSONDecoder().raw_decode(text, place + len(_ANSWER))
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         yield text[place : end + len(_ANSWERED)]
         place = end + len(_ANSWERED) + len("\n")
@@ -222,11 +223,11 @@ def result_from(text: str) -> ToolResult:
     the call of its place, and an id would be tokens that say nothing."""
     try:
         fields = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ToolResult(True, text)
     if not isinstance(fields, dict):
         return ToolResult(True, text)
-    if fields.keys() >= {"success", "output", "error", "metadata"}:
+    if all(isinstance(fields.get(name), kind) for name, kind in _RESULT.items()):  # other text may look like one
         return ToolResult(fields["success"], fields["output"], fields["error"], fields["metadata"])
     if fields.get("error"):
         return ToolResult(False, error=str(fields["error"]))

@@ -188,6 +188,6 @@ def _object(reply: str) -> dict[str, JSON]:
     """A tool's reply, which is a JSON object; another text stands under `output`."""
     try:
         value = json.loads(reply)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"output": reply}

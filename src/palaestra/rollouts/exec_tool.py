@@ -77,7 +77,7 @@ def _failure(error: str, output: str = "") -> ExecutionResult:
 def _from_reply(reply: str) -> ExecutionResult:
     try:
         answer = msgspec.json.decode(reply)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         return _success(reply)
     error = answer.get("error") if isinstance(answer, dict) else None
     return _failure(str(error), reply) if error else _success(reply)

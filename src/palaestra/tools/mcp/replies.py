@@ -48,7 +48,7 @@ def _says(text: str, structured: JSON) -> bool:
     """Whether the text is the structured content: servers send both for clients that know only one."""
     try:
         said = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         said = text
     return bool(said == structured or (isinstance(structured, dict) and structured == {"result": said}))
 
