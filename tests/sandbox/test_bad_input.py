@@ -251,3 +251,22 @@ def test_descriptors_end_before_slots_do(rung: str) -> None:
     full, outputs, whole = ran.stdout.splitlines()
     assert "files open and may have 256; raise the limit (ulimit -Hn)" in full
     assert (outputs, whole) == ("{'ran\\n'}", "True")
+
+
+FEW = """
+import asyncio, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+from palaestra.core.errors import IsolationUnavailable
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import Rung
+try:
+    asyncio.run(LocalBackend(rung=Rung[sys.argv[1]]).start())
+except IsolationUnavailable as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("rung", ["FULL", "USERNS", "CONFINED", "NONE"])
+def test_too_few_descriptors_are_no_slots_and_no_failed_commands(rung: str) -> None:
+    ran = subprocess.run([sys.executable, "-c", FEW, rung], capture_output=True, text=True, timeout=60)
+    assert "only 100 files may be open here, and slots take 256; raise the limit (ulimit -Hn)" in ran.stdout

@@ -7,6 +7,7 @@ removes the control groups. If the first dies, the server is killed with it, and
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -24,6 +25,8 @@ from .server import Server
 from .workshop import Workshop
 
 _REMOVE_PATIENCE_S = 5.0
+_FEWEST_FILES = 256
+"""With fewer, commands would fail for want of descriptors, and be scored for it."""
 
 
 def main(arguments: list[str]) -> int:
@@ -33,6 +36,7 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(stream=sys.stderr, format="slotd: %(message)s")
     group: cgroups.ServerGroup | None = None
     try:
+        require_files()
         group = _make_group() if full else None
         server = _fork_server(stream, full, group)
     except OSError as error:
@@ -94,6 +98,14 @@ def _fork_server(stream: socket.socket, full: bool, group: cgroups.ServerGroup |
     finally:
         logging.shutdown()
         os._exit(status)
+
+
+def require_files() -> None:
+    """Raise OSError where this process may not open as many files as slots take."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < _FEWEST_FILES:
+        few = f"only {hard} files may be open here, and slots take {_FEWEST_FILES}"
+        raise OSError(errno.EMFILE, f"{few}; raise the limit (ulimit -Hn)")
 
 
 def make_ready() -> None:

@@ -30,6 +30,7 @@ def main(arguments: list[str]) -> int:
     stream, confined = socket.socket(fileno=int(arguments[0])), arguments[1] == "confined"
     logging.basicConfig(stream=sys.stderr, format="slotd: %(message)s")
     try:
+        launch.require_files()
         if confined:
             _require_means()
         place = Base.claim()
