@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -77,5 +78,28 @@ def test_what_waits_at_once_is_not_counted_twice_and_every_clock_around_it_stand
             with uncharged():
                 clock.now += 5
         assert (whole.elapsed_s, part.elapsed_s, other.elapsed_s) == (8, 8, 3)
+
+    asyncio.run(main())
+
+
+def test_what_waits_on_another_loop_stops_it_and_the_limit_holds() -> None:
+    async def elsewhere() -> None:
+        with uncharged():
+            await asyncio.sleep(0.3)
+        await asyncio.sleep(60)
+
+    async def main() -> None:
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, daemon=True)
+        thread.start()
+        wall = WallClock(SystemClock())
+        wall.start()
+        with pytest.raises(TimeoutError):
+            async with wall.limited(0.1):
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(elsewhere(), loop))
+        assert 0.1 <= wall.elapsed_s < 30  # without the wait, and not as long as the tool
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
     asyncio.run(main())

@@ -8,10 +8,12 @@ overloaded or away) does not pass. Of a conversation that does several things at
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from palaestra.core.clock import Clock
+from palaestra.core.threads import running_loop
 from palaestra.core.uncharged import ChargedTo
 
 
@@ -24,6 +26,7 @@ class WallClock:
         self._waiting = 0
         self._wall_s: float | None = None
         self._limit: asyncio.Timeout | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
         """Begin anew."""
@@ -38,6 +41,7 @@ class WallClock:
     async def limited(self, wall_s: float | None) -> AsyncIterator[asyncio.Timeout]:
         """End the block with `TimeoutError` when it has gone on for so long; None: never. What is `uncharged` in it is
         not counted."""
+        self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(wall_s) as self._limit:
                 self._wall_s = wall_s
@@ -54,18 +58,33 @@ class WallClock:
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        """Let no time pass in the block, or in others that begin before it ends."""
+        """Let no time pass in the block, or in others that begin before it ends. Blocks may be of other threads' loops:
+        the tools of a `ToolSession` wait on its own."""
+        self._there(self._wait)
+        try:
+            yield
+        finally:
+            self._there(self._go_on)
+
+    def _there(self, step: Callable[[], None]) -> None:
+        """Take a step on the loop that has the limit."""
+        if self._loop is None or self._loop is running_loop():
+            step()
+        else:
+            with contextlib.suppress(RuntimeError):  # that loop has ended, and nothing is limited any more
+                self._loop.call_soon_threadsafe(step)
+
+    def _wait(self) -> None:
         if not self._waiting:
             self._stood_s = self._clock.monotonic()
         self._waiting += 1
         self._set_limit()
-        try:
-            yield
-        finally:
-            self._waiting -= 1
-            if not self._waiting:
-                self._started_s += self._clock.monotonic() - self._stood_s
-            self._set_limit()
+
+    def _go_on(self) -> None:
+        self._waiting -= 1
+        if not self._waiting:
+            self._started_s += self._clock.monotonic() - self._stood_s
+        self._set_limit()
 
     def _set_limit(self) -> None:
         limit, wall_s = self._limit, self._wall_s

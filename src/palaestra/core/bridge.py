@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from greenlet import getcurrent, greenlet
 
-from palaestra.core.types import JSON
+from palaestra.core.threads import running_loop
 
 T = TypeVar("T")
 
@@ -105,11 +105,7 @@ def wait_for_sync(coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEv
     if isinstance(current, _Driver):
         answer: T = current.hand_over(_Wait(coroutine))  # type: ignore[assignment]
         return answer
-    try:
-        running: JSON = asyncio.get_running_loop()
-    except RuntimeError:
-        running = None
-    if running is loop or running is not None:
+    if running_loop() is not None:
         coroutine.close()
         raise RuntimeError(
             f"a synchronous tool call was made from a task of the event loop that Palaestra does not drive; "

@@ -57,3 +57,11 @@ async def in_own_thread(function: Callable[[], T], name: str) -> T:
     if raised:
         raise raised[0]
     return returned[0]
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The loop that runs in this thread."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 from palaestra.core.bridge import wait_for_sync
 from palaestra.core.errors import SlotLost, StaleLease
+from palaestra.core.threads import running_loop
 from palaestra.processes.actions import Reply
 from palaestra.processes.base import ProcessSession, Watch
 from palaestra.processes.registry import ProcessRegistry, living, not_found
@@ -85,7 +86,7 @@ class SharedProcesses:
                     watch=watch,
                 )  # fmt: skip
 
-        loop = getattr(env, "loop", None) or _running_loop()
+        loop = getattr(env, "loop", None) or running_loop()
         if loop is None:
             raise RuntimeError(f"{env!r} does not say which loop it is of: await ProcessRegistry.spawn there instead")
         return _wait_on(loop, spawn, "ProcessRegistry.spawn")
@@ -198,7 +199,7 @@ def _wait(registry: ProcessRegistry, ask: Asking[T], method: str) -> T:
 
 def _wait_on(loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[object, object, T]], twin: str) -> T:
     """Do something on a loop, also from a bridged function that runs on another one."""
-    here = _running_loop()
+    here = running_loop()
 
     async def done() -> T:
         if here in (None, loop):
@@ -206,10 +207,3 @@ def _wait_on(loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[objec
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), loop))
 
     return wait_for_sync(done(), loop=here or loop, twin=twin)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
