@@ -75,6 +75,8 @@ def test_a_bad_row_is_an_error_and_the_rest_goes_on(tmp_path: Path, name: str, t
         ("absent.jsonl", None, "there is no data set .*absent.jsonl"),
         ("t.json", "{}", "t.json must hold a list of rows"),
         ("t.json", "[", "t.json is not JSON"),
+        ("t.json", '{"id": 1}\n{"id": 2}\n', "not JSON: Extra data.*a row in each line is a .jsonl file"),
+        ("t.csv", "id,x,id\n1,2,3\n", "several columns that are called 'id'"),
         ("t.parquet", "no", "t.parquet is not a readable Parquet file"),
     ],
 )
@@ -83,6 +85,22 @@ def test_a_source_that_cannot_be_read_is_one_message(tmp_path: Path, name: str, 
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
         list(read_rows(tmp_path / name))
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+def test_a_byte_order_mark_belongs_to_no_row(tmp_path: Path, ending: str) -> None:
+    path = written(tmp_path, ending)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert list(read_rows(path)) == list(enumerate(ROWS, 1))
+
+
+def test_a_row_that_is_not_utf8_is_not_guessed_at(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes('{"id": "é"}\n'.encode("latin-1") + '{"id": "é"}\n'.encode())
+    bad, good = [row for _, row in read_rows(path)]
+    assert isinstance(bad, TaskError)
+    assert "not UTF-8" in str(bad)
+    assert good == {"id": "é"}
 
 
 def test_an_empty_folder_is_one_message(tmp_path: Path) -> None:

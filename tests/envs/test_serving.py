@@ -15,18 +15,20 @@ from palaestra import HermesAgentBaseEnv
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import read_failure
-from palaestra.core.types import JSON
-from palaestra.envs.config import HermesAgentEnvConfig
+from palaestra.core.types import JSON, Outcome
+from palaestra.envs.config import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.flags import CommandLine, Parsed
 from palaestra.envs.forms import form_of
+from palaestra.envs.output import Output, claim_folder
 from palaestra.envs.running import RunReport, run
-from palaestra.envs.serving import feed_settings, serve_limit, trainers_tracking
+from palaestra.envs.serving import Serving, feed_settings, serve_limit, trainers_tracking
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.loopback_tokens import TokenLoopback
 from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
 from palaestra.inference.tokens import load_tokenizer
 from palaestra.inference.toy import ToyEngine
 from palaestra.rollouts.context import ToolContext
+from palaestra.rollouts.trajectory import Group, TokenRow, Trajectory
 from palaestra.trainers.atropos.server import serving
 
 
@@ -200,3 +202,31 @@ def test_what_is_too_long_for_the_trainer_is_said(folder: Path, tmp_path: Path) 
     assert "the trainer takes 64. Offer fewer tools (--env.enabled_toolsets)" in said
     assert "0 groups delivered" in said
     assert "2 had nothing but rollouts that are too long" in said
+
+
+@pytest.mark.parametrize(("rewards", "sent"), [((0.0, 1.0, 1.0), None), ((0.0, 1.0, 0.5), [1.0, 0.5])])
+def test_what_is_left_of_a_group_must_differ_too(
+    rewards: Sequence[float], sent: list[float] | None, tmp_path: Path
+) -> None:
+    """The first rollout is too long for the trainer, and the others have equal scores, or have not."""
+    rollouts = [
+        Trajectory(
+            rollout_id=f"g/{index}",
+            group_id="g",
+            task_id="t",
+            index=index,
+            messages=[],
+            outcome=Outcome.NATURAL,
+            reward=reward,
+            row=TokenRow(tokens=[7] * length, masks=[7] * length, source="engine"),
+        )
+        for index, (reward, length) in enumerate(zip(rewards, (9, 3, 3), strict=True))
+    ]
+    group = Group(group_id="g", number=0, task_id="t", trajectories=rollouts)
+    output = Output(claim_folder(tmp_path, "e", "m"), env="e", model="m", groups_path=None, settings={})
+    output.start(0)
+    try:
+        line = Serving(BaseEnvConfig(group_size=3), output, print)._line(group, 8)
+    finally:
+        output.close("done")
+    assert (line and line["scores"]) == sent

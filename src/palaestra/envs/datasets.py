@@ -8,8 +8,10 @@ Invariant: one bad row never hides the others. In its place comes its error, and
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
@@ -94,17 +96,19 @@ def _read_file(path: Path) -> Iterator[Row | str]:
 
 def _read_lines(path: Path) -> Iterator[Row | str]:
     try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines):
                 if line.strip():
-                    yield _object(line)
+                    yield _object(line if number else line.removeprefix(codecs.BOM_UTF8))
     except OSError as problem:
         raise ConfigError(f"{path} cannot be read: {problem.strerror}") from None
 
 
-def _object(line: str) -> Row | str:
+def _object(line: bytes) -> Row | str:
     try:
-        value = json.loads(line)
+        value = json.loads(line.decode())
+    except UnicodeDecodeError as problem:
+        return f"not UTF-8: {problem.reason} at byte {problem.start} of its line"
     except ValueError as problem:
         return f"not JSON: {problem}"
     return value if isinstance(value, dict) else f"not an object: {type(value).__name__}"
@@ -112,9 +116,10 @@ def _object(line: str) -> Row | str:
 
 def _read_json(path: Path) -> Iterator[Row | str]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as problem:
-        raise ConfigError(f"{path} is not JSON: {problem}") from None
+        hint = "; a file with a row in each line is a .jsonl file" if "Extra data" in str(problem) else ""
+        raise ConfigError(f"{path} is not JSON: {problem}{hint}") from None
     if not isinstance(value, list):
         raise ConfigError(f"{path} must hold a list of rows")
     return (row if isinstance(row, dict) else f"not an object: {type(row).__name__}" for row in value)
@@ -126,6 +131,8 @@ def _read_csv(path: Path) -> Iterator[Row | str]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
+            if twice := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:
+                raise ConfigError(f"{path} has several columns that are called {twice[0]!r}: give each its own name")
             for row in reader:
                 if None in row or None in row.values():
                     count = len(reader.fieldnames or ())

@@ -17,7 +17,7 @@ from palaestra.rollouts.runner import Totals
 from palaestra.rollouts.trajectory import Group
 from palaestra.trainers.atropos.client import TrajectoryClient
 from palaestra.trainers.atropos.feed import feeding
-from palaestra.trainers.atropos.outgoing import Deliveries, scored_data
+from palaestra.trainers.atropos.outgoing import Deliveries, fitting, scored_data
 from palaestra.trainers.atropos.standing import FeedSettings
 
 ASK_S = 5.0
@@ -89,12 +89,12 @@ class Serving:
 
     def _line(self, group: Group, most_tokens: int | None) -> dict[str, JSON] | None:
         """What is sent of the group; nothing where equal scores teach nothing, or all is too long for the trainer."""
-        if self._config.ensure_scores_are_not_same and group.same_scores:
+        sent = fitting(group, most_tokens)
+        if self._config.ensure_scores_are_not_same and (group.same_scores or sent.same_scores):
             return None
         line = scored_data(
-            group,
+            sent,
             group_size=self._config.group_size,
-            most_tokens=most_tokens,
             messages=self._config.include_messages,
             placeholders=self._config.allow_placeholder_tokens,
         )

@@ -22,24 +22,24 @@ _SENT = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "inference_l
 _SENT_TOO = ("generation_params", "overrides", "images")
 
 
+def fitting(group: Group, most_tokens: int | None) -> Group:
+    """The group without rollouts that have no reward, or a row of more than `most_tokens`."""
+    kept = [trajectory for trajectory in group.scored if _longest(trajectory.rows) <= (most_tokens or 1 << 62)]
+    return msgspec.structs.replace(group, trajectories=kept)
+
+
 def scored_data(
-    group: Group,
-    *,
-    group_size: int,
-    most_tokens: int | None = None,
-    messages: bool = False,
-    placeholders: bool = False,
+    group: Group, *, group_size: int, messages: bool = False, placeholders: bool = False
 ) -> dict[str, JSON] | None:
     """The group in the shape of `/scored_data`, or None when nothing in it can be trained on.
 
-    Rollouts with a row of more than `most_tokens` are left out. A group that is not of `group_size` rows says so in
-    `group_overrides`. Raises `ConfigError` for rows without sampled tokens, unless `placeholders`.
+    A group that is not of `group_size` rows says so in `group_overrides`. Raises `ConfigError` for rows without sampled
+    tokens, unless `placeholders`.
     """
-    fitting = [trajectory for trajectory in group.scored if _longest(trajectory.rows) <= (most_tokens or 1 << 62)]
-    line = group_line(msgspec.structs.replace(group, trajectories=fitting), env="", model="", messages=messages)
+    line = group_line(group, env="", model="", messages=messages)
     if line is None:
         return None
-    if not placeholders and not all(_sampled(trajectory.rows) for trajectory in fitting):
+    if not placeholders and not all(_sampled(trajectory.rows) for trajectory in group.scored):
         raise ConfigError(
             f"group {group.group_id} has no sampled tokens, so it would train nothing: ask a token-exact server "
             f"(--openai.server_type vllm, sglang or transformers), or say --env.allow_placeholder_tokens true"
