@@ -11,6 +11,7 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -180,6 +181,14 @@ def test_a_service_is_asked_in_the_network_that_it_has() -> None:
         assert await slot.ask(port, b"hello") == b"you said hello"
 
     confined(body, SlotSpec(network=Network.ON))
+
+
+def test_without_a_network_a_service_of_somebody_else_is_not_the_slots() -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as somebody_elses, pytest.raises(ConnectionRefusedError):
+            await slot.ask(somebody_elses.getsockname()[1], b"hello")
+
+    confined(body)
 
 
 @needs_users

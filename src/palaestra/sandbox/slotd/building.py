@@ -49,7 +49,7 @@ def fork(plan: Plan, control: socket.socket) -> int:
     with namespaces.new_pid_namespace():
         pid = os.fork()
         if pid == 0:
-            init.run(work, fds)
+            init.run(work, fds, own_network=not plan.network)
     return pid
 
 

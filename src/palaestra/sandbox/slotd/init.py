@@ -37,7 +37,7 @@ class NoDirectory(OSError):
     """A command cannot be started where it is to start."""
 
 
-def run(steps: Sequence[Step], fds: Mapping[int, int]) -> NoReturn:
+def run(steps: Sequence[Step], fds: Mapping[int, int], own_network: bool) -> NoReturn:
     """The life of a slot, in the child of a fork. `fds` maps numbers to the descriptors that the steps know by them."""
     status = 1
     try:
@@ -48,7 +48,7 @@ def run(steps: Sequence[Step], fds: Mapping[int, int]) -> NoReturn:
         try:
             perform(steps)
             syscalls.close_from(CONTROL + 1)
-            places = open_places()
+            places = open_places(own_network)
         except BaseException as error:
             send(
                 channel,
@@ -66,10 +66,11 @@ def run(steps: Sequence[Step], fds: Mapping[int, int]) -> NoReturn:
         os._exit(status)
 
 
-def open_places() -> list[int]:
-    """The slot's root, and the namespaces that `namespaces.open_network` gives: of a process that is not dumpable and
-    was not executed in them, who is not root can look up nothing."""
-    return [os.open("/", os.O_PATH | os.O_DIRECTORY), *namespaces.open_network("self")]
+def open_places(own_network: bool) -> list[int]:
+    """The slot's root, and of a network of its own what `namespaces.open_network` gives: of a process that is not
+    dumpable and was not executed in them, who is not root can look up nothing."""
+    network = namespaces.open_network("self") if own_network else []
+    return [os.open("/", os.O_PATH | os.O_DIRECTORY), *network]
 
 
 def report_ready(channel: socket.socket, places: list[int]) -> None:

@@ -10,7 +10,7 @@ from . import building, cgroups, making, stores, workshop
 from .frames import Fields
 from .keeping import Keeper
 from .sealing import Sealer
-from .workshop import Made, Place
+from .workshop import Made, Network, Place
 from .world import prepare
 
 
@@ -19,6 +19,11 @@ class NamespaceBody:
     """A slot whose init is pid 1 of a process namespace: the kernel ends everything with it."""
 
     plan: building.Plan
+
+    @property
+    def network(self) -> Network:
+        """With the network on, a slot has the host's."""
+        return Network.SHARED if self.plan.network else Network.OWN
 
     def fork(self, control: socket.socket) -> int:
         """Fork the init into a namespace of its own."""

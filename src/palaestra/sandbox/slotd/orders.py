@@ -92,7 +92,7 @@ class Spawn(NamedTuple):
 
 
 class Report(NamedTuple):
-    """READY comes with the slot's root as a descriptor; the Python inits add their network and user namespace.
+    """READY has the slot's root as a descriptor; the Python init adds a network of its own, with its user namespace.
 
     `value` is the exit code of EXIT (negative: the signal), the pid of STARTED, the errno of NOT_STARTED and FAILED;
     `flag` says for NOT_STARTED that it was the directory, for KILLED that everything in the slot had to be killed.

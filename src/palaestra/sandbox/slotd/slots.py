@@ -26,7 +26,7 @@ from .link import Link
 from .loop import Loop
 from .orders import Kind, Order, Report, Spawn
 from .spills import Spill
-from .workshop import Body, Ground
+from .workshop import Body, Ground, Network
 
 _DRAIN_EVERY_S, _DRAIN_BYTES, _MAX_LEFTOVERS = 0.05, 256 << 10, 32
 _KILL_PATIENCE_S = 10.0
@@ -215,7 +215,11 @@ class Slot:
         return self._pid
 
     def make_socket(self, make: Callable[[], socket.socket]) -> socket.socket:
-        """What `make` makes in the slot's network. Raises OSError where that cannot be entered, or `make` does."""
+        """What `make` makes in the slot's network. Raises OSError where it has none, or `make` does."""
+        if self._body.network is Network.NONE:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "the slot has no network")
+        if self._body.network is Network.SHARED:
+            return make()
         if self._network:
             return namespaces.socket_in(self._network, make)
         opened = namespaces.open_network(self._pid)

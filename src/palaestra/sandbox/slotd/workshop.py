@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 from .frames import Fields
@@ -42,8 +43,19 @@ class Ground(Protocol):
         ...
 
 
+class Network(Enum):
+    """Where sockets of a slot's processes are: in a namespace of its own, where the server's are, or nowhere."""
+
+    OWN = "own"
+    SHARED = "shared"
+    NONE = "none"
+
+
 class Body(Protocol):
     """The processes of one slot."""
+
+    @property
+    def network(self) -> Network: ...
 
     def fork(self, control: socket.socket) -> int:
         """Fork the slot's init, which serves the other end of `control`; its pid. Never returns in the init."""

@@ -58,7 +58,7 @@ def run(plan: Plan, control: socket.socket) -> NoReturn:
         syscalls.close_from(init.CONTROL + 1)
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=init.CONTROL)
         try:
-            places = init.open_places()
+            places = init.open_places(own_network=False)
             _prepare(plan)
             if plan.confined:
                 _confine(plan)

@@ -19,7 +19,7 @@ from .. import views, workshop
 from ..frames import Fields
 from ..layers import Counted
 from ..stack import Marks, Root, Stack
-from ..workshop import CannotMake, Made, Place
+from ..workshop import CannotMake, Made, Network, Place
 from . import base, init, trees, users
 
 _TREES = {path: name for path, name in init.DIRECTORIES.items() if name != "tmp"}
@@ -77,6 +77,11 @@ class UserBody:
     children: set[int]
     """The server's own, which `gone` must not take for what a slot has left."""
     pid: int = 0
+
+    @property
+    def network(self) -> Network:
+        """Of confined processes without one nobody listens on a port of the server's network."""
+        return Network.SHARED if self.plan.network or not self.plan.confined else Network.NONE
 
     def fork(self, control: socket.socket) -> int:
         """Fork the init."""
