@@ -147,3 +147,57 @@ def test_a_script_that_cannot_be_loaded_says_where(
     assert said in capsys.readouterr().err
     assert run_guarded(lambda: cli.main(["run", "an", "--policy", "noop"], standalone_mode=False)) == 2
     assert "an_env.py is here: say an_env.py." in capsys.readouterr().err
+
+
+VERIFYING = """
+from palaestra import HermesAgentBaseEnv, HermesAgentEnvConfig, Score
+
+ANSWERS = {"number": 0.5, "nothing": (1, None), "detail": (True, {"a": 2, "b": "c"}), "score": Score(0.25, {"m": 3.0}),
+           "none": None, "one": (1.0,), "text": ("1.0", {})}
+
+class VerifyingEnv(HermesAgentBaseEnv):
+    name = "verifying"
+
+    @classmethod
+    def config_init(cls):
+        return HermesAgentEnvConfig(enabled_toolsets=["todo"], group_size=1, total_steps=len(ANSWERS)), []
+
+    def setup(self):
+        self.items = iter(ANSWERS)
+
+    def get_next_item(self):
+        return {"id": name} if (name := next(self.items, None)) else None
+
+    def format_prompt(self, item):
+        return "?"
+
+    async def compute_reward(self, item, result, ctx): ...
+
+    async def verify_and_score_trajectory(self, item, result, *, trajectory_id, exec_tool, workspace_meta=None):
+        return ANSWERS[item["id"]]
+
+    async def evaluate(self, *args, **kwargs): ...
+"""
+
+
+def test_what_a_class_scores_is_read_as_what_a_function_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("verifying_env.py").write_text(VERIFYING)
+    line = ["run", "verifying_env.py", "--policy", "noop", "--env.infra_retries", "0"]
+    assert run_guarded(lambda: cli.main(line, standalone_mode=False)) == 3
+    (journal,) = Path().glob("runs/*/*/journal.jsonl")
+    found = {group.task_id: group.trajectories[0] for group in read_groups(journal)}
+    assert {name: each.reward for name, each in found.items() if each.scored} == {
+        "number": 0.5,
+        "nothing": 1.0,
+        "detail": 1.0,
+        "score": 0.25,
+    }
+    assert (found["detail"].metrics, found["detail"].detail) == ({"a": 2.0}, {"a": 2, "b": "c"})
+    assert found["score"].metrics == {"m": 3.0}
+    for name in ("none", "one", "text"):
+        assert found[name].blame is Blame.GRADER
+        assert "verifying.verify_and_score_trajectory gave " in found[name].error
+        assert "it must give a number, a bool, a Score or (number, metrics)" in found[name].error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 
 from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent, CallResult
 from palaestra.agent.hermes_text import observation, result_in, result_text
@@ -77,9 +76,7 @@ class AgentEnvironment(ContractEnvironment):
     async def _config(self, rollout: Rollout) -> AgentConfig:
         return self.inner.build_agent_config(rollout.task.data)
 
-    async def verify(
-        self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool
-    ) -> tuple[object, Mapping[str, JSON]]:
+    async def verify(self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool) -> JSON:
         meta = {"workspace_meta": rollout.meta.get("workspace_meta")} if self._takes_meta else {}
         return await settled(
             self.inner.verify_and_score_trajectory(

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.bridge import bridged
-from palaestra.core.errors import GraderError, TaskError
-from palaestra.core.figures import number
+from palaestra.core.errors import TaskError
 from palaestra.core.foreign import settled
 from palaestra.core.types import JSON, Score, Task
 from palaestra.envs import recipes
@@ -18,6 +17,7 @@ from palaestra.envs.base_env import Item
 from palaestra.envs.class_environment import ROW_KEYS, ClassEnvironment, numbers
 from palaestra.envs.config import HermesAgentEnvConfig
 from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
+from palaestra.envs.hooks import score_of
 from palaestra.envs.settings import agent_settings, network_policy
 from palaestra.inference.ledger import Ledger
 from palaestra.rollouts.attempt import blaming
@@ -133,20 +133,22 @@ class ContractEnvironment(ClassEnvironment):
         assert rollout.result is not None
         tools = grading.tools(self._settings.tool_timeout_s)
         if self._verifies:
-            reward, detail = await self.verify(rollout, rollout.result, ExecTool(grading.slot, lambda: tools))
+            answer = await self.verify(rollout, rollout.result, ExecTool(grading.slot, lambda: tools))
+            said = f"{self.name}.verify_and_score_trajectory"
         else:
             context = ToolContext(rollout.rollout_id, slot=grading.slot, tools=tools)
-            reward = await bridged(self._reward(rollout.task.data, rollout.result, context))
-            detail = {}
-        return Score(_number(reward), numbers(detail), detail)
+            answer = await bridged(self._reward(rollout.task.data, rollout.result, context))
+            said = f"{self.name}.compute_reward"
+        score = score_of(answer, said)
+        if isinstance(answer, Score):
+            return score
+        return Score(score.reward, numbers(score.metrics), score.metrics)  # it may name more than numbers
 
     async def _reward(self, item: Item, result: AgentResult, context: ToolContext) -> object:
         """The reward of a hook that may be a plain function."""
         return await settled(self.inner.compute_reward(item, result, context))
 
-    async def verify(
-        self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool
-    ) -> tuple[object, Mapping[str, JSON]]:
+    async def verify(self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool) -> JSON:
         """Call the verification hook in the shape that this kind of class gives it."""
         return await settled(
             self.inner.verify_and_score_trajectory(
@@ -184,9 +186,3 @@ def _own_row(item: Mapping[str, JSON], result: AgentResult) -> TokenRow | None:
 def overrides(inner: HermesAgentBaseEnv, method: str) -> bool:
     """Whether the subclass has its own version of a method."""
     return getattr(type(inner), method) is not getattr(HermesAgentBaseEnv, method)
-
-
-def _number(reward: object) -> float:
-    if (found := number(reward)) is not None:
-        return found
-    raise GraderError(f"the reward is {type(reward).__name__} ({reward!r:.100}), not a number")

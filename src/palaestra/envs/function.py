@@ -25,12 +25,11 @@ from typing import Any, Self, TypeVar, overload
 
 from pydantic import Field, create_model
 
-from palaestra.core.errors import ConfigError, GraderError, TaskError
-from palaestra.core.figures import number
+from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, NetworkPolicy, Score, Task
 from palaestra.envs import recipes
 from palaestra.envs.held_out import HeldOutConfig, serves
-from palaestra.envs.hooks import Hook, HookFunction, Source, declare
+from palaestra.envs.hooks import Hook, HookFunction, Source, declare, score_of
 from palaestra.envs.settings import agent_settings, kit, mcp_servers, network_policy
 from palaestra.rollouts.attempt import blaming
 from palaestra.rollouts.base import AgentSettings, Environment, Kit
@@ -252,7 +251,8 @@ class FunctionEnvironment(Environment):
             "rng": _known(rollout.rng),
         }
         parts = [
-            (each.hook.name, each.weight, _score(await each.hook(sources), each.hook)) for each in self.form.scores
+            (each.hook.name, each.weight, score_of(await each.hook(sources), f"the score {each.hook.name}"))
+            for each in self.form.scores
         ]
         if len(parts) == 1:
             return parts[0][2]
@@ -298,18 +298,3 @@ def _known(value: object) -> Source:
         return value
 
     return source
-
-
-def _score(answer: JSON, hook: Hook) -> Score:
-    """A hook's answer as a `Score`."""
-    match answer:
-        case Score():
-            return answer
-        case (value, Mapping() as metrics) if (reward := number(value)) is not None:
-            return Score(reward, metrics)
-        case value if (reward := number(value)) is not None:
-            return Score(reward)
-    raise GraderError(
-        f"the score {hook.name} gave {type(answer).__name__} ({answer!r:.100}); it must give a number, a bool, a Score "
-        f"or (number, metrics)"
-    )

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, GraderError
+from palaestra.core.figures import number
 from palaestra.core.foreign import settled
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, Score
 
 HookFunction: TypeAlias = Callable[..., object]
 Source: TypeAlias = Callable[[], Awaitable[object]]
@@ -52,3 +53,18 @@ def declare(function: HookFunction, kind: str, known: tuple[str, ...]) -> Hook:
                 f"it may ask for {', '.join(known)}.{nearest(parameter.name, known)}"
             )
     return Hook(function, tuple(wants))
+
+
+def score_of(answer: JSON, said: str) -> Score:
+    """What a score hook answered, as a `Score`. Raises `GraderError` that begins with `said`."""
+    match answer:
+        case Score():
+            return answer
+        case (value, (Mapping() | None) as metrics) if (reward := number(value)) is not None:
+            return Score(reward, metrics or {})
+        case value if (reward := number(value)) is not None:
+            return Score(reward)
+    raise GraderError(
+        f"{said} gave {type(answer).__name__} ({answer!r:.100}); it must give a number, a bool, a Score or "
+        f"(number, metrics)"
+    )
