@@ -21,6 +21,7 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import Mount, Rung, SlotSpec
 from palaestra.sandbox.slot import LocalSlot
 from sandbox.processes import descendants, table
+from sandbox.somebody import as_somebody, interpreter
 
 pytestmark = pytest.mark.slots
 
@@ -73,6 +74,40 @@ def test_slots_stay_and_are_found_again(place: Path, rung: Rung) -> None:
         assert await service.look(service.socket_path("test", place)) is None
 
     running(body)
+
+
+_ONE_PLACE = """
+import asyncio, pathlib, tempfile
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import Rung, SlotSpec
+
+async def main():
+    with tempfile.TemporaryDirectory() as folder:
+        def backend():
+            return LocalBackend(rung=Rung.CONFINED, service="one", service_directory=pathlib.Path(folder))
+        async with backend() as first:
+            await (await first.create(SlotSpec(), "t")).execute("echo kept > f")
+        second = backend()
+        try:
+            await second.start()
+            print(await second.leases()[0].read_text("f"), end="")
+        finally:
+            await second.end()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes somebody else")
+def test_a_slot_is_found_again_where_there_is_place_for_one() -> None:
+    """As on the rung confined without root, where no second one can be made to prove the rung."""
+    python = interpreter()
+    if python is None:
+        pytest.skip("no Python that another user can run")
+    ran = as_somebody(python, "-c", _ONE_PLACE)
+    if "Landlock" in ran.stderr:
+        pytest.skip(ran.stderr.splitlines()[-1])
+    assert ran.stdout == "kept\n", ran.stderr[-2000:]
 
 
 def test_a_former_holder_is_refused_after_somebody_else_attached(place: Path) -> None:
