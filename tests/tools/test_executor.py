@@ -158,12 +158,29 @@ def test_time_limits_are_clamped(asked: float, given: float) -> None:
     run(scenario)
 
 
+def test_an_external_tool_that_hangs_ends_at_the_limit_and_the_next_call_runs() -> None:
+    async def hang(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+        await asyncio.Event().wait()
+        return {}
+
+    async def scenario(executor: ToolExecutor, source: Source, bench: Bench) -> None:
+        executor.registry.register(FunctionTool(ToolSchema("ask", "", {}, external=True), hang, "bench"))
+        result = await executor.execute("t1", ToolCall("ask", {}), timeout_s=1)
+        assert result.error == "The tool did not answer within 1 s."
+        assert (await executor.execute("t1", call("a"))).success
+
+    run(scenario)
+
+
 def test_mistakes_are_results() -> None:
     async def scenario(executor: ToolExecutor, source: Source, bench: Bench) -> None:
         malformed = ToolCall.parse_from_text("<tool_call>{</tool_call>")[0]
         assert "Malformed" in (await executor.execute("t1", malformed)).error
         assert (await executor.execute("t1", ToolCall("nothing", {}))).error == "Unknown tool: nothing"
         assert "missing required" in (await executor.execute("t1", ToolCall("hold", {}))).error
+        for odd in ("[]", ["a"], None):
+            refused = await executor.execute("t1", ToolCall("hold", odd))  # type: ignore[arg-type]
+            assert refused.error.startswith("Invalid arguments")
 
     assert run(scenario).events == []
 

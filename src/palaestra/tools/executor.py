@@ -151,8 +151,9 @@ class ToolExecutor:
     async def execute(self, trajectory_id: str, call: ToolCall, timeout_s: float | None = None) -> ToolResult:
         """Run one call in the trajectory's slot. Cancelling it kills the command.
 
-        The time limit is `timeout_s`, else the call's own `timeout`, within 1 to 600 seconds. Mistakes of the model and
-        failures of a tool are results; the world's failure raises `InfraError`.
+        The time limit is `timeout_s`, else the call's own `timeout`, within 1 to 600 seconds: commands and external
+        tools end with it, other tools of one's own are told it (`run.timeout_s`). Mistakes of the model and failures of
+        a tool are results; the world's failure raises `InfraError`.
         """
         started = time.monotonic()
         self.stats.total_requests += 1
@@ -175,10 +176,12 @@ class ToolExecutor:
             why = self._tools.missing.get(name)
             error = f"Unknown tool: {call.name}" if why is None else f"{name} cannot be used here: {why}"
             return ToolResult(False, error=error, uniq_id=call.uniq_id)
-        arguments = {key: value for key, value in call.arguments.items() if key not in POLICY_ARGUMENTS}
+        arguments: Mapping[str, JSON] | str = call.arguments
         if timeout_s is not None:
             timeout_s = clamp_timeout(timeout_s)
-            arguments.pop("timeout", None)
+        if isinstance(arguments, Mapping):  # others are refused as a model's are, or are its JSON text
+            decided = POLICY_ARGUMENTS if timeout_s is None else POLICY_ARGUMENTS | {"timeout"}
+            arguments = {key: value for key, value in arguments.items() if key not in decided}
         return result_of(await self.reply(trajectory_id, name, arguments, timeout_s), call.uniq_id)
 
     async def reply(
@@ -315,7 +318,15 @@ class _Binding:
     async def run(self, name: str, arguments: Mapping[str, JSON] | str, timeout_s: float | None) -> ToolReply:
         async with self._turn:
             self._check()
-            return await self.tools.reply(name, arguments, timeout_s=timeout_s)
+            tool = self.tools.registry.get(name)
+            limit_s = timeout_s if tool is not None and tool.schema.external else None  # others end their own commands
+            try:
+                async with asyncio.timeout(limit_s) as limit:
+                    return await self.tools.reply(name, arguments, timeout_s=timeout_s)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                return {"error": f"The tool did not answer within {limit_s:g} s."}
 
     async def spawn(self, command: str, options: Mapping[str, JSON]) -> ProcessSession:
         async with self._turn:
