@@ -14,6 +14,7 @@ from palaestra.cli.main import cli
 from palaestra.core.errors import ConfigError
 from palaestra.envs.endless_terminals.env import EndlessTerminalsEnv, EndlessTerminalsEnvConfig
 from palaestra.envs.held_out import HeldOutConfig, is_held_out
+from palaestra.rollouts.journal import read_groups
 
 pytestmark = pytest.mark.slots
 
@@ -132,6 +133,21 @@ def test_a_run_does_not_go_on_as_an_evaluation(lines_env: str, capsys: pytest.Ca
     assert palaestra("eval", lines_env, "--policy", "oracle", "--resume", str(folder)) == 2
     assert f"{folder} is a run, which cannot go on as an evaluation" in capsys.readouterr().err
     assert (folder / "journal.jsonl").read_bytes() == journal
+
+
+def test_items_may_be_evaluated_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    at_once = "import asyncio\n" + scripts.CLASS_ENV.replace(
+        "done = await self.evaluate_items(self.items, 2)",
+        "each = await asyncio.gather(*(self.evaluate_items([item], 2) for item in self.items)); done = sum(each, [])",
+    )
+    Path("words_env.py").write_text(at_once)
+    assert palaestra("eval", "words_env.py", "--policy", "oracle", "--env.data_dir_to_save_evals", "evals") == 0
+    assert figures(Path("evals")) == {"mean": 1.0}
+    samples = [json.loads(line)["id"] for line in Path("evals/samples.jsonl").read_text().splitlines()]
+    assert samples == ["alpha", "alpha", "beta", "beta", "gamma", "gamma"]
+    (journal,) = Path().glob("runs/*/*/journal.jsonl")
+    assert [group.task_id for group in read_groups(journal)] == ["alpha", "beta", "gamma"]
 
 
 LOGGING = """

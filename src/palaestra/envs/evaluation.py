@@ -67,11 +67,11 @@ class Evaluation:
         return self.totals
 
     async def run_items(self, items: Sequence[Item], samples: int) -> list[Trajectory]:
-        """Roll every item out `samples` times; the trajectories come in item order."""
+        """Roll every item out `samples` times; the trajectories come in item order. Several calls may go on at once."""
         assert isinstance(self.environment, ClassEnvironment)
-        over = self.environment.over(items, self._rolled_out)
-        done = await self._roll_out(over, samples, self._rolled_out)
+        first = self._rolled_out
         self._rolled_out += len(items)
+        done = await self._roll_out(self.environment.over(items, first), samples, first)
         if len(done) < len(items):
             raise RunStopped("the evaluation was stopped: its figures would be those of a part")
         return [trajectory for group in done for trajectory in group.trajectories]
