@@ -494,3 +494,15 @@ def test_memory_is_not_available_in_rollouts() -> None:
     server = ListServer(calls(("memory", "{}")), reply("ok"))
     result = run(HermesAgentLoop(server, [], {"memory"}, tool_handler=adding))
     assert tool_texts(result) == [{"error": "Memory is not available in RL environments."}]
+
+
+def test_what_a_handler_answers_can_always_be_sent_on() -> None:
+    async def handler(name: str, arguments: JSON, task_id: str | None) -> str:
+        return json.dumps({"files": ["caf\udce9"]}, ensure_ascii=False)
+
+    server = ListServer(calls(("add", '{"a": 1}'), ("z" * 10_000, "{}")), reply("done"))
+    loop = HermesAgentLoop(server, [ADD], {"add"}, tool_handler=handler)
+    result = asyncio.run(loop.run([{"role": "user", "content": "hi"}]))
+    answers = [message["content"] for message in result.messages if message["role"] == "tool"]
+    assert answers[0].encode() == b'{"files": ["caf?"]}'
+    assert len(answers[1]) < 1000

@@ -20,6 +20,7 @@ from palaestra.agent.result import ToolError
 from palaestra.core.foreign import ForeignError, foreign
 from palaestra.core.types import JSON, Message
 from palaestra.tools.arguments import ArgumentSchema, InvalidArguments, compiled
+from palaestra.tools.wire import encodable
 
 ToolHandler: TypeAlias = Callable[[str, dict[str, JSON], str | None], Awaitable[str]]
 """`await handler(name, arguments, task_id)` gives the JSON text that the model reads."""
@@ -49,8 +50,8 @@ class CallAnswer:
 
     def refuse(self, error: str) -> None:
         """Answer with an error."""
-        self.error = error
-        self.text = json.dumps({"error": error}, ensure_ascii=False)
+        self.error = encodable(error)
+        self.text = json.dumps({"error": self.error}, ensure_ascii=False)
 
     def message(self) -> Message:
         """The tool message that goes into the history."""
@@ -94,7 +95,7 @@ class ToolCalls:
             answer.refuse(f"Malformed tool call: no tool's name can be read in {call.arguments[:200]!r}")
             return answer
         if call.name not in self._valid_names:
-            answer.refuse(f"Unknown tool '{call.name}'. Available tools: {sorted(self._valid_names)}")
+            answer.refuse(f"Unknown tool '{call.name[:200]}'. Available tools: {sorted(self._valid_names)}")
             return answer
         try:
             answer.arguments = self._schemas.get(call.name, _ANY_OBJECT).parse(call.arguments)
@@ -157,7 +158,7 @@ class ToolCalls:
     async def _text(self, name: str, arguments: dict[str, JSON]) -> str:
         assert self._handler is not None
         reply: object = await self._handler(name, arguments, self._task_id)
-        return reply if isinstance(reply, str) else json.dumps(reply, ensure_ascii=False)
+        return encodable(reply if isinstance(reply, str) else json.dumps(reply, ensure_ascii=False))
 
 
 class _Report(msgspec.Struct):

@@ -26,7 +26,7 @@ from palaestra.inference.base import (
     ToolCallMessage,
 )
 from palaestra.inference.parsers import get_parser
-from palaestra.tools.wire import ToolResult
+from palaestra.tools.wire import ToolResult, encodable
 
 _TAGS = ("tool_call>", "think>")
 _ANSWER, _ANSWERED = "<tool_response>", "</tool_response>"
@@ -172,8 +172,7 @@ def _block(call: RequestedCall) -> str:
 
 def observation(text: str) -> str:
     """The `<tool_response>` element for one answer in the history."""
-    shown = result_from(text).to_xml()
-    return shown if shown.isascii() else shown.encode("utf-8", "replace").decode("utf-8")
+    return encodable(result_from(text).to_xml())
 
 
 def result_in(element: str) -> ToolResult:

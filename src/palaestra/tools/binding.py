@@ -22,6 +22,7 @@ from palaestra.tools.arguments import InvalidArguments, parse_arguments
 from palaestra.tools.registry import ToolRegistry
 from palaestra.tools.schema import StateT, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra.tools.states import States
+from palaestra.tools.wire import encodable
 from palaestra.tools.world import World
 
 logger = logging.getLogger(__name__)
@@ -185,6 +186,5 @@ class _Timed:
 
 
 def reply_text(reply: ToolReply) -> str:
-    """A tool's reply as text that can be encoded; odd file names may hold what UTF-8 cannot."""
-    text = reply if isinstance(reply, str) else json.dumps(dict(reply), ensure_ascii=False)
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+    """A tool's reply as text that can be encoded."""
+    return encodable(reply if isinstance(reply, str) else json.dumps(dict(reply), ensure_ascii=False))

@@ -51,9 +51,12 @@ class Notes:
             return self._write(target, notes)
 
     def replace(self, target: str, old_text: str, content: str) -> list[str]:
-        """Put `content` in place of the one note that contains `old_text`. The notes afterwards."""
+        """Put `content` in place of the one note that contains `old_text`, which goes where there is such a note already.
+        The notes afterwards."""
         with self._changing(target) as notes:
-            notes[_place(notes, old_text)] = content
+            place = _place(notes, old_text)
+            others = [*notes[:place], *notes[place + 1 :]]
+            notes = others if content in others else [*notes[:place], content, *notes[place + 1 :]]
             return self._write(target, notes)
 
     def remove(self, target: str, old_text: str) -> list[str]:

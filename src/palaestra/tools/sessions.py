@@ -26,6 +26,8 @@ MAX_SESSIONS = 1000
 MAX_SESSION_BYTES = 8 << 20
 EXCERPT_CHARS = 400
 EXCERPTS = 3
+_YEAR_9999_S = 253_370_764_800
+"""What times can be told: later ones are none."""
 _WORD = re.compile(r"\w+")
 _NAME = re.compile(r"[\w.-]{1,128}")
 
@@ -110,9 +112,9 @@ class Sessions:
                 continue
             try:
                 session = msgspec.json.decode(path.read_bytes(), type=Session)
-            except (msgspec.MsgspecError, OSError):
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OSError):
                 continue
-            if session.schema == SESSION_SCHEMA:
+            if session.schema == SESSION_SCHEMA and 0 <= session.started_at < _YEAR_9999_S:
                 yield session
 
 

@@ -57,6 +57,14 @@ def test_notes_are_there_for_the_next_session(tmp_path: Path) -> None:
     assert (folder / "memory.md").read_text() == "the port is 81"
 
 
+def test_no_two_notes_are_alike(tmp_path: Path) -> None:
+    memory(tmp_path, "add", content="a\r\nb")
+    assert memory(tmp_path, "add", content="a\nb")["entries"] == ["a\nb"]
+    memory(tmp_path, "add", content="c")
+    assert memory(tmp_path, "replace", old_text="c", content="a\r\nb")["entries"] == ["a\nb"]
+    assert memory(tmp_path, "remove", old_text="a")["entries"] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -102,6 +110,10 @@ def test_earlier_conversations_are_found_by_their_words(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "later.json").write_text(
         '{"schema":"palaestra.session/2","session_id":"x","started_at":0,"messages":[]}'
+    )
+    store.save(session("never", "Which socket?", started_at=1e300))
+    (tmp_path / "deep.json").write_text(
+        '{"schema":"palaestra.session/1","session_id":"d","started_at":0,"messages":' + "[" * 100_000
     )
     made = tools(store)
     reply = call(made, "session_search", query="socket nginx")

@@ -50,7 +50,8 @@ async def run_memory(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
             raise ToolMistake(f"{name} is needed for {action}; nothing was changed")
     if "§" in str(arguments.get("content", "")):
         raise ToolMistake("A note cannot contain the sign §, which stands between notes; nothing was changed")
-    values = [str(arguments[name]).strip() for name in _NEEDED[action]]
+    given = (str(arguments[name]).strip() for name in _NEEDED[action])
+    values = [text.replace("\r\n", "\n").replace("\r", "\n") for text in given]  # as they are read again
     notes = run.state(Notes)
     return written(target, await asyncio.to_thread(getattr(notes, action), target, *values))
 
