@@ -51,8 +51,8 @@ class Notes:
             return self._write(target, notes)
 
     def replace(self, target: str, old_text: str, content: str) -> list[str]:
-        """Put `content` in place of the one note that contains `old_text`, which goes where there is such a note already.
-        The notes afterwards."""
+        """Put `content` in place of the one note that contains `old_text`; where it is a note already, that one stays
+        alone. The notes afterwards."""
         with self._changing(target) as notes:
             place = _place(notes, old_text)
             others = [*notes[:place], *notes[place + 1 :]]
