@@ -201,3 +201,30 @@ def test_what_a_class_scores_is_read_as_what_a_function_scores(
         assert found[name].blame is Blame.GRADER
         assert "verifying.verify_and_score_trajectory gave " in found[name].error
         assert "it must give a number, a bool, a Score or (number, metrics)" in found[name].error
+
+
+@pytest.mark.parametrize(
+    ("gives", "said"),
+    [
+        ("config, [APIServerConfig(model_name='mine')]", None),
+        ("config, APIServerConfig(model_name='mine')", None),
+        ("config, ServerBaseline(model_name='mine')", None),
+        ("config", "UnevenEnv.config_init must give (HermesAgentEnvConfig, [APIServerConfig, …]), and gave "),
+        ("config, [{}]", "UnevenEnv.config_init must give (HermesAgentEnvConfig, [APIServerConfig, …]), and gave "),
+        (
+            "type('Own', (HermesAgentEnvConfig,), {'__annotations__': {'mine': int}, 'mine': 1})(mine=2), []",
+            "UnevenEnv.config_init gives Own: say env_config_cls = Own in the class",
+        ),
+    ],
+)
+def test_what_a_class_says_of_itself(
+    gives: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = UNEVEN.index("        return config, [")
+    script = UNEVEN[:start] + f"        return {gives}\n" + UNEVEN[UNEVEN.index("\n", start) :]
+    Path("uneven_env.py").write_text(script.replace("import APIS", "import ServerBaseline, APIS"))
+    line = ["run", "uneven_env.py", "process", "--show-config"]
+    assert run_guarded(lambda: cli.main(line, standalone_mode=False)) == (0 if said is None else 2)
+    shown = capsys.readouterr()
+    assert said in shown.err if said is not None else "openai.model_name = mine" in shown.out

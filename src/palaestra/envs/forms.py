@@ -14,7 +14,7 @@ from palaestra.envs.config import BaseEnvConfig
 from palaestra.envs.function import FunctionEnvConfig, FunctionForm
 from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
 from palaestra.inference.base import ChatServer
-from palaestra.inference.config import APIServerConfig
+from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.rollouts.base import Environment
 
 
@@ -27,7 +27,7 @@ class Form(Protocol):
 
     def config_type(self) -> type[BaseEnvConfig]: ...
 
-    def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[APIServerConfig]]:
+    def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
         """What the environment itself sets; None where it sets nothing."""
         ...
 
@@ -52,7 +52,7 @@ class FunctionFace:
     def config_type(self) -> type[BaseEnvConfig]:
         return self._config_type
 
-    def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[APIServerConfig]]:
+    def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
         return None, ()
 
     def check_values(self) -> Mapping[str, JSON]:
@@ -76,8 +76,20 @@ class ClassFace:
     def config_type(self) -> type[BaseEnvConfig]:
         return self.cls.env_config_cls
 
-    def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[APIServerConfig]]:
-        return self.cls.config_init()
+    def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
+        """What `config_init` gives: a configuration and a list of servers, one server, or what all have in common."""
+        name, wanted = self.cls.__name__, self.cls.env_config_cls
+        given: JSON = self.cls.config_init()
+        match given:
+            case (BaseEnvConfig() as config, (ServerBaseline() | [*_]) as said):
+                servers = [said] if isinstance(said, ServerBaseline) else list(said)
+                if not issubclass(wanted, type(config)):
+                    own = type(config).__name__
+                    raise ConfigError(f"{name}.config_init gives {own}: say env_config_cls = {own} in the class")
+                if all(isinstance(each, ServerBaseline) for each in servers):
+                    return config, servers
+        must = f"({wanted.__name__}, [APIServerConfig, …])"
+        raise ConfigError(f"{name}.config_init must give {must}, and gave {given!r:.200}")
 
     def check_values(self) -> Mapping[str, JSON]:
         return self.cls.check_values
