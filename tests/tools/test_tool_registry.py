@@ -10,7 +10,9 @@ import pytest
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
+from palaestra.sandbox.base import Slot
 from palaestra.tools.arguments import compiled
+from palaestra.tools.binding import SlotTools
 from palaestra.tools.registry import ToolRegistry, build_tool_registry, builtin_tools, get_tool_definitions, schema_hash
 from palaestra.tools.schema import FunctionTool, Tool, ToolCall, ToolReply, ToolResult, ToolRun, ToolSchema
 from palaestra.tools.toolsets import TOOLSETS
@@ -159,3 +161,49 @@ def test_a_registry_finds_tools_by_name() -> None:
     assert found is not None
     assert found.name == "echo"
     assert registry.get("nothing") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "reply"),
+    [
+        (ToolResult(True, "text"), "text"),
+        (ToolResult(True, "", metadata={"ids": {1}}), '{"ids": [1], "output": "", "error": null}'),
+        (ToolResult(True, {"a": 1}), '{"output": {"a": 1}, "error": null}'),  # type: ignore[arg-type]
+        (ToolResult(True, "", metadata={"x": object()}), "Unable to serialize unknown type"),
+        ("text", "execute of Given gave str, not a ToolResult"),
+        (None, "execute of Given gave NoneType, not a ToolResult"),
+    ],
+)
+def test_whatever_a_tool_of_the_contract_gives_is_an_answer(given: object, reply: str) -> None:
+    class Given(Tool):
+        @property
+        def schema(self) -> ToolSchema:
+            return ToolSchema("give", "Give.")
+
+        def execute(self) -> ToolResult:  # not async: so it was written before
+            return given  # type: ignore[return-value]
+
+        def is_available(self) -> tuple[bool, str | None]:
+            return True  # type: ignore[return-value]
+
+    tools = SlotTools(ToolRegistry([Given()]), no_slot, "t")
+    assert reply in asyncio.run(tools.handle("give", {}))
+
+
+def test_a_tool_that_cannot_say_whether_it_is_there_is_missing() -> None:
+    class Broken(Tool):
+        @property
+        def schema(self) -> ToolSchema:
+            return ToolSchema("ask", "Ask.")
+
+        async def execute(self) -> ToolResult:
+            return ToolResult(True)
+
+        def is_available(self) -> tuple[bool, str | None]:
+            raise KeyError("TOKEN")
+
+    assert Broken().missing() == "is_available of Broken failed: KeyError: 'TOKEN'"
+
+
+async def no_slot() -> Slot:
+    raise AssertionError("no slot is needed")

@@ -10,6 +10,7 @@ Invariant: a tool holds no state of a rollout. What must outlive a call is in th
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -158,7 +159,11 @@ class Tool(ABC):
 
     def missing(self) -> str | None:
         """Why the tool cannot be used here, or None when it can."""
-        available, reason = self.is_available()
+        try:
+            told: object = self.is_available()
+        except Exception as error:  # who wrote the tool did not foresee it, and reads it here
+            return f"is_available of {type(self).__name__} failed: {type(error).__name__}: {error}"
+        available, reason = told if isinstance(told, tuple) else (told, None)
         return None if available else reason or "it says that it is not available"
 
     def world_key(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[JSON]:
@@ -172,7 +177,11 @@ class Tool(ABC):
         """Run for a rollout. Raises `ToolMistake` for what the model can mend."""
 
         async def reply() -> ToolReply:
-            return reply_of(await self.execute(**arguments))
+            given: object = self.execute(**arguments)
+            result = await given if inspect.isawaitable(given) else given
+            if not isinstance(result, ToolResult):
+                raise TypeError(f"execute of {type(self).__name__} gave {type(result).__name__}, not a ToolResult")
+            return reply_of(result)
 
         return reply()
 

@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from pydantic_core import to_jsonable_python
+
 from palaestra.core.types import JSON
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -111,11 +113,15 @@ def result_of(reply: Mapping[str, JSON] | str, uniq_id: str | None = None) -> To
 
 
 def reply_of(result: ToolResult) -> dict[str, JSON] | str:
-    """A result in the contract's shape as a tool's reply: the reverse of `result_of` for tools that return results."""
-    if result.success and not result.error and not result.metadata:
+    """A result in the contract's shape as a tool's reply: the reverse of `result_of` for tools that return results.
+
+    Sets, dates and the like are told as JSON can say them. Raises `ValueError` for what has no such form.
+    """
+    if result.success and not result.error and not result.metadata and isinstance(result.output, str):
         return result.output
     error = result.error or (None if result.success else "The tool reported a failure without a reason.")
-    return {**result.metadata, "output": result.output, "error": error}
+    plain: dict[str, JSON] = to_jsonable_python({**result.metadata, "output": result.output, "error": error})
+    return plain
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
