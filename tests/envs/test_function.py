@@ -110,6 +110,21 @@ def test_a_hook_that_asks_for_what_there_is_not_is_refused_when_declared() -> No
             return 0.0
 
 
+def test_two_scores_of_one_name_are_refused() -> None:
+    toy = form(1.0)
+    with pytest.raises(ConfigError, match="environment toy has two scores called score_0"):
+        toy.score(toy.scores[0].hook.function)
+
+
+def test_a_default_that_is_no_data_is_recorded_by_its_type() -> None:
+    @environment
+    def drawing(rng: object = random.Random(0), n: int = 1) -> Iterator[Task]:
+        yield Task(id="one", prompt="?")
+
+    recorded = drawing.config_type()().recorded()
+    assert (recorded["rng"], recorded["n"]) == ("<Random>", 1)
+
+
 def test_no_score_and_clashing_parameters_are_refused() -> None:
     with pytest.raises(ConfigError, match="has no score"):
         form().build(form().config_type()())

@@ -51,6 +51,10 @@ class Settings(BaseModel):
             except ValidationError as error:
                 raise ConfigError(_explain(error, type(self), {}, {})) from error
 
+    def recorded(self) -> dict[str, JSON]:
+        """All values as JSON, for the record; of an object that JSON cannot hold, the name of its type."""
+        return self.model_dump(mode="json", fallback=lambda value: f"<{type(value).__name__}>")
+
 
 def later(default: T, description: str) -> T:
     """A field that is accepted, so that existing scripts run, and has no effect in this version; its help says so."""

@@ -84,6 +84,11 @@ class FunctionForm:
 
         def keep(given: F) -> F:
             hook = declare(given, "score", ("task", "rollout", "sandbox", "rng"))
+            if any(hook.name == each.hook.name for each in self.scores):
+                raise ConfigError(
+                    f"environment {self.name} has two scores called {hook.name}, and each is recorded under its name: "
+                    f"call one otherwise"
+                )
             self.scores.append(ScoreHook(hook, weight))
             return given
 

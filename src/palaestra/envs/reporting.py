@@ -154,7 +154,7 @@ async def make_reporting(
         name=config.wandb_name or folder.run_id,
         run_id=folder.run_id,
         folder=folder.path,
-        settings={"env": without_secrets(config.model_dump(mode="json")), "model": output.model},
+        settings={"env": without_secrets(config.recorded()), "model": output.model},
         mode=config.wandb_mode,
     )
     for service in services:

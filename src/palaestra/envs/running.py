@@ -240,8 +240,8 @@ def _settings(parsed: RunLine) -> dict[str, JSON]:
     """The merged configuration with the source of each value, secrets left out."""
     values = {
         "command": parsed.command,
-        "env": parsed.env_config.model_dump(mode="json"),
-        "openai": [server.model_dump(mode="json") for server in parsed.server_configs],
+        "env": parsed.env_config.recorded(),
+        "openai": [server.recorded() for server in parsed.server_configs],
         "sources": dict(parsed.sources),
     }
     cleaned: dict[str, JSON] = msgspec.to_builtins(without_secrets(values))
