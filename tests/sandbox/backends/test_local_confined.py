@@ -309,6 +309,31 @@ def test_a_workspace_that_was_closed_can_be_begun_in_by_the_next() -> None:
     confined(body)
 
 
+CLOSED = {
+    "a file": "echo x > f; chmod 000 f",
+    "a directory": "mkdir d; echo x > d/f; chmod 000 d",
+    "a directory for writing": "mkdir d; echo x > d/f; chmod 500 d .",
+    "one that cannot be entered": "mkdir d; echo x > d/f; chmod 400 d; chmod 000 .",
+    "long names": f"for i in $(seq 40); do mkdir {'n' * 200}; cd {'n' * 200}; done; echo x > ~/../workspace/f",
+}
+
+
+@pytest.mark.parametrize("command", CLOSED.values(), ids=CLOSED)
+def test_what_was_closed_by_its_owner_is_graded_all_the_same(command: str) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        assert (await slot.execute(command)).exit_code == 0
+        await slot.changes()
+        sealed = await backend.seal(slot)
+        path = "/workspace/f" if "d/f" not in command else "/workspace/d/f"
+        assert path in [change.path for change in await backend.changes(sealed)]
+        for view, there in ((View(only=("/workspace",)), True), (View(without=(path,)), False)):
+            graded = await backend.create(SlotSpec(), "graded", await backend.view(sealed, view))
+            assert (await graded.stat(path) is not None) is there
+            await backend.destroy(graded)
+
+    confined(body)
+
+
 def test_a_sealed_slot_starts_others_and_shows_views() -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         await slot.execute("mkdir -p tests src; echo 1 > tests/t; echo 1 > src/s; ln -s tests link; echo h > ~/h")

@@ -21,5 +21,11 @@ def test_the_suite_of_the_local_backend_without_root() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="already runs without root")
 @pytest.mark.timeout(180)
+def test_the_confined_rung_without_root() -> None:
+    run_suite(Path(__file__).with_name("test_local_confined.py"), "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="already runs without root")
+@pytest.mark.timeout(180)
 def test_the_store_of_prepared_workspaces_without_root() -> None:
     run_suite(Path(__file__).parents[1] / "test_snapshots.py", "")

@@ -132,6 +132,39 @@ def test_a_copy_has_modes_times_and_links_and_nothing_special(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_copy_has_its_holes_and_one_file_for_all_its_names(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    with open(tmp_path / "old/sparse", "wb") as file:
+        file.truncate(64 << 20)
+        file.seek(32 << 20)
+        file.write(b"data")
+    os.link(tmp_path / "old/sparse", tmp_path / "old/again")
+    trees.copy_for(-1, str(tmp_path / "old"), str(tmp_path / "new"))
+    sparse, again = (os.stat(tmp_path / "new" / name) for name in ("sparse", "again"))
+    assert (sparse.st_ino, sparse.st_size) == (again.st_ino, 64 << 20)
+    assert sparse.st_blocks * 512 < 1 << 20
+    with open(tmp_path / "new/sparse", "rb") as file:
+        file.seek(32 << 20)
+        assert file.read(4) == b"data"
+
+
+def test_a_directory_is_removed_however_deep(tmp_path: Path) -> None:
+    top = tmp_path / "top"
+    top.mkdir()
+    fd = os.open(top, os.O_RDONLY)
+    for _ in range(3000):
+        os.close(os.open("f", os.O_CREAT, dir_fd=fd))
+        os.mkdir("d", dir_fd=fd)
+        below = os.open("d", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = below
+    os.close(fd)
+    (top / "out").symlink_to(tmp_path / "kept")
+    (tmp_path / "kept").mkdir()
+    base.remove(str(top))
+    assert os.listdir(tmp_path) == ["kept"]
+
+
 def test_a_copy_belongs_to_its_user_and_the_original_does_not(tmp_path: Path) -> None:
     write(tmp_path / "source", {"a/f": "x", "l": "-> a"})
     (tmp_path / "target").mkdir()

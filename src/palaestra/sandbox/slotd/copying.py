@@ -74,7 +74,10 @@ class Copy:
             return
         source = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         try:
-            yield from self._contents(source, target)
+            for sent in copy_data(source, target):
+                self.copied_bytes += sent
+                if sent == _PIECE:
+                    yield None
             _copy_attributes(source, target, status)
         finally:
             os.close(source)
@@ -95,29 +98,31 @@ class Copy:
         self.index[status.st_ino] = (status.st_ctime_ns, status.st_size, path)
         return True
 
-    def _contents(self, source: int, target: str) -> Iterator[None]:
-        """The data and the holes: a file that only claims to be large stays small."""
-        sink = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            size, position = os.fstat(source).st_size, 0
-            os.ftruncate(sink, size)
-            while position < size:
-                try:
-                    position = os.lseek(source, position, os.SEEK_DATA)
-                except OSError:
-                    return  # only a hole is left
-                end = os.lseek(source, position, os.SEEK_HOLE)
-                os.lseek(sink, position, os.SEEK_SET)
-                while position < end:
-                    sent = os.sendfile(sink, source, position, min(_PIECE, end - position))
-                    if not sent:
-                        return  # it has shrunk
-                    position += sent
-                    self.copied_bytes += sent
-                    if position < end:
-                        yield None
-        finally:
-            os.close(sink)
+
+def copy_data(source: int, target: str) -> Iterator[int]:
+    """Copy an open file to a new one, its data and its holes: a file that only claims to be large stays small.
+
+    Gives the bytes of every piece. Raises OSError.
+    """
+    sink = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        size, position = os.fstat(source).st_size, 0
+        os.ftruncate(sink, size)
+        while position < size:
+            try:
+                position = os.lseek(source, position, os.SEEK_DATA)
+            except OSError:
+                return  # only a hole is left
+            end = os.lseek(source, position, os.SEEK_HOLE)
+            os.lseek(sink, position, os.SEEK_SET)
+            while position < end:
+                sent = os.sendfile(sink, source, position, min(_PIECE, end - position))
+                if not sent:
+                    return  # it has shrunk
+                position += sent
+                yield sent
+    finally:
+        os.close(sink)
 
 
 def _copy_special(folder: int, name: str, status: os.stat_result, target: str) -> None:

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import secrets
 import stat
 import time
 from collections.abc import Iterator
 
-from .. import files
 from . import users
 
 WORKSPACE_FD = 199
@@ -121,26 +121,42 @@ def _clear(path: str, first_user: int) -> None:
 
 
 def remove(path: str) -> None:
-    """Remove a directory, however deep; what cannot be removed stays."""
-    if os.geteuid() != 0:
-        _open_up(path)
-    folder, name = os.path.split(path)
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    """Remove a directory, however deep, whatever in it is closed to its owner; what cannot be removed stays."""
+    token = secrets.token_hex(6)
+    places = (f"{path}/.{token}-{number}" for number in itertools.count())
+    pending = _flatten(path, places)
+    while pending:
+        folder = pending.pop()
+        pending += _flatten(folder, places)
         with contextlib.suppress(OSError):
-            for _ in files.remove(fd, f"/{name}"):
-                pass
+            os.rmdir(folder)
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
+
+
+def _flatten(folder: str, places: Iterator[str]) -> list[str]:
+    """Remove the files of a directory and move its directories to `places`, so that nothing has to go deep; which."""
+    moved: list[str] = []
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return moved
+    try:
+        with os.scandir(fd) as entries:
+            found = list(entries)
+        for entry in found:
+            with contextlib.suppress(OSError):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.name, dir_fd=fd)
+                    continue
+                if os.geteuid():  # root needs no permission, and must not follow a link
+                    os.chmod(entry.name, 0o700, dir_fd=fd)
+                place = next(places)
+                os.rename(entry.name, place, src_dir_fd=fd)
+                moved.append(place)
     finally:
         os.close(fd)
-
-
-def _open_up(path: str) -> None:
-    """Directories that their owner has closed to himself cannot be emptied."""
-    for folder, names, _ in os.walk(path):
-        for name in names:
-            with contextlib.suppress(OSError):
-                if not os.path.islink(f"{folder}/{name}"):
-                    os.chmod(f"{folder}/{name}", 0o700)
+    return moved
 
 
 def _clear_shared_memory(first_user: int, count: int = users.RANGE) -> None:

@@ -2,6 +2,7 @@
 
 A layer of this rung holds complete trees, not differences. Nobody ever writes to a layer, so layers share files with
 each other by hard links; a slot gets copies. Names in layers were chosen by an agent: links are never followed here.
+Modes were too: where the server is not root, they can close a tree to it.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import contextlib
 import filecmp
 import os
-import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 
+from ..copying import copy_data
 from ..frames import Fields
 from ..stack import MAX_DEPTH, kind_of
 from ..stores import copy_attributes
 
 _Copy = Callable[[str, str], None]
+
+_MAX_DIRECTORY_BYTES = 3600
+"""Of the path of a directory: what lies deeper has none, wherever it is copied to, and is left out."""
 
 
 def duplicate(source: str, target: str) -> None:
@@ -27,7 +31,51 @@ def duplicate(source: str, target: str) -> None:
 
 def copy_for(uid: int, source: str, target: str) -> None:
     """A copy of a tree into the directory `target` for a user who may change it; -1 is the caller."""
-    _copy(source, target, _copy_file, uid)
+    first: dict[int, str] = {}
+
+    def copy_one(old: str, new: str) -> None:
+        status = os.lstat(old)
+        known = first.setdefault(status.st_ino, new)
+        if known == new:
+            _copy_file(old, status, new)
+        else:  # another name of the same file
+            os.link(known, new, follow_symlinks=False)
+
+    _copy(source, target, copy_one, uid)
+
+
+def open_up(tree: str) -> None:
+    """Let the caller read what its owner, the caller, has closed to himself. Nothing for root."""
+    for folder, names, files in os.walk(tree) if os.geteuid() else ():
+        for name in (*names, *files):
+            with contextlib.suppress(OSError):  # too deep for a path
+                path = f"{folder}/{name}"
+                mode = os.lstat(path).st_mode
+                wanted = 0o500 if stat.S_ISDIR(mode) else 0o400
+                if mode & wanted != wanted and not stat.S_ISLNK(mode):
+                    os.chmod(path, stat.S_IMODE(mode) | wanted)
+
+
+def move(source: str, target: str) -> None:
+    """Rename, also where directories on either side, or the one that is moved, are closed to writing."""
+    mode = os.lstat(source).st_mode
+    with _writable(os.path.dirname(source)), _writable(os.path.dirname(target)):
+        closed = stat.S_ISDIR(mode) and not mode & stat.S_IWUSR
+        if closed:
+            os.chmod(source, stat.S_IMODE(mode) | stat.S_IWUSR)
+        os.rename(source, target)
+        if closed:
+            os.chmod(target, stat.S_IMODE(mode))
+
+
+@contextlib.contextmanager
+def _writable(directory: str) -> Iterator[None]:
+    mode = stat.S_IMODE(os.stat(directory).st_mode)
+    os.chmod(directory, mode | stat.S_IRWXU)
+    try:
+        yield
+    finally:
+        os.chmod(directory, mode)
 
 
 def _copy(source: str, target: str, copy_one: _Copy, owner: int) -> None:
@@ -40,7 +88,7 @@ def _copy(source: str, target: str, copy_one: _Copy, owner: int) -> None:
         with os.scandir(old) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
-                    if depth < MAX_DEPTH:
+                    if depth < MAX_DEPTH and len(os.fsencode(entry.path)) < _MAX_DIRECTORY_BYTES:
                         pending.append((entry.path, f"{new}/{entry.name}", depth + 1))
                 elif entry.is_symlink() or entry.is_file(follow_symlinks=False):
                     copy_one(entry.path, f"{new}/{entry.name}")
@@ -54,12 +102,16 @@ def _copy(source: str, target: str, copy_one: _Copy, owner: int) -> None:
         os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def _copy_file(old: str, new: str) -> None:
-    if os.path.islink(old):
+def _copy_file(old: str, status: os.stat_result, new: str) -> None:
+    if stat.S_ISLNK(status.st_mode):
         os.symlink(os.readlink(old), new)
         return
-    shutil.copyfile(old, new)
-    status = os.stat(old)
+    source = os.open(old, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        for _ in copy_data(source, new):
+            pass
+    finally:
+        os.close(source)
     os.chmod(new, stat.S_IMODE(status.st_mode) & 0o1777)
     os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
 
@@ -92,7 +144,9 @@ def _entries(directory: str) -> dict[str, os.stat_result]:
     try:
         with os.scandir(fd) as entries:
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # a running slot has just removed it
+                with contextlib.suppress(
+                    FileNotFoundError, PermissionError
+                ):  # a running slot has it removed, or closed
                     found[entry.name] = entry.stat(follow_symlinks=False)
     finally:
         os.close(fd)
@@ -107,7 +161,7 @@ def _same(old_path: str, old: os.stat_result, new_path: str, new: os.stat_result
             return os.readlink(old_path) == os.readlink(new_path)
         if stat.S_ISREG(old.st_mode):
             return old.st_size == new.st_size and filecmp.cmp(old_path, new_path, shallow=False)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return False
     return stat.S_ISDIR(old.st_mode)
 
@@ -132,7 +186,7 @@ class Cut:
             self._drop(path)
             if _is_there(old, path):
                 self._make_parents(path, old)
-                os.rename(f"{old}/{path}", f"{self._tree}/{path}")
+                move(f"{old}/{path}", f"{self._tree}/{path}")
 
     def leave_out(self, path: str) -> None:
         """Show at `path` what the base has there.
@@ -158,25 +212,28 @@ class Cut:
                 self._make(parent, like)
 
     def _make(self, path: str, like: str) -> None:
-        os.mkdir(f"{self._tree}/{path}")
-        copy_attributes(os.stat(f"{like}/{path}"), f"{self._tree}/{path}")
+        place = f"{self._tree}/{path}"
+        with _writable(os.path.dirname(place)):
+            os.mkdir(place)
+        copy_attributes(os.stat(f"{like}/{path}"), place)
 
     def _restore(self, path: str) -> None:
         self._drop(path)
         source, target = f"{self._base}/{path}", f"{self._tree}/{path}"
         if not _is_there(self._base, path):
             return
-        if _is_directory(source):
-            duplicate(source, target)
-        else:
-            os.link(source, target, follow_symlinks=False)
+        with _writable(os.path.dirname(target)):
+            if _is_directory(source):
+                duplicate(source, target)
+            else:
+                os.link(source, target, follow_symlinks=False)
 
     def _drop(self, path: str) -> str:
         """Take a path away; where it is now. A link on its way leads elsewhere, so nothing is there then."""
         self._dropped += 1
         place = f"{self._trash}/{self._dropped}"
         if not path or _is_there(self._tree, path):
-            os.rename(f"{self._tree}/{path}".rstrip("/"), place)
+            move(f"{self._tree}/{path}".rstrip("/"), place)
         return place
 
 

@@ -164,10 +164,14 @@ class Confined:
         """A dead slot's files as a layer: they only change their name."""
         ours = _ground(ground)
         layer = self._new_layer(ours.layers)
-        os.mkdir(layer.path, 0o700)
-        for name in _TREES.values():
-            os.rename(f"{ours.path}/{name}", f"{layer.path}/{name}")
-        ours.release()
+        try:
+            os.mkdir(layer.path, 0o700)
+            for name in _TREES.values():
+                os.chmod(f"{ours.path}/{name}", 0o700)
+                trees.open_up(f"{ours.path}/{name}")
+                os.rename(f"{ours.path}/{name}", f"{layer.path}/{name}")
+        finally:
+            ours.release()
         return layer
 
     def duplicate(self, layer: workshop.Layer) -> Layer:
