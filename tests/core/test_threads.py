@@ -6,10 +6,11 @@ import asyncio
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import pytest
 
-from palaestra.core.threads import MAX_THREADS, in_own_thread
+from palaestra.core.threads import MAX_THREADS, OneThread, in_own_thread
 
 
 def test_what_it_returns_and_raises_comes_back() -> None:
@@ -58,3 +59,23 @@ asyncio.run(main())
 def test_a_process_ends_though_a_function_does_not() -> None:
     done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "went on\n"
+
+
+def test_one_thread_does_all_its_calls_in_order_and_ends() -> None:
+    done: list[int] = []
+
+    async def main() -> threading.Thread:
+        thread = OneThread("rows")
+        first = await thread.call(threading.current_thread)
+        with pytest.raises(SystemExit):
+            await thread.call(sys.exit)
+        await asyncio.gather(*(thread.call(partial(done.append, number)) for number in range(9)))
+        assert await thread.call(threading.current_thread) is first
+        thread.close()
+        thread.close()
+        return first
+
+    first = asyncio.run(main())
+    first.join(10)
+    assert (first.name, first.daemon, first.is_alive()) == ("rows", True, False)
+    assert done == list(range(9))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -146,6 +147,36 @@ def test_tasks_that_are_none_or_share_an_id_are_refused(produced: list[object]) 
     toy.score(lambda task: 1.0)
     with pytest.raises(TaskError):
         tasks_of(toy.build(toy.config_type()()))
+
+
+def test_a_function_that_waits_for_its_rows_holds_nobody_up() -> None:
+    """All of it runs in one thread, as what it reads from may ask for, and the loop goes on meanwhile."""
+    asked, may_go_on, threads = threading.Event(), threading.Event(), set()
+
+    @environment
+    def slow() -> Iterator[Task]:
+        for number in range(3):
+            threads.add(threading.get_ident())
+            asked.set()
+            assert may_go_on.wait(10)
+            yield Task(id=f"{number}", prompt="?")
+        threads.add(threading.get_ident())
+
+    slow.score(lambda task: 1.0)
+
+    async def main() -> list[str]:
+        async def look() -> None:
+            await asyncio.to_thread(asked.wait, 10)
+            may_go_on.set()
+
+        looking = asyncio.create_task(look())
+        found = [task.id async for task in slow.build(slow.config_type()()).tasks()]
+        await looking
+        return found
+
+    assert asyncio.run(main()) == ["0", "1", "2"]
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
 
 
 def test_a_function_that_breaks_says_at_which_task() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import threading
 from collections.abc import Callable
 from contextvars import copy_context
@@ -29,7 +30,44 @@ async def in_own_thread(function: Callable[[], T], name: str) -> T:
 
     Cancelling leaves the thread to itself. `StopIteration` comes as `RuntimeError`, as out of any coroutine.
     """
-    loop = asyncio.get_running_loop()
+    places = _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
+    await take_turn(places)
+    try:
+        return await _done(function, lambda work: threading.Thread(target=work, name=name, daemon=True).start())
+    finally:
+        places.release()
+
+
+class OneThread:
+    """A thread for calls that must all be made in the same one, one after the other, as the steps of a generator.
+
+    It begins with the first call and ends after `close`; nobody waits for it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """What the function returns or raises; as `in_own_thread` otherwise."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        return await _done(function, self._calls.put)
+
+    def close(self) -> None:
+        """Let the thread end after the call that is under way. Idempotent."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (work := self._calls.get()) is not None:
+            work()
+
+
+async def _done(function: Callable[[], T], begin: Callable[[Callable[[], None]], None]) -> T:
+    """What the function returns or raises in the thread to which `begin` hands it, with the context of this task."""
+    loop, context = asyncio.get_running_loop(), copy_context()
     ended: asyncio.Future[None] = loop.create_future()
     returned: list[T] = []
     raised: list[BaseException] = []
@@ -46,14 +84,8 @@ async def in_own_thread(function: Callable[[], T], name: str) -> T:
         with contextlib.suppress(RuntimeError):  # the loop has ended in the meantime
             loop.call_soon_threadsafe(tell)
 
-    places = _places.setdefault(loop, asyncio.Semaphore(MAX_THREADS))
-    await take_turn(places)
-    try:
-        context = copy_context()
-        threading.Thread(target=work, name=name, daemon=True).start()
-        await ended
-    finally:
-        places.release()
+    begin(work)
+    await ended
     if raised:
         raise raised[0]
     return returned[0]

@@ -21,11 +21,13 @@ import random
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self, TypeVar, overload
 
 from pydantic import Field, create_model
 
 from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.threads import OneThread
 from palaestra.core.types import JSON, NetworkPolicy, Score, Task
 from palaestra.envs import recipes
 from palaestra.envs.held_out import HeldOutConfig, serves
@@ -287,15 +289,26 @@ def environment(
 
 
 async def _each(source: TaskSource, settings: Mapping[str, JSON]) -> AsyncIterator[object]:
-    produced = source(**settings)
-    if isinstance(produced, AsyncIterator):
-        async for task in produced:
+    """What a function produces. One that is not async has a thread of its own, for it may read or compute for long,
+    and the rollouts under way, whose time is limited, must not wait for it."""
+    if inspect.isasyncgenfunction(source):
+        async for task in source(**settings):
             yield task
-    else:
+        return
+    end, thread = object(), OneThread("tasks")
+    try:
+        produced = await thread.call(partial(source, **settings))
+        if isinstance(produced, AsyncIterator):
+            async for task in produced:
+                yield task
+            return
         if not isinstance(produced, Iterable):
             raise TypeError(f"it gave {type(produced).__name__} where tasks belong; yield each Task")
-        for task in produced:
+        tasks = await thread.call(partial(iter, produced))
+        while (task := await thread.call(partial(next, tasks, end))) is not end:
             yield task
+    finally:
+        thread.close()
 
 
 def _known(value: object) -> Source:
