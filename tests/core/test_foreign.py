@@ -97,3 +97,18 @@ def test_what_is_no_exception_is_a_failure_all_the_same() -> None:
                 await foreign(fails(error))
 
     asyncio.run(main())
+
+
+def test_a_retry_that_catches_everything_ends_too() -> None:
+    async def retries() -> None:
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except:  # noqa: E722
+                await asyncio.sleep(3600)
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(foreign(retries(), patience_s=0.01), 0.01)
+
+    asyncio.run(main())

@@ -137,6 +137,8 @@ def test_what_is_in_flight_is_seen_from_the_folder(tmp_path: Path) -> None:
         async with inflight.written(tmp_path):
             running = asyncio.create_task(Runner(Sums(1, score=waits), replace(shared, observer=inflight)).run())
             await entered.wait()
+            while RunReader(shared.journal.path).read().rollouts < 1:  # noqa: ASYNC110 - the other one ends meanwhile
+                await asyncio.sleep(0)
             inflight.write(tmp_path / "status.json")
             status = RunReader(shared.journal.path).read()
             running.cancel()

@@ -32,7 +32,14 @@ class ForeignError(Exception):
     """Code that is not ours failed. Its text says how, and `__cause__` is what it raised."""
 
 
-async def foreign(work: Awaitable[T], *, expected: tuple[type[Exception], ...] = ()) -> T:
+PATIENCE_S, AGAIN_S = 30.0, 1.0
+"""How long cancelled code may take to end, and how often it is cancelled after that: a bare `except` around a retry
+swallows the first."""
+
+
+async def foreign(
+    work: Awaitable[T], *, expected: tuple[type[Exception], ...] = (), patience_s: float = PATIENCE_S
+) -> T:
     """Await it. Raises `ForeignError` for what its author did not foresee, `sys.exit` included.
 
     What is `expected` passes, and so do errors that say whose fault they are, also out of a group of errors, the
@@ -42,31 +49,37 @@ async def foreign(work: Awaitable[T], *, expected: tuple[type[Exception], ...] =
     The code runs in a task of its own: a task group of its, in which something failed, leaves its task marked as
     cancelled (before Python 3.13), which nobody could tell from being cancelled.
     """
-    task = asyncio.current_task()
-    assert task is not None
-    cancelled = task.cancelling()
+    own = asyncio.ensure_future(_ended(work))
     try:
-        ended = await asyncio.ensure_future(_ended(work))
-    except asyncio.CancelledError as cancellation:
-        if task.cancelling() > cancelled:
-            raise
-        raise ForeignError("CancelledError: something that it waited for was cancelled") from cancellation
+        await asyncio.wait((own,))
+    except asyncio.CancelledError:
+        await _cancelled(own, patience_s)
+        raise
     finally:
-        if asyncio.iscoroutine(work):
+        if own.done() and asyncio.iscoroutine(work):
             work.close()  # of use only where it was cancelled before it began
+    try:
+        ended = own.result()
+    except asyncio.CancelledError as cancellation:
+        raise ForeignError("CancelledError: something that it waited for was cancelled") from cancellation
     if isinstance(ended, _Raised):
         error = ended.error
         if isinstance(error, (PalaestraError, *expected)):
             raise error
-        if task.cancelling() > cancelled:
-            raise asyncio.CancelledError from error
         known = [leaf for leaf in leaves(error) if isinstance(leaf, PalaestraError)]
         for leaf in sorted(known, key=lambda leaf: not isinstance(leaf, InfraError)):
             raise leaf from error
         raise ForeignError(told(error)) from error
-    if task.cancelling() > cancelled:
-        raise asyncio.CancelledError
     return ended
+
+
+async def _cancelled(own: asyncio.Future[T], patience_s: float) -> None:
+    """Cancel it until it has ended."""
+    own.cancel()
+    await asyncio.wait((own,), timeout=patience_s)
+    while not own.done():
+        own.cancel()
+        await asyncio.wait((own,), timeout=AGAIN_S)
 
 
 @dataclass(frozen=True, slots=True)
