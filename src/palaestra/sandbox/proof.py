@@ -13,9 +13,9 @@ from palaestra.sandbox.base import Rung, Slot
 from palaestra.sandbox.slotd.capabilities import KEPT
 
 _SCRIPT = r"""
-echo "uid $EUID"
 read -r _ outside count < /proc/self/uid_map; echo "outside $outside"; echo "ids $count"
-while read -r key value; do case $key in NoNewPrivs:|Seccomp:|CapBnd:|CapEff:) echo "$key $value";; esac
+while read -r key value effective _; do case $key in
+NoNewPrivs:|Seccomp:|CapBnd:|CapEff:) echo "$key $value";; Uid:) echo "uid $effective";; esac
 done < /proc/self/status
 read -r _ name _ < /proc/1/stat; echo "init $name"
 n=0; while read -r name _; do case $name in *:*) [ "$name" = lo: ] || n=$((n+1));; esac; done < /proc/net/dev

@@ -1,13 +1,14 @@
 """The proof of the rung `confined`: a throw-away slot tries to leave, by means that any command has.
 
-A shell's builtins and redirections only, so that what is refused was refused by the kernel and not by a program.
+A shell's builtins and redirections only, so that what is refused was refused by the kernel and not by a program; of
+any shell, though only bash can try sockets.
 """
 
 from __future__ import annotations
 
 SCRIPT = r"""
-echo "uid $EUID"
-while read -r key value; do case $key in NoNewPrivs:|Seccomp:|CapBnd:|CapEff:) echo "$key $value";; esac
+while read -r key value effective _; do case $key in
+NoNewPrivs:|Seccomp:|CapBnd:|CapEff:) echo "$key $value";; Uid:) echo "uid $effective";; esac
 done < /proc/self/status
 while read -r key value; do case $key in PPid:) server=$value;; esac; done < "/proc/$PPID/status"
 kill -0 "$server" 2>/dev/null && echo "signals server"
@@ -17,6 +18,7 @@ kill -0 "$PPID" 2>/dev/null && echo "signals init"
 ( : < /etc/shadow ) 2>/dev/null && echo "reads shadow"
 set -- /var/*; [ "$1" = "/var/*" ] || echo "reads var"
 case "$( ( exec 3<>/dev/tcp/127.0.0.1/9 ) 2>&1 )" in *"not supported"*) echo "inet none";; esac
+[ -n "$BASH_VERSION" ] || echo "inet untried"
 : > .proof && echo "workspace writable"
 """
 
@@ -39,6 +41,6 @@ def claims(facts: dict[str, list[str]], server_is_root: bool) -> dict[str, bool]
         "it can signal its init": not server_is_root or "init" not in facts.get("signals", []),
         "it can write outside its directories": "writes" not in facts,
         "it can read more than the system's programs": "reads" not in facts,
-        "it has the internet's sockets": facts.get("inet") == ["none"],
+        "it has the internet's sockets": facts.get("inet") in (["none"], ["untried"]),
         "its workspace is not writable": facts.get("workspace") == ["writable"],
     }

@@ -21,6 +21,7 @@ import pytest
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
 from palaestra.core.types import AllowList, Limits, Network
+from palaestra.sandbox import proof_confined
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import Fork, Mount, Rung, Slot, SlotSpec, View
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
@@ -306,6 +307,15 @@ def test_a_workspace_that_was_closed_can_be_begun_in_by_the_next() -> None:
         await slot.execute("echo 1 > f; chmod 000 /workspace ~")
         grader = await backend.create(SlotSpec(), "grader", await backend.seal(slot))
         assert (await grader.execute("cat f; cd ~ && ls -d .")).output == "1\n.\n"
+
+    confined(body)
+
+
+def test_the_proof_is_held_by_any_shell() -> None:
+    async def body(_: LocalBackend, slot: Slot) -> None:
+        lines = (await slot.execute(["sh", "-c", proof_confined.SCRIPT])).output.splitlines()
+        facts = {word: [line.partition(" ")[2].strip()] for line in lines for word in line.split()[:1]}
+        assert all(proof_confined.claims(facts, server_is_root=ROOT).values()), facts
 
     confined(body)
 

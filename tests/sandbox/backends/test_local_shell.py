@@ -10,6 +10,7 @@ import pytest
 from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import Shell, Slot, SlotSpec, TerminalSize
+from palaestra.sandbox.proof import prove
 from sandbox.bodies import WithSlot
 from sandbox.processes import descendants
 
@@ -323,6 +324,7 @@ def test_a_root_without_bash_has_a_plain_shell(on_each_rung: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         if (await slot.execute("rm /usr/bin/bash")).exit_code:
             pytest.skip("the system's files are nobody's on this rung")
+        await prove(slot)
         shell = await slot.shell()
         assert "no-such: not found" in await output_of(shell, "no-such; echo x >&2; echo y")
         result = await shell.run("cd /usr; X=1; f() { echo f$1; }; cat", stdin=b"in\n")
