@@ -177,3 +177,17 @@ def test_ripgrep_and_grep_agree(at_desk: AtDesk) -> None:
         assert by_ripgrep == by_grep
 
     at_desk(scenario)
+
+
+def test_a_pattern_that_takes_too_long_in_one_file_finds_all_or_says_so(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        for name in ("a.txt", "c.txt"):
+            await desk.slot.write_text(f"s/{name}", "aaa\n")
+        await desk.slot.write_text("s/b.txt", "aaa\n" + "a" * 60 + "b\naaa\n")
+        reply = await desk.call("search_files", pattern="(a+)+$", path="s", output_mode="count")
+        if "error" in reply:  # grep; ripgrep needs no more steps there than anywhere
+            assert reply["error"].startswith("The pattern takes too many steps in s/b.txt")
+        else:
+            assert reply["counts"] == {"s/a.txt": 1, "s/b.txt": 2, "s/c.txt": 1}
+
+    at_desk(scenario)

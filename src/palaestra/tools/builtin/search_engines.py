@@ -55,6 +55,11 @@ async def count_matches(slot: Slot, query: Query) -> dict[str, int]:
     else:
         argv = [*_grep(query), "--recursive", "--count", "--exclude-dir=.git", *(f"--include={name}" for name in names)]
     result = await _run(slot, [*argv, "--regexp", query.pattern, "--", _safe(query.root)], query)
+    if given_up := _GIVEN_UP.search(result.output):  # all files that grep had not come to are missing, too
+        raise ToolMistake(
+            f"The pattern takes too many steps in {_shown(given_up[1])}, so the search was given up. Use a simpler "
+            "one: a repeated group that holds a repetition, such as (a+)+, is what takes them."
+        )
     counts = {}
     for path, text in _records(result.output):
         found = _COUNT.fullmatch(text)
@@ -177,6 +182,7 @@ def _shown(path: str) -> str:
     return path.removeprefix("./")
 
 
+_GIVEN_UP = re.compile(r"^grep: ([^\0\n]+): exceeded PCRE's [a-z ]+limit$", re.MULTILINE)
 _COUNT = re.compile(r"[1-9][0-9]{0,15}")
 _NUMBERED = re.compile(r"([0-9]{1,16})([:-])")
 _NEWLINE_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\[nrR]")
