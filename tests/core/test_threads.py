@@ -18,11 +18,13 @@ def test_what_it_returns_and_raises_comes_back() -> None:
         return next(iter(()))
 
     async def main() -> None:
-        assert await in_own_thread(lambda: threading.current_thread().name, "look") == "look"
+        first = await in_own_thread(threading.current_thread)
+        assert first is not threading.current_thread()
         with pytest.raises(SystemExit):
-            await in_own_thread(sys.exit, "leaves")
+            await in_own_thread(sys.exit)
         with pytest.raises(RuntimeError, match="StopIteration"):
-            await in_own_thread(empty, "empty")
+            await in_own_thread(empty)
+        assert await in_own_thread(threading.current_thread) is first
 
     asyncio.run(main())
 
@@ -33,8 +35,8 @@ def test_functions_that_hang_leave_room_for_others() -> None:
     async def main() -> None:
         for _ in range(2 * MAX_THREADS):
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(in_own_thread(release.wait, "hangs"), 0.001)
-        assert await in_own_thread(lambda: "here", "quick") == "here"
+                await asyncio.wait_for(in_own_thread(release.wait), 0.001)
+        assert await in_own_thread(lambda: "here") == "here"
 
     try:
         asyncio.run(main())
@@ -48,7 +50,7 @@ from palaestra.core.threads import in_own_thread
 
 async def main():
     try:
-        await asyncio.wait_for(in_own_thread(threading.Event().wait, "hangs"), 0.01)
+        await asyncio.wait_for(in_own_thread(threading.Event().wait), 0.01)
     except TimeoutError:
         print("went on")
 

@@ -49,9 +49,17 @@ async def foreign(
     The code runs in a task of its own: a task group of its, in which something failed, leaves its task marked as
     cancelled (before Python 3.13), which nobody could tell from being cancelled.
     """
-    own = asyncio.ensure_future(_ended(work))
+    loop = asyncio.get_running_loop()
+    own: asyncio.Task[T | _Raised] = loop.create_task(_ended(work))
+    over: asyncio.Future[None] = loop.create_future()
+
+    def tell(_: object) -> None:
+        if not over.done():
+            over.set_result(None)
+
+    own.add_done_callback(tell)
     try:
-        await asyncio.wait((own,))
+        await over  # not the task itself: that would be cancelled with this one, and could go on
     except asyncio.CancelledError:
         await _cancelled(own, patience_s)
         raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -25,17 +26,36 @@ MAX_THREADS = 64
 _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
-async def in_own_thread(function: Callable[[], T], name: str) -> T:
-    """What the function returns or raises, called in a thread of that name with the context of who awaits it.
+_idle: list[OneThread] = []
+os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of them
+
+
+async def in_own_thread(function: Callable[[], T]) -> T:
+    """What the function returns or raises, called in a thread that does nothing else meanwhile, with the context of who
+    awaits it.
 
     Cancelling leaves the thread to itself. `StopIteration` comes as `RuntimeError`, as out of any coroutine.
     """
     places = _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
     await take_turn(places)
+    thread = _idle.pop() if _idle else OneThread("function")
+    ended = False
+
+    def work() -> T:
+        nonlocal ended
+        try:
+            return function()
+        finally:
+            ended = True
+
     try:
-        return await _done(function, lambda work: threading.Thread(target=work, name=name, daemon=True).start())
+        return await thread.call(work)
     finally:
         places.release()
+        if ended:
+            _idle.append(thread)
+        else:
+            thread.close()
 
 
 class OneThread:
@@ -51,10 +71,31 @@ class OneThread:
 
     async def call(self, function: Callable[[], T]) -> T:
         """What the function returns or raises; as `in_own_thread` otherwise."""
+        loop, context = asyncio.get_running_loop(), copy_context()
+        ended: asyncio.Future[None] = loop.create_future()
+        returned: list[T] = []
+        raised: list[BaseException] = []
+
+        def tell() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        def work() -> None:
+            try:
+                returned.append(context.run(function))
+            except BaseException as error:  # whoever waits for it decides
+                raised.append(error)
+            with contextlib.suppress(RuntimeError):  # the loop has ended in the meantime
+                loop.call_soon_threadsafe(tell)
+
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        return await _done(function, self._calls.put)
+        self._calls.put(work)
+        await ended
+        if raised:
+            raise raised[0]
+        return returned[0]
 
     def close(self) -> None:
         """Let the thread end after the call that is under way. Idempotent."""
@@ -63,32 +104,7 @@ class OneThread:
     def _run(self) -> None:
         while (work := self._calls.get()) is not None:
             work()
-
-
-async def _done(function: Callable[[], T], begin: Callable[[Callable[[], None]], None]) -> T:
-    """What the function returns or raises in the thread to which `begin` hands it, with the context of this task."""
-    loop, context = asyncio.get_running_loop(), copy_context()
-    ended: asyncio.Future[None] = loop.create_future()
-    returned: list[T] = []
-    raised: list[BaseException] = []
-
-    def tell() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    def work() -> None:
-        try:
-            returned.append(context.run(function))
-        except BaseException as error:  # whoever waits for it decides
-            raised.append(error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended in the meantime
-            loop.call_soon_threadsafe(tell)
-
-    begin(work)
-    await ended
-    if raised:
-        raise raised[0]
-    return returned[0]
+            del work  # and with it what the call was given, while the next one is waited for
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

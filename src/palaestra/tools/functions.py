@@ -83,7 +83,7 @@ class TypedTool(Tool):
             given[parameter] = await run.slot() if what == "sandbox" else self.task if what == "task" else run
         if inspect.iscoroutinefunction(self.function):
             return reply_from(await self.function(**given))
-        answer = await in_own_thread(partial(self.function, **given), self.name)
+        answer = await in_own_thread(partial(self.function, **given))
         return reply_from(await answer if inspect.isawaitable(answer) else answer)
 
     def _converted(self, arguments: Mapping[str, JSON]) -> dict[str, Any]:
