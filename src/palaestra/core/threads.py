@@ -25,7 +25,6 @@ MAX_THREADS = 64
 
 _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
-
 _idle: list[OneThread] = []
 os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of them
 

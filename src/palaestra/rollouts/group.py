@@ -98,7 +98,6 @@ class GroupRun:
         self._snapshot: Snapshot | None = None
         self._preparing = asyncio.Lock()
         self._replacements = services.group_size if services.whole_groups else 0
-        self._asks_otherwise = False
         self._turns = Turns(services.journal, services.observer, services.cut_off, self.group, env.agent.prices)
 
     async def run(self) -> Group:
@@ -113,12 +112,12 @@ class GroupRun:
         try:
             self.task = await blaming(PrepareError, self.env.resolve(self.task), f"resolving task {self.task.id}")
             _check(self.task)
-            self._ask(asking)
+            asks_otherwise = self._ask(asking)
             self._kit = await blaming(TaskError, self._resolve_tools(), f"choosing tools for task {self.task.id}")
             self._snapshot = await self._prepare()
             services.journal.append(GroupStarted(at=time.time(), group=group))
             self._take_over()
-            if not self._asks_otherwise:
+            if not asks_otherwise:
                 await self._roll_out()
         except (InfraError, TaskError) as error:
             group.error = told(error)
@@ -239,17 +238,19 @@ class GroupRun:
                 raise PrepareError(f"the setup script of {task.id} failed ({done.error}):\n{done.output[-2000:]}")
         await self.env.prepare(task, slot)
 
-    def _ask(self, task: Task) -> None:
-        """A group is of one question: where a task asks something else than it did, what its group has stays alone."""
+    def _ask(self, task: Task) -> bool:
+        """Note what is asked; whether that is something else than the rollouts that the group has were asked: a group
+        is of one question, so it stays with those."""
         group, services = self.group, self.services
         group.asked, before = asked(task), services.asked.get(group.group_id, "")
-        self._asks_otherwise = before not in ("", group.asked) and bool(services.finished.get(group.group_id))
-        if self._asks_otherwise:
+        otherwise = before not in ("", group.asked) and bool(services.finished.get(group.group_id))
+        if otherwise:
             group.asked = before
             services.observer.note(
                 f"{group.task_id} asks something else now than the rollouts that its group has: it gets no more of "
                 "them. What a task asks should be drawn from the run's seed (config.seed)"
             )
+        return otherwise
 
     def _take_over(self) -> None:
         """Keep what an earlier part of this run finished of the group. The journal has it."""

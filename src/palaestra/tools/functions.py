@@ -31,6 +31,7 @@ from pydantic.errors import PydanticUserError
 from pydantic_core import to_jsonable_python
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.foreign import settled
 from palaestra.core.threads import in_own_thread
 from palaestra.core.types import JSON, Task
 from palaestra.sandbox.base import Slot
@@ -84,7 +85,7 @@ class TypedTool(Tool):
         if inspect.iscoroutinefunction(self.function):
             return reply_from(await self.function(**given))
         answer = await in_own_thread(partial(self.function, **given))
-        return reply_from(await answer if inspect.isawaitable(answer) else answer)
+        return reply_from(await settled(answer))
 
     def _converted(self, arguments: Mapping[str, JSON]) -> dict[str, Any]:
         try:

@@ -10,13 +10,13 @@ Invariant: a tool holds no state of a rollout. What must outlive a call is in th
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, TypeVar
 
+from palaestra.core.foreign import settled
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import Slot
 from palaestra.tools.states import States
@@ -177,8 +177,7 @@ class Tool(ABC):
         """Run for a rollout. Raises `ToolMistake` for what the model can mend."""
 
         async def reply() -> ToolReply:
-            given: object = self.execute(**arguments)
-            result = await given if inspect.isawaitable(given) else given
+            result: object = await settled(self.execute(**arguments))
             if not isinstance(result, ToolResult):
                 raise TypeError(f"execute of {type(self).__name__} gave {type(result).__name__}, not a ToolResult")
             return reply_of(result)
