@@ -23,6 +23,7 @@ from typing import IO
 
 from palaestra.core.errors import IsolationUnavailable, SandboxError, SlotLost, StaleLease
 from palaestra.core.types import JSON
+from palaestra.sandbox.reach import Hands, Reach
 from palaestra.sandbox.slotd import frames
 from palaestra.sandbox.slotd.frames import CHUNK, WINDOW, Frame, Kind
 from palaestra.sandbox.wire import Wire
@@ -97,6 +98,7 @@ class SlotServer:
         self._log: IO[bytes] | None = None
         self._over: Exception | None = None
         self._gone = asyncio.Event()
+        self._hands: Hands | None = None
         self.hello: dict[str, JSON] = {}
         """What the server said of itself."""
 
@@ -134,8 +136,9 @@ class SlotServer:
         server = cls(on_lost)
         ours, theirs = socket.socketpair()
         try:
-            with theirs:
-                await server._spawn(theirs, rung)
+            with theirs, contextlib.ExitStack() as others:
+                hands = others.enter_context(server._open_hands()) if rung == "full" else None
+                await server._spawn(theirs, rung, hands)
             server._wire = Wire(ours, server._on_frame, server._on_end)
             server.hello = (await server.request(Kind.HELLO, {"version": frames.VERSION, **settings})).fields
         except BaseException:
@@ -144,9 +147,16 @@ class SlotServer:
             raise
         return server
 
-    async def _spawn(self, stream: socket.socket, rung: str) -> None:
+    def _open_hands(self) -> socket.socket:
+        """Be ready to take the roots that the server hands over; the server's end."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._hands = Hands(ours)
+        return theirs
+
+    async def _spawn(self, stream: socket.socket, rung: str, hands: socket.socket | None = None) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        arguments = [sys.executable, "-I", "-S", str(_SLOTD), str(stream.fileno()), rung]
+        inherited = [stream.fileno()] if hands is None else [stream.fileno(), hands.fileno()]
+        arguments = [sys.executable, "-I", "-S", str(_SLOTD), str(inherited[0]), rung, *map(str, inherited[1:])]
         self._process = await asyncio.create_subprocess_exec(
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,
@@ -154,7 +164,7 @@ class SlotServer:
             stderr=self._log,
             env={},
             cwd="/",
-            pass_fds=[stream.fileno()],
+            pass_fds=inherited,
             start_new_session=True,
         )
 
@@ -188,6 +198,12 @@ class SlotServer:
                 await self._process.wait()
         if self._log is not None:
             self._log.close()
+        if self._hands is not None:
+            self._hands.close()
+
+    def reach(self, epoch: int) -> Reach | None:
+        """The files of a slot that has been made just now; None where only the server reaches them. Asked for once."""
+        return None if self._hands is None else self._hands.reach(epoch)
 
     def call(
         self, op: str, fields: dict[str, JSON], data: bytes = b"", on_data: OnData | None = None

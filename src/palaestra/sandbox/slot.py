@@ -27,6 +27,7 @@ from palaestra.sandbox.base import (
 from palaestra.sandbox.calls import MAX_OUTPUT_BYTES, Lease, limits, program, require
 from palaestra.sandbox.client import CommandNotStarted, SlotServer
 from palaestra.sandbox.process import LocalProcess
+from palaestra.sandbox.reach import Reach, turn
 from palaestra.sandbox.shell import LocalShell
 from palaestra.sandbox.slotd.allowlist import PROXY_PORT
 from palaestra.sandbox.texts import TextFiles
@@ -57,12 +58,20 @@ class LocalSlot(TextFiles):
     """One slot of one server, for as long as its lease lasts. Made by `LocalBackend.create`."""
 
     def __init__(
-        self, server: SlotServer, spec: SlotSpec, trajectory_id: str, rung: Rung, lease: tuple[str, int], fork: Forking
+        self,
+        server: SlotServer,
+        spec: SlotSpec,
+        trajectory_id: str,
+        rung: Rung,
+        lease: tuple[str, int],
+        fork: Forking,
+        reach: Reach | None = None,
     ) -> None:
         self.server, self.spec, self._trajectory_id, self._fork = server, spec, trajectory_id, fork
         self.lost = False
-        """Set when the server has reported that the slot died."""
+        """Whether the server has reported that the slot died."""
         self._lease = Lease(server, *lease, rung)
+        self._reach, self._frozen = reach, False
 
     @property
     def slot_id(self) -> str:
@@ -93,6 +102,24 @@ class LocalSlot(TextFiles):
     @released.setter
     def released(self, value: bool) -> None:
         self._lease.released = value
+        self._let_go()
+
+    def lose(self) -> None:
+        """The slot has died, or its server."""
+        self.lost = True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._reach is not None:
+            self._reach.close()
+            self._reach = None
+
+    def _at_hand(self) -> Reach | None:
+        """For a call that may do without the server, which lets a slot that stands still go on at the next one."""
+        if self._frozen:
+            self._frozen = False
+            return None
+        return self._reach
 
     @property
     def rung(self) -> Rung:
@@ -163,11 +190,19 @@ class LocalSlot(TextFiles):
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes:
         """The file from `offset` to its end; OSError (EFBIG) where that is more than `max_bytes`."""
         require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")
+        files = self._at_hand()
+        if files is not None and isinstance(path, str) and (data := files.read(path, offset, max_bytes)) is not None:
+            await turn()
+            return data
         fields = {**self._lease.fields(), "path": path, "offset": offset, "max_bytes": max_bytes}
         return await self.server.read("read", fields)
 
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         """Write atomically, creating parent directories. A link is followed, inside the slot."""
+        files = self._at_hand()
+        if files is not None and isinstance(path, str) and isinstance(data, bytes) and files.write(path, data, mode):
+            await turn()
+            return
         fields = {**self._lease.fields(), "path": path}
         if mode is not None:
             fields["mode"] = mode
@@ -179,8 +214,13 @@ class LocalSlot(TextFiles):
 
     async def stat(self, path: str) -> FileInfo | None:
         """What is at a path, links not followed; None when there is nothing."""
-        reply = await self.server.call("stat", {**self.lease(), "path": path})
-        entry = reply.fields["entry"]
+        files = self._at_hand()
+        if files is not None and isinstance(path, str):
+            entry = files.describe(path)
+            await turn()
+        else:
+            reply = await self.server.call("stat", {**self.lease(), "path": path})
+            entry = reply.fields["entry"]
         return None if entry is None else FileInfo(**entry)
 
     async def make_dir(self, path: str) -> None:
@@ -212,6 +252,7 @@ class LocalSlot(TextFiles):
 
     async def freeze(self) -> int:
         """Stop every process of the slot until the next call to it, and say how many: while nobody acts, say."""
+        self._frozen = True
         reply = await self.server.call("freeze", self.lease())
         return int(reply.fields["processes"])
 

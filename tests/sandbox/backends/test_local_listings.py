@@ -71,7 +71,7 @@ def test_changes_that_would_fill_the_memory_are_refused(with_slot: WithSlot) -> 
 def test_a_call_that_no_message_holds_is_its_callers_mistake(with_slot: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         shell = await slot.shell()
-        for call in (slot.execute(": " + "x" * MAX_FRAME), shell.run("x" * MAX_FRAME), slot.stat("x" * MAX_FRAME)):
+        for call in (slot.execute(": " + "x" * MAX_FRAME), shell.run("x" * MAX_FRAME), slot.make_dir("x" * MAX_FRAME)):
             with pytest.raises(ValueError, match=f"more than the {MAX_FRAME} of one message"):
                 await call
         assert (await shell.run("echo on")).output == "on\n"

@@ -13,7 +13,7 @@ import pytest
 
 from palaestra.core.errors import IsolationUnavailable, SlotLost
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import ExecutionResult, Rung, Slot, SlotSpec
+from palaestra.sandbox.base import WORKSPACE, ExecutionResult, Rung, Slot, SlotSpec
 from sandbox.bodies import WithSlot
 from sandbox.processes import descendants
 
@@ -123,14 +123,12 @@ def test_directory_and_environment_are_those_of_the_call(on_each_rung: WithSlot)
         slot = await backend.create(spec, "warm")
         text = bytes(range(1, 256)).decode(errors="surrogateescape")
         odd = "a 'b' $c \\ \n`d`\té"
-        await slot.make_dir("it's here")
         pid = await waiting(slot)
         show = 'echo $$ "$OWN" "$KEPT" "$PWD"; env -0 | grep -zc .; printf %s "$ODD$TEXT" | od -An -c'
         env = {"OWN": "call", "ODD": odd, "TEXT": text}
-        got = (await slot.execute(show, cwd="it's here", env=env)).output.splitlines()
-        assert got[0] == f"{pid} call it's /workspace/it's here"
-        await cold.make_dir("it's here")
-        expected = (await cold.execute(show, cwd="it's here", env={**env, "KEPT": "it's"})).output.splitlines()
+        got = (await slot.execute(show, env=env)).output.splitlines()
+        assert got[0] == f"{pid} call it's /workspace"
+        expected = (await cold.execute(show, env={**env, "KEPT": "it's"})).output.splitlines()
         assert got[1:] == expected[1:]
         pid = await waiting(slot)
         assert (await slot.execute("echo $$ $OWN $PWD ${ODD-none}")).output == f"{pid} slot /workspace none\n"
@@ -153,21 +151,45 @@ def test_what_a_waiting_shell_cannot_be_given_starts_another(on_each_rung: WithS
         assert (await slot.execute("echo a\0b")).exit_code == 126
         with pytest.raises(FileNotFoundError):
             await slot.execute("pwd", cwd="nowhere")
-        assert pid != await waiting(slot)  # the last one had it, and found no directory
-        assert (await slot.execute("pwd")).output == "/workspace\n"
+        await slot.make_dir("it's here")
+        assert (await slot.execute("pwd", cwd="it's here")).output == "/workspace/it's here\n"
+        assert pid == await waiting(slot)  # it is still there
+        assert (await slot.execute("echo $$; pwd")).output == f"{pid}\n/workspace\n"
 
     on_each_rung(body)
 
 
-def test_a_directory_that_was_made_again_is_the_new_one(on_each_rung: WithSlot) -> None:
-    async def body(backend: LocalBackend, _: Slot) -> None:
-        slot = await backend.create(WARM, "warm")
-        await slot.make_dir("d")
-        pid = await waiting(slot)
-        await slot.execute(["sh", "-c", "rm -r d; mkdir d; echo new > d/f; ln -s d link"])
-        assert (await slot.execute("echo $$; cat f; pwd", cwd="link")).output == f"{pid}\nnew\n/workspace/d\n"
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ("rm -r /workspace; mkdir /workspace; cp -r /kept/. /workspace", "/workspace"),
+        ("mv /workspace /elsewhere; mkdir /workspace; cp -r /kept/. /workspace", "/workspace"),
+        ("mv /workspace /elsewhere; ln -s /elsewhere /workspace", "/elsewhere"),
+    ],
+)
+def test_a_workspace_that_was_moved_is_not_waited_in(change: str, place: str) -> None:
+    """In its place the next one waits; behind a link none does."""
 
-    on_each_rung(body)
+    async def main() -> None:
+        backend = LocalBackend(rung=Rung.FULL)
+        try:
+            await backend.start()
+        except IsolationUnavailable as error:
+            pytest.skip(str(error))
+        async with backend:
+            slot = await backend.create(WARM, "warm")
+            await slot.write_text("f", "kept")
+            pid = await waiting(slot)
+            moved = await slot.execute(["sh", "-c", f"cp -r /workspace /kept && cd / && {change}"])
+            if not moved.success:
+                pytest.skip(f"the workspace is a mount here: {moved.output}")
+            assert (await slot.execute("cat f; pwd -P; echo $PWD")).output == f"kept{place}\n{place}\n"
+            if place == WORKSPACE:
+                assert pid != await waiting(slot)
+            for _ in range(3):
+                assert (await slot.execute("cat f; pwd -P; echo $PWD")).output == f"kept{place}\n{place}\n"
+
+    asyncio.run(main())
 
 
 def test_a_shell_that_was_killed_while_it_waited_is_noticed(on_each_rung: WithSlot) -> None:

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -244,12 +245,14 @@ class LocalBackend:
         if self._service is not None:
             fields["about"] = specs.encode(trajectory_id, spec)
         server = await self._living()
-        reply = await server.make("create", fields, lambda made: ("destroy", made))
+        reply = await server.make("create", fields, functools.partial(_unmake, server))
         if reply["exposed"]:
             _tell_once(
                 f"slots with the network on reach cloud metadata addresses here: {reply['exposed']}; {_NARROWER}"
             )
-        slot = LocalSlot(server, spec, trajectory_id, self.rung, (reply["slot"], reply["epoch"]), self._forked)
+        lease = (reply["slot"], reply["epoch"])
+        reach = server.reach(reply["epoch"])
+        slot = LocalSlot(server, spec, trajectory_id, self.rung, lease, self._forked, reach)
         self._slots[slot.epoch] = slot
         self._last_epoch = max(self._last_epoch, slot.epoch)
         return slot
@@ -361,9 +364,19 @@ class LocalBackend:
         return slot
 
     def _on_lost(self, name: str, epoch: int) -> None:
+        if not name:  # it is the whole server, which every call reports
+            for slot in self._slots.values():
+                slot.lose()
+            return
         if epoch in self._slots:
-            self._slots[epoch].lost = True
-        self._lost += bool(name)  # without a name it is the whole server, which every call reports
+            self._slots[epoch].lose()
+        self._lost += 1
+
+
+def _unmake(server: SlotServer, made: dict[str, JSON]) -> tuple[str, dict[str, JSON]]:
+    """What undoes the making of a slot."""
+    server.reach(made["epoch"])  # to let go of it
+    return "destroy", made
 
 
 def _tell_once(note: str) -> None:

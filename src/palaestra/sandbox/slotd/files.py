@@ -82,11 +82,12 @@ def open_for_reading(root: int, path: str, offset: int, max_bytes: int) -> tuple
 class Writing:
     """One file that is being written. Nothing is seen of it before `finish`; `discard` forgets it.
 
-    After `finish` it waits for `close`, so that who asked can be told first.
+    After `finish` it waits for `close`, so that who asked can be told first. Raises OSError: FileNotFoundError where
+    the directory is missing and is not to be made, with its parents.
     """
 
-    def __init__(self, root: int, path: str, mode: int | None, owner: int) -> None:
-        self._folder, self._status, path = _at_end_of_links(root, path, owner)
+    def __init__(self, root: int, path: str, mode: int | None, owner: int, *, make_folders: bool = True) -> None:
+        self._folder, self._status, path = _at_end_of_links(root, path, owner, make_folders)
         self._path, self._name = path, path.rpartition("/")[2]
         if self._status is not None and not stat.S_ISREG(self._status.st_mode):
             os.close(self._folder)
@@ -272,16 +273,16 @@ def _remove_files(parent: int, name: str) -> Generator[None, None, tuple[int, li
     return fd, [child for child, is_directory in children if is_directory]
 
 
-def _at_end_of_links(root: int, path: str, owner: int) -> tuple[int, os.stat_result | None, str]:
+def _at_end_of_links(root: int, path: str, owner: int, make_folders: bool) -> tuple[int, os.stat_result | None, str]:
     """Where writing to `path` should: links in its last component are followed, inside the root.
 
-    The directory, opened and made where it is missing; what is there; the path without links at its end.
+    The directory, opened (and made where it is missing, if asked to); what is there; the path without links at its end.
     """
     for _ in range(_MAX_LINKS):
         folder, _, name = path.rpartition("/")
         if name in ("", ".", ".."):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        parent = _make_folders(root, folder or "/", owner)
+        parent = _make_folders(root, folder or "/", owner) if make_folders else _open_folder(root, folder or "/")
         try:
             status = _status(parent, name)
             is_link = status is not None and stat.S_ISLNK(status.st_mode)

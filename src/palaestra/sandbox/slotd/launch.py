@@ -30,21 +30,27 @@ _FEWEST_FILES = 256
 
 
 def main(arguments: list[str]) -> int:
-    """`slotd FD full|userns`: serve the client at the other end of the stream socket FD."""
+    """`slotd FD full|userns [HANDS]`: serve the client at the other end of the stream socket FD.
+
+    A client that is root as well gets the roots of its slots over the socket HANDS (`handing.py`).
+    """
     stream = socket.socket(fileno=int(arguments[0]))
+    hands = socket.socket(fileno=int(arguments[2])) if len(arguments) > 2 else None
     full = arguments[1] == "full"
     logging.basicConfig(stream=sys.stderr, format="slotd: %(message)s")
     group: cgroups.ServerGroup | None = None
     try:
         require_files()
         group = _make_group() if full else None
-        server = _fork_server(stream, full, group)
+        server = _fork_server(stream, full, group, hands)
     except OSError as error:
         if group is not None:
             group.remove()
         stream.sendall(encode(Kind.ERROR, 0, refusal(error)))
         return 1
     stream.close()
+    if hands is not None:
+        hands.close()
     os.waitpid(server, 0)
     deadline = time.monotonic() + _REMOVE_PATIENCE_S
     while group is not None and not group.remove() and time.monotonic() < deadline:
@@ -70,7 +76,9 @@ def _make_group() -> cgroups.ServerGroup:
     return group
 
 
-def _fork_server(stream: socket.socket, full: bool, group: cgroups.ServerGroup | None) -> int:
+def _fork_server(
+    stream: socket.socket, full: bool, group: cgroups.ServerGroup | None, hands: socket.socket | None
+) -> int:
     """The server's pid. In the server itself this never returns."""
     if not seccomp.supported():
         raise OSError(38, f"no system call filter is known for {syscalls.MACHINE}")
@@ -88,7 +96,7 @@ def _fork_server(stream: socket.socket, full: bool, group: cgroups.ServerGroup |
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
         make_ready()
         world.enter_own_root()
-        serve(stream, lambda settings: Layered(full, group, settings), watcher_reader)
+        serve(stream, lambda settings: Layered(full, group, settings), watcher_reader, hands)
         status = 0
     except OSError as error:
         stream.setblocking(True)
@@ -120,9 +128,14 @@ def make_ready() -> None:
     sys.setrecursionlimit(10_000)
 
 
-def serve(stream: socket.socket, open_workshop: Callable[[Fields], Workshop], watcher: int) -> None:
+def serve(
+    stream: socket.socket,
+    open_workshop: Callable[[Fields], Workshop],
+    watcher: int,
+    hands: socket.socket | None = None,
+) -> None:
     """The life of the server, until the client or the watching process is gone."""
-    server = Server(stream, open_workshop)
+    server = Server(stream, open_workshop, hands)
     server.loop.watch(watcher, lambda: setattr(server.loop, "running", False))
     # What is here now stays: the forks for slots share it for as long as nobody touches it.
     gc.collect()

@@ -16,7 +16,7 @@ import resource
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from . import cgroups, files, frames, listings
+from . import cgroups, files, frames, handing, listings
 from .executions import Request
 from .frames import CHUNK, Fields, Frame, Kind
 from .gates import Gates
@@ -61,10 +61,18 @@ class RequestError(Exception):
 
 
 class Server:
-    """One per run. `open_workshop` makes the rung's ways ready, from the settings of the client's HELLO."""
+    """One per run. `open_workshop` makes the rung's ways ready, from the settings of the client's HELLO.
 
-    def __init__(self, stream: socket.socket, open_workshop: Callable[[Fields], Workshop]) -> None:
+    `hands` is where a client that may have them gets the roots of its slots (`handing.py`).
+    """
+
+    def __init__(
+        self, stream: socket.socket, open_workshop: Callable[[Fields], Workshop], hands: socket.socket | None = None
+    ) -> None:
         self.loop = Loop()
+        self._hands = hands
+        if hands is not None:
+            hands.setblocking(False)
         self._link = Link(self.loop, stream, self._on_frame, self._stop)
         self._open_workshop = open_workshop
         self._workshop: Workshop
@@ -195,6 +203,9 @@ class Server:
                 self._link.send(Kind.ERROR, frame.request, {"error": "sandbox", "message": why})
                 slot.kill(then=lambda: self._clean(slot))
                 return
+        if self._hands is not None:
+            place = self._locate(slot, "/")
+            handing.give(self._hands, slot.lease.epoch, place.owner, place.root)
         self._reply(frame, {"slot": slot.lease.name, "epoch": slot.lease.epoch, "exposed": exposed})
         if slot.waiting is not None:
             slot.waiting.start()
@@ -239,27 +250,32 @@ class Server:
 
     def _exec(self, frame: Frame) -> None:
         slot, fields = self._leased(frame), frame.fields
-        argv, shell = fields.get("argv"), None
+        given = slot.waiting.give(fields, frame.data) if slot.waiting is not None else None
+        argv, shell, env = fields.get("argv"), None, slot.environment
         if argv is None:
-            shell = slot.likely_shell()
+            shell = "bash" if given is not None else slot.likely_shell()
             argv = [f"/bin/{shell}", "-c", fields["command"]]
-        request = Request(
-            argv=argv, shell=shell, cwd=files.absolute(fields["cwd"]) if "cwd" in fields else files.WORKSPACE,
-            env=slot.environment, stdin=frame.data, timeout_s=fields.get("timeout_s", frames.USUAL_TIMEOUT_S),
-            max_output_bytes=fields.get("max_output_bytes", frames.USUAL_OUTPUT_BYTES),
-            stream="stream" in fields, verdict="verdict" in fields, spill="no_spill" not in fields,
-        )  # fmt: skip
         if "env" in fields:
             try:
-                request = request._replace(env=slot.with_variables(fields["env"]))
+                env = slot.with_variables(fields["env"])
             except ValueError:  # a NUL, a lone surrogate, a variable without a name
                 invalid = start_error(Report(ReportKind.NOT_STARTED, frame.request, errno.EINVAL))
                 self._link.send(Kind.ERROR, frame.request, invalid)
                 return
+        request = Request(
+            argv=argv, shell=shell, cwd=files.absolute(fields["cwd"]) if "cwd" in fields else files.WORKSPACE,
+            env=env, stdin=frame.data, timeout_s=fields.get("timeout_s", frames.USUAL_TIMEOUT_S),
+            max_output_bytes=fields.get("max_output_bytes", frames.USUAL_OUTPUT_BYTES),
+            stream="stream" in fields, verdict="verdict" in fields, spill="no_spill" not in fields,
+        )  # fmt: skip
         if len(self._commands) >= _PRUNE_COMMANDS:
             self._commands = {number: held for number, held in self._commands.items() if held.runs(number)}
         self._commands[frame.request] = slot
-        slot.execute(frame.request, request, functools.partial(self._modes.spill, slot, frame.request, request))
+        open_spill = functools.partial(self._modes.spill, slot, frame.request, request)
+        if given is not None:
+            given.go_on(frame.request, request, open_spill)
+        else:
+            slot.execute(frame.request, request, open_spill)
 
     def _read(self, frame: Frame) -> None:
         slot, fields = self._leased(frame), frame.fields

@@ -57,11 +57,19 @@ class Child(Protocol):
         ...
 
 
-class Waiting(Protocol):
-    """Shells that wait for commands; see `waiting.py`."""
+class Given(Protocol):
+    """A shell that has been given a command; see `waiting.py`."""
 
-    def run(self, number: int, request: Request, open_spill: Callable[[], Spill] | None) -> bool:
-        """Give a command to one that waits. False where none does, or the command is not for one."""
+    def go_on(self, number: int, request: Request, open_spill: Callable[[], Spill]) -> None:
+        """This is the request of that command: see to it until it is over."""
+        ...
+
+
+class Waiting(Protocol):
+    """Shells that wait for commands."""
+
+    def give(self, fields: Fields, data: bytes) -> Given | None:
+        """Have one run the command of a request. None where none waits, or the command is not for one."""
         ...
 
     def start(self) -> None:
@@ -129,11 +137,9 @@ class Slot:
             self._kill_init()
 
     def execute(self, number: int, request: Request, open_spill: Callable[[], Spill] | None = None) -> None:
-        """Start a command; its RESULT or ERROR is sent when it is over."""
-        if self.waiting is None:
-            self._start_command(number, request, open_spill)
-        elif not self.waiting.run(number, request, open_spill):
-            self._start_command(number, request, open_spill)
+        """Start a command in a process of its own; its RESULT or ERROR is sent when it is over."""
+        self._start_command(number, request, open_spill)
+        if self.waiting is not None:
             self.waiting.start()
 
     def _start_command(self, number: int, request: Request, open_spill: Callable[[], Spill] | None) -> None:

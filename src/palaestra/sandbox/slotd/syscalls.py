@@ -30,7 +30,7 @@ MNT_DETACH = 2
 RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, RESOLVE_IN_ROOT = 0x02, 0x04, 0x10
 
 _HOW, _LONG = struct.Struct("=QQQ"), struct.Struct("@l")
-_STATFS = ctypes.create_string_buffer(256)
+_StatFs = ctypes.c_char * 256
 
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
 _OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH = 1, 4
@@ -178,9 +178,10 @@ def _configure(context: int, options: str) -> None:
 
 def filesystem_type(fd: int) -> int:
     """The magic number of the file system that `fd` lies on (statfs(2))."""
-    if _libc.fstatfs(fd, _STATFS) < 0:
+    found = _StatFs()  # for each call: a client may have an event loop in each of its threads
+    if _libc.fstatfs(fd, found) < 0:
         _check(-1, "fstatfs")
-    return int(_LONG.unpack_from(_STATFS)[0])
+    return int(_LONG.unpack_from(found)[0])
 
 
 def install_filter(program: bytes) -> None:

@@ -1,0 +1,111 @@
+"""Small files of a slot, read and written by this process itself: a descriptor of the slot's root is all it takes.
+
+On the rung `full` the slot server and its client are root of the same machine, so the server hands the root of each
+slot over (`slotd/handing.py`), and the client does what the server would, by the same code (`slotd/files.py`), which
+resolves paths inside that root. That saves the way to another process and back, which costs more than the file does.
+
+Everything else asks the server, which then says the same as ever: files of more than one frame, directories that are
+missing, slots of a service, other rungs, and a process that has few descriptors left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import resource
+import socket
+from typing import Any
+
+from palaestra.sandbox.slotd import files, handing, pipes
+from palaestra.sandbox.slotd.frames import CHUNK
+
+_IN_A_ROW = 16
+"""After so many calls the event loop has its turn: none of them waits for anything by itself."""
+
+_KEPT_DESCRIPTORS = 2
+"""One in so many descriptors that this process may have is for what else it does."""
+
+_calls = itertools.count(1)
+
+
+class Reach:
+    """The files of one slot, until `close`, or until nobody has it any more.
+
+    Paths are text, and relative ones start in the workspace. The calls raise OSError as the server's do.
+    """
+
+    def __init__(self, root: int, owner: int) -> None:
+        self._root, self._owner = root, owner
+
+    def close(self) -> None:
+        """Let go of the slot's root, which keeps the slot's files in memory. Idempotent."""
+        pipes.close(self._root)
+        self._root = -1
+
+    __del__ = close
+
+    def read(self, path: str, offset: int, max_bytes: int) -> bytes | None:
+        """A file from `offset` to its end; None where that is too long to be read here."""
+        fd, size = files.open_for_reading(self._root, files.absolute(path), offset, max_bytes)
+        try:
+            return os.read(fd, size) if size <= CHUNK else None
+        finally:
+            os.close(fd)
+
+    def write(self, path: str, data: bytes, mode: int | None) -> bool:
+        """Replace or make a file; False where it is too long to be written here, or its directory is missing."""
+        if len(data) > CHUNK:
+            return False
+        try:
+            writing = files.Writing(self._root, files.absolute(path), mode, self._owner, make_folders=False)
+        except FileNotFoundError:
+            return False
+        try:
+            writing.add(data)
+        except BaseException:
+            writing.discard()
+            raise
+        writing.finish()
+        writing.close()
+        return True
+
+    def describe(self, path: str) -> dict[str, Any] | None:
+        """The entry at a path, links not followed; None when there is nothing."""
+        return files.describe(self._root, path)
+
+
+async def turn() -> None:
+    """To be awaited after a call: whoever makes many leaves others their time."""
+    if next(_calls) % _IN_A_ROW == 0:
+        await asyncio.sleep(0)
+
+
+class Hands:
+    """Takes the roots that the server hands over."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        channel.setblocking(False)
+        self._channel = channel
+        self._taken: dict[int, Reach] = {}
+
+    def reach(self, epoch: int) -> Reach | None:
+        """The files of a slot that has been made just now; None where only the server reaches them. Asked for once."""
+        while (root := handing.take(self._channel)) is not None:
+            if _may_keep(root.fd):
+                self._taken[root.epoch] = Reach(root.fd, root.owner)
+        return self._taken.pop(epoch, None)
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+        self._channel.close()
+        self._taken.clear()
+
+
+def _may_keep(fd: int) -> bool:
+    """Whether it leaves enough to others; otherwise it is closed."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= fd < limit // _KEPT_DESCRIPTORS:
+        return True
+    pipes.close(fd)
+    return False

@@ -1,0 +1,198 @@
+"""Small files that the client reads and writes itself: as the server does it, and nothing stays open."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from palaestra.core.errors import IsolationUnavailable, SlotLost, StaleLease
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import Rung, Slot, SlotSpec
+from sandbox.processes import descendants
+
+pytestmark = pytest.mark.slots
+
+
+def on_full(body: Callable[[LocalBackend], Awaitable[None]]) -> None:
+    """Only there does the client have the roots of its slots."""
+
+    async def main() -> None:
+        backend = LocalBackend(rung=Rung.FULL)
+        try:
+            await backend.start()
+        except IsolationUnavailable as error:
+            pytest.skip(str(error))
+        async with backend:
+            await body(backend)
+
+    asyncio.run(main())
+
+
+def open_roots() -> int:
+    """How many directories this process holds by a path descriptor."""
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            with open(f"/proc/self/fdinfo/{fd}") as file:
+                flags = int(file.read().split()[3], 8)
+        except FileNotFoundError:  # that of the listing
+            continue
+        found += flags & os.O_PATH != 0
+    return found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Others tell it when they get to it."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - nothing here is told
+            await asyncio.sleep(0.01)
+
+
+def test_small_files_need_no_server() -> None:
+    async def body(backend: LocalBackend) -> None:
+        slot = await backend.create(SlotSpec(), "test")
+        stopped = [process.pid for process in descendants(backend.server_pid)]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            await slot.write_bytes("f", b"data", mode=0o640)
+            assert await slot.read_bytes("/workspace/f", offset=1) == b"ata"
+            info = await slot.stat("f")
+            with pytest.raises(FileNotFoundError):
+                await slot.read_bytes("nothing")
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+        assert info is not None
+        assert (info.path, info.size, info.mode) == ("/workspace/f", 4, 0o640)
+        assert (await slot.execute("stat -c '%U %a' f; cat f")).output == "root 640\ndata"
+
+    on_full(body)
+
+
+def test_who_reaches_files_makes_no_difference() -> None:
+    """Also for what is refused: the same errors with the same words."""
+    prepare = (
+        "mkdir d closed; echo abc > d/f; ln -s d/f link; ln -s /etc/passwd out; ln -s ../../../../etc/hostname up;"
+        "ln -s loop loop; mkfifo fifo; ln -s /proc/1/environ environ; touch -d @1 d/f; chmod 4755 d/f; mkdir -p a/b;"
+        f"touch {'n' * 255}"
+    )
+    paths = [
+        "d/f", "link", "out", "up", "loop", "fifo", "environ", "d", "", ".", "..", "/", "nothing", "d/f/x", "no/such",
+        "a\0b", "\ud800", "caf\udce9", "n" * 255, "n" * 256, "/dev/null", "/proc/self/status", "a/../d/f", "link/",
+    ]  # fmt: skip
+
+    async def outcome(call: Awaitable[object]) -> object:
+        try:
+            return await call
+        except (OSError, ValueError, TypeError) as error:
+            return type(error), getattr(error, "errno", None), getattr(error, "filename", None), str(error)
+
+    async def outcomes(slot: Slot) -> list[object]:
+        await slot.execute(prepare)
+        found: list[object] = []
+        for path in paths:
+            found += [await outcome(slot.stat(path)), await outcome(slot.read_bytes(path))]
+            found += [await outcome(slot.read_bytes(path, offset=2)), await outcome(slot.read_bytes(path, max_bytes=3))]
+        for path in paths:
+            found += [await outcome(slot.write_bytes(path, path.encode(errors="replace")))]
+        found += [await outcome(slot.write_bytes("big", b"x" * size)) for size in (128 << 10, (128 << 10) + 1)]
+        found += [len(await slot.read_bytes("big"))]
+        found += [await outcome(slot.write_bytes("f", "text"))]  # type: ignore[arg-type]
+        found += [await outcome(slot.read_bytes("f", offset=-1))]
+        seen = "find . -printf '%p %y %m %U %s %l\n' | sort; cat d/f no/such; readlink link"
+        return [_timeless(each) for each in found] + [(await slot.execute(seen)).output]
+
+    def _timeless(found: object) -> object:
+        return str(found).partition("mtime")[0] if "mtime" in str(found) else found
+
+    async def body(backend: LocalBackend) -> None:
+        reached, asked = [await backend.create(SlotSpec(), "test") for _ in range(2)]
+        asked._let_go()  # type: ignore[attr-defined]
+        assert await outcomes(reached) == await outcomes(asked)
+
+    on_full(body)
+
+
+def test_a_root_is_held_no_longer_than_its_lease() -> None:
+    async def body(backend: LocalBackend) -> None:
+        before = open_roots()
+        slots = [await backend.create(SlotSpec(), "test") for _ in range(4)]
+        assert open_roots() == before + 4
+        await backend.destroy(slots[0])
+        await backend.forget(await backend.seal(slots[1]))
+        assert open_roots() == before + 2
+        for slot in slots[:2]:
+            with pytest.raises(StaleLease):
+                await slot.read_bytes("f")
+            with pytest.raises(StaleLease):
+                await slot.write_bytes("f", b"")
+        init = next(process for process in descendants(backend.server_pid) if process.name == "slot-init")
+        os.kill(init.pid, signal.SIGKILL)
+        await until(lambda: open_roots() == before + 1)
+        making = asyncio.ensure_future(backend.create(SlotSpec(), "test"))
+        await asyncio.sleep(0)
+        making.cancel()
+        await asyncio.wait([making])
+        assert open_roots() == before + 1
+        os.kill(backend.server_pid, signal.SIGKILL)
+        await until(lambda: open_roots() == before)
+        for slot in slots[2:]:
+            with pytest.raises(SlotLost):
+                await slot.read_bytes("f")
+
+    on_full(body)
+
+
+def test_a_process_with_few_descriptors_asks_the_server() -> None:
+    async def body(backend: LocalBackend) -> None:
+        before, limits = open_roots(), resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2 * lowest, limits[1]))
+        try:
+            slot = await backend.create(SlotSpec(), "test")
+            assert open_roots() == before
+            await slot.write_bytes("f", b"data")
+            assert await slot.read_bytes("f") == b"data"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    on_full(body)
+
+
+def test_many_calls_leave_others_their_time() -> None:
+    async def body(backend: LocalBackend) -> None:
+        slot = await backend.create(SlotSpec(), "test")
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.ensure_future(other())
+        for _ in range(200):
+            await slot.write_bytes("f", b"data")
+        task.cancel()
+        assert turns >= 10
+
+    on_full(body)
+
+
+def test_a_slot_that_stands_still_goes_on_at_a_file_call() -> None:
+    async def body(backend: LocalBackend) -> None:
+        slot = await backend.create(SlotSpec(), "test")
+        await slot.execute(": > ticks; (while :; do echo >> ticks; sleep 0.01; done) >/dev/null 2>&1 &")
+        assert await slot.freeze() >= 1
+        before = len(await slot.read_bytes("ticks"))  # which lets it go on
+        while len(await slot.read_bytes("ticks")) <= before + 1:  # noqa: ASYNC110 - nothing here is told
+            await asyncio.sleep(0.01)
+
+    on_full(body)
