@@ -1,11 +1,12 @@
-"""Small files of a slot, read and written by this process itself: a descriptor of the slot's root is all it takes.
+"""Files of a slot, read and written by this process itself: a descriptor of the slot's root is all it takes.
 
 On the rung `full` the slot server and its client are root of the same machine, so the server hands the root of each
 slot over (`slotd/handing.py`), and the client does what the server would, by the same code (`slotd/files.py`), which
 resolves paths inside that root. That saves the way to another process and back, which costs more than the file does.
 
-Everything else asks the server, which then says the same as ever: files of more than one frame, directories that are
-missing, slots of a service, other rungs, and a process that has few descriptors left.
+Everything else asks the server, which then says the same as ever: to write what would take more than a moment, in which
+the slot may end, or where a directory is missing; slots of a service, other rungs, and a process that has few
+descriptors left.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from palaestra.sandbox.slotd.frames import CHUNK
 
 _IN_A_ROW = 16
 """After so many calls the event loop has its turn: none of them waits for anything by itself."""
+
+_QUICK_BYTES = 1 << 20
+"""What is read at once, within a fraction of a millisecond; more than that is read in a thread."""
 
 _KEPT_DESCRIPTORS = 2
 """One in so many descriptors that this process may have is for what else it does."""
@@ -45,15 +49,16 @@ class Reach:
 
     __del__ = close
 
-    def read(self, path: str, offset: int, max_bytes: int) -> bytes | None:
-        """A file from `offset` to its end; None where that is too long to be read here."""
+    async def read(self, path: str, offset: int, max_bytes: int) -> bytes:
+        """A file from `offset` to its end."""
         fd, size = files.open_for_reading(self._root, files.absolute(path), offset, max_bytes)
-        try:
-            return os.read(fd, size) if size <= CHUNK else None
-        finally:
-            os.close(fd)
+        if size > _QUICK_BYTES:
+            return await asyncio.to_thread(_read, fd, size)
+        data = _read(fd, size)
+        await _turn()
+        return data
 
-    def write(self, path: str, data: bytes, mode: int | None) -> bool:
+    async def write(self, path: str, data: bytes, mode: int | None) -> bool:
         """Replace or make a file; False where it is too long to be written here, or its directory is missing."""
         if len(data) > CHUNK:
             return False
@@ -68,15 +73,29 @@ class Reach:
             raise
         writing.finish()
         writing.close()
+        await _turn()
         return True
 
-    def describe(self, path: str) -> dict[str, Any] | None:
+    async def describe(self, path: str) -> dict[str, Any] | None:
         """The entry at a path, links not followed; None when there is nothing."""
-        return files.describe(self._root, path)
+        entry = files.describe(self._root, path)
+        await _turn()
+        return entry
 
 
-async def turn() -> None:
-    """To be awaited after a call: whoever makes many leaves others their time."""
+def _read(fd: int, size: int) -> bytes:
+    """So many bytes of a file, or as many of them as there still are. It is closed."""
+    try:
+        data = os.read(fd, size)
+        while len(data) < size and (more := os.read(fd, size - len(data))):  # one call reads 2 GiB at most
+            data += more
+        return data
+    finally:
+        os.close(fd)
+
+
+async def _turn() -> None:
+    """Whoever makes many calls leaves others their time."""
     if next(_calls) % _IN_A_ROW == 0:
         await asyncio.sleep(0)
 

@@ -27,7 +27,7 @@ from palaestra.sandbox.base import (
 from palaestra.sandbox.calls import MAX_OUTPUT_BYTES, Lease, limits, program, require
 from palaestra.sandbox.client import CommandNotStarted, SlotServer
 from palaestra.sandbox.process import LocalProcess
-from palaestra.sandbox.reach import Reach, turn
+from palaestra.sandbox.reach import Reach
 from palaestra.sandbox.shell import LocalShell
 from palaestra.sandbox.slotd.allowlist import PROXY_PORT
 from palaestra.sandbox.texts import TextFiles
@@ -191,17 +191,16 @@ class LocalSlot(TextFiles):
         """The file from `offset` to its end; OSError (EFBIG) where that is more than `max_bytes`."""
         require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")
         files = self._at_hand()
-        if files is not None and isinstance(path, str) and (data := files.read(path, offset, max_bytes)) is not None:
-            await turn()
-            return data
+        if files is not None and isinstance(path, str):
+            return await files.read(path, offset, max_bytes)
         fields = {**self._lease.fields(), "path": path, "offset": offset, "max_bytes": max_bytes}
         return await self.server.read("read", fields)
 
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         """Write atomically, creating parent directories. A link is followed, inside the slot."""
         files = self._at_hand()
-        if files is not None and isinstance(path, str) and isinstance(data, bytes) and files.write(path, data, mode):
-            await turn()
+        odd = not (isinstance(path, str) and isinstance(data, bytes))
+        if files is not None and not odd and await files.write(path, data, mode):
             return
         fields = {**self._lease.fields(), "path": path}
         if mode is not None:
@@ -216,8 +215,7 @@ class LocalSlot(TextFiles):
         """What is at a path, links not followed; None when there is nothing."""
         files = self._at_hand()
         if files is not None and isinstance(path, str):
-            entry = files.describe(path)
-            await turn()
+            entry = await files.describe(path)
         else:
             reply = await self.server.call("stat", {**self.lease(), "path": path})
             entry = reply.fields["entry"]
