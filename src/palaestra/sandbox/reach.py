@@ -4,8 +4,8 @@ On the rung `full` the slot server and its client are root of the same machine, 
 slot over (`slotd/handing.py`), and the client does what the server would, by the same code (`slotd/files.py`), which
 resolves paths inside that root. That saves the way to another process and back, which costs more than the file does.
 
-Everything else asks the server, which then says the same as ever: files of more than one frame, directories that are
-missing, slots of a service, other rungs, and a process that has few descriptors left.
+Everything else asks the server, which then says the same as ever: files of more than one frame, slots of a service,
+other rungs, and whatever goes wrong here, be it that nothing is there or that this process may open no more files.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import os
 import resource
 import socket
+import weakref
 from typing import Any
 
 from palaestra.sandbox.slotd import files, handing, pipes
@@ -29,14 +30,23 @@ _KEPT_DESCRIPTORS = 2
 _calls = itertools.count(1)
 
 
+_held: weakref.WeakSet[Reach | Hands] = weakref.WeakSet()
+"""What a forked child lets go of: it would keep the files of slots in memory for as long as it lives."""
+
+
+class AskServer(Exception):
+    """It cannot be done here."""
+
+
 class Reach:
     """The files of one slot, until `close`, or until nobody has it any more.
 
-    Paths are text, and relative ones start in the workspace. The calls raise OSError as the server's do.
+    Paths are text, and relative ones start in the workspace. The calls raise `AskServer` where anything goes wrong.
     """
 
     def __init__(self, root: int, owner: int) -> None:
         self._root, self._owner = root, owner
+        _held.add(self)
 
     def close(self) -> None:
         """Let go of the slot's root, which keeps the slot's files in memory. Idempotent."""
@@ -45,34 +55,41 @@ class Reach:
 
     __del__ = close
 
-    def read(self, path: str, offset: int, max_bytes: int) -> bytes | None:
-        """A file from `offset` to its end; None where that is too long to be read here."""
-        fd, size = files.open_for_reading(self._root, files.absolute(path), offset, max_bytes)
+    def read(self, path: str, offset: int, max_bytes: int) -> bytes:
+        """A file from `offset` to its end."""
         try:
-            return os.read(fd, size) if size <= CHUNK else None
-        finally:
-            os.close(fd)
+            fd, size = files.open_for_reading(self._root, files.absolute(path), offset, max_bytes)
+            try:
+                if size <= CHUNK:
+                    return os.read(fd, size)
+            finally:
+                os.close(fd)
+        except OSError:
+            pass
+        raise AskServer
 
-    def write(self, path: str, data: bytes, mode: int | None) -> bool:
-        """Replace or make a file; False where it is too long to be written here, or its directory is missing."""
+    def write(self, path: str, data: bytes, mode: int | None) -> None:
+        """Replace or make a file, in a directory that is there."""
         if len(data) > CHUNK:
-            return False
+            raise AskServer
         try:
             writing = files.Writing(self._root, files.absolute(path), mode, self._owner, make_folders=False)
-        except FileNotFoundError:
-            return False
-        try:
-            writing.add(data)
-        except BaseException:
-            writing.discard()
-            raise
-        writing.finish()
-        writing.close()
-        return True
+            try:
+                writing.add(data)
+            except BaseException:
+                writing.discard()
+                raise
+            writing.finish()
+            writing.close()
+        except OSError:
+            raise AskServer from None
 
     def describe(self, path: str) -> dict[str, Any] | None:
         """The entry at a path, links not followed; None when there is nothing."""
-        return files.describe(self._root, path)
+        try:
+            return files.describe(self._root, path)
+        except OSError:
+            raise AskServer from None
 
 
 async def turn() -> None:
@@ -88,6 +105,7 @@ class Hands:
         channel.setblocking(False)
         self._channel = channel
         self._taken: dict[int, Reach] = {}
+        _held.add(self)
 
     def reach(self, epoch: int) -> Reach | None:
         """The files of a slot that has been made just now; None where only the server reaches them. Asked for once."""
@@ -109,3 +127,11 @@ def _may_keep(fd: int) -> bool:
         return True
     pipes.close(fd)
     return False
+
+
+def _let_go() -> None:
+    for held in list(_held):
+        held.close()
+
+
+os.register_at_fork(after_in_child=_let_go)

@@ -72,10 +72,16 @@ def open_for_reading(root: int, path: str, offset: int, max_bytes: int) -> tuple
         if size > max_bytes:
             raise OSError(errno.EFBIG, f"{size} bytes is more than the limit of {max_bytes} bytes for one call", path)
         fd = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
     finally:
         os.close(handle)
-    if offset:
-        os.lseek(fd, offset, os.SEEK_SET)
+    try:
+        if offset and size:  # past the end there is nothing, however far
+            os.lseek(fd, offset, os.SEEK_SET)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd, size
 
 
@@ -87,13 +93,14 @@ class Writing:
     """
 
     def __init__(self, root: int, path: str, mode: int | None, owner: int, *, make_folders: bool = True) -> None:
+        wanted = None if mode is None else mode & 0o7777
         self._folder, self._status, path = _at_end_of_links(root, path, owner, make_folders)
         self._path, self._name = path, path.rpartition("/")[2]
         if self._status is not None and not stat.S_ISREG(self._status.st_mode):
             os.close(self._folder)
             raise _not_regular(self._status, path)
         old_mode = 0o644 if self._status is None else stat.S_IMODE(self._status.st_mode)
-        self._mode = old_mode if mode is None else mode & 0o7777
+        self._mode = old_mode if wanted is None else wanted
         self._owner = owner
         self._temporary = f".{os.urandom(12).hex()}"  # without the name, which may be as long as names can be
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
