@@ -15,9 +15,9 @@ import itertools
 import os
 import resource
 import socket
-import weakref
 from typing import Any
 
+from palaestra.sandbox import forks
 from palaestra.sandbox.slotd import files, handing, pipes
 from palaestra.sandbox.slotd.frames import CHUNK
 
@@ -28,10 +28,6 @@ _KEPT_DESCRIPTORS = 2
 """One in so many descriptors that this process may have is for what else it does."""
 
 _calls = itertools.count(1)
-
-
-_held: weakref.WeakSet[Reach | Hands] = weakref.WeakSet()
-"""What a forked child lets go of: it would keep the files of slots in memory for as long as it lives."""
 
 
 class AskServer(Exception):
@@ -46,14 +42,14 @@ class Reach:
 
     def __init__(self, root: int, owner: int) -> None:
         self._root, self._owner = root, owner
-        _held.add(self)
+        forks.not_for_children(self)
 
     def close(self) -> None:
         """Let go of the slot's root, which keeps the slot's files in memory. Idempotent."""
         pipes.close(self._root)
         self._root = -1
 
-    __del__ = close
+    __del__ = let_go = close
 
     def read(self, path: str, offset: int, max_bytes: int) -> bytes:
         """A file from `offset` to its end."""
@@ -105,7 +101,7 @@ class Hands:
         channel.setblocking(False)
         self._channel = channel
         self._taken: dict[int, Reach] = {}
-        _held.add(self)
+        forks.not_for_children(self)
 
     def reach(self, epoch: int) -> Reach | None:
         """The files of a slot that has been made just now; None where only the server reaches them. Asked for once."""
@@ -119,6 +115,8 @@ class Hands:
         self._channel.close()
         self._taken.clear()
 
+    let_go = close
+
 
 def _may_keep(fd: int) -> bool:
     """Whether it leaves enough to others; otherwise it is closed."""
@@ -127,11 +125,3 @@ def _may_keep(fd: int) -> bool:
         return True
     pipes.close(fd)
     return False
-
-
-def _let_go() -> None:
-    for held in list(_held):
-        held.close()
-
-
-os.register_at_fork(after_in_child=_let_go)
