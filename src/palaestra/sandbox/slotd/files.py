@@ -203,7 +203,9 @@ def list_directory(root: int, path: str) -> Generator[None, None, list[dict[str,
                     raise OSError(errno.EFBIG, f"more than {MAX_ENTRIES} entries", path)
                 if len(found) % _PAUSE_EVERY == _PAUSE_EVERY - 1:
                     yield
-                found.append(_entry(_plain(f"{path}/{entry.name}"), entry.stat(follow_symlinks=False), fd, entry.name))
+                with contextlib.suppress(FileNotFoundError):  # a program of the slot has removed it meanwhile
+                    status = entry.stat(follow_symlinks=False)
+                    found.append(_entry(_plain(f"{path}/{entry.name}"), status, fd, entry.name))
     finally:
         os.close(fd)
     return found
@@ -238,46 +240,54 @@ def unlink(root: int, path: str) -> None:
 
 
 def _remove(parent: int, name: str) -> Iterator[None]:
-    """Depth first and without recursion; the descriptors held are those of one chain of directories."""
+    """Depth first and without recursion; the descriptors held are those of one chain of directories.
+
+    What somebody else removes meanwhile is gone, which is all that was wanted.
+    """
     try:
         os.unlink(name, dir_fd=parent)
         return
     except FileNotFoundError:
         return
     except (IsADirectoryError, PermissionError):
-        trail = [(name, *(yield from _remove_files(parent, name)))]
+        trail: list[tuple[str, int, list[str]]] = []
+        yield from _enter(parent, name, trail)
     try:
         while trail:
             own, fd, folders = trail[-1]
             if folders:
                 if len(trail) == MAX_NESTED:  # each holds a descriptor, and those are the whole server's
                     raise OSError(errno.ENAMETOOLONG, f"directories are nested more than {MAX_NESTED} deep")
-                child = folders.pop()
-                trail.append((child, *(yield from _remove_files(fd, child))))
+                yield from _enter(fd, folders.pop(), trail)
             else:
                 os.close(trail.pop()[1])
-                os.rmdir(own, dir_fd=trail[-1][1] if trail else parent)
+                with contextlib.suppress(FileNotFoundError):
+                    os.rmdir(own, dir_fd=trail[-1][1] if trail else parent)
             yield None
     finally:
         for _, fd, _ in trail:
             os.close(fd)
 
 
-def _remove_files(parent: int, name: str) -> Generator[None, None, tuple[int, list[str]]]:
-    """Empty a directory of all but directories; the directory, open, and what is left in it."""
-    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-    with os.scandir(fd) as entries:
-        children = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+def _enter(parent: int, name: str, trail: list[tuple[str, int, list[str]]]) -> Iterator[None]:
+    """Empty a directory of all but directories, and put it on the trail, open, with what is left in it."""
     try:
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    except FileNotFoundError:
+        return
+    try:
+        with os.scandir(fd) as entries:
+            children = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
         for number, (child, is_directory) in enumerate(children, 1):
             if not is_directory:
-                os.unlink(child, dir_fd=fd)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(child, dir_fd=fd)
             if number % _PAUSE_EVERY == 0:
                 yield
     except BaseException:
         os.close(fd)
         raise
-    return fd, [child for child, is_directory in children if is_directory]
+    trail.append((name, fd, [child for child, is_directory in children if is_directory]))
 
 
 def _at_end_of_links(root: int, path: str, owner: int, make_folders: bool) -> tuple[int, os.stat_result | None, str]:
