@@ -276,7 +276,10 @@ class LocalSlot(TextFiles):
     async def freeze(self) -> int:
         """Stop every process of the slot until the next call to it, and say how many: while nobody acts, say."""
         self._frozen = True
-        reply = await self.server.call("freeze", self.lease())
+        try:
+            reply = await self.server.call("freeze", self.lease())
+        finally:
+            self._frozen = True  # a call meanwhile came before everything stood still
         return int(reply.fields["processes"])
 
     async def arguments(self, pid: int) -> list[str] | None:

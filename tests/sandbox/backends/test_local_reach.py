@@ -284,7 +284,10 @@ def test_a_slot_that_stands_still_goes_on_at_a_file_call() -> None:
     async def body(backend: LocalBackend) -> None:
         slot = await backend.create(SlotSpec(), "test")
         await slot.execute(": > ticks; (while :; do echo >> ticks; sleep 0.01; done) >/dev/null 2>&1 &")
-        assert await slot.freeze() >= 1
+        freezing = asyncio.ensure_future(slot.freeze())
+        await asyncio.sleep(0)
+        await slot.read_bytes("ticks")  # before everything stands still
+        assert await freezing >= 1
         before = len(await slot.read_bytes("ticks"))  # which lets it go on
         while len(await slot.read_bytes("ticks")) <= before + 1:  # noqa: ASYNC110 - nothing here is told
             await asyncio.sleep(0.01)
