@@ -19,7 +19,7 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 from . import syscalls
-from .stack import kind_of
+from .stack import UNFINISHED, kind_of
 
 WORKSPACE = "/workspace"
 MAX_ENTRIES = 200_000
@@ -109,6 +109,7 @@ class Writing:
         except OSError as error:
             os.close(self._folder)
             raise OSError(error.errno, error.strerror, path) from None
+        UNFINISHED.add(self._temporary)
 
     def add(self, data: bytes) -> None:
         """The next piece."""
@@ -129,6 +130,7 @@ class Writing:
         except OSError as error:
             self.discard()
             raise OSError(error.errno, error.strerror, self._path) from None
+        UNFINISHED.discard(self._temporary)
 
     def close(self) -> None:
         """Let go of what has been written."""
@@ -142,6 +144,7 @@ class Writing:
         except OSError:
             pass  # the slot may be gone
         finally:
+            UNFINISHED.discard(self._temporary)
             self.close()
 
 
@@ -203,6 +206,8 @@ def list_directory(root: int, path: str) -> Generator[None, None, list[dict[str,
                     raise OSError(errno.EFBIG, f"more than {MAX_ENTRIES} entries", path)
                 if len(found) % _PAUSE_EVERY == _PAUSE_EVERY - 1:
                     yield
+                if entry.name in UNFINISHED:
+                    continue
                 with contextlib.suppress(FileNotFoundError):  # a program of the slot has removed it meanwhile
                     status = entry.stat(follow_symlinks=False)
                     found.append(_entry(_plain(f"{path}/{entry.name}"), status, fd, entry.name))
