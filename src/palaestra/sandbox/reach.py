@@ -5,8 +5,8 @@ slot over (`slotd/handing.py`), and the client does what the server would, by th
 resolves paths inside that root. That saves the way to another process and back, which costs more than the file does.
 
 Everything else asks the server, which then says the same as ever: to write what would take more than a moment, in which
-the slot may end, or where a directory is missing; slots of a service, other rungs, and a process that has few
-descriptors left.
+the slot may end; slots of a service, other rungs, and whatever goes wrong here, be it that nothing is there or that this
+process may open no more files.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import resource
 import socket
 from typing import Any
 
+from palaestra.sandbox import forks
 from palaestra.sandbox.slotd import files, handing, pipes
 from palaestra.sandbox.slotd.frames import CHUNK
 
@@ -33,52 +34,62 @@ _KEPT_DESCRIPTORS = 2
 _calls = itertools.count(1)
 
 
+class AskServer(Exception):
+    """It cannot be done here."""
+
+
 class Reach:
     """The files of one slot, until `close`, or until nobody has it any more.
 
-    Paths are text, and relative ones start in the workspace. The calls raise OSError as the server's do.
+    Paths are text, and relative ones start in the workspace. The calls raise `AskServer` where anything goes wrong.
     """
 
     def __init__(self, root: int, owner: int) -> None:
         self._root, self._owner = root, owner
+        forks.not_for_children(self)
 
     def close(self) -> None:
         """Let go of the slot's root, which keeps the slot's files in memory. Idempotent."""
         pipes.close(self._root)
         self._root = -1
 
-    __del__ = close
+    __del__ = let_go = close
 
     async def read(self, path: str, offset: int, max_bytes: int) -> bytes:
         """A file from `offset` to its end."""
-        fd, size = files.open_for_reading(self._root, files.absolute(path), offset, max_bytes)
-        if size > _QUICK_BYTES:
-            return await asyncio.to_thread(_read, fd, size)
-        data = _read(fd, size)
+        try:
+            fd, size = files.open_for_reading(self._root, files.absolute(path), offset, max_bytes)
+            if size > _QUICK_BYTES:
+                return await asyncio.to_thread(_read, fd, size)
+            data = _read(fd, size)
+        except OSError:
+            raise AskServer from None
         await _turn()
         return data
 
-    async def write(self, path: str, data: bytes, mode: int | None) -> bool:
-        """Replace or make a file; False where it is too long to be written here, or its directory is missing."""
+    async def write(self, path: str, data: bytes, mode: int | None) -> None:
+        """Replace or make a file, in a directory that is there."""
         if len(data) > CHUNK:
-            return False
+            raise AskServer
         try:
             writing = files.Writing(self._root, files.absolute(path), mode, self._owner, make_folders=False)
-        except FileNotFoundError:
-            return False
-        try:
-            writing.add(data)
-        except BaseException:
-            writing.discard()
-            raise
-        writing.finish()
-        writing.close()
+            try:
+                writing.add(data)
+            except BaseException:
+                writing.discard()
+                raise
+            writing.finish()
+            writing.close()
+        except OSError:
+            raise AskServer from None
         await _turn()
-        return True
 
     async def describe(self, path: str) -> dict[str, Any] | None:
         """The entry at a path, links not followed; None when there is nothing."""
-        entry = files.describe(self._root, path)
+        try:
+            entry = files.describe(self._root, path)
+        except OSError:
+            raise AskServer from None
         await _turn()
         return entry
 
@@ -107,6 +118,7 @@ class Hands:
         channel.setblocking(False)
         self._channel = channel
         self._taken: dict[int, Reach] = {}
+        forks.not_for_children(self)
 
     def reach(self, epoch: int) -> Reach | None:
         """The files of a slot that has been made just now; None where only the server reaches them. Asked for once."""
@@ -119,6 +131,8 @@ class Hands:
         """Nobody asks any more."""
         self._channel.close()
         self._taken.clear()
+
+    let_go = close
 
 
 def _may_keep(fd: int) -> bool:

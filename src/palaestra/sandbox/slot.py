@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import stat
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from palaestra.sandbox.base import (
 from palaestra.sandbox.calls import MAX_OUTPUT_BYTES, Lease, limits, program, require
 from palaestra.sandbox.client import CommandNotStarted, SlotServer
 from palaestra.sandbox.process import LocalProcess
-from palaestra.sandbox.reach import Reach
+from palaestra.sandbox.reach import AskServer, Reach
 from palaestra.sandbox.shell import LocalShell
 from palaestra.sandbox.slotd.allowlist import PROXY_PORT
 from palaestra.sandbox.texts import TextFiles
@@ -71,7 +72,7 @@ class LocalSlot(TextFiles):
         self.lost = False
         """Whether the server has reported that the slot died."""
         self._lease = Lease(server, *lease, rung)
-        self._reach, self._frozen = reach, False
+        self._reach, self._frozen, self._surveys = reach, False, 0
 
     @property
     def slot_id(self) -> str:
@@ -114,12 +115,25 @@ class LocalSlot(TextFiles):
             self._reach.close()
             self._reach = None
 
-    def _at_hand(self) -> Reach | None:
-        """For a call that may do without the server, which lets a slot that stands still go on at the next one."""
-        if self._frozen:
+    def _at_hand(self) -> Reach:
+        """For a call that may do without the server, which lets a slot that stands still go on at the next one.
+
+        Raises `AskServer` where it may not.
+        """
+        if self._reach is None or self._frozen:
             self._frozen = False
-            return None
+            raise AskServer
         return self._reach
+
+    @contextlib.contextmanager
+    def surveyed(self) -> Iterator[None]:
+        """For a request that goes through many files: what is written meanwhile is written by the server between its
+        steps, so that no file is found half made."""
+        self._surveys += 1
+        try:
+            yield
+        finally:
+            self._surveys -= 1
 
     @property
     def rung(self) -> Rung:
@@ -190,18 +204,17 @@ class LocalSlot(TextFiles):
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes:
         """The file from `offset` to its end; OSError (EFBIG) where that is more than `max_bytes`."""
         require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")
-        files = self._at_hand()
-        if files is not None and isinstance(path, str):
-            return await files.read(path, offset, max_bytes)
+        if isinstance(path, str):
+            with contextlib.suppress(AskServer):
+                return await self._at_hand().read(path, offset, max_bytes)
         fields = {**self._lease.fields(), "path": path, "offset": offset, "max_bytes": max_bytes}
         return await self.server.read("read", fields)
 
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         """Write atomically, creating parent directories. A link is followed, inside the slot."""
-        files = self._at_hand()
-        odd = not (isinstance(path, str) and isinstance(data, bytes))
-        if files is not None and not odd and await files.write(path, data, mode):
-            return
+        if isinstance(path, str) and isinstance(data, bytes) and not self._surveys:
+            with contextlib.suppress(AskServer):
+                return await self._at_hand().write(path, data, mode)
         fields = {**self._lease.fields(), "path": path}
         if mode is not None:
             fields["mode"] = mode
@@ -209,17 +222,22 @@ class LocalSlot(TextFiles):
 
     async def list_dir(self, path: str = ".") -> list[FileInfo]:
         """The entries of a directory, sorted by name; their paths are absolute."""
-        return [FileInfo(**entry) for entry in await self.server.listing("list", {**self.lease(), "path": path})]
+        with self.surveyed():
+            found = await self.server.listing("list", {**self.lease(), "path": path})
+        return [FileInfo(**entry) for entry in found]
 
     async def stat(self, path: str) -> FileInfo | None:
         """What is at a path, links not followed; None when there is nothing."""
-        files = self._at_hand()
-        if files is not None and isinstance(path, str):
-            entry = await files.describe(path)
-        else:
-            reply = await self.server.call("stat", {**self.lease(), "path": path})
-            entry = reply.fields["entry"]
+        entry = await self._entry(path)
         return None if entry is None else FileInfo(**entry)
+
+    async def _entry(self, path: str) -> dict[str, JSON] | None:
+        if isinstance(path, str):
+            with contextlib.suppress(AskServer):
+                return await self._at_hand().describe(path)
+        reply = await self.server.call("stat", {**self.lease(), "path": path})
+        found: dict[str, JSON] | None = reply.fields["entry"]
+        return found
 
     async def make_dir(self, path: str) -> None:
         await self.server.call("mkdir", {**self.lease(), "path": path})
@@ -246,12 +264,16 @@ class LocalSlot(TextFiles):
 
     async def remove(self, path: str) -> None:
         """Remove a file or a whole directory. Nothing there is not an error."""
-        await self.server.call("remove", {**self.lease(), "path": path})
+        with self.surveyed():
+            await self.server.call("remove", {**self.lease(), "path": path})
 
     async def freeze(self) -> int:
         """Stop every process of the slot until the next call to it, and say how many: while nobody acts, say."""
         self._frozen = True
-        reply = await self.server.call("freeze", self.lease())
+        try:
+            reply = await self.server.call("freeze", self.lease())
+        finally:
+            self._frozen = True  # a call meanwhile came before everything stood still
         return int(reply.fields["processes"])
 
     async def arguments(self, pid: int) -> list[str] | None:
@@ -268,7 +290,9 @@ class LocalSlot(TextFiles):
 
     async def changes(self) -> list[Change]:
         """What differs from where this slot started, as seen while looking: commands may be running."""
-        return [Change(**change) for change in await self.server.listing("changes", self.lease())]
+        with self.surveyed():
+            found = await self.server.listing("changes", self.lease())
+        return [Change(**change) for change in found]
 
     def fork(self) -> AbstractAsyncContextManager[Slot]:
         """Another slot from what this one's files are now; see `Slot.fork`."""

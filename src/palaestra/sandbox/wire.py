@@ -10,6 +10,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 
+from palaestra.sandbox import forks
 from palaestra.sandbox.slotd.frames import Frame
 from palaestra.sandbox.slotd.link import Link
 from palaestra.sandbox.slotd.loop import WRITE
@@ -28,6 +29,7 @@ class Wire:
         self._closed = False
         self.link = Link(self, stream, on_frame, self._end)
         """Sends; not to be used once `on_end` was called."""
+        forks.not_for_children(self)
 
     async def drained(self) -> None:
         """Until the socket has taken everything, or is closed."""
@@ -43,6 +45,11 @@ class Wire:
     def close(self) -> None:
         """Let go of the socket. Idempotent."""
         self._end()
+
+    def let_go(self) -> None:
+        """In a forked child: the loop's list of descriptors is still that of its parent, and is left alone."""
+        self._closed = True
+        self._stream.close()
 
     # What the link calls: asyncio's loop as one of the server's
 

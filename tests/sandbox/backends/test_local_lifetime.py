@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slots
 GONE_WITHIN_S = 2.0
 
 CLIENT = """
-import asyncio
+import asyncio, os, sys
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import SlotSpec
 async def main():
@@ -33,6 +33,12 @@ async def main():
         for slot in slots:
             await slot.execute("setsid sleep 1000 >/dev/null 2>&1 &")
         await backend.seal(slots.pop())
+        if sys.argv[1:]:
+            child = os.fork()
+            if child == 0:
+                sys.stdin.read()
+                os._exit(0)
+            print(child)
         print("ready", flush=True)
         await slots[0].execute("sleep 1000", timeout_s=1000)
 asyncio.run(main())
@@ -76,6 +82,22 @@ def test_a_killed_client_leaves_nothing(client: subprocess.Popen[str]) -> None:
     client.kill()
     client.wait()
     assert_gone(ours)
+
+
+def test_a_child_that_a_killed_client_had_forked_keeps_nothing() -> None:
+    program = [sys.executable, "-c", CLIENT, "fork"]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdin is not None
+        assert client.stdout is not None
+        child = int(client.stdout.readline())
+        assert client.stdout.readline() == "ready\n"
+        ours = {process.pid for process in descendants(client.pid)} - {child}
+        assert len(ours) >= 6
+        client.kill()
+        client.wait()
+        assert_gone(ours)
+        assert any(process.pid == child for process in table())
+        client.stdin.close()
 
 
 @pytest.mark.parametrize("victim", ["slotd", "watcher"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import os
 import resource
 import signal
@@ -63,8 +65,7 @@ def test_small_files_need_no_server() -> None:
             await slot.write_bytes("f", b"data", mode=0o640)
             assert await slot.read_bytes("/workspace/f", offset=1) == b"ata"
             info = await slot.stat("f")
-            with pytest.raises(FileNotFoundError):
-                await slot.read_bytes("nothing")
+            assert await slot.stat("nothing") is None
         finally:
             for pid in stopped:
                 os.kill(pid, signal.SIGCONT)
@@ -166,6 +167,99 @@ def test_a_process_with_few_descriptors_asks_the_server() -> None:
     on_full(body)
 
 
+def test_a_process_that_may_open_no_more_asks_the_server() -> None:
+    async def body(backend: LocalBackend) -> None:
+        slot, taken = await backend.create(SlotSpec(), "test"), []
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, limits[0]), limits[1]))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(os.dup(0))
+            await slot.write_bytes("f", b"data")
+            assert await slot.read_bytes("f") == b"data"
+            assert await slot.stat("f") is not None
+        finally:
+            for fd in taken:
+                os.close(fd)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    on_full(body)
+
+
+def test_a_forked_child_keeps_no_files_of_slots() -> None:
+    """A pool of processes, say, which lives longer than the slots that were there when it was started."""
+
+    async def body(backend: LocalBackend) -> None:
+        slots = [await backend.create(SlotSpec(), "test") for _ in range(3)]
+        before = open_roots()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(before - open_roots())
+        _, status = await asyncio.to_thread(os.waitpid, pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 3
+        await slots[0].write_bytes("f", b"data")
+        assert open_roots() == before
+
+    on_full(body)
+
+
+def test_nothing_stays_open_after_what_is_refused() -> None:
+    async def body(backend: LocalBackend) -> None:
+        slot = await backend.create(SlotSpec(), "test")
+        await slot.write_bytes("f", b"data")
+        before = len(os.listdir("/proc/self/fd"))
+        assert await slot.read_bytes("f", offset=1 << 63) == b""
+        with pytest.raises(TypeError):
+            await slot.read_bytes("f", offset=1.5)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            await slot.write_bytes("f", b"", mode="640")  # type: ignore[arg-type]
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    on_full(body)
+
+
+def test_what_looks_at_many_files_finds_none_half_made() -> None:
+    async def body(backend: LocalBackend) -> None:
+        slot = await backend.create(SlotSpec(), "test")
+        await slot.execute("mkdir d; for i in $(seq 300); do echo $i > d/$i; done")
+
+        async def write() -> None:
+            for number in itertools.count():
+                await slot.write_bytes(f"d/{number % 300 + 1}", b"new")
+
+        writing = asyncio.ensure_future(write())
+        for _ in range(40):
+            snapshot = await backend.checkpoint(slot)
+            paths = [change.path for change in await backend.changes(snapshot)]
+            await backend.forget(snapshot)
+            paths += [change.path for change in await slot.changes()]
+            paths += [entry.path for entry in await slot.list_dir("d")]
+            assert [path for path in paths if "/." in path] == []
+        writing.cancel()
+
+    on_full(body)
+
+
+def test_calls_that_fail_leave_others_their_time() -> None:
+    """As of a loop that waits for a file."""
+
+    async def body(backend: LocalBackend) -> None:
+        slot = await backend.create(SlotSpec(), "test")
+
+        async def make() -> None:
+            await slot.write_text("f", "data")
+
+        making = asyncio.ensure_future(make())
+        for _ in range(10_000):
+            if await slot.read_text("f", missing=""):
+                break
+        assert await slot.read_text("f", missing="") == "data"
+        await making
+
+    on_full(body)
+
+
 def test_many_calls_leave_others_their_time() -> None:
     async def body(backend: LocalBackend) -> None:
         slot = await backend.create(SlotSpec(), "test")
@@ -190,7 +284,10 @@ def test_a_slot_that_stands_still_goes_on_at_a_file_call() -> None:
     async def body(backend: LocalBackend) -> None:
         slot = await backend.create(SlotSpec(), "test")
         await slot.execute(": > ticks; (while :; do echo >> ticks; sleep 0.01; done) >/dev/null 2>&1 &")
-        assert await slot.freeze() >= 1
+        freezing = asyncio.ensure_future(slot.freeze())
+        await asyncio.sleep(0)
+        await slot.read_bytes("ticks")  # before everything stands still
+        assert await freezing >= 1
         before = len(await slot.read_bytes("ticks"))  # which lets it go on
         while len(await slot.read_bytes("ticks")) <= before + 1:  # noqa: ASYNC110 - nothing here is told
             await asyncio.sleep(0.01)

@@ -147,6 +147,8 @@ def test_what_a_waiting_shell_cannot_be_given_starts_another(on_each_rung: WithS
         assert (await slot.execute("env | grep a.b", env={"a.b": "1"})).output == "a.b=1\n"
         assert (await slot.execute("f", env={"BASH_FUNC_f%%": "() { echo made; }"})).output == "made\n"
         assert (await slot.execute("echo $-", env={"SHELLOPTS": "noglob"})).output == "fhBc\n"
+        assert (await slot.execute("echo ${PS1-no} ${PS2-no}", env={"PS1": "$ ", "PS2": "> "})).output == "no no\n"
+        assert (await slot.execute("shopt -o ignoreeof", env={"IGNOREEOF": "3"})).output == "ignoreeof      \toff\n"
         assert (await slot.execute(["echo", "argv"])).output == "argv\n"
         assert (await slot.execute("echo a\0b")).exit_code == 126
         with pytest.raises(FileNotFoundError):

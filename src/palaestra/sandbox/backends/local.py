@@ -280,7 +280,8 @@ class LocalBackend:
         process that does not stop, and on a rung without layers.
         """
         ours = self._own(slot)
-        return _snapshot(await ours.server.make("checkpoint", ours.lease(), _forget_topmost), ours.spec)
+        with ours.surveyed():
+            return _snapshot(await ours.server.make("checkpoint", ours.lease(), _forget_topmost), ours.spec)
 
     @contextlib.asynccontextmanager
     async def _forked(self, slot: LocalSlot) -> AsyncIterator[Slot]:

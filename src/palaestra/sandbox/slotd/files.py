@@ -19,7 +19,7 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 from . import syscalls
-from .stack import kind_of
+from .stack import UNFINISHED, kind_of
 
 WORKSPACE = "/workspace"
 MAX_ENTRIES = 200_000
@@ -72,10 +72,16 @@ def open_for_reading(root: int, path: str, offset: int, max_bytes: int) -> tuple
         if size > max_bytes:
             raise OSError(errno.EFBIG, f"{size} bytes is more than the limit of {max_bytes} bytes for one call", path)
         fd = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
     finally:
         os.close(handle)
-    if offset:
-        os.lseek(fd, offset, os.SEEK_SET)
+    try:
+        if offset and size:  # past the end there is nothing, however far
+            os.lseek(fd, offset, os.SEEK_SET)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd, size
 
 
@@ -87,13 +93,14 @@ class Writing:
     """
 
     def __init__(self, root: int, path: str, mode: int | None, owner: int, *, make_folders: bool = True) -> None:
+        wanted = None if mode is None else mode & 0o7777
         self._folder, self._status, path = _at_end_of_links(root, path, owner, make_folders)
         self._path, self._name = path, path.rpartition("/")[2]
         if self._status is not None and not stat.S_ISREG(self._status.st_mode):
             os.close(self._folder)
             raise _not_regular(self._status, path)
         old_mode = 0o644 if self._status is None else stat.S_IMODE(self._status.st_mode)
-        self._mode = old_mode if mode is None else mode & 0o7777
+        self._mode = old_mode if wanted is None else wanted
         self._owner = owner
         self._temporary = f".{os.urandom(12).hex()}"  # without the name, which may be as long as names can be
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -102,6 +109,7 @@ class Writing:
         except OSError as error:
             os.close(self._folder)
             raise OSError(error.errno, error.strerror, path) from None
+        UNFINISHED.add(self._temporary)
 
     def add(self, data: bytes) -> None:
         """The next piece."""
@@ -122,6 +130,7 @@ class Writing:
         except OSError as error:
             self.discard()
             raise OSError(error.errno, error.strerror, self._path) from None
+        UNFINISHED.discard(self._temporary)
 
     def close(self) -> None:
         """Let go of what has been written."""
@@ -135,6 +144,7 @@ class Writing:
         except OSError:
             pass  # the slot may be gone
         finally:
+            UNFINISHED.discard(self._temporary)
             self.close()
 
 
@@ -196,7 +206,11 @@ def list_directory(root: int, path: str) -> Generator[None, None, list[dict[str,
                     raise OSError(errno.EFBIG, f"more than {MAX_ENTRIES} entries", path)
                 if len(found) % _PAUSE_EVERY == _PAUSE_EVERY - 1:
                     yield
-                found.append(_entry(_plain(f"{path}/{entry.name}"), entry.stat(follow_symlinks=False), fd, entry.name))
+                if entry.name in UNFINISHED:
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # a program of the slot has removed it meanwhile
+                    status = entry.stat(follow_symlinks=False)
+                    found.append(_entry(_plain(f"{path}/{entry.name}"), status, fd, entry.name))
     finally:
         os.close(fd)
     return found
@@ -231,46 +245,54 @@ def unlink(root: int, path: str) -> None:
 
 
 def _remove(parent: int, name: str) -> Iterator[None]:
-    """Depth first and without recursion; the descriptors held are those of one chain of directories."""
+    """Depth first and without recursion; the descriptors held are those of one chain of directories.
+
+    What somebody else removes meanwhile is gone, which is all that was wanted.
+    """
     try:
         os.unlink(name, dir_fd=parent)
         return
     except FileNotFoundError:
         return
     except (IsADirectoryError, PermissionError):
-        trail = [(name, *(yield from _remove_files(parent, name)))]
+        trail: list[tuple[str, int, list[str]]] = []
+        yield from _enter(parent, name, trail)
     try:
         while trail:
             own, fd, folders = trail[-1]
             if folders:
                 if len(trail) == MAX_NESTED:  # each holds a descriptor, and those are the whole server's
                     raise OSError(errno.ENAMETOOLONG, f"directories are nested more than {MAX_NESTED} deep")
-                child = folders.pop()
-                trail.append((child, *(yield from _remove_files(fd, child))))
+                yield from _enter(fd, folders.pop(), trail)
             else:
                 os.close(trail.pop()[1])
-                os.rmdir(own, dir_fd=trail[-1][1] if trail else parent)
+                with contextlib.suppress(FileNotFoundError):
+                    os.rmdir(own, dir_fd=trail[-1][1] if trail else parent)
             yield None
     finally:
         for _, fd, _ in trail:
             os.close(fd)
 
 
-def _remove_files(parent: int, name: str) -> Generator[None, None, tuple[int, list[str]]]:
-    """Empty a directory of all but directories; the directory, open, and what is left in it."""
-    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-    with os.scandir(fd) as entries:
-        children = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+def _enter(parent: int, name: str, trail: list[tuple[str, int, list[str]]]) -> Iterator[None]:
+    """Empty a directory of all but directories, and put it on the trail, open, with what is left in it."""
     try:
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    except FileNotFoundError:
+        return
+    try:
+        with os.scandir(fd) as entries:
+            children = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
         for number, (child, is_directory) in enumerate(children, 1):
             if not is_directory:
-                os.unlink(child, dir_fd=fd)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(child, dir_fd=fd)
             if number % _PAUSE_EVERY == 0:
                 yield
     except BaseException:
         os.close(fd)
         raise
-    return fd, [child for child, is_directory in children if is_directory]
+    trail.append((name, fd, [child for child, is_directory in children if is_directory]))
 
 
 def _at_end_of_links(root: int, path: str, owner: int, make_folders: bool) -> tuple[int, os.stat_result | None, str]:

@@ -53,7 +53,8 @@ NOT_AT_START = re.compile(r"BASH.*|SHELLOPTS|POSIX.*|(OLD)?PWD|SECONDS|_", re.DO
 
 _NOT_LATER = re.compile(
     rf"{NOT_AT_START.pattern}|\d.*|COMP_.*|DIRSTACK|E?UID|ENV|EPOCH.*|FUNC.*|GLIBC_.*|GLOB.*|GROUPS|HIST.*|HOST.*|IFS"
-    r"|LANG.*|LC_.*|LD_.*|LINENO|MACHTYPE|MALLOC_.*|OPT.*|OSTYPE|PIPESTATUS|PPID|PS4|S?RANDOM|READLINE.*|REPLY|SHLVL|.*\W.*",
+    r"|IGNOREEOF|ignoreeof|LANG.*|LC_.*|LD_.*|LINENO|MACHTYPE|MALLOC_.*|OPT.*|OSTYPE|PIPESTATUS|PPID|PS[124]|S?RANDOM"
+    r"|READLINE.*|REPLY|SHLVL|.*\W.*",
     re.DOTALL | re.ASCII,
 )
 """Variables that do not become the same when they are set in a shell that has started."""

@@ -144,12 +144,19 @@ def differences(layer: str, below: Stack, marks: Marks) -> Iterator[Difference |
         os.close(root)
 
 
+UNFINISHED: set[str] = set()
+"""Names (of random letters) that files have while they are written from outside: nobody has asked for those."""
+
+
 def scan(directory: int) -> Generator[None, None, list[tuple[str, os.stat_result]]]:
-    """The entries of a directory, links not followed, as a job."""
+    """The entries of a directory, links not followed, as a job; without unfinished files, and what goes meanwhile."""
     children: list[tuple[str, os.stat_result]] = []
     with os.scandir(directory) as entries:
         for entry in entries:
-            children.append((entry.name, entry.stat(follow_symlinks=False)))
+            if entry.name in UNFINISHED:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                children.append((entry.name, entry.stat(follow_symlinks=False)))
             if len(children) % _PAUSE_EVERY == 0:
                 yield None
     return children

@@ -208,9 +208,7 @@ class _Shell:
         ready = self.is_ready()
         if not ready and times < _LOOKS:
             self._slot.loop.later(_LOOK_AFTER_S * 2**times, lambda: self._look_again(times + 1))
-        elif (
-            self._ready is None or not self._ready.is_in_workspace()
-        ):  # none that can be given anything; a linked place
+        elif self._ready is None or not self._ready.is_in_workspace():  # can be given nothing, or the place is a link
             self._owner.ended(self, possible=False)
             self._slot.kill_child(self._name)
 
