@@ -214,7 +214,8 @@ class LocalSlot(TextFiles):
         """Write atomically, creating parent directories. A link is followed, inside the slot."""
         if isinstance(path, str) and isinstance(data, bytes) and not self._surveys:
             with contextlib.suppress(AskServer):
-                return await self._at_hand().write(path, data, mode)
+                await self._at_hand().write(path, data, mode)
+                return
         fields = {**self._lease.fields(), "path": path}
         if mode is not None:
             fields["mode"] = mode
