@@ -116,6 +116,9 @@ def test_a_run_that_goes_on_is_exported_as_far_as_it_is(tmp_path: Path, capsys: 
         (["--to", "sharegtp"], "Did you mean sharegpt?"),
         ([], "--to, and one of atropos, openai"),
         (["--to", "openai", "--out", "/proc/nowhere/x"], "cannot write /proc/nowhere/x"),
+        (["--to", ":Name"], "cannot load the export format :Name: Empty module name"),
+        (["--to", "pathlib:PurePath"], "pathlib:PurePath is no export format: it lacks ending, everything, export"),
+        (["--to", "shlex:quote"], "cannot load the export format shlex:quote: quote() missing 1 required"),
     ],
 )
 def test_wrong_usage_says_the_way_out(
