@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, Outcome
 from palaestra.rollouts.appending import AppendedFile, writing
 from palaestra.rollouts.export.atropos import group_line
-from palaestra.rollouts.trajectory import Group, TokenRow
+from palaestra.rollouts.trajectory import Group, TokenRow, Trajectory
 
 DELIVERIES_SCHEMA = "palaestra.deliveries/1"
 
@@ -24,9 +24,18 @@ _SENT_TOO = ("generation_params", "overrides", "images")
 
 
 def fitting(group: Group, most_tokens: int | None) -> Group:
-    """The group without rollouts that have no reward, or a row of more than `most_tokens`."""
-    kept = [trajectory for trajectory in group.scored if _longest(trajectory.rows) <= (most_tokens or 1 << 62)]
+    """The group without rollouts that have no reward, in which nothing was said, or with a row of more than
+    `most_tokens`."""
+    most = most_tokens or 1 << 62
+    kept = [each for each in group.scored if not unsaid(each) and _longest(each.rows) <= most]
     return msgspec.structs.replace(group, trajectories=kept)
+
+
+def unsaid(trajectory: Trajectory) -> bool:
+    """Whether the agent was ended before the model had said anything, as by a prompt that is too long for it: the
+    rollout has a score then, and nothing that can be trained."""
+    ended = trajectory.outcome is not Outcome.NATURAL and not trajectory.turns
+    return ended and not _sampled(trajectory.rows)
 
 
 def scored_data(
