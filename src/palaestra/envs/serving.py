@@ -17,7 +17,7 @@ from palaestra.rollouts.runner import Totals
 from palaestra.rollouts.trajectory import Group
 from palaestra.trainers.atropos.client import TrajectoryClient
 from palaestra.trainers.atropos.feed import feeding
-from palaestra.trainers.atropos.outgoing import Deliveries, fitting, scored_data, unsaid
+from palaestra.trainers.atropos.outgoing import Deliveries, fitting, scored_data
 from palaestra.trainers.atropos.standing import FeedSettings
 
 ASK_S = 5.0
@@ -98,7 +98,7 @@ class Serving:
             messages=self._config.include_messages,
             placeholders=self._config.allow_placeholder_tokens,
         )
-        said = [each for each in group.scored if each.rows and not unsaid(each)]
+        said = [each for each in group.scored if each.rows and not each.unsaid]
         if line is None and said:
             self._too_long += 1
             if self._too_long == 1:

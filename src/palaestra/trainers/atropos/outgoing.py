@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Outcome
+from palaestra.core.types import JSON
 from palaestra.rollouts.appending import AppendedFile, writing
 from palaestra.rollouts.export.atropos import group_line
-from palaestra.rollouts.trajectory import Group, TokenRow, Trajectory
+from palaestra.rollouts.trajectory import Group, TokenRow
 
 DELIVERIES_SCHEMA = "palaestra.deliveries/1"
 
@@ -27,15 +27,8 @@ def fitting(group: Group, most_tokens: int | None) -> Group:
     """The group without rollouts that have no reward, in which nothing was said, or with a row of more than
     `most_tokens`."""
     most = most_tokens or 1 << 62
-    kept = [each for each in group.scored if not unsaid(each) and _longest(each.rows) <= most]
+    kept = [each for each in group.scored if not each.unsaid and _longest(each.rows) <= most]
     return msgspec.structs.replace(group, trajectories=kept)
-
-
-def unsaid(trajectory: Trajectory) -> bool:
-    """Whether the agent was ended before the model had said anything, as by a prompt that is too long for it: the
-    rollout has a score then, and nothing that can be trained."""
-    ended = trajectory.outcome is not Outcome.NATURAL and not trajectory.turns
-    return ended and not _sampled(trajectory.rows)
 
 
 def scored_data(
