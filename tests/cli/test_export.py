@@ -116,6 +116,9 @@ def test_a_run_that_goes_on_is_exported_as_far_as_it_is(tmp_path: Path, capsys: 
         (["--to", "sharegtp"], "Did you mean sharegpt?"),
         ([], "--to, and one of atropos, openai"),
         (["--to", "openai", "--out", "/proc/nowhere/x"], "cannot write /proc/nowhere/x"),
+        (["--to", ":Name"], "cannot load the export format :Name: Empty module name"),
+        (["--to", "pathlib:PurePath"], "pathlib:PurePath is no export format: it lacks ending, everything, export"),
+        (["--to", "shlex:quote"], "cannot load the export format shlex:quote: quote() missing 1 required"),
     ],
 )
 def test_wrong_usage_says_the_way_out(
@@ -205,3 +208,31 @@ def test_a_disk_that_is_full_is_one_line(folder: Path, tmp_path: Path, capsys: p
     assert run(folder, "--to", "openai", "--out", tmp_path / "x.jsonl") == 2
     assert "x.jsonl: No space left on device; name another file with --out" in capsys.readouterr().err
     assert not (tmp_path / "x.jsonl").exists()
+
+
+def test_standard_output_on_a_full_disk_is_one_line(folder: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "palaestra", "export", str(folder), "--to", "openai", "--out", "-"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "error: cannot write standard output: No space left on device; name another file with --out\n"
+
+
+def test_a_pipe_is_written_to_and_nothing_made_beside_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    pipe = tmp_path / "out/pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert run(folder, "--to", "openai", "--out", pipe) == 0
+        assert os.read(reader, 1 << 16).count(b"\n") == 3
+    finally:
+        os.close(reader)
+    assert capsys.readouterr().out == f"{pipe}\n"
+    assert list(pipe.parent.iterdir()) == [pipe]

@@ -16,6 +16,7 @@ import pytest
 
 from palaestra.core.types import Outcome
 from palaestra.rollouts.journal import RolloutEnded, RunEnded, read_journal
+from palaestra.rollouts.status import RunReader
 
 pytestmark = pytest.mark.slots
 
@@ -151,6 +152,31 @@ def test_a_cost_that_is_reached_pauses_the_run_and_is_recorded(tmp_path: Path) -
         said = end(again)
     assert again.returncode == 3, "what was spent before counts"
     assert len(endings(run_of(tmp_path))[0]) == 1
+
+
+def test_what_a_part_without_prices_used_counts_by_those_of_the_next(tmp_path: Path) -> None:
+    (tmp_path / "my_env.py").write_text(WAITING)
+    (tmp_path / "go").touch()
+    with start(tmp_path, "--tasks", "1") as going:
+        said = end(going)
+    assert going.returncode == 0, said
+    run = run_of(tmp_path)
+    with start(tmp_path, "--max-cost", "5", *PRICES, "--resume", str(run)) as again:
+        said = end(again)
+    assert again.returncode == 3, said
+    assert len(endings(run)[0]) == 1
+    with start(tmp_path, *PRICES, "--resume", str(run)) as again:
+        said = end(again)
+    assert again.returncode == 0, said
+    status = RunReader(run / "journal.jsonl").read()
+    costs = [each.trajectory.cost for each in read_journal(run / "journal.jsonl") if isinstance(each, RolloutEnded)]
+    assert costs[0] is None
+    assert status.cost == sum(cost for cost in costs if cost is not None)
+    assert 0 < status.unpriced_tokens < status.prompt_tokens + status.completion_tokens
+    told = subprocess.run(
+        [sys.executable, "-m", "palaestra", "status", str(run)], capture_output=True, text=True, check=True
+    )
+    assert f"and that of {status.unpriced_tokens:,} tokens without a price" in told.stdout
 
 
 def test_others_see_a_live_run(tmp_path: Path) -> None:

@@ -230,3 +230,32 @@ def test_what_is_left_of_a_group_must_differ_too(
     finally:
         output.close("done")
     assert (line and line["scores"]) == sent
+
+
+@pytest.mark.parametrize(("silent", "sent"), [(1, [1.0, 0.5]), (3, None)])
+def test_a_rollout_in_which_nothing_was_said_does_not_end_the_run(
+    silent: int, sent: list[float] | None, tmp_path: Path
+) -> None:
+    """A prompt that is too long for the model has a score and no tokens, though its server is token-exact."""
+    heard = TokenRow(tokens=[7] * 3, masks=[7] * 3, source="engine")
+    rollouts = [
+        Trajectory(
+            rollout_id=f"g/{index}",
+            group_id="g",
+            task_id="t",
+            index=index,
+            messages=[],
+            outcome=Outcome.BUDGET if index < silent else Outcome.NATURAL,
+            reward=reward,
+            row=(None if index else TokenRow(tokens=[7], masks=[-100])) if index < silent else heard,
+        )
+        for index, reward in enumerate((0.0, 1.0, 0.5))
+    ]
+    group = Group(group_id="g", number=0, task_id="t", trajectories=rollouts)
+    output = Output(claim_folder(tmp_path, "e", "m"), env="e", model="m", groups_path=None, settings={})
+    output.start(0)
+    try:
+        line = Serving(BaseEnvConfig(group_size=3), output, print)._line(group, 8)
+    finally:
+        output.close("done")
+    assert (line and line["scores"]) == sent

@@ -83,28 +83,40 @@ def command(
 
 
 def _written(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Path | None, ExportReport]:
-    """Where the export lies, None for stdout: filled beside its place, which it takes when it is whole."""
+    """Where the export lies, None for stdout. A file is filled beside its place, which it takes when it is whole; what
+    is there already and is no file (a pipe, a device) is written to as it is."""
     from palaestra.core.errors import ConfigError
+
+    try:
+        if str(path) == "-":
+            report = write(sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+            return None, report
+        if path.exists() and not path.is_file():
+            with path.open("wb") as stream:
+                return path, write(stream)
+        return _filled(path, write)
+    except BrokenPipeError:
+        raise  # nobody reads any more, and nobody need be told
+    except OSError as error:
+        place = "standard output" if str(path) == "-" else path
+        raise ConfigError(f"cannot write {place}: {error.strerror}; name another file with --out") from error
+
+
+def _filled(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Path, ExportReport]:
     from palaestra.rollouts.export.atropos import claim_path
 
-    if str(path) == "-":
-        report = write(sys.stdout.buffer)
-        sys.stdout.buffer.flush()
-        return None, report
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with unfinished.open("wb") as file:
-                report = write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            target = claim_path(path)
-            unfinished.replace(target)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from error
+        with unfinished.open("wb") as file:
+            report = write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        target = claim_path(path)
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return target, report
 
 

@@ -82,6 +82,8 @@ def _lines(status: RunStatus, now: float) -> list[str]:
         times = (f"{name} {duration(each.p50_s)}/{duration(each.p95_s)}" for name, each in status.stages.items())
         lines.append(f"stages     {', '.join(times)} (median/95 %)")
     cost = "" if status.cost is None else f"; cost {status.cost:.4f}"
+    if cost and status.unpriced_tokens:
+        cost += f" and that of {status.unpriced_tokens:,} tokens without a price"
     lines.append(f"tokens     {status.prompt_tokens:,} read, {status.completion_tokens:,} written{cost}")
     lines.append(f"disk       {_megabytes(status.disk_bytes)} taken, {_megabytes(status.disk_free_bytes)} free")
     return lines

@@ -17,7 +17,7 @@
         │   └── AcquireTimeout (TimeoutError)  no slot came free in time
         ├── TrainerError                    who learns from the groups
         │   ├── TrainerUnavailable (ConnectionError)  its server did not answer for too long
-        │   └── TrainerRefused (ValueError)           its server will not have this environment or these groups
+        │   └── TrainerRefused (ValueError)           its server will not have this environment or groups, or is none
         ├── ToolUnavailable (ConnectionError)  what a tool asks (a provider, a recording) failed or has no answer
         ├── CannotGoOn                      a rollout that was cut off cannot be taken up where it was
         ├── ToolStuck (TimeoutError)        a tool call that did not come back, nor kept its own time limit
@@ -128,7 +128,7 @@ class TrainerUnavailable(TrainerError, ConnectionError):
 
 
 class TrainerRefused(TrainerError, ValueError):
-    """The server understood and said no: trying again cannot help."""
+    """The server said no, or is no trainer's server: trying again cannot help."""
 
 
 class ToolUnavailable(InfraError, ConnectionError):

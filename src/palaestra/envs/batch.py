@@ -54,7 +54,7 @@ def make_stops(config: BaseEnvConfig, output: Output, resumed: bool) -> Stops:
     if resumed:
         reader = RunReader(output.folder.journal)
         reader.read()
-        spent, paid = reader.settled.cost or 0.0, reader.paid  # what is in flight is told again when it is taken up
+        spent, paid = reader.settled.spent(prices(config)), reader.paid  # what is in flight is told when it is taken up
     return Stops(
         max_infra_rate=config.max_infra_rate,
         max_cost=config.max_cost,

@@ -98,10 +98,11 @@ class Serving:
             messages=self._config.include_messages,
             placeholders=self._config.allow_placeholder_tokens,
         )
-        if line is None and group.scored:
+        said = [each for each in group.scored if each.rows and not each.unsaid]
+        if line is None and said:
             self._too_long += 1
             if self._too_long == 1:
-                shortest = min(max(len(row.tokens) for row in each.rows) for each in group.scored if each.rows)
+                shortest = min(max(len(row.tokens) for row in each.rows) for each in said)
                 self._note(
                     f"group {group.group_id} is not sent: its shortest rollout has {shortest} tokens and the trainer "
                     f"takes {most_tokens}. Offer fewer tools (--env.enabled_toolsets), or let the trainer take more"

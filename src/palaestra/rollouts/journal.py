@@ -268,6 +268,8 @@ def is_whole(line: bytes) -> bool:
 
 def damaged(path: Path, number: int, error: object) -> ConfigError:
     """The error for a journal with a damaged line that is not its last."""
+    if number == 1:
+        return ConfigError(f"{path} does not begin as a journal does: {error}")
     return ConfigError(
         f"{path}: line {number} is damaged: {error}. Get the file from a backup; or keep what stands before that line "
         f"(head -n {number - 1}), and --resume rolls the rest out again"

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, Prices
 from palaestra.rollouts.inflight import Idle, is_alive, read_stages
 from palaestra.rollouts.intervals import mean_interval, rate_interval
 from palaestra.rollouts.journal import check_schema
@@ -67,7 +67,8 @@ class RunStatus:
     without a reward as 0, `full` is the share of scored rollouts with a reward of 1 or more, and `…_interval` the 95 %
     interval of a mean, where there are groups enough for one. Tokens and `cost` count discarded attempts and what is in
     flight too, up to its last turn (and, in a turn that gives work to sub-agents, its last reply); `stages` count
-    discarded attempts. `cost` is None where no prices were given. `taken_up` rollouts went on where a kill had cut them
+    discarded attempts. `cost` is None where no prices were given; `unpriced_tokens` were used
+    in parts of the run that had none, and are not in it. `taken_up` rollouts went on where a kill had cut them
     off; those `begun_anew` could not, by reason.
     """
 
@@ -100,6 +101,7 @@ class RunStatus:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float | None = None
+    unpriced_tokens: int = 0
     disk_bytes: int = 0
     disk_free_bytes: int = 0
 
@@ -155,23 +157,35 @@ class _Ended(NamedTuple):
 
 @dataclass(slots=True)
 class _Paid:
-    """Tokens read and written, and their cost, where that is known."""
+    """Tokens read and written, and their cost, where that is known; `unpriced` are those of which it is not."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float | None = None
+    unpriced: tuple[int, int] = (0, 0)
 
     @classmethod
     def by(cls, rollout: _Rollout) -> _Paid:
-        return cls(rollout.prompt_tokens, rollout.completion_tokens, rollout.cost)
+        return cls.used(rollout.prompt_tokens, rollout.completion_tokens, rollout.cost)
+
+    @classmethod
+    def used(cls, prompt_tokens: int, completion_tokens: int, cost: float | None) -> _Paid:
+        unpriced = (prompt_tokens, completion_tokens) if cost is None else (0, 0)
+        return cls(prompt_tokens, completion_tokens, cost, unpriced)
 
     @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
 
+    def spent(self, prices: Prices | None) -> float:
+        """The cost; what was used where nobody said a price counts by these."""
+        return (self.cost or 0.0) + (prices.cost(*self.unpriced) if prices is not None else 0.0)
+
     def add(self, other: _Paid, times: int = 1) -> None:
         self.prompt_tokens += times * other.prompt_tokens
         self.completion_tokens += times * other.completion_tokens
+        read, written = other.unpriced
+        self.unpriced = self.unpriced[0] + times * read, self.unpriced[1] + times * written
         if other.cost is not None:
             self.cost = (self.cost or 0.0) + times * other.cost
 
@@ -184,7 +198,7 @@ class _Flying(_Paid):
 
     def take(self, line: _Line) -> None:
         """Count a turn, or a reply in one."""
-        paid = _Paid(*line.tokens, line.cost)
+        paid = _Paid.used(*line.tokens, line.cost)
         if line.event == "reply" and not line.branch:
             self.own = paid
             return
@@ -349,11 +363,8 @@ class RunReader:
             paid.add(each)
             if isinstance(each, _Flying) and each.own is not None:
                 paid.add(each.own)
-        status.prompt_tokens, status.completion_tokens, status.cost = (
-            paid.prompt_tokens,
-            paid.completion_tokens,
-            paid.cost,
-        )
+        status.prompt_tokens, status.completion_tokens = paid.prompt_tokens, paid.completion_tokens
+        status.cost, status.unpriced_tokens = paid.cost, sum(paid.unpriced)
 
     def _in_flight(self, status: RunStatus) -> None:
         """What is in flight, from who wrote last; from the journal alone where nobody says."""

@@ -136,6 +136,13 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Whether there is a reward to train on."""
         return self.reward is not None
 
+    @property
+    def unsaid(self) -> bool:
+        """Whether the agent was ended before the model had said anything, as by a prompt that is too long for it: there
+        may be a reward then, and there is nothing to train."""
+        made = any(row.source != "placeholder" for row in self.rows)
+        return self.outcome is not Outcome.NATURAL and not self.turns and not made
+
     def every_subagent(self) -> Iterator[SubagentRecord]:
         """All sub-agents, each before those that it started itself."""
         waiting = list(reversed(self.subagents))

@@ -85,3 +85,18 @@ def test_a_journal_of_a_later_form_is_refused(tmp_path: Path) -> None:
     journal.write_bytes(journal.read_bytes().replace(b'"run_id"', b'"schema":"palaestra.journal/9","run_id"', 1))
     with pytest.raises(ConfigError, match=r"palaestra\.journal/9"):
         open_recording(tmp_path)
+
+
+def test_a_rollout_of_a_group_that_never_began_is_said_in_words(tmp_path: Path) -> None:
+    journal = write_run(tmp_path, sky()) / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(line for line in lines if b'"event":"group",' not in line))
+    with pytest.raises(ConfigError, match=r"line 2 is damaged: it tells of group '000000-sky', which no line before"):
+        Recording(journal)
+
+
+def test_what_is_no_journal_is_not_called_a_damaged_one(tmp_path: Path) -> None:
+    path = tmp_path / "groups.jsonl"
+    path.write_text("tokens\nmasks\n")
+    with pytest.raises(ConfigError, match="does not begin as a journal does"):
+        Recording(path)

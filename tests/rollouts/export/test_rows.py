@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from recorded import META, TWO_CALLS, one_segment, own_row, rollout, say, two_segments
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, Outcome
 from palaestra.inference.ledger import Ledger, Reason
 from palaestra.rollouts.export.base import ExportReport
 from palaestra.rollouts.export.rows import RowsExporter
@@ -92,6 +92,15 @@ def arrays(row: dict[str, JSON]) -> tuple[list[int], list[float], list[int]]:
 def test_tokens_that_nobody_sampled_are_refused(fields: dict[str, JSON]) -> None:
     with pytest.raises(ConfigError, match=r"000000-sky/0 has no tokens.*--placeholders"):
         exported(rollout(0, TWO_CALLS, **fields))
+
+
+def test_a_rollout_in_which_nothing_was_said_is_left_out_and_the_others_are_not() -> None:
+    """A prompt that is too long for the model has a score and no tokens, though its server is token-exact."""
+    one = rollout(0, TWO_CALLS, 1.0, ledger=one_segment().record())
+    silent = rollout(1, [], 0.0, outcome=Outcome.BUDGET, row=TokenRow(tokens=[7], masks=[-100]))
+    rows, report = exported(one, silent)
+    assert [row["rollout_id"] for row in rows] == [one.rollout_id]
+    assert report.left_out == {"without tokens": 1}
 
 
 def test_placeholders_on_request_train_nothing() -> None:

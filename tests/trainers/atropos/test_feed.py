@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Self
 
@@ -219,6 +219,62 @@ def test_a_server_that_is_never_there_ends_the_patience(tmp_path: Path) -> None:
             with pytest.RaisesGroup(pytest.RaisesExc(TrainerUnavailable, match="does not answer /register-env")):
                 async with fed(tmp_path, server.url, Said(), IMPATIENT):
                     pass
+
+    asyncio.run(scenario())
+
+
+@asynccontextmanager
+async def answering(*answers: tuple[int, str]) -> AsyncIterator[str]:
+    """A server that gives these answers to a registration, the last one again and again, and nothing else."""
+    left = list(answers)
+
+    async def answer(request: web.Request) -> web.Response:
+        status, body = left.pop(0) if len(left) > 1 else left[0]
+        return web.Response(status=status, text=body)
+
+    app = web.Application()
+    app.router.add_post("/register-env", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.01)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (404, '{"detail": "Not Found"}', "is no trajectory server.*HTTP 404: Not Found.*rollout_server_url"),
+        (401, '{"detail": "no key"}', "is no trajectory server.*HTTP 401: no key"),
+        (200, "<html>hello</html>", "register-env does not answer as a trajectory server does.*hello"),
+        (200, "null", "got `null`"),
+        (200, '{"status": "success", "env_id": "zero"}', "env_id"),
+    ],
+)
+def test_what_is_no_trajectory_server_is_said_at_once(tmp_path: Path, status: int, body: str, told: str) -> None:
+    async def scenario() -> None:
+        async with answering((status, body)) as url:
+            with pytest.RaisesGroup(pytest.RaisesExc(TrainerRefused, match=told)):
+                async with fed(tmp_path, url, Said()):
+                    pass
+
+    asyncio.run(scenario())
+
+
+def test_a_server_in_trouble_is_waited_for_and_its_trouble_said(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        said = Said()
+        trouble, none_yet = (503, "upstream is away"), (200, '{"status": "wait for trainer to start"}')
+        async with answering(trouble, none_yet, (404, "gone")) as url:
+            with pytest.RaisesGroup(pytest.RaisesExc(TrainerRefused, match="HTTP 404: gone")):
+                async with fed(tmp_path, url, said):
+                    pass
+        assert said.notes == [
+            f"waiting: {url}/register-env says HTTP 503: upstream is away",
+            "waiting for the trainer to start",
+        ]
 
     asyncio.run(scenario())
 

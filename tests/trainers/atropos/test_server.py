@@ -257,6 +257,9 @@ def test_a_store_belongs_to_one_server_and_to_this_program(tmp_path: Path) -> No
     (tmp_path / "other").write_text('{"schema": "something/1"}\n')
     with pytest.raises(ConfigError, match="something/1"):
         talk(second, store=tmp_path / "other")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot write .*file/s.*name another file"):
+        talk(second, store=tmp_path / "file" / "s")
     with (tmp_path / "s").open("ab") as file:
         file.write(b"damage\n")
     with pytest.raises(ConfigError, match="line 2 is damaged"):

@@ -36,6 +36,9 @@ def exporter_named(name: str) -> Exporter:
         )
     try:
         exporter: Exporter = getattr(import_module(module_name), class_name)()
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"cannot load the export format {path}: {error}") from error
+    missing = [each for each in ("name", "ending", "everything", "export") if not hasattr(exporter, each)]
+    if missing:
+        raise ConfigError(f"{path} is no export format: it lacks {', '.join(missing)}")
     return exporter

@@ -133,8 +133,10 @@ class Recording:
                     raise damaged(self.path, *torn)
                 try:
                     self._note(_heads.decode(line), place, line)
-                except (msgspec.MsgspecError, KeyError) as error:
-                    torn = number, repr(error)
+                except msgspec.MsgspecError as error:
+                    torn = number, str(error)
+                except KeyError as group:
+                    torn = number, f"it tells of group {group}, which no line before begins"
                 place += len(line)
         if not self.meta.run_id:
             raise ConfigError(f"{self.path} does not begin as a journal does: no run is named in it")

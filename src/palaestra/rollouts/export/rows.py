@@ -24,6 +24,8 @@ ROW_SCHEMA = "palaestra.row/1"
 
 ENGINE, PLACEHOLDER = "engine", "placeholder"
 
+WITHOUT_TOKENS = "without tokens"
+
 
 class ExportedRow(msgspec.Struct, kw_only=True):
     """One line. Its order, from `prompt_ids` to `policy_version`, is that of a trainer's batch row.
@@ -68,10 +70,13 @@ class RowsExporter:
         encoder = msgspec.json.Encoder()
         for group in groups:
             for trajectory in report.chosen(group, meta):
+                if trajectory.unsaid and not meta.placeholders:
+                    report.left_out[WITHOUT_TOKENS] += 1
+                    continue
                 _require_tokens(trajectory, meta)
                 rows = exported_rows(trajectory)
                 if not rows:
-                    report.left_out["without tokens"] += 1
+                    report.left_out[WITHOUT_TOKENS] += 1
                     continue
                 for row in rows:
                     out.write(encoder.encode(row) + b"\n")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import gzip
 from dataclasses import dataclass
+from typing import TypeVar
 
 import aiohttp
 import msgspec
 
 from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import TrainerUnavailable
+from palaestra.core.errors import TrainerRefused, TrainerUnavailable
 from palaestra.core.retry import retry_after_s
 from palaestra.core.types import JSON
 from palaestra.inference.wire import encode_json
@@ -20,14 +21,28 @@ from palaestra.inference.wire import encode_json
 PACKED_BYTES = 1024
 """From this size on a body is sent with gzip, as the original environments do."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the server said. `retry_s` is when it wants to be asked again, in seconds."""
+    """What the server said when it was `asked` at an address. `retry_s` is when it wants to be asked again, in
+    seconds."""
 
+    asked: str
     status: int
     body: JSON
     retry_s: float | None = None
+
+    def read(self, shape: type[T]) -> T:
+        """The body as a `shape`. Raises `TrainerRefused` for what no trajectory server says."""
+        try:
+            return msgspec.convert(self.body, shape, strict=False)
+        except msgspec.ValidationError as error:
+            raise TrainerRefused(
+                f"{self.asked} does not answer as a trajectory server does ({error}): {str(self.body)[:200]!r}. Say "
+                "where the trainer's server is with --env.rollout_server_url"
+            ) from None
 
     @property
     def detail(self) -> str:
@@ -69,7 +84,7 @@ class TrajectoryClient:
                 content = await reply.read()
                 self.answered_s = self._clock.monotonic()
                 asked_s = retry_after_s(reply.headers.get("Retry-After"), self._clock.wall())
-                return Answer(reply.status, _read(content), asked_s)
+                return Answer(self.url + path, reply.status, _read(content), asked_s)
         except (aiohttp.ClientError, OSError) as error:  # a time-out is an OSError too
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise TrainerUnavailable(f"the trajectory server {self.url} does not answer {path}: {what}") from None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from palaestra.core.clock import Clock
 from palaestra.core.errors import TrainerUnavailable
-from palaestra.core.types import JSON
+from palaestra.trainers.atropos.answers import EnvStatus
 from palaestra.trainers.atropos.client import TrajectoryClient
 from palaestra.trainers.atropos.joining import joined
 from palaestra.trainers.atropos.standing import FeedSettings, Standing
@@ -61,7 +61,12 @@ class Link:
         async with self._joining:
             if self.current is None:
                 self.current = await joined(
-                    self._client, self._settings, self._note, patience=self.lose_patience, clock=self._clock
+                    self._client,
+                    self._settings,
+                    self._note,
+                    patience=self.lose_patience,
+                    clock=self._clock,
+                    again=self._before is not None,
                 )
                 if self._before is not None:
                     self._returned(self._before, self.current)
@@ -120,21 +125,22 @@ class Link:
     async def _asked(self, standing: Standing) -> bool:
         asked = self._memory.asking()
         answer = await self._client.ask("GET", "/status-env", {"env_id": standing.env_id})
-        anew = answer.status == 200 and answer.body["current_step"] < standing.step  # our id is somebody else's now
+        said = answer.read(EnvStatus) if answer.status == 200 else None
+        anew = said is not None and said.current_step < standing.step  # our id is somebody else's now
         if anew or answer.status in (404, 500):  # the original fails with 500 for an id that it does not know
             await self.forget(standing)
-        elif answer.status == 200 and self.current is standing:
+        elif said is not None and self.current is standing:
             if not standing.keeps:
-                self._memory.heard(answer.body["self_queue_size"], asked)
-            await self._hear(standing, answer.body)
+                self._memory.heard(said.self_queue_size, asked)
+            await self._hear(standing, said)
         return self.current is standing
 
-    async def _hear(self, standing: Standing, said: JSON) -> None:
+    async def _hear(self, standing: Standing, said: EnvStatus) -> None:
         async with self.changed:
-            standing.step = said["current_step"]
-            standing.weight = said["env_weight"]
-            standing.queue = said["queue_size"]
-            standing.own_queue = said.get("self_queue_size", said["queue_size"])
+            standing.step = said.current_step
+            standing.weight = said.env_weight
+            standing.queue = said.queue_size
+            standing.own_queue = said.self_queue_size
             standing.alone = standing.weight >= 1 and standing.queue == standing.own_queue
             if not self.finished and 0 < standing.num_steps <= standing.step:
                 self.finished = True

@@ -13,6 +13,7 @@ import msgspec
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
+from palaestra.rollouts.appending import AppendedFile, writing
 from palaestra.rollouts.export.atropos import group_line
 from palaestra.rollouts.trajectory import Group, TokenRow
 
@@ -23,8 +24,10 @@ _SENT_TOO = ("generation_params", "overrides", "images")
 
 
 def fitting(group: Group, most_tokens: int | None) -> Group:
-    """The group without rollouts that have no reward, or a row of more than `most_tokens`."""
-    kept = [trajectory for trajectory in group.scored if _longest(trajectory.rows) <= (most_tokens or 1 << 62)]
+    """The group without rollouts that have no reward, in which nothing was said, or with a row of more than
+    `most_tokens`."""
+    most = most_tokens or 1 << 62
+    kept = [each for each in group.scored if not each.unsaid and _longest(each.rows) <= most]
     return msgspec.structs.replace(group, trajectories=kept)
 
 
@@ -59,19 +62,43 @@ def _sampled(rows: Sequence[TokenRow]) -> bool:
 
 
 class Deliveries:
-    """The file of a run that says which of its groups a trainer has, so that going on sends only the others."""
+    """The file of a run that says which of its groups a trainer has, so that going on sends only the others.
+
+    A torn last line, which a kill leaves, is cut off. Raises `DiskError` where it cannot be opened, and `ConfigError`
+    where a line of it is damaged.
+    """
 
     def __init__(self, path: Path) -> None:
         self._done: set[str] = set()
-        if path.exists():
-            for line in path.read_bytes().splitlines(keepends=True)[1:]:
-                if line.endswith(b"\n"):
-                    self._done.add(msgspec.json.decode(line)["delivery_id"])
-            whole = path.read_bytes().rfind(b"\n") + 1
-            os.truncate(path, whole)
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if os.fstat(self._fd).st_size == 0:
-            os.write(self._fd, msgspec.json.encode({"schema": DELIVERIES_SCHEMA}) + b"\n")
+        with writing(path):
+            self._file = AppendedFile(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644), path)
+        try:
+            with writing(path):
+                content = path.read_bytes()
+                whole = content.rfind(b"\n") + 1
+                os.ftruncate(self._file.fd, whole)
+            for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
+                self._take(line, number)
+            if not whole:
+                self._file.append(msgspec.json.encode({"schema": DELIVERIES_SCHEMA}) + b"\n")
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _take(self, line: bytes, number: int) -> None:
+        """A line that was there; the first names the schema."""
+        key, path = "schema" if number == 1 else "delivery_id", self._file.path
+        try:
+            value = msgspec.json.decode(line, type=dict[str, str])[key]
+        except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
+            raise ConfigError(
+                f"{path}: line {number} is damaged: {error!r}. Mend it or take it out; a group that is not named is "
+                "sent again"
+            ) from None
+        if number > 1:
+            self._done.add(value)
+        elif value != DELIVERIES_SCHEMA:
+            raise ConfigError(f"{path} is of the form {value!r}; this version reads {DELIVERIES_SCHEMA!r}")
 
     def __contains__(self, delivery_id: str) -> bool:
         return delivery_id in self._done
@@ -80,12 +107,10 @@ class Deliveries:
         return len(self._done)
 
     def add(self, delivery_id: str) -> None:
-        """Remember that the trainer's server has this one."""
+        """Remember that the trainer's server has this one. Raises `DiskError`, and then nothing of it stays."""
         self._done.add(delivery_id)
-        os.write(self._fd, msgspec.json.encode({"delivery_id": delivery_id}) + b"\n")
+        self._file.append(msgspec.json.encode({"delivery_id": delivery_id}) + b"\n")
 
     def close(self) -> None:
-        """Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Flush and close. Idempotent. Raises `DiskError`."""
+        self._file.close()

@@ -50,18 +50,27 @@ class NoStore:
 
 
 class FileStore:
-    """The file at `path`, made where there is none. Read `events` before the first `append`."""
+    """The file at `path`, made where there is none. Read `events` before the first `append`.
+
+    Raises `ConfigError` for a file that cannot be written, is another server's, or is none of this program's.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}; name another file") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._begin(fd)
         except BlockingIOError:
             os.close(fd)
             raise ConfigError(f"{path} belongs to a server that is running: stop it, or name another file") from None
+        except OSError as error:
+            os.close(fd)
+            raise ConfigError(f"cannot write {path}: {error.strerror}; name another file") from error
         except BaseException:
             os.close(fd)
             raise
