@@ -135,8 +135,9 @@ def test_an_item_that_cannot_be_had_is_one_message(
             "from palaestra import environment\n@environment\ndef x(n: 'Nothing' = 1): ...\n",
             "environment x: its parameters cannot be read: name 'Nothing' is not defined",
         ),
+        ("import sys\n\nsys.exit(3)\n", "an_env.py cannot be loaded: SystemExit: 3 (an_env.py, line 3)"),
     ],
-    ids=["name", "library", "annotation"],
+    ids=["name", "library", "annotation", "exit"],
 )
 def test_a_script_that_cannot_be_loaded_says_where(
     script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
