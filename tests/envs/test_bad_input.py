@@ -150,6 +150,77 @@ def test_a_script_that_cannot_be_loaded_says_where(
     assert "an_env.py is here: say an_env.py." in capsys.readouterr().err
 
 
+BROKEN = """
+from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
+
+
+class BrokenEnv(HermesAgentBaseEnv):
+    name = "broken"
+
+    @classmethod
+    def config_init(cls):
+        config = HermesAgentEnvConfig(enabled_toolsets=["todo"], group_size=1, total_steps=1)
+        return config, [APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")]
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+
+    def setup(self):
+        self.items = [{"id": "one"}]
+
+    def get_next_item(self):
+        return self.items.pop() if self.items else None
+
+    def format_prompt(self, item):
+        return "?"
+
+    async def compute_reward(self, item, result, ctx):
+        return 1.0
+
+    async def evaluate(self, *args, **kwargs):
+        await self.evaluate_items(self.items)
+"""
+
+
+@pytest.mark.parametrize("command", ["process", "evaluate"])
+@pytest.mark.parametrize(
+    ("line", "said", "begun"),
+    [
+        ("        config = ", "BrokenEnv.config_init failed with KeyError: 'rows' (broken_env.py, line 10)", False),
+        ("        super()", "BrokenEnv(config, servers) failed with KeyError: 'rows' (broken_env.py, line 14)", False),
+        (
+            "        self.items = ",
+            "broken cannot begin: setup failed with KeyError: 'rows' (broken_env.py, line 17)",
+            False,
+        ),
+        (
+            "        await self.evaluate_items",
+            "broken is not evaluated: evaluate failed with KeyError: 'rows' (broken_env.py, line 29)",
+            True,
+        ),
+    ],
+)
+def test_what_fails_in_a_class_is_one_message(
+    line: str,
+    said: str,
+    begun: bool,
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken_env.py").write_text(BROKEN.replace(line, f"        {{}}['rows']\n{line}"))
+    arguments = ["run", "broken_env.py", command, "--policy", "noop"]
+    ended = run_guarded(lambda: cli.main(arguments, standalone_mode=False))
+    if begun and command == "process":
+        assert ended == 0
+        return
+    assert ended == 2
+    assert f"error: {said}" in capsys.readouterr().err
+    assert Path("runs").exists() == begun
+
+
 VERIFYING = """
 from palaestra import HermesAgentBaseEnv, HermesAgentEnvConfig, Score
 
