@@ -48,6 +48,29 @@ def test_a_source_without_a_usable_row_is_one_message(
         assert message in line, (source, line)
 
 
+@pytest.mark.parametrize(
+    ("name", "setting", "message"),
+    [
+        ("terminalbench_2", "base_image", "the root file system absent is not there"),
+        ("terminalbench_2", "images.fix", "the root file system absent is not there"),
+        ("terminalbench_2", "image_dir", "the folder of root file systems absent is not there"),
+        ("endless_terminals", "image", "the root file system absent is not there"),
+    ],
+)
+def test_a_root_file_system_that_no_task_can_have(
+    name: str,
+    setting: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = "none" if name == "endless_terminals" else "built-in"
+    told(name, source, f"--env.{setting}", "absent")
+    assert f"error: {message}" in capsys.readouterr().err
+
+
 @HUB
 @pytest.mark.parametrize("name", WITH_A_DATA_SET)
 def test_a_name_of_the_hub_without_the_extra(
