@@ -48,6 +48,29 @@ def test_a_source_without_a_usable_row_is_one_message(
         assert message in line, (source, line)
 
 
+@pytest.mark.parametrize(
+    ("name", "setting", "message"),
+    [
+        ("terminalbench_2", "base_image", "the root file system absent is not there"),
+        ("terminalbench_2", "images.fix", "the root file system absent is not there"),
+        ("terminalbench_2", "image_dir", "the folder of root file systems absent is not there"),
+        ("endless_terminals", "image", "the root file system absent is not there"),
+    ],
+)
+def test_a_root_file_system_that_no_task_can_have(
+    name: str,
+    setting: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = "none" if name == "endless_terminals" else "built-in"
+    told(name, source, f"--env.{setting}", "absent")
+    assert f"error: {message}" in capsys.readouterr().err
+
+
 @HUB
 @pytest.mark.parametrize("name", WITH_A_DATA_SET)
 def test_a_name_of_the_hub_without_the_extra(
@@ -135,8 +158,9 @@ def test_an_item_that_cannot_be_had_is_one_message(
             "from palaestra import environment\n@environment\ndef x(n: 'Nothing' = 1): ...\n",
             "environment x: its parameters cannot be read: name 'Nothing' is not defined",
         ),
+        ("import sys\n\nsys.exit(3)\n", "an_env.py cannot be loaded: SystemExit: 3 (an_env.py, line 3)"),
     ],
-    ids=["name", "library", "annotation"],
+    ids=["name", "library", "annotation", "exit"],
 )
 def test_a_script_that_cannot_be_loaded_says_where(
     script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -147,6 +171,77 @@ def test_a_script_that_cannot_be_loaded_says_where(
     assert said in capsys.readouterr().err
     assert run_guarded(lambda: cli.main(["run", "an", "--policy", "noop"], standalone_mode=False)) == 2
     assert "an_env.py is here: say an_env.py." in capsys.readouterr().err
+
+
+BROKEN = """
+from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
+
+
+class BrokenEnv(HermesAgentBaseEnv):
+    name = "broken"
+
+    @classmethod
+    def config_init(cls):
+        config = HermesAgentEnvConfig(enabled_toolsets=["todo"], group_size=1, total_steps=1)
+        return config, [APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")]
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+
+    def setup(self):
+        self.items = [{"id": "one"}]
+
+    def get_next_item(self):
+        return self.items.pop() if self.items else None
+
+    def format_prompt(self, item):
+        return "?"
+
+    async def compute_reward(self, item, result, ctx):
+        return 1.0
+
+    async def evaluate(self, *args, **kwargs):
+        await self.evaluate_items(self.items)
+"""
+
+
+@pytest.mark.parametrize("command", ["process", "evaluate"])
+@pytest.mark.parametrize(
+    ("line", "said", "begun"),
+    [
+        ("        config = ", "BrokenEnv.config_init failed with KeyError: 'rows' (broken_env.py, line 10)", False),
+        ("        super()", "BrokenEnv(config, servers) failed with KeyError: 'rows' (broken_env.py, line 14)", False),
+        (
+            "        self.items = ",
+            "broken cannot begin: setup failed with KeyError: 'rows' (broken_env.py, line 17)",
+            False,
+        ),
+        (
+            "        await self.evaluate_items",
+            "broken is not evaluated: evaluate failed with KeyError: 'rows' (broken_env.py, line 29)",
+            True,
+        ),
+    ],
+)
+def test_what_fails_in_a_class_is_one_message(
+    line: str,
+    said: str,
+    begun: bool,
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken_env.py").write_text(BROKEN.replace(line, f"        {{}}['rows']\n{line}"))
+    arguments = ["run", "broken_env.py", command, "--policy", "noop"]
+    ended = run_guarded(lambda: cli.main(arguments, standalone_mode=False))
+    if begun and command == "process":
+        assert ended == 0
+        return
+    assert ended == 2
+    assert f"error: {said}" in capsys.readouterr().err
+    assert Path("runs").exists() == begun
 
 
 VERIFYING = """

@@ -102,6 +102,41 @@ def test_several_scores_are_a_weighted_mean_and_recorded() -> None:
     assert score.metrics == {"score_0": 1.0, "score_1": 0.0, "found": 3.0}
 
 
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), "2", None])
+def test_a_weight_that_makes_no_mean_is_refused(weight: float) -> None:
+    with pytest.raises(ConfigError, match="environment toy: a score's weight must be a number from 0 up, not"):
+        form(1.0, weights=(weight,))
+
+
+def test_scores_that_only_record_are_no_reward() -> None:
+    toy = form(1.0, 0.5, weights=(0.0, 0.0))
+    with pytest.raises(ConfigError, match="environment toy has no score that counts: every weight is 0"):
+        toy.build(toy.config_type()())
+
+
+def test_a_weight_in_the_place_of_a_hook_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a score hook must be a function, not 2\.0"):
+        form(1.0).score(2.0)  # type: ignore[call-overload]
+
+
+def test_parameters_that_can_be_no_settings_are_refused() -> None:
+    def private(_n: int = 1) -> Iterator[Task]:
+        yield Task(id="one", prompt="?")
+
+    def placed(n: int = 1, /) -> Iterator[Task]:
+        yield Task(id="one", prompt="?")
+
+    def taken(model_config: int = 1) -> Iterator[Task]:
+        yield Task(id="one", prompt="?")
+
+    def ours(recorded: bool = True) -> Iterator[Task]:
+        yield Task(id="one", prompt="?")
+
+    for source, name in ((private, "_n"), (placed, "n"), (taken, "model_config"), (ours, "recorded")):
+        with pytest.raises(ConfigError, match=f"environment {source.__name__}: its parameter '{name}' "):
+            environment(source).config_type()
+
+
 def test_a_hook_that_asks_for_what_there_is_not_is_refused_when_declared() -> None:
     toy = form(1.0)
     with pytest.raises(ConfigError, match=r"asks for 'sandbx'.*Did you mean sandbox\?"):
@@ -227,6 +262,37 @@ def test_a_task_that_cannot_be_meant_names_what_is_wrong(
     shown = capsys.readouterr().err
     assert "task file: its file 'b' is 3, neither text nor bytes" in shown
     assert "task toolsets: toolsets must be a list, such as ['terminal']" in shown
+
+
+FORGETFUL = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def forgetful():
+    yield Task(id="score", prompt="?", files={"a": "1"}, solution="true")
+    yield Task(id="prepare", prompt="?", files={"a": "1"}, solution="true")
+
+@forgetful.prepare
+def prepared(task, sandbox):
+    if task.id == "prepare":
+        sandbox.write_text("b", "2")
+
+@forgetful.score
+async def there(task, rollout, sandbox):
+    return sandbox.stat("nowhere") is not None or (await sandbox.read_text("a")) == "1"
+"""
+
+
+@pytest.mark.slots
+def test_a_call_of_the_slot_that_is_not_awaited_is_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("forgetful_env.py").write_text(FORGETFUL)
+    assert run_guarded(lambda: cli.main(["run", "forgetful_env.py", "--policy", "oracle"], standalone_mode=False)) == 3
+    shown = capsys.readouterr().err
+    assert "scoring 000000-score/0 failed with NotAwaited: sandbox.stat was called and not awaited" in shown
+    assert "preparing task prepare failed with NotAwaited: sandbox.write_text was called and not awaited" in shown
 
 
 def test_loading_by_path_and_name(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ TOOLS = {
 
 
 def roll_out(
-    model_name: str, task: Task, index: int = 0, *, max_turns: int = 30, **config: JSON
+    model_name: str, task: Task, index: int = 0, *, max_turns: int = 30, tools: JSON = TOOLS, **config: JSON
 ) -> tuple[AgentResult, list[tuple[str, JSON]]]:
     """One rollout of the policy through the real loop; the calls that ran are returned too."""
     ran: list[tuple[str, JSON]] = []
@@ -36,8 +36,8 @@ def roll_out(
         engine = ScriptedEngine(APIServerConfig(server_type="scripted", model_name=model_name, **config))
         await engine.start()
         server = engine.session(SessionContext(rollout_id=f"{task.id}/{index}", task=task, index=index))
-        schemas = [{"type": "function", "function": {"name": n, "parameters": _object(p)}} for n, p in TOOLS.items()]
-        loop = HermesAgentLoop(server, schemas, set(TOOLS), tool_handler=handler, max_turns=max_turns)
+        schemas = [{"type": "function", "function": {"name": n, "parameters": _object(p)}} for n, p in tools.items()]
+        loop = HermesAgentLoop(server, schemas, set(tools), tool_handler=handler, max_turns=max_turns)
         try:
             return await loop.run(task.messages())
         finally:
@@ -100,6 +100,14 @@ def test_a_task_without_a_solution_is_named_with_the_way_out() -> None:
 def test_a_solution_of_another_shape_is_the_tasks_fault(solution: JSON) -> None:
     with pytest.raises(TaskError, match=r"'t': its solution is .* neither a shell script nor a list"):
         roll_out("oracle", task(solution))
+
+
+def test_commands_for_an_agent_without_a_terminal_are_the_tasks_fault() -> None:
+    files = {"write_file": TOOLS["write_file"]}
+    with pytest.raises(TaskError, match=r"the tool terminal, and the agent has only write_file\. Add its toolset"):
+        roll_out("oracle", task("make"), tools=files)
+    _, ran = roll_out("oracle", task([ToolStep("write_file", {"path": "x", "content": "y"})]), tools=files)
+    assert [name for name, _ in ran] == ["write_file"]
 
 
 def test_the_oracle_without_a_task_says_so() -> None:

@@ -76,6 +76,11 @@ def test_a_path_is_not_looked_for_elsewhere(name: str) -> None:
         load_tokenizer(name)
 
 
+def test_a_home_directory_that_is_not_there_is_one_error() -> None:
+    with pytest.raises(ConfigError, match=r"'~nobody-of-this-name/m' cannot be used: .*set HOME"):
+        load_tokenizer("~nobody-of-this-name/m")
+
+
 @pytest.mark.parametrize("name", ["", "none", "default"])
 def test_no_name(name: str) -> None:
     with pytest.raises(ConfigError, match=r"set --openai\.tokenizer_name"):

@@ -57,6 +57,12 @@ def test_a_string_is_not_taken_for_a_list_of_letters() -> None:
         resolve_toolsets("file")
 
 
+def test_what_is_no_name_is_told() -> None:
+    for name in (None, 3, ["file"]):
+        with pytest.raises(ConfigError, match="a toolset is named by a text, not by"):
+            resolve_toolsets([name])  # type: ignore[list-item]
+
+
 def test_disabling_a_toolset_leaves_the_tools_of_those_it_includes() -> None:
     table = {"web": Toolset("", ("web_search",)), "browser": Toolset("", ("browser_click",), includes=("web",))}
     assert resolve_toolsets(None, ["browser"], table) == ["web_search"]

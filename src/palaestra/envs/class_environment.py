@@ -59,6 +59,9 @@ class ClassEnvironment(Environment):
     async def open(self) -> None:
         self.inner.mcp = mcp_servers(self.inner.config)
         await self.inner.mcp.open()
+        await blaming(ConfigError, self._begun(), f"{self.name} cannot begin: setup")
+
+    async def _begun(self) -> None:
         await settled(self.inner.setup())
 
     async def aclose(self) -> None:

@@ -21,6 +21,7 @@ from palaestra.envs.base_env import Item
 from palaestra.envs.class_environment import ClassEnvironment
 from palaestra.envs.function import FunctionEnvironment
 from palaestra.rollouts.appending import writing
+from palaestra.rollouts.attempt import blaming
 from palaestra.rollouts.base import Environment
 from palaestra.rollouts.group import Services
 from palaestra.rollouts.journal import encoded
@@ -59,12 +60,15 @@ class Evaluation:
         environment = self.environment
         if isinstance(environment, ClassEnvironment):
             environment.inner._run_items = self.run_items
-            await settled(environment.inner.evaluate())
+            await blaming(ConfigError, self._asked(environment), f"{environment.name} is not evaluated: evaluate")
             self.logged = environment.inner._evaluation
         else:
             assert isinstance(environment, FunctionEnvironment)
             self.logged = await self._tasks_of(environment)
         return self.totals
+
+    async def _asked(self, environment: ClassEnvironment) -> None:
+        await settled(environment.inner.evaluate())
 
     async def run_items(self, items: Sequence[Item], samples: int) -> list[Trajectory]:
         """Roll every item out `samples` times; the trajectories come in item order. Several calls may go on at once."""

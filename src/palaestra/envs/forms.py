@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, PalaestraError
+from palaestra.core.foreign import place, told
 from palaestra.core.types import JSON
 from palaestra.envs.base_env import BaseEnv
 from palaestra.envs.collected import collects
@@ -79,7 +81,8 @@ class ClassFace:
     def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
         """What `config_init` gives: a configuration and a list of servers, one server, or what all have in common."""
         name, wanted = self.cls.__name__, self.cls.env_config_cls
-        given: JSON = self.cls.config_init()
+        with _asking(f"{name}.config_init"):
+            given: JSON = self.cls.config_init()
         match given:
             case (BaseEnvConfig() as config, (ServerBaseline() | [*_]) as said):
                 servers = [said] if isinstance(said, ServerBaseline) else list(said)
@@ -95,9 +98,21 @@ class ClassFace:
         return self.cls.check_values
 
     def build(self, config: BaseEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer) -> Environment:
-        inner = self.cls(config, list(servers))
+        with _asking(f"{self.cls.__name__}(config, servers)"):
+            inner = self.cls(config, list(servers))
         inner._server = server
         return inner.as_environment()
+
+
+@contextmanager
+def _asking(doing: str) -> Iterator[None]:
+    """Say what of a class failed, and where, if it does. Raises `ConfigError`."""
+    try:
+        yield
+    except PalaestraError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{doing} failed with {told(error)}{place(error)}") from error
 
 
 def form_of(environment: object) -> Form:

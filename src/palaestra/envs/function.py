@@ -17,6 +17,7 @@ rollout, sandbox, rng` by name. A `tool` hook gives the agent a tool of the envi
 from __future__ import annotations
 
 import inspect
+import math
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from copy import copy
@@ -27,6 +28,7 @@ from typing import Any, Self, TypeVar, overload
 from pydantic import Field, create_model
 
 from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.figures import number
 from palaestra.core.threads import OneThread
 from palaestra.core.types import JSON, NetworkPolicy, Score, Task
 from palaestra.envs import recipes
@@ -44,6 +46,9 @@ from palaestra.tools.functions import declare as declare_tool
 F = TypeVar("F", bound=HookFunction)
 
 TaskSource = Callable[..., Iterable[Task] | AsyncIterator[Task]]
+
+_FREE = frozenset({"construct", "copy", "dict", "from_orm", "json", "schema", "schema_json", "validate"})
+"""Names of pydantic's that nothing uses any more, and that a parameter may have."""
 
 
 class FunctionEnvConfig(HeldOutConfig):
@@ -82,7 +87,14 @@ class FunctionForm:
     @overload
     def score(self, *, weight: float) -> Callable[[F], F]: ...
     def score(self, function: F | None = None, *, weight: float = 1.0) -> F | Callable[[F], F]:
-        """Declare a score: a number, bool, `Score` or (number, metrics). The reward is the weighted mean of all."""
+        """Declare a score: a number, bool, `Score` or (number, metrics). The reward is the weighted mean of all.
+
+        Raises `ConfigError` for a weight below 0, of which there is no mean; what is to cost something gives less.
+        """
+        if number(weight) is None or not 0 <= weight < math.inf:
+            raise ConfigError(
+                f"environment {self.name}: a score's weight must be a number from 0 up, not {weight!r:.100}"
+            )
 
         def keep(given: F) -> F:
             hook = declare(given, "score", ("task", "rollout", "sandbox", "rng"))
@@ -141,10 +153,20 @@ class FunctionForm:
         for parameter in parameters:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
+            if parameter.kind is parameter.POSITIONAL_ONLY or parameter.name.startswith("_"):
+                raise ConfigError(
+                    f"environment {self.name}: its parameter {parameter.name!r} can be no setting: "
+                    f"it must be one that is given by name, and begin with a letter"
+                )
             if parameter.name in FunctionEnvConfig.model_fields:
                 raise ConfigError(
                     f"environment {self.name}: its parameter {parameter.name!r} is a setting of every environment; "
                     f"give it another name"
+                )
+            if hasattr(FunctionEnvConfig, parameter.name) and parameter.name not in _FREE:
+                raise ConfigError(
+                    f"environment {self.name}: its parameter {parameter.name!r} has the name of something that all "
+                    f"settings have; give it another name"
                 )
             required = parameter.default is inspect.Parameter.empty
             annotation = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
@@ -156,6 +178,10 @@ class FunctionForm:
         """The environment of one run. Raises `ConfigError` when there is nothing to score with."""
         if not self.scores:
             raise ConfigError(f"environment {self.name} has no score: add one with @{self.name}.score")
+        if not any(each.weight for each in self.scores):
+            raise ConfigError(
+                f"environment {self.name} has no score that counts: every weight is 0, which only records"
+            )
         return FunctionEnvironment(self, config)
 
 
@@ -263,7 +289,7 @@ class FunctionEnvironment(Environment):
         ]
         if len(parts) == 1:
             return parts[0][2]
-        total = sum(weight for _, weight, _ in parts) or 1.0
+        total = sum(weight for _, weight, _ in parts)
         reward = sum(weight * part.reward for _, weight, part in parts) / total
         metrics = {name: part.reward for name, _, part in parts}
         for _, _, part in parts:

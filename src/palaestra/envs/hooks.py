@@ -9,13 +9,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, GraderError
 from palaestra.core.figures import number
 from palaestra.core.foreign import settled
 from palaestra.core.types import JSON, Score
+from palaestra.sandbox.awaited import AwaitedSlot
+from palaestra.sandbox.base import Slot
 
 HookFunction: TypeAlias = Callable[..., object]
 Source: TypeAlias = Callable[[], Awaitable[object]]
@@ -35,13 +37,19 @@ class Hook:
         return getattr(self.function, "__name__", "hook")
 
     async def __call__(self, sources: Mapping[str, Source]) -> JSON:
-        """Call the function with what it asked for."""
+        """Call the function with what it asked for. Raises `NotAwaited` where it called the sandbox for nothing."""
         arguments = {name: await sources[name]() for name in self.wants}
-        return await settled(self.function(**arguments))
+        slot = arguments.get("sandbox")
+        if slot is None:
+            return await settled(self.function(**arguments))
+        with AwaitedSlot(cast("Slot", slot)) as arguments["sandbox"]:
+            return await settled(self.function(**arguments))
 
 
 def declare(function: HookFunction, kind: str, known: tuple[str, ...]) -> Hook:
     """Take a function as a hook. Raises `ConfigError` for a parameter that no rollout can provide."""
+    if not callable(function):
+        raise ConfigError(f"a {kind} hook must be a function, not {function!r:.100}")
     wants = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name in known:

@@ -66,7 +66,7 @@ def load_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that parses its own command line ends so
         raise ConfigError(f"{path} cannot be loaded: {told(error)}{place(error)}") from error
     return module
 

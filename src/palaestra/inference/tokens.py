@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 
@@ -120,7 +121,7 @@ def load_tokenizer(name: str) -> FastTokenizer:
     """
     if name in ("", "none", "default"):
         raise ConfigError("No tokenizer was named: set --openai.tokenizer_name to a model's folder or name.")
-    path = Path(name).expanduser()
+    path = local_path(name)
     if path.is_dir():
         return _from_files(name, lambda file: path / file if (path / file).is_file() else None)
     if path.is_file():

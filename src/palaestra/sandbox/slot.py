@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON, AllowList
 from palaestra.sandbox.base import (
     DEFAULT_OUTPUT_BYTES,
@@ -32,6 +33,9 @@ from palaestra.sandbox.reach import AskServer, Reach
 from palaestra.sandbox.shell import LocalShell
 from palaestra.sandbox.slotd.allowlist import PROXY_PORT
 from palaestra.sandbox.texts import TextFiles
+
+SHELL_FILES = 107
+"""What a shell takes to start: descriptors up to 99, and one beside each of its seven (`slotd/shells.py`)."""
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -181,7 +185,13 @@ class LocalSlot(TextFiles):
     async def shell(
         self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b""
     ) -> LocalShell:
-        """A stateful shell; see `Slot.shell`."""
+        """A stateful shell; see `Slot.shell`. Raises `TaskError` where its limits allow too few open files for one."""
+        files = self.spec.limits.open_files
+        if files is not None and files < SHELL_FILES:
+            raise TaskError(
+                f"{self!r} may have {files} open files, and a stateful shell needs {SHELL_FILES} to start: "
+                f"set limits.open_files of the task to that or more"
+            )
         return await LocalShell.open(self._lease, cwd, env, state)
 
     async def spawn(

@@ -171,6 +171,8 @@ def _known(names: Iterable[str], toolsets: Mapping[str, Toolset]) -> list[str]:
 
 
 def _canonical(name: str, toolsets: Mapping[str, Toolset]) -> str:
+    if not isinstance(name, str):
+        raise ConfigError(f"a toolset is named by a text, not by {name!r:.100}")
     found = ALIASES.get(name, name)
     if found in toolsets:
         return found

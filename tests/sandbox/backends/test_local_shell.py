@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import SlotLost, StaleLease
+from palaestra.core.errors import SlotLost, StaleLease, TaskError
+from palaestra.core.types import Limits
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import Shell, Slot, SlotSpec, TerminalSize
 from palaestra.sandbox.proof import prove
+from palaestra.sandbox.slot import SHELL_FILES
 from sandbox.bodies import WithSlot
 from sandbox.processes import descendants
 
@@ -34,6 +36,19 @@ def test_state_stays(on_each_rung: WithSlot) -> None:
         assert result.metadata["shell_restarted"] is False
         assert result.metadata["rung"] == backend.rung.label
         assert (await slot.execute("pwd; echo $X")).output == "/workspace\n\n"
+
+    on_each_rung(body)
+
+
+def test_a_slot_of_too_few_open_files_for_a_shell_says_so(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await backend.destroy(slot)  # a rung may have one at a time
+        few = await backend.create(SlotSpec(limits=Limits(open_files=SHELL_FILES - 1)), "few")
+        with pytest.raises(TaskError, match=f"may have {SHELL_FILES - 1} open files, and a stateful shell needs"):
+            await few.shell()
+        await backend.destroy(few)
+        enough = await backend.create(SlotSpec(limits=Limits(open_files=SHELL_FILES)), "enough")
+        assert await output_of(await enough.shell(), "echo fine > a; cat a") == "fine\n"
 
     on_each_rung(body)
 

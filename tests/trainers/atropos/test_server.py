@@ -98,6 +98,7 @@ def test_a_group_larger_than_the_registered_size_is_not_stuck() -> None:
         ({"scores": [1.0]}, "scores"),
         ({"scores": [1.0, "much"]}, "scores[1]"),
         ({"tokens": []}, "tokens"),
+        ({"tokens": [[1, -2, 3], list(range(64))]}, "tokens[0][1]"),
         ({"tokens": [[1, 2, 3], list(range(65))], "masks": [[1, 2, 3], list(range(65))]}, "inference_logprobs[1]"),
         ({"inference_logprobs": [[0.0] * 3, [0.0] * 2]}, "inference_logprobs[1]"),
         ({"ref_logprobs": [[0.0] * 3]}, "ref_logprobs"),

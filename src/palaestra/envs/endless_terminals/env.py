@@ -113,6 +113,10 @@ class EndlessEnvironment(ContractEnvironment):
         self._tools: TestTools | None = None
         self._prepared: dict[str, Prepared] = {}
 
+    async def open(self) -> None:
+        self._roots.check()  # said before the run has a folder
+        await super().open()
+
     def task(self, item: Item, number: int) -> Task:
         task = super().task(item, number)
         if isinstance(item, TerminalTask):
@@ -122,7 +126,8 @@ class EndlessEnvironment(ContractEnvironment):
 
     @property
     def _image(self) -> str | None:
-        return None if self.settings.image == HOST else self.settings.image
+        named = self.settings.image
+        return None if named is None or named == HOST else str(local_path(named))
 
     async def resolve(self, task: Task) -> Task:
         item = task.data

@@ -43,6 +43,13 @@ class Roots:
     image_dir: Path | None = None
     base_image: str | None = None
 
+    def check(self) -> None:
+        """Raises `ImageError` for what a setting names and is not there: no task could do with it."""
+        for path in (*self.images.values(), *([] if self.base_image in (None, HOST) else [self.base_image])):
+            self._there(local_path(path))
+        if self.image_dir is not None and not self.image_dir.is_dir():
+            raise ImageError(f"the folder of root file systems {self.image_dir} is not there")
+
     async def of(self, name: str, recipe: ImageRecipe) -> Root:
         """The root of the task of that name. Raises `TaskError` or `ImageError` saying why there is none."""
         ready = self._ready(name)
@@ -63,7 +70,9 @@ class Roots:
 
     def _there(self, path: Path) -> Path:
         if not path.exists():
-            raise ImageError(f"the root file system {path} is not there")
+            raise ImageError(
+                f"the root file system {path} is not there; name a root directory, a tar file or an OCI layout"
+            )
         return path
 
     def _over_base(self, recipe: ImageRecipe, base: str) -> Root:

@@ -71,6 +71,10 @@ class TerminalBenchEnvironment(ContractEnvironment):
         )
         self._prepared: dict[str, Prepared] = {}
 
+    async def open(self) -> None:
+        self.roots.check()  # said before the run has a folder
+        await super().open()
+
     async def resolve(self, task: Task) -> Task:
         terminal: TerminalTask = task.data
         root = await self.roots.of(terminal.name, terminal.recipe)

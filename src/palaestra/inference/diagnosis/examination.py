@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 from yarl import URL
 
+from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError, EngineError
 from palaestra.core.retry import AT_START
 from palaestra.core.types import JSON
@@ -55,7 +55,7 @@ async def diagnose(target: Target) -> Diagnosis:
     """Examine. Never raises for what is wrong at the other end; `ConfigError` for a target that is none."""
     if "://" in target.where:
         return await _Examination(target).endpoint()
-    if Path(target.where).expanduser().is_dir():
+    if local_path(target.where).is_dir():
         return await _Examination(target).folder()
     raise ConfigError(f"'{target.where}' is neither an address (http://…) nor the folder of a model.")
 

@@ -20,6 +20,9 @@ from palaestra.core.types import JSON, Message, Say, Task, ToolStep
 from palaestra.inference.base import SessionContext
 from palaestra.inference.engines.recording import Recorded, read_policy_file, read_recording
 
+COMMANDS = "terminal"
+"""The tool that runs the commands of a solution."""
+
 PATCH_PATH = "/tmp/palaestra.patch"  # noqa: S108  inside the slot, outside the workspace that is graded
 
 _APPLY = f"git apply --whitespace=nowarn {PATCH_PATH} || patch -p1 --forward --batch < {PATCH_PATH}"
@@ -93,7 +96,7 @@ class OraclePolicy:
         step = steps[turn]
         if isinstance(step, Say):
             return step.text
-        return [ToolStep("terminal", {"command": step}) if isinstance(step, str) else step]
+        return [ToolStep(COMMANDS, {"command": step}) if isinstance(step, str) else step]
 
 
 def _steps(task: Task) -> Sequence[ToolStep | Say | str]:

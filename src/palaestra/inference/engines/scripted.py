@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, Message, ToolStep
 from palaestra.inference.base import (
     AssistantMessage,
@@ -29,6 +29,8 @@ from palaestra.inference.base import (
 )
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.policies import (
+    COMMANDS,
+    Act,
     NoopPolicy,
     OraclePolicy,
     PatchPolicy,
@@ -95,6 +97,8 @@ class ScriptedSession:
     ) -> ChatCompletion:
         """The policy's next turn. Sampling settings change nothing, since nothing is sampled."""
         act = self._policy.act(self._context, messages)
+        if tools is not None and isinstance(self._policy, OraclePolicy):
+            self._check(act, tools)
         turn = 1 + sum(message.get("role") == "assistant" for message in messages)
         message, finish_reason = _said(act, turn)
         prompt_tokens, completion_tokens = _tokens(messages), _tokens([message.model_dump()])
@@ -110,6 +114,18 @@ class ScriptedSession:
                 completion_tokens=completion_tokens,
                 total_tokens=prompt_tokens + completion_tokens,
             ),
+        )
+
+    def _check(self, act: Act, tools: Sequence[Mapping[str, JSON]]) -> None:
+        """Raises `TaskError` for a command of a solution where the agent has no `terminal`: it would be answered like a
+        model's mistake, and a solution that was never played scored as if it were wrong."""
+        had = sorted(str(tool["function"]["name"]) for tool in tools)
+        if isinstance(act, str | Recorded) or COMMANDS in had or all(step.name != COMMANDS for step in act):
+            return
+        name = self._context.task.id if self._context.task is not None else ""
+        raise TaskError(
+            f"Task '{name}': its solution is of commands, for the tool {COMMANDS}, and the agent "
+            f"has only {', '.join(had) or 'no tool'}. Add its toolset, or give steps as ToolStep with other tools."
         )
 
 

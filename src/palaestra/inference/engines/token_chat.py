@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
 from palaestra.inference.base import (
@@ -140,6 +140,6 @@ def template_text(named: str | None) -> str | None:
     if named is None:
         return None
     try:
-        return Path(named).expanduser().read_text(encoding="utf-8")
+        return local_path(named).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The chat template '{named}' cannot be read: {error}.") from None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
@@ -63,6 +63,9 @@ class EnvIdentifier(msgspec.Struct):
     env_id: int
 
 
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class ScoredData(msgspec.Struct, kw_only=True):
     """A group: `tokens[G][T]`, `masks[G][T]` (-100 where nothing is trained), `scores[G]`, and what goes with them.
 
@@ -70,7 +73,7 @@ class ScoredData(msgspec.Struct, kw_only=True):
     one.
     """
 
-    tokens: list[list[int]]
+    tokens: list[list[TokenId]]
     masks: list[list[int]]
     scores: list[float]
     advantages: list[list[float]] | None = None
