@@ -202,8 +202,12 @@ class SlotServer:
             self._hands.close()
 
     def reach(self, epoch: int) -> Reach | None:
-        """The files of a slot that has been made just now; None where only the server reaches them. Asked for once."""
+        """What the server has handed over of a slot that has been made just now, if anything. Asked for once."""
         return None if self._hands is None else self._hands.reach(epoch)
+
+    def number(self) -> int:
+        """The name of a command that the server is not asked for: no request has it, and no other command."""
+        return next(self._numbers)
 
     def call(
         self, op: str, fields: dict[str, JSON], data: bytes = b"", on_data: OnData | None = None

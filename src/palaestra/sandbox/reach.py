@@ -4,9 +4,9 @@ On the rung `full` the slot server and its client are root of the same machine, 
 slot over (`slotd/handing.py`), and the client does what the server would, by the same code (`slotd/files.py`), which
 resolves paths inside that root. That saves the way to another process and back, which costs more than the file does.
 
-Everything else asks the server, which then says the same as ever: to write what would take more than a moment, in which
-the slot may end; slots of a service, other rungs, and whatever goes wrong here, be it that nothing is there or that this
-process may open no more files.
+Everything else asks the server, which then says the same as ever: to write what would take more than a moment, in
+which the slot may end; slots of a service, other rungs, and whatever goes wrong here, be it that nothing is there or
+that this process may open no more files.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import socket
 from typing import Any
 
 from palaestra.sandbox import forks
+from palaestra.sandbox.line import Line, Rounds, may_make_files
 from palaestra.sandbox.slotd import files, handing, pipes
 from palaestra.sandbox.slotd.frames import CHUNK
 
@@ -44,16 +45,27 @@ class Reach:
     Paths are text, and relative ones start in the workspace. The calls raise `AskServer` where anything goes wrong.
     """
 
-    def __init__(self, root: int, owner: int) -> None:
+    def __init__(self, root: int, owner: int, line: Line | None) -> None:
         self._root, self._owner = root, owner
+        self.line = line
+        """For commands, where there is one."""
         forks.not_for_children(self)
 
-    def close(self) -> None:
-        """Let go of the slot's root, which keeps the slot's files in memory. Idempotent."""
+    def close(self, why: str = "the slot has ended") -> None:
+        """Let go of the slot's root, which keeps the slot's files in memory, and of the line. Idempotent."""
         pipes.close(self._root)
         self._root = -1
+        if self.line is not None:
+            self.line.close(why)
 
-    __del__ = let_go = close
+    def let_go(self) -> None:
+        """Close the descriptors, in a forked child."""
+        pipes.close(self._root)
+        self._root = -1
+        if self.line is not None:
+            self.line.let_go()
+
+    __del__ = close
 
     async def read(self, path: str, offset: int, max_bytes: int) -> bytes:
         """A file from `offset` to its end."""
@@ -112,33 +124,43 @@ async def _turn() -> None:
 
 
 class Hands:
-    """Takes the roots that the server hands over."""
+    """Takes what the server hands over."""
 
     def __init__(self, channel: socket.socket) -> None:
         channel.setblocking(False)
-        self._channel = channel
+        self._channel, self._rounds = channel, Rounds()
         self._taken: dict[int, Reach] = {}
         forks.not_for_children(self)
 
     def reach(self, epoch: int) -> Reach | None:
-        """The files of a slot that has been made just now; None where only the server reaches them. Asked for once."""
-        while (root := handing.take(self._channel)) is not None:
-            if _may_keep(root.fd):
-                self._taken[root.epoch] = Reach(root.fd, root.owner)
+        """What came for a slot that has been made just now; None where only the server reaches it. Asked for once."""
+        while (handed := handing.take(self._channel)) is not None:
+            if _may_keep(handed.fds):
+                root, *lines = handed.fds
+                line = None
+                if lines and may_make_files():
+                    line = Line(lines[0], self._rounds, root, handed.owner)
+                else:
+                    pipes.close(*lines)
+                self._taken[handed.epoch] = Reach(root, handed.owner, line)
         return self._taken.pop(epoch, None)
 
     def close(self) -> None:
         """Nobody asks any more."""
         self._channel.close()
+        for reach in self._taken.values():
+            reach.close()
         self._taken.clear()
 
-    let_go = close
+    def let_go(self) -> None:
+        """Close the socket, in a forked child."""
+        self._channel.close()
 
 
-def _may_keep(fd: int) -> bool:
-    """Whether it leaves enough to others; otherwise it is closed."""
+def _may_keep(fds: list[int]) -> bool:
+    """Whether they leave enough to others; otherwise they are closed."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= fd < limit // _KEPT_DESCRIPTORS:
+    if fds and max(fds) < limit // _KEPT_DESCRIPTORS:
         return True
-    pipes.close(fd)
+    pipes.close(*fds)
     return False

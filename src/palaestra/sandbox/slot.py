@@ -31,7 +31,10 @@ from palaestra.sandbox.client import CommandNotStarted, SlotServer
 from palaestra.sandbox.process import LocalProcess
 from palaestra.sandbox.reach import AskServer, Reach
 from palaestra.sandbox.shell import LocalShell
+from palaestra.sandbox.slotd import files, orders
 from palaestra.sandbox.slotd.allowlist import PROXY_PORT
+from palaestra.sandbox.slotd.executions import Request
+from palaestra.sandbox.slotd.frames import USUAL_OUTPUT_BYTES, USUAL_TIMEOUT_S
 from palaestra.sandbox.texts import TextFiles
 
 SHELL_FILES = 107
@@ -71,12 +74,14 @@ class LocalSlot(TextFiles):
         lease: tuple[str, int],
         fork: Forking,
         reach: Reach | None = None,
+        own: Mapping[str, str] | None = None,
     ) -> None:
         self.server, self.spec, self._trajectory_id, self._fork = server, spec, trajectory_id, fork
         self.lost = False
         """Whether the server has reported that the slot died."""
         self._lease = Lease(server, *lease, rung)
         self._reach, self._frozen, self._surveys = reach, False, 0
+        self._environment = orders.environment(own or {})
 
     @property
     def slot_id(self) -> str:
@@ -116,7 +121,7 @@ class LocalSlot(TextFiles):
 
     def _let_go(self) -> None:
         if self._reach is not None:
-            self._reach.close()
+            self._reach.close(f"{self.slot_id} ended while a command ran in it")
             self._reach = None
 
     def _at_hand(self) -> Reach:
@@ -131,8 +136,8 @@ class LocalSlot(TextFiles):
 
     @contextlib.contextmanager
     def surveyed(self) -> Iterator[None]:
-        """For a request that goes through many files: what is written meanwhile is written by the server between its
-        steps, so that no file is found half made."""
+        """For a request that goes through many files: what is written or started meanwhile is so by the server, between
+        its steps, so that no file is found half made, and no process begins that should be standing still."""
         self._surveys += 1
         try:
             yield
@@ -176,11 +181,40 @@ class LocalSlot(TextFiles):
         if not spill:
             fields["no_spill"] = True
         name = self._lease.name()
+        if not (stdin or verdict or on_output or self._surveys or self.spec.warm_shell):
+            with contextlib.suppress(AskServer):
+                return await self._execute_here(name, fields, spill)
         try:
             reply = await self.server.call("exec", fields, stdin, on_output)
         except CommandNotStarted as error:
             return self._lease.not_started(name, command, error)
         return self._lease.result(name, reply.fields, reply.data, timeout_s)
+
+    async def _execute_here(self, name: str, fields: dict[str, JSON], spill: bool) -> ExecutionResult:
+        """The same without the server. Raises `AskServer` where that cannot be, and nothing has run."""
+        line, shell = self._at_hand().line, "bash" if "command" in fields else None
+        if line is None or (shell is not None and not line.has_bash):
+            raise AskServer
+        env = self._environment
+        if "env" in fields:
+            try:
+                env = orders.environment({**env.variables(), **fields["env"]})
+            except ValueError:
+                raise AskServer from None
+        request = Request(
+            argv=["/bin/bash", "-c", fields["command"]] if shell else fields["argv"], shell=shell,
+            cwd=files.absolute(str(fields.get("cwd", WORKSPACE))), env=env, stdin=b"",
+            timeout_s=fields.get("timeout_s", USUAL_TIMEOUT_S),
+            max_output_bytes=fields.get("max_output_bytes", USUAL_OUTPUT_BYTES),
+            stream=False, verdict=False, spill=spill,
+        )  # fmt: skip
+        reply = await line.run(self.server.number(), request, self._ask)
+        if reply is None:
+            raise AskServer
+        return self._lease.result(name, reply.fields, reply.data, request.timeout_s)
+
+    async def _ask(self, op: str) -> dict[str, JSON]:
+        return (await self.server.call(op, self.lease())).fields
 
     async def shell(
         self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b""

@@ -252,7 +252,7 @@ class LocalBackend:
             )
         lease = (reply["slot"], reply["epoch"])
         reach = server.reach(reply["epoch"])
-        slot = LocalSlot(server, spec, trajectory_id, self.rung, lease, self._forked, reach)
+        slot = LocalSlot(server, spec, trajectory_id, self.rung, lease, self._forked, reach, fields["env"])
         self._slots[slot.epoch] = slot
         self._last_epoch = max(self._last_epoch, slot.epoch)
         return slot
@@ -376,7 +376,9 @@ class LocalBackend:
 
 def _unmake(server: SlotServer, made: dict[str, JSON]) -> tuple[str, dict[str, JSON]]:
     """What undoes the making of a slot."""
-    server.reach(made["epoch"])  # to let go of it
+    reach = server.reach(made["epoch"])
+    if reach is not None:
+        reach.close()
     return "destroy", made
 
 

@@ -12,13 +12,11 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from . import outcomes, pipes
 from .capture import Capture
 from .frames import WINDOW, Fields, Kind
-from .link import Link
-from .loop import Loop, Timer
 from .orders import Environment, Report
 from .orders import Kind as ReportKind
 from .pipes import PIPE_BYTES, READ_BYTES
@@ -28,6 +26,30 @@ MAX_VERDICT_BYTES = 16 << 20
 TIMEOUT_EXIT_CODE = 124
 
 _SHELLS = {None: 0, "bash": outcomes.BASH, "sh": outcomes.SH}
+
+
+class Timer(Protocol):
+    """A call that is to come."""
+
+    def cancel(self) -> None: ...
+
+
+class Rounds(Protocol):
+    """What watches a command's pipes and its time: the server's `Loop`, or the client's."""
+
+    def watch(self, fd: int, call: Callable[[], object]) -> None: ...
+
+    def unwatch(self, fd: int) -> None: ...
+
+    def close(self, fd: int) -> None: ...
+
+    def later(self, seconds: float, call: Callable[[], object]) -> Timer: ...
+
+
+class Asker(Protocol):
+    """Who is told what becomes of a command: the client at the other end of a `Link`, or the client itself."""
+
+    def send(self, kind: Kind, request: int, fields: Fields | None = None, data: bytes = b"") -> None: ...
 
 
 class Request(NamedTuple):
@@ -60,8 +82,8 @@ class Execution:
         self,
         number: int,
         request: Request,
-        loop: Loop,
-        link: Link,
+        loop: Rounds,
+        link: Asker,
         kill: Callable[[], None],
         pipe: tuple[int, int],
         verdict: int = -1,

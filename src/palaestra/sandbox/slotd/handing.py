@@ -1,7 +1,7 @@
-"""The roots of slots, from the server to a client that may have them, for which files then need no server.
+"""What the server gives a client that may have it: of each slot the root, and a line to its init.
 
-They go as descriptors over a SOCK_SEQPACKET of their own, each with the epoch of the slot's lease and the user to whom
-the slot's files belong. Shared by both sides, as `frames.py` is.
+With them files need no server, nor do most commands. They go as descriptors over a SOCK_SEQPACKET of their own, with
+the epoch of the slot's lease and the user to whom the slot's files belong. Shared by both sides, as `frames.py` is.
 """
 
 from __future__ import annotations
@@ -14,26 +14,32 @@ from typing import NamedTuple
 from . import descriptors
 
 _LAYOUT = struct.Struct("!QQ")
+_DESCRIPTORS = 2
 
 
-class Root(NamedTuple):
-    """The root of one slot. `fd` is negative where no more files may be open here."""
+class Handed(NamedTuple):
+    """What came for one slot: `fds` are its root and, where its init takes one, the line; fewer where no more files may
+    be open here."""
 
     epoch: int
     owner: int
-    fd: int
+    fds: list[int]
 
 
-def give(channel: socket.socket, epoch: int, owner: int, root: int) -> None:
-    """Hand over a copy of a root, if the client takes them and has not too many waiting."""
-    with contextlib.suppress(OSError):
-        socket.send_fds(channel, [_LAYOUT.pack(epoch, owner)], [root])
+def give(channel: socket.socket, epoch: int, owner: int, root: int, line: socket.socket | None) -> None:
+    """Hand over copies, if the client takes them and has not too many waiting. The line is closed here."""
+    with contextlib.suppress(OSError), line or contextlib.nullcontext():
+        fds = [root] if line is None else [root, line.fileno()]
+        socket.send_fds(channel, [_LAYOUT.pack(epoch, owner)], fds)
 
 
-def take(channel: socket.socket) -> Root | None:
+def take(channel: socket.socket) -> Handed | None:
     """The next one; None when there is none now, or none will come."""
     try:
-        data, fds = descriptors.receive(channel, _LAYOUT.size, 1)
+        data, fds = descriptors.receive(channel, _LAYOUT.size, _DESCRIPTORS)
     except OSError:
         return None
-    return Root(*_LAYOUT.unpack(data), *(fds or [-1])) if data else None
+    if not data:
+        return None
+    epoch, owner = _LAYOUT.unpack(data)
+    return Handed(epoch, owner, fds)

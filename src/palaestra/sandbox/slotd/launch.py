@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from . import cgroups, namespaces, seccomp, syscalls, world
+from . import cgroups, namespaces, pipes, seccomp, syscalls, world
 from .frames import Fields, Kind, encode
 from .layered import Layered
 from .server import Server
@@ -95,6 +95,7 @@ def _fork_server(
     try:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
         make_ready()
+        pipes.nothing()
         world.enter_own_root()
         serve(stream, lambda settings: Layered(full, group, settings), watcher_reader, hands)
         status = 0

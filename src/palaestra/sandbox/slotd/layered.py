@@ -25,6 +25,11 @@ class NamespaceBody:
         """With the network on, a slot has the host's."""
         return Network.SHARED if self.plan.network else Network.OWN
 
+    @property
+    def takes_lines(self) -> bool:
+        """The native init does."""
+        return self.plan.native is not None
+
     def fork(self, control: socket.socket) -> int:
         """Fork the init into a namespace of its own."""
         return building.fork(self.plan, control)

@@ -10,7 +10,8 @@ one machine, so the byte order is its own. Descriptors travel with an order; `pl
              then for FAILED: a text
 
 An order that is too long for a datagram is written to a memory file; the datagram is LONG and the file its first
-descriptor.
+descriptor. LINE brings a second socket to the native init, over which a client gives orders of its own; what becomes of
+an order is reported to who gave it. The names of commands are one space for both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from enum import IntEnum
 from itertools import chain
 from typing import NamedTuple
 
-VERSION = 5
+VERSION = 6
 """Of these structs. The native init says which one it was built for, and is not used when it is another."""
 
 MAX_DATAGRAM = 96 << 10
@@ -49,6 +50,7 @@ class Order(IntEnum):
     KILL = 2
     SIGNAL = 3
     LONG = 4
+    LINE = 5
 
 
 class Kind(IntEnum):

@@ -9,8 +9,6 @@ import functools
 import os
 import termios
 
-from .roots import HOST
-
 PIPE_BYTES = 256 << 10
 READ_BYTES = 64 << 10
 """What a pipe holds unless its writer has changed that."""
@@ -52,9 +50,8 @@ def read(fd: int) -> bytes | None:
 
 @functools.cache
 def nothing() -> int:
-    """/dev/null for reading and writing, opened once."""
-    host = HOST if os.path.isdir(HOST) else ""  # a server without a root of its own
-    return os.open(f"{host}/dev/null", os.O_RDWR | os.O_CLOEXEC)
+    """/dev/null for reading and writing, opened once: before a server has a root of its own."""
+    return os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
 
 
 class Memory:

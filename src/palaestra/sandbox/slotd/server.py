@@ -94,6 +94,7 @@ class Server:
             "view": self._view, "layer_changes": self._layer_changes, "destroy": self._destroy,
             "forget": self._forget, "stats": self._stats, **self._modes.operations,
             **self._keep.operations, **self._looking.operations, "renew": self._renew,
+            "oom": self._oom, "hung": self._hung,
         }  # fmt: skip
 
     def _stop(self) -> None:
@@ -205,7 +206,7 @@ class Server:
                 return
         if self._hands is not None:
             place = self._locate(slot, "/")
-            handing.give(self._hands, slot.lease.epoch, place.owner, place.root)
+            handing.give(self._hands, slot.lease.epoch, place.owner, place.root, slot.open_line())
         self._reply(frame, {"slot": slot.lease.name, "epoch": slot.lease.epoch, "exposed": exposed})
         if slot.waiting is not None:
             slot.waiting.start()
@@ -276,6 +277,15 @@ class Server:
             given.go_on(frame.request, request, open_spill)
         else:
             slot.execute(frame.request, request, open_spill)
+
+    def _oom(self, frame: Frame) -> None:
+        """A command that the client has started was killed."""
+        self._reply(frame, {"oom": self._leased(frame).ran_out_of_memory()})
+
+    def _hung(self, frame: Frame) -> None:
+        """One cannot be killed."""
+        self._leased(frame).end_hung()
+        self._reply(frame)
 
     def _read(self, frame: Frame) -> None:
         slot, fields = self._leased(frame), frame.fields

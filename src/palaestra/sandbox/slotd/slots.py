@@ -22,18 +22,18 @@ from . import cgroups, descriptors, files, killing, namespaces, orders, pipes
 from .executions import Execution, Request
 from .frames import Fields
 from .frames import Kind as FrameKind
+from .leftovers import Leftovers
 from .link import Link
 from .loop import Loop
 from .orders import Kind, Order, Report, Spawn
 from .spills import Spill
 from .workshop import Body, Ground, Network
 
-_DRAIN_EVERY_S, _DRAIN_BYTES, _MAX_LEFTOVERS = 0.05, 256 << 10, 32
 _KILL_PATIENCE_S = 10.0
 _GONE_EVERY_S = 0.002
 
-_STANDARD: orders.Places = ((0, 0), (1, 1), (1, 2))
-_WITH_VERDICT: orders.Places = (*_STANDARD, (2, 3))
+STANDARD: orders.Places = ((0, 0), (1, 1), (1, 2))
+_WITH_VERDICT: orders.Places = (*STANDARD, (2, 3))
 """Places of a command: input, output, errors with the output, and the verdict's descriptor."""
 
 
@@ -111,7 +111,7 @@ class Slot:
         self._body: Body
         self._channel: socket.socket | None = None
         self._executions: dict[int, Execution] = {}
-        self._leftovers: list[int] = []
+        self._leftovers = Leftovers(self.loop)
         self._network: list[int] = []
         self._oom_kills = 0
         self._children: dict[int, Child] = {}
@@ -145,7 +145,7 @@ class Slot:
     def _start_command(self, number: int, request: Request, open_spill: Callable[[], Spill] | None) -> None:
         stdin = descriptors.memory_file(request.stdin) if request.stdin else -1
         output, verdict, child_verdict = pipes.pipe(), -1, -1
-        fds, places = [stdin if stdin >= 0 else pipes.nothing(), output[1]], _STANDARD
+        fds, places = [stdin if stdin >= 0 else pipes.nothing(), output[1]], STANDARD
         try:
             if request.verdict:
                 verdict, child_verdict = pipes.pipe()
@@ -201,19 +201,34 @@ class Slot:
 
     def conclude(self, execution: Execution, of_shell: int = 0) -> None:
         """Send a command's RESULT, with the flags of a shell that goes on."""
-        kills = self._oom_kills
-        if self.groups and execution.was_killed:
-            self._oom_kills = cgroups.oom_kills(list(self.groups))
-        execution.finish(self._oom_kills > kills, of_shell)
+        execution.finish(execution.was_killed and self.ran_out_of_memory(), of_shell)
+
+    def ran_out_of_memory(self) -> bool:
+        """Whether the kernel has killed something of the slot for want of memory since it was asked last."""
+        kills, self._oom_kills = self._oom_kills, cgroups.oom_kills(list(self.groups)) if self.groups else 0
+        return self._oom_kills > kills
+
+    def open_line(self) -> socket.socket | None:
+        """A socket over which somebody else can give orders to the init; None where the init takes none."""
+        if not self._body.takes_lines:
+            return None
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError:  # no descriptors are left
+            return None
+        with theirs:
+            self._ask(orders.encode(Order.LINE), [theirs.fileno()])
+        return ours
+
+    def end_hung(self) -> None:
+        """A command cannot be killed: end the slot, so that its caller does not wait for ever."""
+        if self.state is State.LIVE:
+            self._kill_init()
 
     def empty(self, fd: int) -> None:
         """Read an output pipe that nobody waits for any more, so that who still holds it can write."""
         self.loop.unwatch(fd)
-        self._leftovers.append(fd)
-        if len(self._leftovers) == 1:
-            self.loop.later(_DRAIN_EVERY_S, self._drain_leftovers)
-        if len(self._leftovers) > _MAX_LEFTOVERS:
-            os.close(self._leftovers.pop(0))
+        self._leftovers.add(fd)
 
     @property
     def pid(self) -> int:
@@ -272,8 +287,8 @@ class Slot:
 
     def _give_up(self, number: int) -> None:
         """A command that cannot be killed takes its slot with it, so that its caller does not wait for ever."""
-        if (number in self._executions or number in self._dying) and self.state is State.LIVE:
-            self._kill_init()
+        if number in self._executions or number in self._dying:
+            self.end_hung()
 
     def _kill_init(self) -> None:
         with contextlib.suppress(ProcessLookupError):  # only what it has left still lives
@@ -354,18 +369,6 @@ class Slot:
         if execution.leftover is not None:
             self.empty(execution.leftover)
 
-    def _drain_leftovers(self) -> None:
-        """Daemons may write on, but only so fast: nobody reads it, and the server has better things to do."""
-        for fd in list(self._leftovers):
-            try:
-                if not os.read(fd, _DRAIN_BYTES):
-                    self._leftovers.remove(fd)
-                    os.close(fd)
-            except BlockingIOError:
-                continue
-        if self._leftovers:
-            self.loop.later(_DRAIN_EVERY_S, self._drain_leftovers)
-
     def _on_death(self) -> None:
         self.loop.unwatch(self._process)
         with contextlib.suppress(ChildProcessError):
@@ -386,9 +389,7 @@ class Slot:
         if self.root >= 0:
             os.close(self.root)
             pipes.close(*self._network)
-        for fd in self._leftovers:
-            os.close(fd)
-        self._leftovers.clear()
+        self._leftovers.close()
         self.state = State.DEAD
         for execution in list(self._executions.values()):
             execution.fail({"error": "lost", "message": f"{self.lease.name} ended while a command ran in it"})

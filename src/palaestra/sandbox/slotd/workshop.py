@@ -57,6 +57,11 @@ class Body(Protocol):
     @property
     def network(self) -> Network: ...
 
+    @property
+    def takes_lines(self) -> bool:
+        """Whether its init takes a second socket for orders."""
+        ...
+
     def fork(self, control: socket.socket) -> int:
         """Fork the slot's init, which serves the other end of `control`; its pid. Never returns in the init."""
         ...

@@ -83,6 +83,11 @@ class UserBody:
         """Of confined processes without one nobody listens on a port of the server's network."""
         return Network.SHARED if self.plan.network or not self.plan.confined else Network.NONE
 
+    @property
+    def takes_lines(self) -> bool:
+        """Not the Python init."""
+        return False
+
     def fork(self, control: socket.socket) -> int:
         """Fork the init."""
         self.pid = os.fork()

@@ -2,8 +2,9 @@
  * trees. The native twin of init.py. It exists for its size: a few dozen kilobytes per idle slot instead of megabytes,
  * and nothing of the server's memory to copy when a slot is made.
  *
- * Descriptor 3 is the control socket, a SOCK_SEQPACKET; orders and reports are described in orders.py. Run as
- * `init --version` it exits with 100 + the version of those structs, by which the server finds out that it runs here.
+ * Descriptor 3 is the control socket, a SOCK_SEQPACKET; orders and reports are described in orders.py. One more such
+ * socket, the line, may come with an order; who gives an order is told what becomes of it. Run as `init --version` it
+ * exits with 100 + the version of those structs, by which the server finds out that it runs here.
  *
  * Not for anything that needs a library: it is linked statically and may run over any root file system.
  */
@@ -31,9 +32,9 @@
 
 #include "steps.h"
 
-enum { VERSION = 5, ANSWER = 100 };
+enum { VERSION = 6, ANSWER = 100 };
 enum { CONTROL = 3, LIST = 5, MAX_DATAGRAM = 96 << 10, MAX_FDS = 8, KILL_PATIENCE_S = 2 };
-enum { ORDER_SPAWN = 1, ORDER_KILL, ORDER_SIGNAL, ORDER_LONG };
+enum { ORDER_SPAWN = 1, ORDER_KILL, ORDER_SIGNAL, ORDER_LONG, ORDER_LINE };
 enum { REPORT_READY = 1, REPORT_FAILED, REPORT_EXIT, REPORT_NOT_STARTED, REPORT_KILLED, REPORT_STARTED };
 enum { FLAG_TERMINAL = 1, FLAG_ANNOUNCE = 2, FLAG_SPARE = 1, FLAG_AT_END = 2 };
 
@@ -67,6 +68,7 @@ struct command {
     pid_t pid;
     uint32_t name;
     unsigned long long started;
+    int asker; /* the socket over which its order came */
     int at_end; /* what is left of it, and is younger than a moment, is to be killed when its main process ends */
     struct moment after;
 };
@@ -95,7 +97,7 @@ static struct command *find(pid_t pid) {
 
 /* ---- Reports. */
 
-static void report_with(struct report report, int fd) {
+static void report_with(int asker, struct report report, int fd) {
     char ancillary[CMSG_SPACE(sizeof fd)] = {0};
     struct iovec body = {&report, sizeof report};
     struct msghdr message = {.msg_iov = &body, .msg_iovlen = 1};
@@ -108,11 +110,11 @@ static void report_with(struct report report, int fd) {
         head->cmsg_len = CMSG_LEN(sizeof fd);
         memcpy(CMSG_DATA(head), &fd, sizeof fd);
     }
-    while (sendmsg(CONTROL, &message, MSG_NOSIGNAL) < 0 && errno == EINTR)
+    while (sendmsg(asker, &message, MSG_NOSIGNAL) < 0 && errno == EINTR)
         ;
 }
 
-static void report(struct report report) { report_with(report, -1); }
+static void report(int asker, struct report report) { report_with(asker, report, -1); }
 
 static void report_failure(const char *what, int error) {
     char text[768];
@@ -133,7 +135,7 @@ static void reap(void) {
         struct command *command = find(pid);
         if (!command)
             continue;
-        report((struct report){
+        report(command->asker, (struct report){
             .kind = REPORT_EXIT,
             .command = command->name,
             .value = WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status),
@@ -219,7 +221,7 @@ failed:
 }
 
 /* Takes the order apart and starts the command; `data` ends with a NUL. */
-static void spawn(char *data, size_t size, int *fds) {
+static void spawn(char *data, size_t size, int *fds, int asker) {
     const struct order *order = (const struct order *)data;
     struct start start = {.order = order, .places = (uint8_t *)data + sizeof *order, .fds = fds};
     char **strings = malloc((order->arguments + order->variables + 3) * sizeof *strings), **next = strings;
@@ -246,7 +248,7 @@ static void spawn(char *data, size_t size, int *fds) {
     struct timespec now;
     clock_gettime(CLOCK_BOOTTIME, &now);
     long tick = sysconf(_SC_CLK_TCK);
-    struct command command = {.name = order->command};
+    struct command command = {.name = order->command, .asker = asker};
     command.started = (unsigned long long)now.tv_sec * tick + now.tv_nsec / (1000000000L / tick);
     command.pid = vfork();
     if (command.pid == 0)
@@ -254,12 +256,12 @@ static void spawn(char *data, size_t size, int *fds) {
     if (command.pid < 0)
         start.error = errno;
     if (start.error)
-        report((struct report){
+        report(asker, (struct report){
             .kind = REPORT_NOT_STARTED, .command = order->command, .value = start.error, .flag = start.in_cwd});
     else
         remember(command);
     if (!start.error && order->flags & FLAG_ANNOUNCE)
-        report((struct report){.kind = REPORT_STARTED, .command = order->command, .value = command.pid});
+        report(asker, (struct report){.kind = REPORT_STARTED, .command = order->command, .value = command.pid});
     free(strings);
 }
 
@@ -381,10 +383,10 @@ static int kill_tree(struct command command, struct moment after, int spare) {
 /* Its main process has ended, and has been reported: the rest of its tree. */
 static void kill_rest(struct command ended) {
     int swept = kill_tree(ended, ended.after, 1);
-    report((struct report){.kind = REPORT_KILLED, .command = ended.name, .flag = swept});
+    report(ended.asker, (struct report){.kind = REPORT_KILLED, .command = ended.name, .flag = swept});
 }
 
-static void kill_command(uint32_t name, struct moment after, int flags) {
+static void kill_command(uint32_t name, struct moment after, int flags, int asker) {
     int swept = 0;
     for (size_t i = 0; i < command_count; i++)
         if (commands[i].name == name) {
@@ -396,7 +398,7 @@ static void kill_command(uint32_t name, struct moment after, int flags) {
             break;
         }
     reap();
-    report((struct report){.kind = REPORT_KILLED, .command = name, .flag = swept});
+    report(asker, (struct report){.kind = REPORT_KILLED, .command = name, .flag = swept});
 }
 
 static void signal_command(uint32_t name, int number) {
@@ -407,6 +409,8 @@ static void signal_command(uint32_t name, int number) {
 
 /* ---- The loop. */
 
+static int line = -1; /* the second socket for orders, if there is one */
+
 /* The moment that follows a KILL, if one does. */
 static struct moment moment(const char *data, size_t size) {
     struct moment after = {0, 0};
@@ -415,18 +419,20 @@ static struct moment moment(const char *data, size_t size) {
     return after;
 }
 
-static void obey(char *data, size_t size, int *fds) {
+static void obey(char *data, size_t size, int *fds, int asker) {
     const struct order *order = (const struct order *)data;
     if (order->kind == ORDER_SPAWN)
-        spawn(data, size, fds);
+        spawn(data, size, fds, asker);
     else if (order->kind == ORDER_KILL)
-        kill_command(order->command, moment(data, size), order->flags);
+        kill_command(order->command, moment(data, size), order->flags, asker);
     else if (order->kind == ORDER_SIGNAL)
         signal_command(order->command, order->flags);
+    else if (order->kind == ORDER_LINE && line < 0)
+        line = fcntl(fds[0], F_DUPFD_CLOEXEC, CONTROL + 1);
 }
 
 /* An order in a memory file. A private mapping, so that it can be ended with a NUL whatever its length. */
-static void obey_long(int *fds) {
+static void obey_long(int *fds, int asker) {
     struct stat status;
     if (fstat(fds[0], &status) < 0)
         return;
@@ -440,19 +446,19 @@ static void obey_long(int *fds) {
             _exit(1);
         done += count;
     }
-    obey(data, size, fds + 1);
+    obey(data, size, fds + 1, asker);
     munmap(data, size + 1);
 }
 
-/* One order; 0 when the server has closed the socket. */
-static int take(void) {
+/* One order; 0 when who gives them has closed the socket. */
+static int take(int asker) {
     static _Alignas(struct order) char data[MAX_DATAGRAM + 4096];
     char ancillary[CMSG_SPACE(sizeof(int) * MAX_FDS)];
     int fds[MAX_FDS + 1], count = 0;
     struct iovec body = {data, sizeof data - 1};
     struct msghdr message = {
         .msg_iov = &body, .msg_iovlen = 1, .msg_control = ancillary, .msg_controllen = sizeof ancillary};
-    ssize_t size = recvmsg(CONTROL, &message, MSG_CMSG_CLOEXEC);
+    ssize_t size = recvmsg(asker, &message, MSG_CMSG_CLOEXEC);
     if (size < (ssize_t)sizeof(struct order))
         return size < 0 && errno == EINTR;
     data[size] = 0;
@@ -466,9 +472,9 @@ static int take(void) {
     int received[MAX_FDS];
     memcpy(received, fds, sizeof received); /* the child, which shares this memory, moves its own */
     if (((struct order *)data)->kind == ORDER_LONG)
-        obey_long(fds);
+        obey_long(fds, asker);
     else
-        obey(data, size, fds);
+        obey(data, size, fds, asker);
     for (int i = 0; i < count; i++)
         close(received[i]);
     return 1;
@@ -515,11 +521,11 @@ int main(int count, char **arguments) {
         report_failure("cannot begin", errno);
         return 1;
     }
-    report_with((struct report){.kind = REPORT_READY}, root);
+    report_with(CONTROL, (struct report){.kind = REPORT_READY}, root);
     close(root);
     for (;;) {
-        struct pollfd watched[] = {{CONTROL, POLLIN, 0}, {children, POLLIN, 0}};
-        if (poll(watched, 2, -1) < 0)
+        struct pollfd watched[] = {{CONTROL, POLLIN, 0}, {children, POLLIN, 0}, {line, POLLIN, 0}}; /* -1: no line */
+        if (poll(watched, 3, -1) < 0)
             continue;
         if (watched[1].revents) {
             struct signalfd_siginfo gone[2];
@@ -527,7 +533,11 @@ int main(int count, char **arguments) {
             if (read(children, gone, sizeof gone) > 0) /* however many have ended, it is pending once */
                 reap();
         }
-        if (watched[0].revents && !take())
+        if (watched[2].revents && !take(line)) {
+            close(line);
+            line = -1;
+        }
+        if (watched[0].revents && !take(CONTROL))
             return 0;
     }
 }

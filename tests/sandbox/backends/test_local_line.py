@@ -1,0 +1,182 @@
+"""Commands that the client has a slot's init start itself: told as those that the server starts, and nothing stays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+
+from palaestra.core.errors import IsolationUnavailable, SlotLost
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.base import ExecutionResult, Rung, Slot, SlotSpec
+from sandbox.processes import descendants
+
+pytestmark = pytest.mark.slots
+
+
+def on_full(body: Callable[[LocalBackend, Slot], Awaitable[None]]) -> None:
+    """Only there, and with the native init, does the client have lines."""
+
+    async def main() -> None:
+        backend = LocalBackend(rung=Rung.FULL)
+        try:
+            await backend.start()
+        except IsolationUnavailable as error:
+            pytest.skip(str(error))
+        async with backend:
+            if backend.note:
+                pytest.skip(backend.note)
+            await body(backend, await backend.create(SlotSpec(), "test"))
+
+    asyncio.run(main())
+
+
+@contextlib.contextmanager
+def stopped_server(backend: LocalBackend) -> Iterator[None]:
+    """The server does nothing meanwhile."""
+    server = next(process.pid for process in descendants(backend.server_pid) if process.name == "slotd")
+    os.kill(server, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server, signal.SIGCONT)
+
+
+def told(result: ExecutionResult) -> object:
+    """All that does not differ from run to run."""
+    differing = {"duration_s", "cpu_s", "max_rss_bytes"}
+    path = str(result.metadata.get("full_output_path", "")).rpartition("/")[0]
+    metadata = {key: value for key, value in result.metadata.items() if key not in differing}
+    output = re.sub(r"/\d+-\d+\.txt", "/N.txt", result.output)
+    return result.success, output, result.error, {**metadata, "full_output_path": path}
+
+
+def test_a_command_needs_no_server() -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        with stopped_server(backend):
+            result = await slot.execute("echo $A; pwd; exit 3", env={"A": "a"}, cwd="/tmp")
+            assert (result.output, result.exit_code) == ("a\n/tmp\n", 3)
+            assert (await slot.execute(["echo", "a b"])).output == "a b\n"
+            late = await slot.execute("echo begun; sleep 100 & sleep 100", timeout_s=0.2)
+            assert (late.output, late.metadata["timeout"]) == ("begun\n", True)
+            given_up = asyncio.ensure_future(slot.execute("sleep 100"))
+            await asyncio.sleep(0.05)
+            given_up.cancel()
+            assert isinstance((await asyncio.gather(given_up, return_exceptions=True))[0], asyncio.CancelledError)
+            long = await slot.execute("seq 1 100000", max_output_bytes=100)
+            assert long.metadata["output_total_bytes"] == 588895
+            assert (await slot.execute(["tail", "-n", "1", long.metadata["full_output_path"]])).output == "100000\n"
+            assert (await slot.execute("pgrep sleep")).output == ""
+
+    on_full(body)
+
+
+COMMANDS = [
+    "true", "exit 3", "echo out; echo err >&2", "no-such", "kill -9 $$", "kill $$", "(", "", "cat", "echo \x01é",
+    "printf '\\xff\\x00'", "seq 1 30000", "sleep 0.01; echo late", "readlink /proc/$$/fd/0", "ls /proc/$$/fd",
+    "(sleep 0.1; echo daemon) & echo now", "yes | head -c 300000 | tail -c 5", "ulimit -a; id; umask", "env | sort",
+    "ps -o ppid=,sid=,pgid= $$ | tr -s ' ' | grep -c \" 1 $$ $$\"", "echo $0 $- $PPID $SHLVL $_", "sleep 5", "a\0b",
+    ["echo", "a b"], ["no-such"], ["/workspace"], ["sh", "-c", "exit 7"], "echo " + "x" * 100_000 + " | wc -c",
+]  # fmt: skip
+
+
+def test_who_starts_a_command_makes_no_difference() -> None:
+    async def body(backend: LocalBackend, _: Slot) -> None:
+        here, there = [await backend.create(SlotSpec(), "test") for _ in range(2)]
+        there._reach.line.close("not for this test")  # type: ignore[attr-defined]
+        for command in COMMANDS:
+            for options in ({}, {"max_output_bytes": 10}, {"env": {"A": "1"}, "spill": False}):
+                results = [await slot.execute(command, timeout_s=0.5, **options) for slot in (here, there)]  # type: ignore[arg-type]
+                for result in results:
+                    result.metadata.pop("swept")  # a matter of time
+                assert told(results[0]) == told(results[1]), command
+        for wrong in (
+            {"cwd": "nowhere"},
+            {"cwd": "a\0b"},
+            {"env": {"A": "a\0b"}},
+            {"env": {"": "a"}},
+            {"timeout_s": 0},
+        ):
+            said = []
+            for slot in (here, there):
+                try:
+                    said.append(told(await slot.execute("pwd", **wrong)))  # type: ignore[arg-type]
+                except (OSError, ValueError) as error:
+                    said.append((type(error), str(error)))
+            assert said[0] == said[1], wrong
+
+    on_full(body)
+
+
+def test_a_daemon_goes_on_writing_to_a_pipe_that_nobody_reads() -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute(": > turns; (while :; do head -c 300000 /dev/zero; echo >> turns; done) & echo")
+        for _ in range(200):
+            if len(await slot.read_bytes("turns")) > 3:
+                break
+            await asyncio.sleep(0.05)
+        else:
+            pytest.fail("it stands still")
+
+    on_full(body)
+
+
+def test_nothing_stays_open_after_commands() -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute("true")
+        before = sorted(os.listdir("/proc/self/fd"))
+        await asyncio.gather(*(slot.execute(f"sleep 0.0{n % 5}; seq 1 {n * 1000}") for n in range(40)))
+        for command in ("kill -9 $$", "sleep 9", ["no-such"]):
+            await slot.execute(command, timeout_s=0.1)
+        assert sorted(os.listdir("/proc/self/fd")) == before
+
+    on_full(body)
+
+
+def test_the_end_of_a_slot_ends_its_commands() -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        others = [await backend.create(SlotSpec(), "test") for _ in range(2)]
+        running = [asyncio.ensure_future(each.execute("sleep 100")) for each in (slot, *others)]
+        await asyncio.sleep(0.1)
+        await backend.destroy(slot)
+        await backend.seal(others[0])
+        os.kill(backend.server_pid, signal.SIGKILL)
+        ends = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 20)
+        assert [type(end) for end in ends] == [SlotLost] * 3
+
+    on_full(body)
+
+
+def test_a_command_begun_during_a_checkpoint_waits_for_it() -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute("seq 1 3000 | xargs touch")
+        taking = asyncio.ensure_future(backend.checkpoint(slot))
+        await asyncio.sleep(0.01)  # what comes in the same moment has begun first
+        await slot.execute("touch after")
+        assert taking.done()
+        fork = await backend.create(SlotSpec(), "fork", await taking)
+        assert await fork.stat("after") is None
+        assert await fork.stat("3000") is not None
+
+    on_full(body)
+
+
+def test_a_careful_umask_leaves_commands_to_the_server() -> None:
+    """What does not fit into a result is in a file that every user of the slot can read."""
+    usual = os.umask(0o077)
+    try:
+
+        async def body(backend: LocalBackend, slot: Slot) -> None:
+            long = await slot.execute("seq 1 1000", max_output_bytes=10)
+            path = long.metadata["full_output_path"]
+            modes = await slot.execute(["stat", "-c", "%a", path, os.path.dirname(path)])
+            assert modes.output == "644\n755\n"
+
+        on_full(body)
+    finally:
+        os.umask(usual)
