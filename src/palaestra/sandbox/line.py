@@ -33,7 +33,7 @@ from palaestra.sandbox.slotd.slots import STANDARD
 from palaestra.sandbox.slotd.spills import Shelf, Spill
 from palaestra.sandbox.slotd.workshop import Place
 
-_SOON_S = 0.002
+_SOON_S = 0.005
 """Pipes are watched after so long: most commands have ended by then, and a pipe is read at the end anyway."""
 
 _KILL_PATIENCE_S = 10.0
