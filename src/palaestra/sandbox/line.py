@@ -124,14 +124,16 @@ class Line:
 
     def close(self, why: str) -> None:
         """Let go of it; commands that run are lost, and `why` is what their callers hear. Idempotent."""
-        if self._socket.fileno() >= 0:
+        if self._socket.fileno() < 0:
+            return
+        if not self._loop.is_closed():
             self._loop.remove_reader(self._socket.fileno())
-            self._socket.close()
-            self._leftovers.close()
             for running in self._running.values():
                 running.execution.drop()
                 running.end(None, SlotLost(why))
-            self._running.clear()
+        self._running.clear()
+        self._leftovers.close()
+        self._socket.close()
 
     def let_go(self) -> None:
         """Close the socket, in a forked child: what watches it is its parent's too."""
