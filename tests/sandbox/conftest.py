@@ -18,6 +18,12 @@ def with_slot() -> WithSlot:
     return lambda body: _run(body, LocalBackend())
 
 
+@pytest.fixture
+def on_full() -> WithSlot:
+    """The same on the rung `full`; skipped where that cannot be had."""
+    return lambda body: _run(body, LocalBackend(rung=Rung.FULL))
+
+
 @pytest.fixture(params=["full", "userns", "full with the Python init", "userns with the Python init"])
 def on_each_rung(request: pytest.FixtureRequest) -> WithSlot:
     """The same on every rung and with either init; a rung that this machine does not have is skipped."""

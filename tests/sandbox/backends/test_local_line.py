@@ -7,33 +7,32 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from palaestra.core.errors import IsolationUnavailable, SlotLost
+from palaestra.core.errors import SlotLost
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import ExecutionResult, Rung, Slot, SlotSpec
+from palaestra.sandbox.base import ExecutionResult, Slot, SlotSpec
+from sandbox.bodies import Body, WithSlot
 from sandbox.processes import descendants
 
 pytestmark = pytest.mark.slots
 
 
-def on_full(body: Callable[[LocalBackend, Slot], Awaitable[None]]) -> None:
-    """Only there, and with the native init, does the client have lines."""
+@pytest.fixture
+def with_line(on_full: WithSlot) -> WithSlot:
+    """Only on `full`, and with the native init, does the client have lines."""
 
-    async def main() -> None:
-        backend = LocalBackend(rung=Rung.FULL)
-        try:
-            await backend.start()
-        except IsolationUnavailable as error:
-            pytest.skip(str(error))
-        async with backend:
+    def run(body: Body) -> None:
+        async def checked(backend: LocalBackend, slot: Slot) -> None:
             if backend.note:
                 pytest.skip(backend.note)
-            await body(backend, await backend.create(SlotSpec(), "test"))
+            await body(backend, slot)
 
-    asyncio.run(main())
+        on_full(checked)
+
+    return run
 
 
 @contextlib.contextmanager
@@ -56,7 +55,7 @@ def told(result: ExecutionResult) -> object:
     return result.success, output, result.error, {**metadata, "full_output_path": path}
 
 
-def test_a_command_needs_no_server() -> None:
+def test_a_command_needs_no_server(with_line: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         with stopped_server(backend):
             result = await slot.execute("echo $A; pwd; exit 3", env={"A": "a"}, cwd="/tmp")
@@ -73,7 +72,7 @@ def test_a_command_needs_no_server() -> None:
             assert (await slot.execute(["tail", "-n", "1", long.metadata["full_output_path"]])).output == "100000\n"
             assert (await slot.execute("pgrep sleep")).output == ""
 
-    on_full(body)
+    with_line(body)
 
 
 COMMANDS = [
@@ -85,7 +84,7 @@ COMMANDS = [
 ]  # fmt: skip
 
 
-def test_who_starts_a_command_makes_no_difference() -> None:
+def test_who_starts_a_command_makes_no_difference(with_line: WithSlot) -> None:
     async def body(backend: LocalBackend, _: Slot) -> None:
         here, there = [await backend.create(SlotSpec(), "test") for _ in range(2)]
         there._reach.line.close("not for this test")  # type: ignore[attr-defined]
@@ -110,10 +109,10 @@ def test_who_starts_a_command_makes_no_difference() -> None:
                     said.append((type(error), str(error)))
             assert said[0] == said[1], wrong
 
-    on_full(body)
+    with_line(body)
 
 
-def test_a_daemon_goes_on_writing_to_a_pipe_that_nobody_reads() -> None:
+def test_a_daemon_goes_on_writing_to_a_pipe_that_nobody_reads(with_line: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         await slot.execute(": > turns; (while :; do head -c 300000 /dev/zero; echo >> turns; done) & echo")
         for _ in range(200):
@@ -123,10 +122,10 @@ def test_a_daemon_goes_on_writing_to_a_pipe_that_nobody_reads() -> None:
         else:
             pytest.fail("it stands still")
 
-    on_full(body)
+    with_line(body)
 
 
-def test_nothing_stays_open_after_commands() -> None:
+def test_nothing_stays_open_after_commands(with_line: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         await slot.execute("true")
         before = sorted(os.listdir("/proc/self/fd"))
@@ -135,10 +134,10 @@ def test_nothing_stays_open_after_commands() -> None:
             await slot.execute(command, timeout_s=0.1)
         assert sorted(os.listdir("/proc/self/fd")) == before
 
-    on_full(body)
+    with_line(body)
 
 
-def test_the_end_of_a_slot_ends_its_commands() -> None:
+def test_the_end_of_a_slot_ends_its_commands(with_line: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         others = [await backend.create(SlotSpec(), "test") for _ in range(2)]
         running = [asyncio.ensure_future(each.execute("sleep 100")) for each in (slot, *others)]
@@ -149,10 +148,10 @@ def test_the_end_of_a_slot_ends_its_commands() -> None:
         ends = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 20)
         assert [type(end) for end in ends] == [SlotLost] * 3
 
-    on_full(body)
+    with_line(body)
 
 
-def test_a_command_begun_during_a_checkpoint_waits_for_it() -> None:
+def test_a_command_begun_during_a_checkpoint_waits_for_it(with_line: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         await slot.execute("seq 1 3000 | xargs touch")
         taking = asyncio.ensure_future(backend.checkpoint(slot))
@@ -163,10 +162,10 @@ def test_a_command_begun_during_a_checkpoint_waits_for_it() -> None:
         assert await fork.stat("after") is None
         assert await fork.stat("3000") is not None
 
-    on_full(body)
+    with_line(body)
 
 
-def test_a_careful_umask_leaves_commands_to_the_server() -> None:
+def test_a_careful_umask_leaves_commands_to_the_server(with_line: WithSlot) -> None:
     """What does not fit into a result is in a file that every user of the slot can read."""
     usual = os.umask(0o077)
     try:
@@ -177,6 +176,6 @@ def test_a_careful_umask_leaves_commands_to_the_server() -> None:
             modes = await slot.execute(["stat", "-c", "%a", path, os.path.dirname(path)])
             assert modes.output == "644\n755\n"
 
-        on_full(body)
+        with_line(body)
     finally:
         os.umask(usual)

@@ -12,27 +12,13 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from palaestra.core.errors import IsolationUnavailable, SlotLost, StaleLease
+from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, Slot, SlotSpec
+from palaestra.sandbox.base import Slot, SlotSpec
+from sandbox.bodies import WithSlot
 from sandbox.processes import descendants
 
 pytestmark = pytest.mark.slots
-
-
-def on_full(body: Callable[[LocalBackend], Awaitable[None]]) -> None:
-    """Only there does the client have the roots of its slots."""
-
-    async def main() -> None:
-        backend = LocalBackend(rung=Rung.FULL)
-        try:
-            await backend.start()
-        except IsolationUnavailable as error:
-            pytest.skip(str(error))
-        async with backend:
-            await body(backend)
-
-    asyncio.run(main())
 
 
 def open_roots() -> int:
@@ -55,8 +41,8 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_small_files_need_no_server() -> None:
-    async def body(backend: LocalBackend) -> None:
+def test_small_files_need_no_server(on_full: WithSlot) -> None:
+    async def body(backend: LocalBackend, _: Slot) -> None:
         slot = await backend.create(SlotSpec(), "test")
         stopped = [process.pid for process in descendants(backend.server_pid)]
         for pid in stopped:
@@ -76,7 +62,7 @@ def test_small_files_need_no_server() -> None:
     on_full(body)
 
 
-def test_who_reaches_files_makes_no_difference() -> None:
+def test_who_reaches_files_makes_no_difference(on_full: WithSlot) -> None:
     """Also for what is refused: the same errors with the same words."""
     prepare = (
         "mkdir d closed; echo abc > d/f; ln -s d/f link; ln -s /etc/passwd out; ln -s ../../../../etc/hostname up;"
@@ -112,7 +98,7 @@ def test_who_reaches_files_makes_no_difference() -> None:
     def _timeless(found: object) -> object:
         return str(found).partition("mtime")[0] if "mtime" in str(found) else found
 
-    async def body(backend: LocalBackend) -> None:
+    async def body(backend: LocalBackend, _: Slot) -> None:
         reached, asked = [await backend.create(SlotSpec(), "test") for _ in range(2)]
         asked._let_go()  # type: ignore[attr-defined]
         assert await outcomes(reached) == await outcomes(asked)
@@ -120,8 +106,9 @@ def test_who_reaches_files_makes_no_difference() -> None:
     on_full(body)
 
 
-def test_a_root_is_held_no_longer_than_its_lease() -> None:
-    async def body(backend: LocalBackend) -> None:
+def test_a_root_is_held_no_longer_than_its_lease(on_full: WithSlot) -> None:
+    async def body(backend: LocalBackend, spare: Slot) -> None:
+        await backend.destroy(spare)
         before = open_roots()
         slots = [await backend.create(SlotSpec(), "test") for _ in range(4)]
         assert open_roots() == before + 4
@@ -150,8 +137,8 @@ def test_a_root_is_held_no_longer_than_its_lease() -> None:
     on_full(body)
 
 
-def test_a_process_with_few_descriptors_asks_the_server() -> None:
-    async def body(backend: LocalBackend) -> None:
+def test_a_process_with_few_descriptors_asks_the_server(on_full: WithSlot) -> None:
+    async def body(backend: LocalBackend, _: Slot) -> None:
         before, limits = open_roots(), resource.getrlimit(resource.RLIMIT_NOFILE)
         lowest = os.dup(0)
         os.close(lowest)
@@ -167,8 +154,8 @@ def test_a_process_with_few_descriptors_asks_the_server() -> None:
     on_full(body)
 
 
-def test_a_process_that_may_open_no_more_asks_the_server() -> None:
-    async def body(backend: LocalBackend) -> None:
+def test_a_process_that_may_open_no_more_asks_the_server(on_full: WithSlot) -> None:
+    async def body(backend: LocalBackend, _: Slot) -> None:
         slot, taken = await backend.create(SlotSpec(), "test"), []
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, limits[0]), limits[1]))
@@ -187,11 +174,11 @@ def test_a_process_that_may_open_no_more_asks_the_server() -> None:
     on_full(body)
 
 
-def test_a_forked_child_keeps_no_files_of_slots() -> None:
+def test_a_forked_child_keeps_no_files_of_slots(on_full: WithSlot) -> None:
     """A pool of processes, say, which lives longer than the slots that were there when it was started."""
 
-    async def body(backend: LocalBackend) -> None:
-        slots = [await backend.create(SlotSpec(), "test") for _ in range(3)]
+    async def body(backend: LocalBackend, spare: Slot) -> None:
+        slots = [spare, *[await backend.create(SlotSpec(), "test") for _ in range(2)]]
         before = open_roots()
         pid = os.fork()
         if pid == 0:
@@ -204,8 +191,8 @@ def test_a_forked_child_keeps_no_files_of_slots() -> None:
     on_full(body)
 
 
-def test_nothing_stays_open_after_what_is_refused() -> None:
-    async def body(backend: LocalBackend) -> None:
+def test_nothing_stays_open_after_what_is_refused(on_full: WithSlot) -> None:
+    async def body(backend: LocalBackend, _: Slot) -> None:
         slot = await backend.create(SlotSpec(), "test")
         await slot.write_bytes("f", b"data")
         before = len(os.listdir("/proc/self/fd"))
@@ -219,8 +206,8 @@ def test_nothing_stays_open_after_what_is_refused() -> None:
     on_full(body)
 
 
-def test_what_looks_at_many_files_finds_none_half_made() -> None:
-    async def body(backend: LocalBackend) -> None:
+def test_what_looks_at_many_files_finds_none_half_made(on_full: WithSlot) -> None:
+    async def body(backend: LocalBackend, _: Slot) -> None:
         slot = await backend.create(SlotSpec(), "test")
         await slot.execute("mkdir d; for i in $(seq 300); do echo $i > d/$i; done")
 
@@ -241,10 +228,10 @@ def test_what_looks_at_many_files_finds_none_half_made() -> None:
     on_full(body)
 
 
-def test_calls_that_fail_leave_others_their_time() -> None:
+def test_calls_that_fail_leave_others_their_time(on_full: WithSlot) -> None:
     """As of a loop that waits for a file."""
 
-    async def body(backend: LocalBackend) -> None:
+    async def body(backend: LocalBackend, _: Slot) -> None:
         slot = await backend.create(SlotSpec(), "test")
 
         async def make() -> None:
@@ -260,8 +247,8 @@ def test_calls_that_fail_leave_others_their_time() -> None:
     on_full(body)
 
 
-def test_many_calls_leave_others_their_time() -> None:
-    async def body(backend: LocalBackend) -> None:
+def test_many_calls_leave_others_their_time(on_full: WithSlot) -> None:
+    async def body(backend: LocalBackend, _: Slot) -> None:
         slot = await backend.create(SlotSpec(), "test")
         turns = 0
 
@@ -280,8 +267,8 @@ def test_many_calls_leave_others_their_time() -> None:
     on_full(body)
 
 
-def test_a_slot_that_stands_still_goes_on_at_a_file_call() -> None:
-    async def body(backend: LocalBackend) -> None:
+def test_a_slot_that_stands_still_goes_on_at_a_file_call(on_full: WithSlot) -> None:
+    async def body(backend: LocalBackend, _: Slot) -> None:
         slot = await backend.create(SlotSpec(), "test")
         await slot.execute(": > ticks; (while :; do echo >> ticks; sleep 0.01; done) >/dev/null 2>&1 &")
         freezing = asyncio.ensure_future(slot.freeze())
