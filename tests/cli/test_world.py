@@ -37,7 +37,7 @@ class Graded(HermesAgentBaseEnv):
 
     @classmethod
     def config_init(cls):
-        return HermesAgentEnvConfig(enabled_toolsets=["todo"], group_size=2, total_steps=1), [APIServerConfig()]
+        return HermesAgentEnvConfig(enabled_toolsets=["terminal"], group_size=2, total_steps=1), [APIServerConfig()]
 
     async def setup(self):
         self.left = [1]
