@@ -23,9 +23,11 @@ from typing import IO
 
 from palaestra.core.errors import IsolationUnavailable, SandboxError, SlotLost, StaleLease
 from palaestra.core.types import JSON
+from palaestra.sandbox.line import Line
 from palaestra.sandbox.reach import Hands, Reach
 from palaestra.sandbox.slotd import frames
 from palaestra.sandbox.slotd.frames import CHUNK, WINDOW, Frame, Kind
+from palaestra.sandbox.slotd.orders import Environment
 from palaestra.sandbox.wire import Wire
 
 _SLOTD = Path(__file__).parent / "slotd"
@@ -54,12 +56,16 @@ class CommandNotStarted(Exception):
 class _Call:
     """One request in flight."""
 
-    __slots__ = ("answer", "answered", "failure", "on_data", "on_hole", "reply", "taken")
+    __slots__ = ("answer", "answered", "failure", "line", "on_data", "on_hole", "reply", "taken")
 
     def __init__(
-        self, answer: asyncio.Future[Reply], on_data: OnData | None, on_hole: Callable[[int], object] | None = None
+        self,
+        answer: asyncio.Future[Reply],
+        on_data: OnData | None,
+        on_hole: Callable[[int], object] | None = None,
+        line: Line | None = None,
     ) -> None:
-        self.answer, self.on_data, self.on_hole = answer, on_data, on_hole
+        self.answer, self.on_data, self.on_hole, self.line = answer, on_data, on_hole, line
         self.taken = 0
         self.failure: Exception | None = None
         self.answered = False
@@ -150,7 +156,7 @@ class SlotServer:
     def _open_hands(self) -> socket.socket:
         """Be ready to take the roots that the server hands over; the server's end."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._hands = Hands(ours)
+        self._hands = Hands(ours, self._on_frame)
         return theirs
 
     async def _spawn(self, stream: socket.socket, rung: str, hands: socket.socket | None = None) -> None:
@@ -201,20 +207,32 @@ class SlotServer:
         if self._hands is not None:
             self._hands.close()
 
-    def reach(self, epoch: int) -> Reach | None:
+    def reach(self, name: str, epoch: int, environment: Environment, warm_shell: bool) -> Reach | None:
         """What the server has handed over of a slot that has been made just now, if anything. Asked for once."""
-        return None if self._hands is None else self._hands.reach(epoch)
+        if self._hands is None:
+            return None
 
-    def number(self) -> int:
-        """The name of a command that the server is not asked for: no request has it, and no other command."""
-        return next(self._numbers)
+        async def ask(op: str) -> dict[str, JSON]:
+            return (await self.call(op, {"slot": name, "epoch": epoch})).fields
+
+        return self._hands.reach(name, epoch, environment, warm_shell, ask)
+
+    def forget(self, epoch: int) -> None:
+        """Nobody will ask for that."""
+        if self._hands is not None:
+            self._hands.forget(epoch)
 
     def call(
-        self, op: str, fields: dict[str, JSON], data: bytes = b"", on_data: OnData | None = None
+        self,
+        op: str,
+        fields: dict[str, JSON],
+        data: bytes = b"",
+        on_data: OnData | None = None,
+        line: Line | None = None,
     ) -> Coroutine[None, None, Reply]:
-        """One request, to its answer. `fields` becomes its own."""
+        """One request, to its answer. `fields` becomes its own. Over a `line` it does without the server."""
         fields["op"] = op
-        return self.request(Kind.REQUEST, fields, data, on_data)
+        return self.request(Kind.REQUEST, fields, data, on_data, line=line)
 
     async def read(self, op: str, fields: dict[str, JSON]) -> bytes:
         """A request whose answer may be long, and comes in pieces."""
@@ -245,6 +263,7 @@ class SlotServer:
         data: bytes = b"",
         on_data: OnData | None = None,
         on_hole: Callable[[int], object] | None = None,
+        line: Line | None = None,
     ) -> Reply:
         """Send a frame and wait for its answer. Cancelled, it cancels on the server and waits for the end there.
 
@@ -253,10 +272,12 @@ class SlotServer:
         if self._over is not None:
             raise self._over
         number = next(self._numbers)
-        if self._wire is not None:
+        if self._wire is not None and line is None:
             self._wire.link.send(kind, number, fields, data)  # first: the server works on it while we prepare to wait
-        call = self._calls[number] = _Call(self._loop.create_future(), on_data, on_hole)
+        call = self._calls[number] = _Call(self._loop.create_future(), on_data, on_hole, line)
         try:
+            if line is not None:
+                line.take(Frame(kind, number, fields, data))
             reply = await call.answer
         except asyncio.CancelledError:
             await self._abandon(number, call)
@@ -322,8 +343,15 @@ class SlotServer:
 
     async def _abandon(self, number: int, call: _Call) -> None:
         if not call.answered:
-            self._send(Kind.CANCEL, number)
+            self._say(call, Kind.CANCEL, number)
         await call.settled()
+
+    def _say(self, call: _Call, kind: Kind, number: int, fields: dict[str, JSON] | None = None) -> None:
+        """To whoever works on a request."""
+        if call.line is not None:
+            call.line.take(Frame(kind, number, fields or {}, b""))
+        else:
+            self._send(kind, number, fields)
 
     def _send(self, kind: Kind, number: int, fields: dict[str, JSON] | None = None, data: bytes = b"") -> None:
         if self._wire is not None and self._over is None:
@@ -360,10 +388,10 @@ class SlotServer:
                     call.on_data(frame.data)
             except Exception as error:  # the caller's callback: its command ends, and the caller gets its error
                 call.failure = error
-                self._send(Kind.CANCEL, frame.request)
+                self._say(call, Kind.CANCEL, frame.request)
         call.taken += len(frame.data)
         if call.taken >= WINDOW // 2:
-            self._send(Kind.CREDIT, frame.request, {"bytes": call.taken})
+            self._say(call, Kind.CREDIT, frame.request, {"bytes": call.taken})
             call.taken = 0
 
     def _last_words(self) -> str:

@@ -1,45 +1,44 @@
-"""Commands of a slot that this process starts itself, over a line to the slot's init: without the server.
+"""Commands and shells of a slot that this process has the slot's init start itself: without the server.
 
-On the rung `full` the server hands the line over with the slot's root (`slotd/handing.py`). Then the init starts what
-the client asks for and reports the end to it, and what the server does for other commands (capture, time limit,
-spilling, cancellation) is done here, by the same code (`slotd/executions.py`). A command then wakes one process less.
+On the rung `full` the server hands a line to the init over with the slot's root (`slotd/handing.py`). Then what the
+server does for the commands of other slots (capture, time limits, spilling, shells that go on or wait) is done here, by
+the same code: requests are frames (`slotd/command_requests.py`), and so are the answers. A command then wakes one
+process less.
 
-The server stays in charge of the slot: it ends it, freezes it, counts what the kernel killed, and runs what this does
-not: commands with input, a verdict or a reader of their output, those for shells that wait, and those that could not be
-started as they stand.
+The server stays in charge of the slot: it makes, freezes and ends it, and counts what the kernel killed.
 """
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
-import errno
-import functools
+import itertools
 import os
+import resource
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from palaestra.core.errors import SlotLost
 from palaestra.core.types import JSON
-from palaestra.sandbox.slotd import orders, pipes
-from palaestra.sandbox.slotd.executions import Execution, Request
-from palaestra.sandbox.slotd.frames import Frame, Kind
-from palaestra.sandbox.slotd.leftovers import Leftovers
-from palaestra.sandbox.slotd.orders import Kind as ReportKind
-from palaestra.sandbox.slotd.orders import Order, Report, Spawn
-from palaestra.sandbox.slotd.slots import STANDARD
-from palaestra.sandbox.slotd.spills import Shelf, Spill
+from palaestra.sandbox.slotd import pipes
+from palaestra.sandbox.slotd.command_requests import FIRST_CHILD, CommandRequests
+from palaestra.sandbox.slotd.commands import Commands
+from palaestra.sandbox.slotd.frames import Frame, Kind, received
+from palaestra.sandbox.slotd.loop import WRITE
+from palaestra.sandbox.slotd.orders import Environment
+from palaestra.sandbox.slotd.spills import Shelf
+from palaestra.sandbox.slotd.transfers import Conversation
 from palaestra.sandbox.slotd.workshop import Place
 
 _SOON_S = 0.005
-"""Pipes are watched after so long: most commands have ended by then, and a pipe is read at the end anyway."""
+"""Most commands have ended by then."""
 
-_KILL_PATIENCE_S = 10.0
+_KEPT_DESCRIPTORS = 2
+"""One in so many descriptors that this process may have is for what else it does."""
 
 Ask = Callable[[str], Awaitable[dict[str, JSON]]]
-"""Asks the server something about the slot."""
+"""Asks the server something about a slot."""
 
 
 class Rounds:
@@ -52,17 +51,34 @@ class Rounds:
         self._waiting = False
 
     def watch(self, fd: int, call: Callable[[], object]) -> None:
-        """Call when there is something to read, from soon on."""
+        """Call when there is something to read. Who watched it before does no longer."""
+        self._soon.pop(fd, None)
+        self._watched.add(fd)
+        self._loop.add_reader(fd, call)
+
+    def watch_soon(self, fd: int, call: Callable[[], object]) -> None:
+        """The same from soon on."""
+        if fd in self._watched:
+            self._loop.add_reader(fd, call)
+            return
         self._soon[fd] = call
         if not self._waiting:
             self._waiting = True
             self._loop.call_later(_SOON_S, self._begin)
+
+    def watch_for(self, fd: int, events: int, call: Callable[[], object]) -> None:
+        """Whether to call a watched descriptor's watcher also when there is room to write."""
+        if events & WRITE:
+            self._loop.add_writer(fd, call)
+        else:
+            self._loop.remove_writer(fd)
 
     def unwatch(self, fd: int) -> None:
         """No more calls; a descriptor that is not watched is fine."""
         if self._soon.pop(fd, None) is None and fd in self._watched:
             self._watched.discard(fd)
             self._loop.remove_reader(fd)
+            self._loop.remove_writer(fd)
 
     def close(self, fd: int) -> None:
         """Stop watching a descriptor and close it."""
@@ -73,180 +89,101 @@ class Rounds:
         """Call once after so many seconds."""
         return self._loop.call_later(seconds, call)
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing will be called any more."""
+        return self._loop.is_closed()
+
     def _begin(self) -> None:
         self._waiting = False
-        for fd, call in self._soon.items():
-            self._watched.add(fd)
-            self._loop.add_reader(fd, call)
-        self._soon.clear()
-
-
-class _Running:
-    """One command, and who waits for it. Implements `executions.Asker`."""
-
-    def __init__(self, ask: Ask) -> None:
-        self.ask = ask
-        self.answer: asyncio.Future[Frame | None] = asyncio.get_running_loop().create_future()
-        self.over = asyncio.Event()
-        self.execution: Execution
-
-    def send(self, kind: Kind, request: int, fields: dict[str, JSON] | None = None, data: bytes = b"") -> None:
-        """It has ended."""
-        self.end(Frame(kind, request, fields or {}, data))
-
-    def end(self, answer: Frame | None, error: Exception | None = None) -> None:
-        """The answer, None for a command that has not begun, or an error; whoever waited may have been cancelled."""
-        self.over.set()
-        if not self.answer.done():
-            if error is None:
-                self.answer.set_result(answer)
-            else:
-                self.answer.set_exception(error)
+        soon, self._soon = self._soon, {}
+        for fd, call in soon.items():
+            self.watch(fd, call)
 
 
 class Line:
-    """The line to one slot's init, until `close`, or until nobody has it any more.
+    """The line to one slot's init, until `close`. Implements `Overseer`.
 
-    `root` and `owner` are the slot's, for what is too long for a result.
+    `root` and `owner` are the slot's, `pid` is its first process. `answer` gets the frames of what is over, `ask` asks
+    the server about the slot.
     """
 
-    def __init__(self, fd: int, rounds: Rounds, root: int, owner: int) -> None:
-        self._socket = socket.socket(fileno=fd)
-        self._socket.setblocking(False)
-        self._loop, self._rounds = asyncio.get_running_loop(), rounds
-        self._shelf = Shelf(lambda path: Place(root, path, owner))
-        self._leftovers = Leftovers(rounds)
-        self._running: dict[int, _Running] = {}
+    def __init__(
+        self, channel: socket.socket, rounds: Rounds, name: str, pid: int, root: int, owner: int,
+        environment: Environment, warm_shell: bool, answer: Callable[[Frame], None], ask: Ask,
+    ) -> None:  # fmt: skip
+        channel.setblocking(False)
+        self.name, self.pid, self.root = name, pid, root
+        self._channel, self._rounds, self._answer, self._ask = channel, rounds, answer, ask
+        self._talks: dict[int, Conversation] = {}
+        self._commands = Commands(self, channel, rounds, self, self._talks, environment)
+        shelf = Shelf(lambda path: Place(root, path, owner))
+        self._requests = CommandRequests(self._commands, shelf, itertools.count(FIRST_CHILD), warm_shell)
         self._tasks: set[asyncio.Task[None]] = set()
-        self.has_bash = True
-        """Whether command lines can be started; the server finds another shell for them."""
-        self._loop.add_reader(fd, self._receive)
+        self._commands.listen()
+        self._requests.warm_up()
 
-    def close(self, why: str) -> None:
-        """Let go of it; commands that run are lost, and `why` is what their callers hear. Idempotent."""
-        if self._socket.fileno() < 0:
-            return
-        if not self._loop.is_closed():
-            self._loop.remove_reader(self._socket.fileno())
-            for running in self._running.values():
-                running.execution.drop()
-                running.end(None, SlotLost(why))
-        self._running.clear()
-        self._leftovers.close()
-        self._socket.close()
+    def close(self) -> None:
+        """Let go of it; whoever waits for a command hears that the slot has ended. Idempotent."""
+        if self._rounds.over:
+            self._channel.close()
+        elif self._commands.live:
+            self._commands.lost()
 
     def let_go(self) -> None:
-        """Close the socket, in a forked child: what watches it is its parent's too."""
-        self._socket.close()
+        """Close every descriptor, in a forked child: what watches them is its parent's too."""
+        pipes.close(*self._commands.descriptors())
 
-    async def run(self, number: int, request: Request, ask: Ask) -> Frame | None:
-        """The RESULT of a command, as the server would send it; None where it has not begun, and the server is to try.
-
-        Cancelled, it kills the command and waits until all that it started is dead.
-        """
-        running = self._start(number, request, ask)
-        if running is None:
-            return None
+    def has_room(self) -> bool:
+        """Whether this process may open some more files."""
         try:
-            return await running.answer
-        except asyncio.CancelledError:
-            running.execution.cancel()
-            while not running.over.is_set():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await running.over.wait()
-            raise
-
-    def _start(self, number: int, request: Request, ask: Ask) -> _Running | None:
-        try:
-            order = orders.encode_spawn(Spawn(number, request.argv, request.cwd, request.env, STANDARD))
-            if len(order) > orders.MAX_DATAGRAM:
-                return None
-            output = pipes.pipe()
-        except (ValueError, OSError):
-            return None
-        fds = array.array("i", (pipes.nothing(), output[1]))
-        try:
-            self._socket.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-        except OSError:  # it does not take them fast enough, or is gone
-            pipes.close(*output)
-            return None
-        running = self._running[number] = _Running(ask)
-        kill = functools.partial(self._kill, running, number)
-        open_spill = functools.partial(Spill, self._shelf, f"{number}", request.max_output_bytes)
-        running.execution = Execution(number, request, self._rounds, running, kill, output, open_spill=open_spill)
-        running.execution.start()
-        return running
-
-    def _receive(self) -> None:
-        try:
-            data = self._socket.recv(orders.MAX_REPORT)
-        except BlockingIOError:
-            return
+            fd = os.dup(self._channel.fileno())
         except OSError:
-            data = b""
-        if not data:
-            self._loop.remove_reader(self._socket.fileno())  # the server will say what has become of the slot
-            return
-        report = orders.decode_report(data)
-        running = self._running.get(report.command)
-        if running is not None:
-            self._on_report(running, report)
+            return False
+        os.close(fd)
+        return is_low(fd)
 
-    def _on_report(self, running: _Running, report: Report) -> None:
-        execution = running.execution
-        if report.kind is ReportKind.NOT_STARTED and not execution.killing:
-            del self._running[report.command]
-            if execution.request.shell and report.value == errno.ENOENT and not report.flag:
-                self.has_bash = False
-            execution.drop()
-            running.end(None)
-        elif report.kind is ReportKind.EXIT and not execution.on_exit(report):
-            pass  # it is being killed, and KILLED follows
-        else:
-            if report.kind is ReportKind.KILLED:
-                execution.on_killed(report.flag)
-            self._finish(running)
+    def take(self, frame: Frame) -> None:
+        """A request, or what follows one. OSError where nothing of it has begun, `SlotLost` once it is closed."""
+        if not self._commands.live:
+            raise SlotLost(f"{self.name} is dead")
+        if frame.kind is Kind.REQUEST:
+            self._requests.serve(received(frame))
+        elif frame.request in self._talks:
+            self._talks[frame.request].on_frame(frame)
 
-    def _finish(self, running: _Running) -> None:
-        if running.execution.was_killed and not running.execution.killing:
-            self._do(self._finish_killed(running))
-        else:
-            self._conclude(running, oom=False)
+    def send(self, kind: Kind, request: int, fields: dict[str, JSON] | None = None, data: bytes = b"") -> None:
+        """What has become of a command."""
+        self._answer(Frame(kind, request, fields or {}, data))
 
-    async def _finish_killed(self, running: _Running) -> None:
-        """The kernel may have done it, for want of memory."""
+    def end_hung(self) -> None:
+        """A command cannot be killed, or the init takes no orders: the slot is to end."""
+        self._do(self._end_slot())
+
+    def ask_oom(self, then: Callable[[bool], None]) -> None:
+        """Say whether the kernel has killed something of the slot for want of memory."""
+        self._do(self._ask_oom(then))
+
+    async def _end_slot(self) -> None:
+        with contextlib.suppress(Exception):  # it has ended
+            await self._ask("hung")
+
+    async def _ask_oom(self, then: Callable[[bool], None]) -> None:
         oom = False
         with contextlib.suppress(Exception):  # the slot has ended, which `close` tells everybody
-            oom = (await running.ask("oom"))["oom"]
-        if running.execution.number in self._running:
-            self._conclude(running, oom)
-
-    def _conclude(self, running: _Running, oom: bool) -> None:
-        execution = running.execution
-        del self._running[execution.number]
-        execution.finish(oom)
-        if execution.leftover is not None:
-            self._rounds.unwatch(execution.leftover)
-            self._leftovers.add(execution.leftover)
-
-    def _kill(self, running: _Running, number: int) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.send(orders.encode(Order.KILL, number))
-        self._loop.call_later(_KILL_PATIENCE_S, self._give_up, running, number)
-
-    def _give_up(self, running: _Running, number: int) -> None:
-        """What cannot be killed takes its slot with it, so that its caller does not wait for ever."""
-        if number in self._running:
-            self._do(self._end_slot(running))
-
-    async def _end_slot(self, running: _Running) -> None:
-        with contextlib.suppress(Exception):  # it has ended
-            await running.ask("hung")
+            oom = bool((await self._ask("oom"))["oom"])
+        then(oom)
 
     def _do(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def is_low(fd: int) -> bool:
+    """Whether a descriptor that was opened just now leaves enough to others."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return fd < limit // _KEPT_DESCRIPTORS
 
 
 def may_make_files() -> bool:
@@ -255,3 +192,14 @@ def may_make_files() -> bool:
         if text.startswith("Umask:"):
             return int(text.split()[1], 8) & ~0o022 == 0
     return False
+
+
+def process_behind(descriptor: int) -> int:
+    """The pid of a process descriptor; 0 for one that is gone. The descriptor is closed."""
+    try:
+        for text in Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines():
+            if text.startswith("Pid:"):
+                return max(0, int(text.split()[1]))
+        return 0
+    finally:
+        os.close(descriptor)

@@ -14,23 +14,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import resource
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from palaestra.sandbox import forks
-from palaestra.sandbox.line import Line, Rounds, may_make_files
+from palaestra.sandbox.line import Ask, Line, Rounds, is_low, may_make_files, process_behind
 from palaestra.sandbox.slotd import files, handing, pipes
-from palaestra.sandbox.slotd.frames import CHUNK
+from palaestra.sandbox.slotd.frames import CHUNK, Frame
+from palaestra.sandbox.slotd.handing import Handed
+from palaestra.sandbox.slotd.orders import Environment
 
 _IN_A_ROW = 16
 """After so many calls the event loop has its turn: none of them waits for anything by itself."""
 
 _QUICK_BYTES = 1 << 20
 """What is read at once, within a fraction of a millisecond; more than that is read in a thread."""
-
-_KEPT_DESCRIPTORS = 2
-"""One in so many descriptors that this process may have is for what else it does."""
 
 _calls = itertools.count(1)
 
@@ -51,12 +50,12 @@ class Reach:
         """For commands, where there is one."""
         forks.not_for_children(self)
 
-    def close(self, why: str = "the slot has ended") -> None:
-        """Let go of the slot's root, which keeps the slot's files in memory, and of the line. Idempotent."""
+    def close(self) -> None:
+        """Let go of the line, and of the slot's root, which keeps the slot's files in memory. Idempotent."""
+        if self.line is not None:
+            self.line.close()
         pipes.close(self._root)
         self._root = -1
-        if self.line is not None:
-            self.line.close(why)
 
     def let_go(self) -> None:
         """Close the descriptors, in a forked child."""
@@ -124,43 +123,51 @@ async def _turn() -> None:
 
 
 class Hands:
-    """Takes what the server hands over."""
+    """Takes what the server hands over. `answer` gets the frames of what lines have done."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, answer: Callable[[Frame], None]) -> None:
         channel.setblocking(False)
-        self._channel, self._rounds = channel, Rounds()
-        self._taken: dict[int, Reach] = {}
+        self._channel, self._answer, self._rounds = channel, answer, Rounds()
+        self._taken: dict[int, Handed] = {}
         forks.not_for_children(self)
 
-    def reach(self, epoch: int) -> Reach | None:
+    def reach(self, name: str, epoch: int, environment: Environment, warm_shell: bool, ask: Ask) -> Reach | None:
         """What came for a slot that has been made just now; None where only the server reaches it. Asked for once."""
-        while (handed := handing.take(self._channel)) is not None:
-            if _may_keep(handed.fds):
-                root, *lines = handed.fds
-                line = None
-                if lines and may_make_files():
-                    line = Line(lines[0], self._rounds, root, handed.owner)
-                else:
-                    pipes.close(*lines)
-                self._taken[handed.epoch] = Reach(root, handed.owner, line)
-        return self._taken.pop(epoch, None)
+        handed = self._take(epoch)
+        if handed is None or not handed.fds:
+            return None
+        if not is_low(max(handed.fds)):
+            pipes.close(*handed.fds)
+            return None
+        root, *others = handed.fds
+        line = None
+        if len(others) == 2 and may_make_files():
+            channel, pid = socket.socket(fileno=others[0]), process_behind(others[1])
+            line = Line(
+                channel, self._rounds, name, pid, root, handed.owner, environment, warm_shell, self._answer, ask
+            )
+        else:
+            pipes.close(*others)
+        return Reach(root, handed.owner, line)
+
+    def forget(self, epoch: int) -> None:
+        """Nobody wants that slot."""
+        handed = self._take(epoch)
+        if handed is not None:
+            pipes.close(*handed.fds)
 
     def close(self) -> None:
         """Nobody asks any more."""
-        self._channel.close()
-        for reach in self._taken.values():
-            reach.close()
+        self.let_go()
         self._taken.clear()
 
     def let_go(self) -> None:
-        """Close the socket, in a forked child."""
+        """Close the descriptors, in a forked child."""
         self._channel.close()
+        for handed in self._taken.values():
+            pipes.close(*handed.fds)
 
-
-def _may_keep(fds: list[int]) -> bool:
-    """Whether they leave enough to others; otherwise they are closed."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if fds and max(fds) < limit // _KEPT_DESCRIPTORS:
-        return True
-    pipes.close(*fds)
-    return False
+    def _take(self, epoch: int) -> Handed | None:
+        while (handed := handing.take(self._channel)) is not None:
+            self._taken[handed.epoch] = handed
+        return self._taken.pop(epoch, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -27,18 +28,19 @@ from palaestra.sandbox.base import (
     TerminalSize,
 )
 from palaestra.sandbox.calls import MAX_OUTPUT_BYTES, Lease, limits, program, require
-from palaestra.sandbox.client import CommandNotStarted, SlotServer
+from palaestra.sandbox.client import CommandNotStarted, Reply, SlotServer
+from palaestra.sandbox.line import Line
 from palaestra.sandbox.process import LocalProcess
 from palaestra.sandbox.reach import AskServer, Reach
 from palaestra.sandbox.shell import LocalShell
-from palaestra.sandbox.slotd import files, orders
 from palaestra.sandbox.slotd.allowlist import PROXY_PORT
-from palaestra.sandbox.slotd.executions import Request
-from palaestra.sandbox.slotd.frames import USUAL_OUTPUT_BYTES, USUAL_TIMEOUT_S
 from palaestra.sandbox.texts import TextFiles
 
 SHELL_FILES = 107
 """What a shell takes to start: descriptors up to 99, and one beside each of its seven (`slotd/shells.py`)."""
+
+_NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
+"""Why this process cannot have a command started and the server may."""
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -74,14 +76,13 @@ class LocalSlot(TextFiles):
         lease: tuple[str, int],
         fork: Forking,
         reach: Reach | None = None,
-        own: Mapping[str, str] | None = None,
     ) -> None:
         self.server, self.spec, self._trajectory_id, self._fork = server, spec, trajectory_id, fork
         self.lost = False
         """Whether the server has reported that the slot died."""
         self._lease = Lease(server, *lease, rung)
         self._reach, self._frozen, self._surveys = reach, False, 0
-        self._environment = orders.environment(own or {})
+        self._still: set[asyncio.Future[None]] = set()
 
     @property
     def slot_id(self) -> str:
@@ -121,7 +122,7 @@ class LocalSlot(TextFiles):
 
     def _let_go(self) -> None:
         if self._reach is not None:
-            self._reach.close(f"{self.slot_id} ended while a command ran in it")
+            self._reach.close()
             self._reach = None
 
     def _at_hand(self) -> Reach:
@@ -136,13 +137,44 @@ class LocalSlot(TextFiles):
 
     @contextlib.contextmanager
     def surveyed(self) -> Iterator[None]:
-        """For a request that goes through many files: what is written or started meanwhile is so by the server, between
-        its steps, so that no file is found half made, and no process begins that should be standing still."""
+        """For a request that goes through many files: what is written meanwhile is so by the server, between its steps,
+        so that no file is found half made."""
         self._surveys += 1
         try:
             yield
         finally:
             self._surveys -= 1
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """For a request that stops the slot's processes: commands wait meanwhile, so that none begins beside them."""
+        end = asyncio.get_running_loop().create_future()
+        self._still.add(end)
+        try:
+            yield
+        finally:
+            self._still.discard(end)
+            end.set_result(None)
+
+    async def command(
+        self,
+        op: str,
+        fields: dict[str, JSON],
+        data: bytes = b"",
+        on_data: Callable[[bytes], None] | None = None,
+        line: Line | None = None,
+    ) -> Reply:
+        """A request for commands (`slotd/command_requests.py`), over the line where it is one's own."""
+        if line is not None and (self._still or self._frozen):
+            while self._still:
+                await asyncio.wait(self._still)
+            await self._entry("/")  # the server lets what stands still go on
+        return await self.server.call(op, fields, data, on_data, line)
+
+    @property
+    def line(self) -> Line | None:
+        """To the slot's init, where there is one."""
+        return None if self._reach is None else self._reach.line
 
     @property
     def rung(self) -> Rung:
@@ -181,40 +213,16 @@ class LocalSlot(TextFiles):
         if not spill:
             fields["no_spill"] = True
         name = self._lease.name()
-        if not (stdin or verdict or on_output or self._surveys or self.spec.warm_shell):
-            with contextlib.suppress(AskServer):
-                return await self._execute_here(name, fields, spill)
         try:
-            reply = await self.server.call("exec", fields, stdin, on_output)
+            try:
+                reply = await self.command("exec", fields, stdin, on_output, self.line)
+            except OSError as error:
+                if error.errno not in _NO_MORE_FILES:
+                    raise
+                reply = await self.server.call("exec", fields, stdin, on_output)
         except CommandNotStarted as error:
             return self._lease.not_started(name, command, error)
         return self._lease.result(name, reply.fields, reply.data, timeout_s)
-
-    async def _execute_here(self, name: str, fields: dict[str, JSON], spill: bool) -> ExecutionResult:
-        """The same without the server. Raises `AskServer` where that cannot be, and nothing has run."""
-        line, shell = self._at_hand().line, "bash" if "command" in fields else None
-        if line is None or (shell is not None and not line.has_bash):
-            raise AskServer
-        env = self._environment
-        if "env" in fields:
-            try:
-                env = orders.environment({**env.variables(), **fields["env"]})
-            except ValueError:
-                raise AskServer from None
-        request = Request(
-            argv=["/bin/bash", "-c", fields["command"]] if shell else fields["argv"], shell=shell,
-            cwd=files.absolute(str(fields.get("cwd", WORKSPACE))), env=env, stdin=b"",
-            timeout_s=fields.get("timeout_s", USUAL_TIMEOUT_S),
-            max_output_bytes=fields.get("max_output_bytes", USUAL_OUTPUT_BYTES),
-            stream=False, verdict=False, spill=spill,
-        )  # fmt: skip
-        reply = await line.run(self.server.number(), request, self._ask)
-        if reply is None:
-            raise AskServer
-        return self._lease.result(name, reply.fields, reply.data, request.timeout_s)
-
-    async def _ask(self, op: str) -> dict[str, JSON]:
-        return (await self.server.call(op, self.lease())).fields
 
     async def shell(
         self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b""
@@ -226,7 +234,7 @@ class LocalSlot(TextFiles):
                 f"{self!r} may have {files} open files, and a stateful shell needs {SHELL_FILES} to start: "
                 f"set limits.open_files of the task to that or more"
             )
-        return await LocalShell.open(self._lease, cwd, env, state)
+        return await LocalShell.open(self, self._lease, cwd, env, state)
 
     async def spawn(
         self,
@@ -316,7 +324,8 @@ class LocalSlot(TextFiles):
         """Stop every process of the slot until the next call to it, and say how many: while nobody acts, say."""
         self._frozen = True
         try:
-            reply = await self.server.call("freeze", self.lease())
+            with self.stopped():
+                reply = await self.server.call("freeze", self.lease())
         finally:
             self._frozen = True  # a call meanwhile came before everything stood still
         return int(reply.fields["processes"])

@@ -46,6 +46,13 @@ def stopped_server(backend: LocalBackend) -> Iterator[None]:
         os.kill(server, signal.SIGCONT)
 
 
+def let_go_of_line(slot: Slot) -> None:
+    """Leave its commands to the server."""
+    reach = slot._reach  # type: ignore[attr-defined]
+    reach.line.close()
+    reach.line = None
+
+
 def told(result: ExecutionResult) -> object:
     """All that does not differ from run to run."""
     differing = {"duration_s", "cpu_s", "max_rss_bytes"}
@@ -61,16 +68,32 @@ def test_a_command_needs_no_server(with_line: WithSlot) -> None:
             result = await slot.execute("echo $A; pwd; exit 3", env={"A": "a"}, cwd="/tmp")
             assert (result.output, result.exit_code) == ("a\n/tmp\n", 3)
             assert (await slot.execute(["echo", "a b"])).output == "a b\n"
-            late = await slot.execute("echo begun; sleep 100 & sleep 100", timeout_s=0.2)
-            assert (late.output, late.metadata["timeout"]) == ("begun\n", True)
-            given_up = asyncio.ensure_future(slot.execute("sleep 100"))
-            await asyncio.sleep(0.05)
-            given_up.cancel()
-            assert isinstance((await asyncio.gather(given_up, return_exceptions=True))[0], asyncio.CancelledError)
+            read = await slot.execute("cat; echo 1 >&3", stdin=b"in", verdict=True)
+            assert (read.output, read.verdict) == ("in", b"1\n")
+            pieces: list[bytes] = []
+            await slot.execute("seq 1 100000", on_output=pieces.append)
+            assert len(b"".join(pieces)) == 588895
+            async with await slot.shell(cwd="/tmp") as shell:
+                await shell.run("A=$PWD; cd /")
+                assert (await shell.run("echo $A $PWD; cat", stdin=b"in")).output == "/tmp /\nin"
             long = await slot.execute("seq 1 100000", max_output_bytes=100)
             assert long.metadata["output_total_bytes"] == 588895
             assert (await slot.execute(["tail", "-n", "1", long.metadata["full_output_path"]])).output == "100000\n"
-            assert (await slot.execute("pgrep sleep")).output == ""
+
+    with_line(body)
+
+
+def test_what_is_killed_is_dead_before_anybody_hears_of_it(with_line: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        async with await slot.shell() as shell:
+            for run in (slot.execute, shell.run):
+                late = await run("echo begun; sleep 100 & sleep 100", timeout_s=0.2)
+                assert (late.output, late.metadata["timeout"]) == ("begun\n", True)
+                given_up = asyncio.ensure_future(run("sleep 100"))
+                await asyncio.sleep(0.05)
+                given_up.cancel()
+                assert isinstance((await asyncio.gather(given_up, return_exceptions=True))[0], asyncio.CancelledError)
+                assert (await slot.execute("pgrep sleep")).output == ""
 
     with_line(body)
 
@@ -87,7 +110,7 @@ COMMANDS = [
 def test_who_starts_a_command_makes_no_difference(with_line: WithSlot) -> None:
     async def body(backend: LocalBackend, _: Slot) -> None:
         here, there = [await backend.create(SlotSpec(), "test") for _ in range(2)]
-        there._reach.line.close("not for this test")  # type: ignore[attr-defined]
+        let_go_of_line(there)
         for command in COMMANDS:
             for options in ({}, {"max_output_bytes": 10}, {"env": {"A": "1"}, "spill": False}):
                 results = [await slot.execute(command, timeout_s=0.5, **options) for slot in (here, there)]  # type: ignore[arg-type]

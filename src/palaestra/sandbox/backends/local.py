@@ -58,7 +58,7 @@ from palaestra.sandbox.images.store import ImageStore
 from palaestra.sandbox.proof import prove
 from palaestra.sandbox.reasons import explain
 from palaestra.sandbox.slot import LocalSlot, environment
-from palaestra.sandbox.slotd import allowlist
+from palaestra.sandbox.slotd import allowlist, orders
 
 BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)
 """The rungs this backend has, best first. The last only for who asks for it by name."""
@@ -251,8 +251,8 @@ class LocalBackend:
                 f"slots with the network on reach cloud metadata addresses here: {reply['exposed']}; {_NARROWER}"
             )
         lease = (reply["slot"], reply["epoch"])
-        reach = server.reach(reply["epoch"])
-        slot = LocalSlot(server, spec, trajectory_id, self.rung, lease, self._forked, reach, fields["env"])
+        reach = server.reach(*lease, orders.environment(fields["env"]), fields["warm_shell"])
+        slot = LocalSlot(server, spec, trajectory_id, self.rung, lease, self._forked, reach)
         self._slots[slot.epoch] = slot
         self._last_epoch = max(self._last_epoch, slot.epoch)
         return slot
@@ -280,7 +280,7 @@ class LocalBackend:
         process that does not stop, and on a rung without layers.
         """
         ours = self._own(slot)
-        with ours.surveyed():
+        with ours.surveyed(), ours.stopped():
             return _snapshot(await ours.server.make("checkpoint", ours.lease(), _forget_topmost), ours.spec)
 
     @contextlib.asynccontextmanager
@@ -376,9 +376,7 @@ class LocalBackend:
 
 def _unmake(server: SlotServer, made: dict[str, JSON]) -> tuple[str, dict[str, JSON]]:
     """What undoes the making of a slot."""
-    reach = server.reach(made["epoch"])
-    if reach is not None:
-        reach.close()
+    server.forget(made["epoch"])
     return "destroy", made
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from . import pipes, terminals
 from .capture import Capture
+from .commands import Commands, start_error
 from .frames import Fields, Frame, Kind
 from .inputs import Input
 from .link import Link
@@ -24,7 +25,6 @@ from .orders import Environment, Report, Spawn
 from .orders import Kind as ReportKind
 from .pipes import PIPE_BYTES
 from .rings import Ring
-from .slots import Slot, start_error
 from .spills import Shelf, Spill
 from .transfers import Conversation
 
@@ -50,10 +50,10 @@ class Background:
     """One such process. Implements `Child` for it and `Conversation` for the requests that wait for it."""
 
     def __init__(
-        self, name: int, slot: Slot, loop: Loop, link: Link, talks: dict[int, Conversation], shelf: Shelf
+        self, name: int, commands: Commands, loop: Loop, link: Link, talks: dict[int, Conversation], shelf: Shelf
     ) -> None:
         self.name, self.pid, self.over = name, 0, False
-        self._slot, self._loop, self._link, self._talks = slot, loop, link, talks
+        self._commands, self._loop, self._link, self._talks = commands, loop, link, talks
         self._output = -1
         self._input: Input | None = None
         self._terminal = False
@@ -77,7 +77,7 @@ class Background:
         self._on_start, self._terminal, self._cwd = on_start, size is not None, cwd
         writer, mark = -1, b""
         if size is not None:
-            self._output, slave = terminals.open_pair(self._slot.root, *size)
+            self._output, slave = terminals.open_pair(self._commands.root, *size)
             writer, mark = os.dup(self._output), END_OF_INPUT
             ends, places = [slave], [(0, 0), (0, 1), (0, 2)]
         else:
@@ -88,7 +88,7 @@ class Background:
         fds = [fd if fd >= 0 else pipes.nothing() for fd in ends]
         try:
             spawn = Spawn(self.name, argv, cwd, env, places, terminal=self._terminal, announce=True)
-            self._slot.spawn(self, spawn, fds)
+            self._commands.spawn(self, spawn, fds)
         except ValueError:
             self._close()
             raise
@@ -124,7 +124,7 @@ class Background:
     def signal(self, number: int) -> None:
         """To its process group."""
         if not self.over:
-            self._slot.signal(self.name, number)
+            self._commands.signal(self.name, number)
 
     def kill(self, number: int, grace_s: float = 0.0) -> None:
         """Answer when everything it has started is dead. With `grace_s`, SIGTERM and so much time come first.
@@ -136,15 +136,15 @@ class Background:
             return
         self._killers.append(number)
         if grace_s > 0:
-            self._slot.kill_at_end(self.name)
-            self._slot.signal(self.name, signal.SIGTERM)
+            self._commands.kill_at_end(self.name)
+            self._commands.signal(self.name, signal.SIGTERM)
             self._loop.later(grace_s, self._insist)
         else:
-            self._slot.kill_child(self.name)
+            self._commands.kill_child(self.name)
 
     def _insist(self) -> None:
         if self._killers:
-            self._slot.kill_child(self.name)
+            self._commands.kill_child(self.name)
 
     def fields(self) -> Fields:
         """What there is to say of it now."""
@@ -174,7 +174,7 @@ class Background:
             self.pid = report.value
             self._on_start(None)
         elif report.kind is ReportKind.NOT_STARTED:
-            self._slot.drop(self.name)
+            self._commands.drop(self.name)
             self.over = True
             self._close()
             self._on_start(start_error(report, self._cwd))
@@ -182,13 +182,13 @@ class Background:
             killers, self._killers = self._killers, []
             for number in killers:
                 self._link.send(Kind.RESULT, number, {**self.fields(), "swept": report.flag})
-            self._slot.drop(self.name)
+            self._commands.drop(self.name)
         else:
             self._on_end(report)
 
     def on_lost(self) -> None:
         """The slot is gone."""
-        lost = {"error": "lost", "message": f"{self._slot.lease.name} ended while a process ran in it"}
+        lost = {"error": "lost", "message": f"{self._commands.name} ended while a process ran in it"}
         if not self.pid and not self.over:
             self._on_start(lost)
         for number in [*self._readers, *self._killers]:
@@ -200,6 +200,10 @@ class Background:
         self.over = True
         self._close()
 
+    def descriptors(self) -> tuple[int, int]:
+        """What is open here."""
+        return self._output, -1 if self._input is None else self._input.fd
+
     def _on_end(self, report: Report) -> None:
         taken = 0
         while self._output >= 0 and taken <= PIPE_BYTES:  # what it wrote before it ended is in the pipe now
@@ -210,7 +214,7 @@ class Background:
             taken += self._ring.total - before
         self._end, self.over, self._ended = report, True, time.monotonic()
         if not self._killers:
-            self._slot.drop(self.name)
+            self._commands.drop(self.name)
         if self._input is not None:
             self._input.finish()
         self._spill.close()

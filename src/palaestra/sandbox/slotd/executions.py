@@ -35,9 +35,16 @@ class Timer(Protocol):
 
 
 class Rounds(Protocol):
-    """What watches a command's pipes and its time: the server's `Loop`, or the client's."""
+    """What watches a command's pipes and its time: the server's `Loop`, or the client's.
+
+    `watch_soon` may begin a little later, for what is read at the end anyway.
+    """
 
     def watch(self, fd: int, call: Callable[[], object]) -> None: ...
+
+    def watch_soon(self, fd: int, call: Callable[[], object]) -> None: ...
+
+    def watch_for(self, fd: int, events: int, call: Callable[[], object]) -> None: ...
 
     def unwatch(self, fd: int) -> None: ...
 
@@ -103,14 +110,18 @@ class Execution:
         self._timer: Timer | None = None
         self.killing = self._timed_out = self._cancelled = self._swept = False
         self._exit: Report | None = None
+        self.over = self.in_question = False
+        """Whether nobody waits for it any more; whether it is being asked why it was killed."""
+        self.on_over: Callable[[], None] | None = None
+        """Called once it is over, after the answer was sent."""
         self.leftover: int | None = None
         """The output pipe that a daemon still holds after the end, watched until somebody else empties it."""
 
     def start(self) -> None:
         """Listen to the command."""
-        self._loop.watch(self._output, self._read_output)
+        self._loop.watch_soon(self._output, self._read_output)
         if self._verdict >= 0:
-            self._loop.watch(self._verdict, self._read_verdict)
+            self._loop.watch_soon(self._verdict, self._read_verdict)
         self._timer = self._loop.later(self.request.timeout_s, self._time_out)
 
     def cancel(self) -> None:
@@ -180,6 +191,7 @@ class Execution:
             self._spill.close()
             fields = self._spill.fields()
         self._link.send(Kind.RESULT, self.number, fields, b"".join((outcome, head, tail, self._verdict_data)))
+        self.over = True
         self._stop()
         if held:
             self.leftover, self._output = self._output, -1
@@ -193,12 +205,17 @@ class Execution:
 
     def drop(self) -> None:
         """Let go of everything, without an answer."""
+        self.over = True
         self._stop()
         self._close_child_end()
         self._close_verdict()
         if self._spill is not None:
             self._spill.close()
         self._close_output()
+
+    def descriptors(self) -> tuple[int, ...]:
+        """What is open here."""
+        return self._output, self._child_output, self._verdict
 
     def _why_killed(self, oom: bool) -> int:
         return (

@@ -90,6 +90,9 @@ class Kind(IntEnum):
     LOST = 9
 
 
+_SAME = (int, float, bool)
+"""Values that JSON leaves as they are, beside text."""
+
 _KINDS = {int(kind): kind for kind in Kind}
 
 
@@ -119,6 +122,20 @@ def encode(kind: Kind, request: int, fields: Fields | None = None, data: bytes =
         return b"".join((_HEADER.pack(len(text) + len(data), kind, request, len(text)), text, data))
     except TypeError:
         raise TypeError(f"what goes to a slot must be bytes, not {type(data).__name__}; encode text first") from None
+
+
+def received(frame: Frame) -> Frame:
+    """A frame as the other side would receive it, for one that stays on this side. Raises as `encode` does."""
+    _, _, fields, data = frame
+    size = len(data)
+    for value in fields.values():
+        if type(value) is str:
+            size += len(value)
+        elif type(value) not in _SAME:
+            size = MAX_FRAME
+    if size < CHUNK and type(data) is bytes:
+        return frame
+    return Decoder().feed(encode(*frame))[0]
 
 
 class Decoder:

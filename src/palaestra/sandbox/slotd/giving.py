@@ -86,6 +86,10 @@ class Ready:
         except OSError:
             return False
 
+    def descriptors(self) -> tuple[int, int]:
+        """What is open here."""
+        return self._text, self._memory
+
     def close(self) -> None:
         """Let go of it, once it has been given its command (it reads that now), or is dead. Idempotent."""
         pipes.close(self._text, self._memory)

@@ -1,6 +1,6 @@
 """What the server gives a client that may have it: of each slot the root, and a line to its init.
 
-With them files need no server, nor do most commands. They go as descriptors over a SOCK_SEQPACKET of their own, with
+With them neither files nor commands need the server. They go as descriptors over a SOCK_SEQPACKET of their own, with
 the epoch of the slot's lease and the user to whom the slot's files belong. Shared by both sides, as `frames.py` is.
 """
 
@@ -14,22 +14,29 @@ from typing import NamedTuple
 from . import descriptors
 
 _LAYOUT = struct.Struct("!QQ")
-_DESCRIPTORS = 2
+_DESCRIPTORS = 3
+
+
+class Line(NamedTuple):
+    """A socket over which orders can be given to an init, and the descriptor of the init's process."""
+
+    socket: socket.socket
+    process: int
 
 
 class Handed(NamedTuple):
-    """What came for one slot: `fds` are its root and, where its init takes one, the line; fewer where no more files may
-    be open here."""
+    """What came for one slot: `fds` are its root and, where its init takes one, the line and the init's process; fewer
+    where no more files may be open here."""
 
     epoch: int
     owner: int
     fds: list[int]
 
 
-def give(channel: socket.socket, epoch: int, owner: int, root: int, line: socket.socket | None) -> None:
+def give(channel: socket.socket, epoch: int, owner: int, root: int, line: Line | None) -> None:
     """Hand over copies, if the client takes them and has not too many waiting. The line is closed here."""
-    with contextlib.suppress(OSError), line or contextlib.nullcontext():
-        fds = [root] if line is None else [root, line.fileno()]
+    with contextlib.suppress(OSError), contextlib.nullcontext() if line is None else line.socket:
+        fds = [root] if line is None else [root, line.socket.fileno(), line.process]
         socket.send_fds(channel, [_LAYOUT.pack(epoch, owner)], fds)
 
 

@@ -17,13 +17,13 @@ class Input:
     """The server's end of a process's input. `mark` is what ends the input of a terminal, which stays open then."""
 
     def __init__(self, fd: int, mark: bytes, loop: Loop, link: Link, talks: dict[int, Conversation]) -> None:
-        self._fd, self._mark, self._loop, self._link, self._talks = fd, mark, loop, link, talks
+        self.fd, self._mark, self._loop, self._link, self._talks = fd, mark, loop, link, talks
         self._writing: deque[tuple[int, memoryview, int]] = deque()
         self._closing = self._listening = False
 
     def write(self, number: int, data: bytes, close: bool, owner: Conversation) -> None:
         """Answer when all of `data` is in; `close` ends the input after it. Raises BrokenPipeError."""
-        if self._fd < 0 or self._closing:
+        if self.fd < 0 or self._closing:
             raise BrokenPipeError(errno.EPIPE, "the input of the process is closed")
         if close:
             data, self._closing = data + self._mark, not self._mark
@@ -51,10 +51,10 @@ class Input:
 
     def _pump(self) -> None:
         """Write what can be written without waiting."""
-        while self._writing and self._fd >= 0:
+        while self._writing and self.fd >= 0:
             number, view, size = self._writing[0]
             try:
-                written = os.write(self._fd, view) if view else 0
+                written = os.write(self.fd, view) if view else 0
             except BlockingIOError:
                 break
             except OSError:
@@ -73,12 +73,12 @@ class Input:
 
     def _listen(self) -> None:
         """For room, and only while there is something to write: without a reader a pipe is always ready."""
-        wanted = bool(self._writing) and self._fd >= 0
+        wanted = bool(self._writing) and self.fd >= 0
         if wanted and not self._listening:
-            self._loop.watch(self._fd, self._pump)
-            self._loop.watch_for(self._fd, WRITE, self._pump)
-        elif self._listening and not wanted and self._fd >= 0:
-            self._loop.unwatch(self._fd)
+            self._loop.watch(self.fd, self._pump)
+            self._loop.watch_for(self.fd, WRITE, self._pump)
+        elif self._listening and not wanted and self.fd >= 0:
+            self._loop.unwatch(self.fd)
         self._listening = wanted
 
     def _answer(self, item: tuple[int, memoryview, int]) -> None:
@@ -91,9 +91,9 @@ class Input:
         self._link.send(Kind.ERROR, number, fields)
 
     def _close(self) -> None:
-        if self._fd >= 0:
+        if self.fd >= 0:
             if self._listening:
-                self._loop.unwatch(self._fd)
+                self._loop.unwatch(self.fd)
                 self._listening = False
-            pipes.close(self._fd)
-            self._fd = -1
+            pipes.close(self.fd)
+            self.fd = -1

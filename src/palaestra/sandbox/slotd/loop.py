@@ -66,6 +66,9 @@ class Loop:
             self._epoll.modify(fd, READ)
         self._watched[fd] = call
 
+    watch_soon = watch
+    """For what need not be watched from this moment on; here it is."""
+
     def watch_for(self, fd: int, events: int, call: Callback) -> None:
         """Change what a watched descriptor is watched for."""
         self._epoll.modify(fd, events)

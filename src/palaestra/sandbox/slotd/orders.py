@@ -11,7 +11,7 @@ one machine, so the byte order is its own. Descriptors travel with an order; `pl
 
 An order that is too long for a datagram is written to a memory file; the datagram is LONG and the file its first
 descriptor. LINE brings a second socket to the native init, over which a client gives orders of its own; what becomes of
-an order is reported to who gave it. The names of commands are one space for both.
+an order is reported to who gave it, and each of both has names of its own for what it starts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from enum import IntEnum
 from itertools import chain
 from typing import NamedTuple
 
-VERSION = 6
+VERSION = 7
 """Of these structs. The native init says which one it was built for, and is not used when it is another."""
 
 MAX_DATAGRAM = 96 << 10

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import itertools
 import logging
 import os
@@ -16,8 +15,9 @@ import resource
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from . import cgroups, files, frames, handing, listings
-from .executions import Request
+from . import cgroups, command_requests, files, frames, handing, listings
+from .background_requests import BackgroundRequests
+from .command_requests import FIRST_CHILD, CommandRequests
 from .frames import CHUNK, Fields, Frame, Kind
 from .gates import Gates
 from .keep_requests import Books, KeepRequests
@@ -25,12 +25,10 @@ from .keeping import Keeper
 from .link import Link
 from .looking import Looking
 from .loop import Job, Loop
-from .modes import ModeRequests
-from .orders import Kind as ReportKind
-from .orders import Report, environment
-from .slots import Lease, Slot, State, start_error
+from .orders import environment
+from .slots import Lease, Slot, State
+from .spills import Shelf
 from .transfers import Conversation, Download, Upload
-from .waiting import WaitingShells
 from .workshop import CannotMake, Layer, Place, Workshop
 
 _log = logging.getLogger("slotd")
@@ -39,7 +37,6 @@ _KEPT_DESCRIPTORS = 4
 """One in so many descriptors is kept for the commands of the slots that there are."""
 
 _GROUP_RETRY_S = 0.02
-_PRUNE_COMMANDS = 256
 
 
 def _require_descriptors() -> None:
@@ -78,9 +75,9 @@ class Server:
         self._workshop: Workshop
         self._slots: dict[str, Slot] = {}
         self._layers: dict[str, Layer] = {}
-        self._commands: dict[int, Slot] = {}
-        self._transfers: dict[int, Conversation] = {}
-        self._modes = ModeRequests(self.loop, self._link, self._transfers, self._leased, self._for_writing)
+        self._talks: dict[int, Conversation] = {}
+        self._children = itertools.count(FIRST_CHILD)
+        self._background = BackgroundRequests(self.loop, self._link, self._talks, self._leased, self._children)
         self._keep = KeepRequests(
             self._link, Books(self._keeper, self._leased, self._layer, self._register, self._on_frame)
         )
@@ -88,12 +85,13 @@ class Server:
         self._looking = Looking(self.loop, self._link, self._leased)
         self._epochs = itertools.count(1)
         self._operations: dict[str, Callable[[Frame], Job | None]] = {
-            "create": self._create, "exec": self._exec, "read": self._read, "write": self._write, "stat": self._stat,
+            "create": self._create, "read": self._read, "write": self._write, "stat": self._stat,
             "list": self._list_directory, "mkdir": self._mkdir, "link": self._make_link,
             "remove": self._remove, "changes": self._changes, "seal": self._seal,
             "view": self._view, "layer_changes": self._layer_changes, "destroy": self._destroy,
-            "forget": self._forget, "stats": self._stats, **self._modes.operations,
-            **self._keep.operations, **self._looking.operations, "renew": self._renew,
+            "forget": self._forget, "stats": self._stats, **self._background.operations,
+            **dict.fromkeys(command_requests.OPERATIONS, self._command), **self._keep.operations,
+            **self._looking.operations, "renew": self._renew,
             "oom": self._oom, "hung": self._hung,
         }  # fmt: skip
 
@@ -118,12 +116,8 @@ class Server:
     def _on_other(self, frame: Frame) -> None:
         if frame.kind is Kind.HELLO:
             self._hello(frame)
-        elif frame.kind is Kind.CANCEL and frame.request in self._commands:
-            self._commands[frame.request].cancel(frame.request)
-        elif frame.request in self._transfers:
-            self._transfers[frame.request].on_frame(frame)
-        elif frame.kind is Kind.CREDIT and frame.request in self._commands:
-            self._commands[frame.request].give_credit(frame.request, frame.fields["bytes"])
+        elif frame.request in self._talks:
+            self._talks[frame.request].on_frame(frame)
 
     def _guard(self, frame: Frame, action: Callable[[], object]) -> None:
         """The same for what comes after the request."""
@@ -184,16 +178,17 @@ class Server:
             self._link,
             on_ready=lambda slot: self._on_created(frame, slot, made.exposed),
             on_end=lambda slot: self._on_lost(frame, slot),
+            talks=self._talks,
             environment=variables,
         )
-        if frame.fields["warm_shell"]:
-            slot.waiting = WaitingShells(slot)
         self._slots[slot.lease.name] = slot
         try:
             slot.start(made.body)
         except OSError as error:
             self._clean(slot)
             raise CannotMake(f"cannot make a slot: its first process cannot be started: {error}") from None
+        shelf = Shelf(lambda path: self._locate(slot, path, writing=True))
+        slot.requests = CommandRequests(slot.commands, shelf, self._children, frame.fields["warm_shell"])
 
     def _on_created(self, frame: Frame, slot: Slot, exposed: str) -> None:
         if frame.fields.get("allow") is not None:
@@ -204,12 +199,13 @@ class Server:
                 self._link.send(Kind.ERROR, frame.request, {"error": "sandbox", "message": why})
                 slot.kill(then=lambda: self._clean(slot))
                 return
+        line = None
         if self._hands is not None:
-            place = self._locate(slot, "/")
-            handing.give(self._hands, slot.lease.epoch, place.owner, place.root, slot.open_line())
+            place, line = self._locate(slot, "/"), slot.open_line()
+            handing.give(self._hands, slot.lease.epoch, place.owner, place.root, line)
         self._reply(frame, {"slot": slot.lease.name, "epoch": slot.lease.epoch, "exposed": exposed})
-        if slot.waiting is not None:
-            slot.waiting.start()
+        if line is None:
+            slot.requests.warm_up()
 
     def _on_lost(self, frame: Frame, slot: Slot) -> None:
         """A slot died without being asked to: while it was made, or later."""
@@ -249,34 +245,8 @@ class Server:
 
     # Commands and files
 
-    def _exec(self, frame: Frame) -> None:
-        slot, fields = self._leased(frame), frame.fields
-        given = slot.waiting.give(fields, frame.data) if slot.waiting is not None else None
-        argv, shell, env = fields.get("argv"), None, slot.environment
-        if argv is None:
-            shell = "bash" if given is not None else slot.likely_shell()
-            argv = [f"/bin/{shell}", "-c", fields["command"]]
-        if "env" in fields:
-            try:
-                env = slot.with_variables(fields["env"])
-            except ValueError:  # a NUL, a lone surrogate, a variable without a name
-                invalid = start_error(Report(ReportKind.NOT_STARTED, frame.request, errno.EINVAL))
-                self._link.send(Kind.ERROR, frame.request, invalid)
-                return
-        request = Request(
-            argv=argv, shell=shell, cwd=files.absolute(fields["cwd"]) if "cwd" in fields else files.WORKSPACE,
-            env=env, stdin=frame.data, timeout_s=fields.get("timeout_s", frames.USUAL_TIMEOUT_S),
-            max_output_bytes=fields.get("max_output_bytes", frames.USUAL_OUTPUT_BYTES),
-            stream="stream" in fields, verdict="verdict" in fields, spill="no_spill" not in fields,
-        )  # fmt: skip
-        if len(self._commands) >= _PRUNE_COMMANDS:
-            self._commands = {number: held for number, held in self._commands.items() if held.runs(number)}
-        self._commands[frame.request] = slot
-        open_spill = functools.partial(self._modes.spill, slot, frame.request, request)
-        if given is not None:
-            given.go_on(frame.request, request, open_spill)
-        else:
-            slot.execute(frame.request, request, open_spill)
+    def _command(self, frame: Frame) -> None:
+        self._leased(frame).requests.serve(frame)
 
     def _oom(self, frame: Frame) -> None:
         """A command that the client has started was killed."""
@@ -295,7 +265,7 @@ class Server:
         except OSError as error:
             raise place.error(error) from None
         if size > CHUNK:
-            Download(frame.request, fd, size, self._link, self._transfers, "holes" in fields).pump()
+            Download(frame.request, fd, size, self._link, self._talks, "holes" in fields).pump()
             return
         try:
             data = os.read(fd, size)
@@ -311,7 +281,7 @@ class Server:
         except OSError as error:
             raise place.error(error) from None
         if "follows" in fields:
-            Upload(frame.request, writing, self._link, self._transfers)
+            Upload(frame.request, writing, self._link, self._talks)
             return
         try:
             writing.add(frame.data)
@@ -359,9 +329,6 @@ class Server:
     def _locate(self, slot: Slot, path: str, writing: bool = False) -> Place:
         return self._workshop.locate(slot.ground, slot.root, files.absolute(path), writing)
 
-    def _for_writing(self, slot: Slot, path: str) -> Place:
-        return self._locate(slot, path, writing=True)
-
     # Layers
 
     def _changes(self, frame: Frame) -> Job:
@@ -375,7 +342,7 @@ class Server:
         listing = listings.Listing()
         try:
             yield from listing.fill(entries)
-            listing.send(frame.request, self._link, self._transfers)
+            listing.send(frame.request, self._link, self._talks)
         finally:
             listing.close()
 

@@ -23,15 +23,12 @@ from dataclasses import dataclass
 
 from . import killing, outcomes, pipes
 from .capture import Capture
-from .executions import Execution, Request
+from .commands import Commands, start_error
+from .executions import Execution, Request, Timer
 from .frames import Fields, Frame, Kind
-from .link import Link
-from .loop import Loop, Timer
 from .orders import Environment, Report, Spawn
 from .orders import Kind as ReportKind
-from .slots import Slot, start_error
 from .spills import Spill
-from .transfers import Conversation
 
 INTERRUPT_EVERY_S, INTERRUPTS = 0.25, 4
 """How long a shell has to come back after a SIGINT, and how many it gets. bash passes over one that comes just when a
@@ -69,13 +66,10 @@ class ShellBusy(Exception):
 class Shell:
     """One shell of a slot; started with the first command. Implements `Child` for the process and `Conversation`."""
 
-    def __init__(
-        self, slot: Slot, loop: Loop, link: Link, numbers: Iterator[int], talks: dict[int, Conversation],
-        cwd: str, env: Environment,
-    ) -> None:  # fmt: skip
-        self._slot, self._loop, self._link, self._numbers, self._talks = slot, loop, link, numbers, talks
+    def __init__(self, commands: Commands, numbers: Iterator[int], cwd: str, env: Environment) -> None:
+        self._commands, self._loop, self._numbers = commands, commands.loop, numbers
         self._cwd, self._env = cwd, env
-        self.kind = slot.shell()
+        self.kind = commands.shell()
         self._dialect = _BASH if self.kind == "bash" else _SH
         self._process: int | None = None
         self._input: pipes.Memory
@@ -104,9 +98,11 @@ class Shell:
         self._sequence += 1
         self._say(_RUN % (file, source, errors, self._sequence))
         pipe = (self._output, -1)
-        execution = Execution(number, request, self._loop, self._link, self._interrupt, pipe, open_spill=open_spill)
+        execution = Execution(
+            number, request, self._loop, self._commands.link, self._interrupt, pipe, open_spill=open_spill
+        )
         self._execution, self._output = execution, -1
-        self._talks[number] = self
+        self._commands.talks[number] = self
         if self._between.total:
             before, self._between = self._between, Capture(_BETWEEN_BYTES)
             for part in before.parts():
@@ -124,7 +120,7 @@ class Shell:
     def close(self) -> None:
         """End the shell; what it runs in the background stays."""
         if self._process is not None:
-            self._slot.kill_child(self._process, (killing.moment()[0], _MAX_PID))
+            self._commands.kill_child(self._process, (killing.moment()[0], _MAX_PID))
 
     def on_report(self, report: Report) -> None:
         """The shell's process has ended, or what was to be killed is dead."""
@@ -133,24 +129,32 @@ class Shell:
                 self._execution.on_killed(report.flag)
                 self._finish()
             if report.command != self._process:
-                self._slot.drop(report.command)
+                self._commands.drop(report.command)
             return
         if report.kind is ReportKind.EXIT:
             self._read_status()  # it may have ended the command before it ended itself
         self._discard()
         if report.kind is ReportKind.NOT_STARTED:
-            self._slot.drop(report.command)
+            self._commands.drop(report.command)
             self._fail(start_error(report, self._cwd))
             return
         self._lost = True
-        if self._execution is None or self._execution.on_exit(report):
-            self._slot.drop(report.command)
+        execution = self._execution
+        if execution is None or execution.in_question or execution.on_exit(report):
+            self._commands.drop(report.command)
             self._finish()
 
     def on_lost(self) -> None:
         """The slot is gone."""
         self._discard()
-        self._fail({"error": "lost", "message": f"{self._slot.lease.name} ended while a command ran in its shell"})
+        self._fail({"error": "lost", "message": f"{self._commands.name} ended while a command ran in its shell"})
+
+    def descriptors(self) -> tuple[int, ...]:
+        """What is open here while it lives."""
+        if self._process is None:
+            return ()
+        running = () if self._execution is None else self._execution.descriptors()
+        return self._control, self._status, self._output, self._input.fd, self._command.fd, *running
 
     def _start(self) -> None:
         self._process = next(self._numbers)
@@ -163,14 +167,14 @@ class Shell:
         places = [(0, 0), (1, 1), (2, 2), (3, stdin), (4, command), (5, report), (1, errors)]
         try:
             spawn = Spawn(self._process, self._dialect.argv, self._cwd, self._env, places)
-            self._slot.spawn(self, spawn, fds)
+            self._commands.spawn(self, spawn, fds)
         except ValueError:
             self._discard()
             raise
         finally:
             pipes.close(control, status, output)
         self._loop.watch(self._status, self._read_status)
-        self._loop.watch(self._output, self._read_between)
+        self._loop.watch_soon(self._output, self._read_between)
         self._say((self._dialect.greeting + _REPORT.format(status=report)).encode())
 
     def _say(self, lines: bytes) -> None:
@@ -197,7 +201,7 @@ class Shell:
         if execution.on_exit(Report(ReportKind.EXIT, value=code)):
             self._finish()
         elif self._stop_waiting() and self._process is not None:
-            self._slot.kill_child(self._process, killing.inside(self._slot.pid, self._after), spare=True)
+            self._commands.kill_child(self._process, killing.inside(self._commands.pid, self._after), spare=True)
 
     def _interrupt(self, times: int = INTERRUPTS) -> None:
         """The command's time is over, or its caller has gone: interrupt it so often, then kill it with its shell."""
@@ -205,34 +209,37 @@ class Shell:
         if self._process is None:
             return
         if times == INTERRUPTS:  # many a shell ends by it: one that is just starting, or has become the command itself
-            self._slot.kill_at_end(self._process, killing.inside(self._slot.pid, self._after))
+            self._commands.kill_at_end(self._process, killing.inside(self._commands.pid, self._after))
         if not times:
-            self._slot.kill_child(self._process, killing.inside(self._slot.pid, self._after))
+            self._commands.kill_child(self._process, killing.inside(self._commands.pid, self._after))
             return
-        self._slot.signal(self._process, signal.SIGINT)
+        self._commands.signal(self._process, signal.SIGINT)
         self._say(_TELL % self._sequence)  # some shells forget the lines they have read ahead
         self._patience = self._loop.later(INTERRUPT_EVERY_S, lambda: self._interrupt(times - 1))
 
     def _finish(self) -> None:
-        execution, self._execution = self._execution, None
-        if execution is None:
-            return
-        restarted, self._lost = self._lost, False
-        self._slot.conclude(execution, outcomes.STATEFUL | (outcomes.RESTARTED if restarted else 0))
+        if self._execution is not None and not self._execution.in_question:
+            restarted, self._lost = self._lost, False
+            flags = outcomes.STATEFUL | (outcomes.RESTARTED if restarted else 0)
+            self._commands.conclude(self._execution, flags, self._put_away)
+
+    def _put_away(self, execution: Execution) -> None:
+        """It is over."""
+        self._execution = None
         self._stop_waiting()
-        self._talks.pop(execution.number, None)
+        self._commands.talks.pop(execution.number, None)
         if execution.leftover is not None:
             if self._process is None:
-                self._slot.empty(execution.leftover)
+                self._commands.empty(execution.leftover)
             else:
                 self._output = execution.leftover
-                self._loop.watch(self._output, self._read_between)
+                self._loop.watch_soon(self._output, self._read_between)
 
     def _fail(self, fields: Fields) -> None:
         if self._execution is not None:
             execution, self._execution = self._execution, None
             self._stop_waiting()
-            self._talks.pop(execution.number, None)
+            self._commands.talks.pop(execution.number, None)
             execution.fail(fields)
 
     def _read_between(self) -> None:

@@ -19,13 +19,13 @@ import os
 from collections.abc import Callable
 
 from . import giving, killing, orders, pipes
+from .commands import Commands
 from .executions import Execution, Request
 from .files import WORKSPACE
 from .frames import Fields
 from .giving import Ready
 from .orders import Kind as ReportKind
 from .orders import Report, Spawn
-from .slots import Slot, State
 from .spills import Spill
 
 _FIRST_NAME = 3 << 30
@@ -41,13 +41,13 @@ _FOR_NOW = (errno.EAGAIN, errno.ENOMEM)
 
 
 class WaitingShells:
-    """Of one slot, one at a time. Implements `Waiting`."""
+    """Of one slot, one at a time."""
 
-    def __init__(self, slot: Slot) -> None:
-        self.slot = slot
+    def __init__(self, commands: Commands) -> None:
+        self.commands = commands
         self._names = itertools.count(_FIRST_NAME)
         self._shell: _Shell | None = None
-        self._possible = not any(giving.NOT_AT_START.fullmatch(name) for name in slot.environment.variables())
+        self._possible = not any(giving.NOT_AT_START.fullmatch(name) for name in commands.environment.variables())
 
     def give(self, fields: Fields, data: bytes) -> _Shell | None:
         """Have the shell that waits run the command of a request, which is then to be told to it (`go_on`).
@@ -58,7 +58,7 @@ class WaitingShells:
         if shell is None or "command" not in fields or "cwd" in fields or "verdict" in fields or data:
             return None
         env = fields.get("env")
-        words = giving.words(fields["command"], _added(env, self.slot.environment) if env else {})
+        words = giving.words(fields["command"], _added(env, self.commands.environment) if env else {})
         if words is None or not shell.is_ready():
             return None
         self._shell = None
@@ -66,7 +66,7 @@ class WaitingShells:
 
     def start(self) -> None:
         """Start one, unless one waits. Where none can wait in this slot nothing happens."""
-        if self._shell is None and self._possible and self.slot.state is State.LIVE:
+        if self._shell is None and self._possible and self.commands.live:
             with contextlib.suppress(OSError):  # no descriptor is left
                 self._shell = _Shell(self, next(self._names))
 
@@ -81,7 +81,7 @@ class _Shell:
     """One process, from its start to the end of its command. Implements `Child`."""
 
     def __init__(self, owner: WaitingShells, name: int) -> None:
-        self._owner, self._slot, self._name = owner, owner.slot, name
+        self._owner, self._commands, self._name = owner, owner.commands, name
         self._pid = 0
         self._ready: Ready | None = None
         self._after = killing.ALWAYS
@@ -89,7 +89,7 @@ class _Shell:
         self._execution: Execution | None = None
         self._text = self._mark = text = mark = -1
         self._output = (-1, -1)
-        env = self._slot.environment
+        env = self._commands.environment
         env = orders.Environment(env.size + 1, env.text + giving.VARIABLE)
         spawn = Spawn(name, [giving.BASH, "-c", giving.ARGUMENT], WORKSPACE, env, _PLACES, announce=True)
         try:
@@ -97,7 +97,7 @@ class _Shell:
             self._mark, mark = pipes.pipe()
             self._output = pipes.pipe()
             os.fchmod(text, 0o444)  # it is opened anew, by users whom this process may not know
-            self._slot.spawn(self, spawn, [pipes.nothing(), mark, self._output[1], text])
+            self._commands.spawn(self, spawn, [pipes.nothing(), mark, self._output[1], text])
         except OSError:
             self._end()
             raise
@@ -113,7 +113,7 @@ class _Shell:
         assert self._ready is not None
         self._after = killing.moment()
         if not self._ready.is_in_workspace() or not self._ready.give(*words):
-            self._slot.kill_child(self._name)  # its pipe is closed afterwards: half a text must not be run
+            self._commands.kill_child(self._name)  # its pipe is closed afterwards: half a text must not be run
             return False
         self._let_go()
         return True
@@ -121,22 +121,17 @@ class _Shell:
     def go_on(self, number: int, request: Request, open_spill: Callable[[], Spill]) -> None:
         """This is the request of the command that it has been given just now."""
         output, self._output = self._output, (-1, -1)
-        self._execution = Execution(
-            number,
-            request,
-            self._slot.loop,
-            self._slot.link,
-            self._kill,
-            output,
-            open_spill=open_spill,
-        )
-        self._slot.adopt(self._execution)
+        loop, link = self._commands.loop, self._commands.link
+        execution = Execution(number, request, loop, link, self._kill, output, open_spill=open_spill)
+        execution.on_over = self._on_over
+        self._execution = execution
+        self._commands.adopt(execution)
 
     def on_report(self, report: Report) -> None:
         """It has started; it has ended, or what its command started is dead."""
         if report.kind is ReportKind.STARTED:
             self._pid = report.value
-            self._slot.loop.later(_LOOK_AFTER_S, self._look_again)
+            self._commands.loop.later(_LOOK_AFTER_S, self._look_again)
         elif self._execution is None:
             self._end()
             if report.kind is not ReportKind.KILLED:
@@ -144,19 +139,29 @@ class _Shell:
                 self._owner.ended(self, possible=for_now)
         elif report.kind is ReportKind.EXIT and not self._execution.killing and not pipes.read(self._mark):
             self._end()
-            self._slot.start_again(self._execution)
+            self._commands.start_again(self._execution)
+            self._owner.start()
         else:
-            self._slot.on_command(self._execution, report)
-            if not self._slot.runs(self._execution.number):
-                self._end()
-                self._owner.start()
+            self._commands.on_command(self._execution, report)
+
+    def _on_over(self) -> None:
+        """Whoever waits for the answer comes first: to start another takes as long as a short command."""
+        self._commands.loop.later(0, self._give_way)
+
+    def _give_way(self) -> None:
+        self._end()
+        self._owner.start()
 
     def on_lost(self) -> None:
         """The slot is dead."""
         self._end()
 
+    def descriptors(self) -> tuple[int, ...]:
+        """What is open here. Of the pipe for its text every copy counts: a shell reads it to its end."""
+        return self._text, self._mark, *self._output, *(self._ready.descriptors() if self._ready is not None else ())
+
     def _kill(self) -> None:
-        self._slot.kill_child(self._name, killing.inside(self._slot.pid, self._after))
+        self._commands.kill_child(self._name, killing.inside(self._commands.pid, self._after))
 
     def _look(self) -> bool:
         """Whether it waits already. Then find the argument in its memory, and take away what shows that it waits.
@@ -179,7 +184,7 @@ class _Shell:
                 os.pwrite(memory, bytes(len(giving.VARIABLE)), variable)
                 os.pwrite(memory, giving.IN_WAIT, arguments)
                 argument = arguments + len(giving.BEFORE)
-                self._ready = Ready(self._slot.root, self._pid, memory, self._text, argument)
+                self._ready = Ready(self._commands.root, self._pid, memory, self._text, argument)
                 memory = self._text = -1
                 return True
         except (OSError, IndexError, OverflowError):
@@ -200,17 +205,17 @@ class _Shell:
             os.close(folder)
 
     def _open(self, name: str, flags: int) -> int:
-        return os.open(f"proc/{self._pid}/{name}", flags | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._slot.root)
+        return os.open(f"proc/{self._pid}/{name}", flags | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._commands.root)
 
     def _look_again(self, times: int = 1) -> None:
         if not self._pid or self._execution is not None:
             return
         ready = self.is_ready()
         if not ready and times < _LOOKS:
-            self._slot.loop.later(_LOOK_AFTER_S * 2**times, lambda: self._look_again(times + 1))
+            self._commands.loop.later(_LOOK_AFTER_S * 2**times, lambda: self._look_again(times + 1))
         elif self._ready is None or not self._ready.is_in_workspace():  # can be given nothing, or the place is a link
             self._owner.ended(self, possible=False)
-            self._slot.kill_child(self._name)
+            self._commands.kill_child(self._name)
 
     def _let_go(self) -> None:
         """Its text is complete when its pipe is closed."""
@@ -221,7 +226,7 @@ class _Shell:
         self._text = -1
 
     def _end(self) -> None:
-        self._slot.drop(self._name)
+        self._commands.drop(self._name)
         self._let_go()
         pipes.close(self._mark, *self._output)
         self._pid, self._mark, self._output = 0, -1, (-1, -1)

@@ -3,7 +3,7 @@
  * and nothing of the server's memory to copy when a slot is made.
  *
  * Descriptor 3 is the control socket, a SOCK_SEQPACKET; orders and reports are described in orders.py. One more such
- * socket, the line, may come with an order; who gives an order is told what becomes of it. Run as `init --version` it
+ * socket, the line, may come with an order; who gives an order is told what becomes of it, and names what it starts. Run as `init --version` it
  * exits with 100 + the version of those structs, by which the server finds out that it runs here.
  *
  * Not for anything that needs a library: it is linked statically and may run over any root file system.
@@ -32,7 +32,7 @@
 
 #include "steps.h"
 
-enum { VERSION = 6, ANSWER = 100 };
+enum { VERSION = 7, ANSWER = 100 };
 enum { CONTROL = 3, LIST = 5, MAX_DATAGRAM = 96 << 10, MAX_FDS = 8, KILL_PATIENCE_S = 2 };
 enum { ORDER_SPAWN = 1, ORDER_KILL, ORDER_SIGNAL, ORDER_LONG, ORDER_LINE };
 enum { REPORT_READY = 1, REPORT_FAILED, REPORT_EXIT, REPORT_NOT_STARTED, REPORT_KILLED, REPORT_STARTED };
@@ -389,7 +389,7 @@ static void kill_rest(struct command ended) {
 static void kill_command(uint32_t name, struct moment after, int flags, int asker) {
     int swept = 0;
     for (size_t i = 0; i < command_count; i++)
-        if (commands[i].name == name) {
+        if (commands[i].name == name && commands[i].asker == asker) {
             commands[i].at_end = !!(flags & FLAG_AT_END);
             commands[i].after = after;
             if (commands[i].at_end)
@@ -401,9 +401,9 @@ static void kill_command(uint32_t name, struct moment after, int flags, int aske
     report(asker, (struct report){.kind = REPORT_KILLED, .command = name, .flag = swept});
 }
 
-static void signal_command(uint32_t name, int number) {
+static void signal_command(uint32_t name, int number, int asker) {
     for (size_t i = 0; i < command_count; i++)
-        if (commands[i].name == name)
+        if (commands[i].name == name && commands[i].asker == asker)
             kill(-commands[i].pid, number);
 }
 
@@ -426,7 +426,7 @@ static void obey(char *data, size_t size, int *fds, int asker) {
     else if (order->kind == ORDER_KILL)
         kill_command(order->command, moment(data, size), order->flags, asker);
     else if (order->kind == ORDER_SIGNAL)
-        signal_command(order->command, order->flags);
+        signal_command(order->command, order->flags, asker);
     else if (order->kind == ORDER_LINE && line < 0)
         line = fcntl(fds[0], F_DUPFD_CLOEXEC, CONTROL + 1);
 }
