@@ -189,9 +189,9 @@ class Line:
 
     def take(self, frame: Frame) -> None:
         """A request, or what follows one. OSError where nothing of it has begun, `SlotLost` once it is closed."""
-        if not self._commands.live:
-            raise SlotLost(f"{self.name} is dead")
         if frame.kind is Kind.REQUEST:
+            if not self._commands.live:
+                raise SlotLost(f"{self.name} is dead")
             self._requests.serve(received(frame))
         elif frame.request in self._talks:
             self._talks[frame.request].on_frame(frame)

@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import os
 import re
+import resource
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from palaestra.core.errors import SlotLost
+from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import ExecutionResult, Slot, SlotSpec
+from palaestra.sandbox.base import ExecutionResult, Limits, Slot, SlotSpec
 from sandbox.bodies import Body, WithSlot
 from sandbox.processes import descendants
 
@@ -151,25 +153,134 @@ def test_a_daemon_goes_on_writing_to_a_pipe_that_nobody_reads(with_line: WithSlo
 def test_nothing_stays_open_after_commands(with_line: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         await slot.execute("true")
+        async with await slot.shell() as shell:
+            await shell.run("true")
+        await asyncio.sleep(0.1)
         before = sorted(os.listdir("/proc/self/fd"))
+        async with await slot.shell() as shell:
+            await shell.run("sleep 0.1 & exit")
+            await shell.run("kill -9 $$")
+            await shell.run("sleep 9", timeout_s=0.1)
         await asyncio.gather(*(slot.execute(f"sleep 0.0{n % 5}; seq 1 {n * 1000}") for n in range(40)))
         for command in ("kill -9 $$", "sleep 9", ["no-such"]):
             await slot.execute(command, timeout_s=0.1)
+        await asyncio.sleep(0.1)
         assert sorted(os.listdir("/proc/self/fd")) == before
+
+    with_line(body)
+
+
+def test_many_commands_at_once_are_no_more_than_an_init_takes(with_line: WithSlot) -> None:
+    """The socket to it holds some two hundred orders."""
+
+    async def body(backend: LocalBackend, _: Slot) -> None:
+        here, there = [await backend.create(SlotSpec(), "test") for _ in range(2)]
+        let_go_of_line(there)
+        for slot in (here, there):
+            results = await asyncio.gather(*(slot.execute("cat", stdin=b"%d" % n) for n in range(400)))
+            assert [result.output for result in results] == [f"{n}" for n in range(400)]
+
+    with_line(body)
+
+
+def test_a_frozen_slots_shell_goes_on_at_the_next_call(with_line: WithSlot) -> None:
+    async def body(backend: LocalBackend, _: Slot) -> None:
+        for spec in (SlotSpec(), SlotSpec(warm_shell=True)):
+            slot = await backend.create(spec, "test")
+            async with await slot.shell() as shell:
+                await shell.run("A=1")
+                await slot.execute("true")
+                await asyncio.sleep(0.1)
+                for run in (shell.run, slot.execute):
+                    frozen, result = await asyncio.gather(slot.freeze(), run("echo ${A:-0}", timeout_s=5))
+                    assert frozen >= 1 and result.success
+                    assert await slot.freeze() >= 1
+                    assert (await run("echo ${A:-0}", timeout_s=5)).success
+                assert (await shell.run("echo $A")).output == "1\n"
+
+    with_line(body)
+
+
+def test_what_the_kernel_killed_is_told_whoever_started_it(with_line: WithSlot) -> None:
+    async def body(backend: LocalBackend, _: Slot) -> None:
+        slot = await backend.create(SlotSpec(limits=Limits(memory_bytes=64 << 20)), "test")
+        hungry = "exec python3 -c 'b\"x\" * (200 << 20)'"
+        async with await slot.shell() as shell:
+            for run in (slot.execute, shell.run):
+                result = await run(hungry)
+                assert (result.exit_code, result.metadata["oom"]) == (137, True)
+                result = await run("kill -9 $$")
+                assert (result.exit_code, result.metadata["oom"]) == (137, False)
+            assert (await shell.run("echo on")).output == "on\n"
+
+    with_line(body)
+
+
+def test_a_forked_child_holds_up_no_command(with_line: WithSlot) -> None:
+    """A shell that waits reads its command to the end of a pipe, which every copy of the other end keeps open."""
+
+    async def body(backend: LocalBackend, plain: Slot) -> None:
+        slot = await backend.create(SlotSpec(warm_shell=True), "test")
+        shell = await slot.shell()
+        await shell.run("true")
+        running = asyncio.ensure_future(plain.execute("sleep 0.3; echo done"))
+        await asyncio.sleep(0.2)
+        before = len(os.listdir("/proc/self/fd"))
+        told, tell = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(tell, b"%d" % len(os.listdir("/proc/self/fd")))
+            time.sleep(100)
+            os._exit(0)
+        try:
+            kept = int(await asyncio.to_thread(os.read, told, 100)) - 2
+            assert before - kept > 12  # roots, lines, what waits, a shell, a command
+            for _ in range(3):
+                assert (await slot.execute("echo fine", timeout_s=5)).output == "fine\n"
+                await asyncio.sleep(0.1)
+            assert (await shell.run("echo fine")).output == "fine\n"
+            assert (await running).output == "done\n"
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.to_thread(os.waitpid, pid, 0)
+
+    with_line(body)
+
+
+def test_where_descriptors_are_few_the_server_has_the_shells(with_line: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2 * free, limits[1]))
+        try:
+            async with await slot.shell() as shell:
+                before = len(os.listdir("/proc/self/fd"))
+                assert (await shell.run("echo fine")).output == "fine\n"
+                assert len(os.listdir("/proc/self/fd")) == before
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
     with_line(body)
 
 
 def test_the_end_of_a_slot_ends_its_commands(with_line: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
-        others = [await backend.create(SlotSpec(), "test") for _ in range(2)]
-        running = [asyncio.ensure_future(each.execute("sleep 100")) for each in (slot, *others)]
+        slots = [slot, *[await backend.create(SlotSpec(warm_shell=True), "test") for _ in range(2)]]
+        shells = [await each.shell() for each in slots]
         await asyncio.sleep(0.1)
-        await backend.destroy(slot)
-        await backend.seal(others[0])
+        running = [asyncio.ensure_future(each.execute("sleep 100")) for each in slots]
+        running += [asyncio.ensure_future(each.run("sleep 100")) for each in shells]
+        await asyncio.sleep(0.1)
+        await backend.destroy(slots[0])
+        await backend.seal(slots[1])
         os.kill(backend.server_pid, signal.SIGKILL)
         ends = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 20)
-        assert [type(end) for end in ends] == [SlotLost] * 3
+        assert [type(end) for end in ends] == [SlotLost] * 6
+        with pytest.raises(StaleLease):
+            await shells[0].run("true")
+        with pytest.raises(SlotLost):
+            await shells[2].run("true")
 
     with_line(body)
 

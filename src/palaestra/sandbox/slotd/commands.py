@@ -198,9 +198,8 @@ class Commands:
 
     def spawn(self, child: Child, spawn: Spawn, fds: Sequence[int]) -> None:
         """Start a child; its reports go to it until it is dropped. Raises ValueError for what no system call takes."""
-        order = orders.encode_spawn(spawn)
+        self._ask(orders.encode_spawn(spawn), fds)
         self._children[spawn.command] = child
-        self._ask(order, fds)
 
     def drop(self, child: int) -> None:
         """No more reports on a child."""

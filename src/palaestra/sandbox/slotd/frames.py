@@ -15,7 +15,8 @@ integers big-endian. Output travels as bytes, never as text.
 The RESULT of a command begins with a struct (`outcomes.py`). A list that a slot can make as long as it likes (the
 entries of a directory, changes) is a JSON array that comes as the bytes of a file do.
 
-What can be asked is listed where it is served: one command, files and layers in `server.py`, the rest in `modes.py`.
+What can be asked is listed where it is served: slots, files and layers in `server.py`, commands and shells in
+`command_requests.py`, the rest in `background_requests.py`, `keep_requests.py` and `looking.py`.
 Every request that names a slot carries the epoch of the lease; one of another epoch is answered with a `stale` ERROR.
 """
 

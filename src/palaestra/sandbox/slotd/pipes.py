@@ -58,6 +58,10 @@ class Memory:
     """A file in memory that a process of the slot reads by opening `/proc/self/fd/N` anew for each content."""
 
     def __init__(self) -> None:
+        self.fd = -1
+
+    def open(self) -> None:
+        """Make the file, empty. Raises OSError."""
         self.fd = os.memfd_create("input", os.MFD_CLOEXEC)
 
     def put(self, data: bytes) -> None:

@@ -72,8 +72,7 @@ class Shell:
         self.kind = commands.shell()
         self._dialect = _BASH if self.kind == "bash" else _SH
         self._process: int | None = None
-        self._input: pipes.Memory
-        self._command: pipes.Memory
+        self._input, self._command = pipes.Memory(), pipes.Memory()
         self._control = self._status = self._output = -1
         self._between = Capture(_BETWEEN_BYTES)
         self._execution: Execution | None = None
@@ -157,18 +156,21 @@ class Shell:
         return self._control, self._status, self._output, self._input.fd, self._command.fd, *running
 
     def _start(self) -> None:
+        """Raises OSError and ValueError, and has started nothing then."""
         self._process = next(self._numbers)
-        self._input, self._command = pipes.Memory(), pipes.Memory()
-        control, self._control = pipes.input_pipe()
-        self._status, status = pipes.pipe()
-        self._output, output = pipes.pipe()
         stdin, command, report, errors = self._dialect.places
-        fds = [control, output, pipes.nothing(), self._input.fd, self._command.fd, status]
         places = [(0, 0), (1, 1), (2, 2), (3, stdin), (4, command), (5, report), (1, errors)]
+        control = status = output = -1
         try:
+            self._input.open()
+            self._command.open()
+            control, self._control = pipes.input_pipe()
+            self._status, status = pipes.pipe()
+            self._output, output = pipes.pipe()
+            fds = [control, output, pipes.nothing(), self._input.fd, self._command.fd, status]
             spawn = Spawn(self._process, self._dialect.argv, self._cwd, self._env, places)
             self._commands.spawn(self, spawn, fds)
-        except ValueError:
+        except (OSError, ValueError):
             self._discard()
             raise
         finally:
@@ -259,9 +261,8 @@ class Shell:
 
     def _discard(self) -> None:
         """Forget the process; the next command gets a new one."""
-        if self._process is not None:
-            self._input.close()
-            self._command.close()
+        self._input.close()
+        self._command.close()
         for fd in (self._status, self._output):
             if fd >= 0:
                 self._loop.unwatch(fd)

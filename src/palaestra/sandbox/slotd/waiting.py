@@ -29,7 +29,7 @@ from .orders import Report, Spawn
 from .spills import Spill
 
 _FIRST_NAME = 3 << 30
-"""Above the numbers of requests and of other children (`modes.py`)."""
+"""Above the numbers of requests and of other children (`command_requests.py`)."""
 
 _PLACES: orders.Places = ((0, 0), (1, 1), (2, 2), (3, giving.TEXT))
 
