@@ -13,7 +13,6 @@ import functools
 import itertools
 import os
 import socket
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -94,7 +93,7 @@ class Commands:
         self._children: dict[int, Child] = {}
         self._dying: set[int] = set()
         self._leftovers = Leftovers(loop)
-        self._unsent: deque[tuple[bytes, list[int]]] = deque()
+        self._unsent: list[tuple[bytes, list[int]]] = []
         self._has_bash = True
 
     @property
@@ -323,7 +322,7 @@ class Commands:
 
     def _flush(self) -> None:
         while self._unsent and self._send(*self._unsent[0]):
-            pipes.close(*self._unsent.popleft()[1])
+            pipes.close(*self._unsent.pop(0)[1])
         if not self._unsent:
             self.loop.watch_for(self._channel.fileno(), READ, self._on_ready)
 
