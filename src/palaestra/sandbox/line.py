@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
 import resource
@@ -21,7 +22,6 @@ from pathlib import Path
 
 from palaestra.core.errors import SlotLost
 from palaestra.core.types import JSON
-from palaestra.sandbox.slotd import pipes
 from palaestra.sandbox.slotd.command_requests import FIRST_CHILD, CommandRequests
 from palaestra.sandbox.slotd.commands import Commands
 from palaestra.sandbox.slotd.frames import Frame, Kind, received
@@ -39,6 +39,13 @@ _KEPT_DESCRIPTORS = 2
 
 Ask = Callable[[str], Awaitable[dict[str, JSON]]]
 """Asks the server something about a slot."""
+
+
+_NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
+
+
+class NoRoom(OSError):
+    """This process may open no more files. The server may."""
 
 
 class _Timer:
@@ -170,13 +177,13 @@ class Line:
     def close(self) -> None:
         """Let go of it; whoever waits for a command hears that the slot has ended. Idempotent."""
         if self._rounds.over:
-            self._channel.close()
+            self._commands.let_go()
         elif self._commands.live:
             self._commands.lost()
 
     def let_go(self) -> None:
         """Close every descriptor, in a forked child: what watches them is its parent's too."""
-        pipes.close(*self._commands.descriptors())
+        self._commands.let_go()
 
     def has_room(self) -> bool:
         """Whether this process may open some more files."""
@@ -188,11 +195,20 @@ class Line:
         return is_low(fd)
 
     def take(self, frame: Frame) -> None:
-        """A request, or what follows one. OSError where nothing of it has begun, `SlotLost` once it is closed."""
+        """A request, or what follows one.
+
+        Raises OSError for one of which nothing has begun (`NoRoom` where this process is the reason), and `SlotLost`
+        once the line is closed.
+        """
         if frame.kind is Kind.REQUEST:
             if not self._commands.live:
                 raise SlotLost(f"{self.name} is dead")
-            self._requests.serve(received(frame))
+            try:
+                self._requests.serve(received(frame))
+            except OSError as error:
+                if error.errno not in _NO_MORE_FILES:
+                    raise
+                raise NoRoom(error.errno, error.strerror) from None
         elif frame.request in self._talks:
             self._talks[frame.request].on_frame(frame)
 

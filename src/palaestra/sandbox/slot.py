@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import secrets
 import stat
@@ -29,7 +28,7 @@ from palaestra.sandbox.base import (
 )
 from palaestra.sandbox.calls import MAX_OUTPUT_BYTES, Lease, limits, program, require
 from palaestra.sandbox.client import CommandNotStarted, Reply, SlotServer
-from palaestra.sandbox.line import Line
+from palaestra.sandbox.line import Line, NoRoom
 from palaestra.sandbox.process import LocalProcess
 from palaestra.sandbox.reach import AskServer, Reach
 from palaestra.sandbox.shell import LocalShell
@@ -38,9 +37,6 @@ from palaestra.sandbox.texts import TextFiles
 
 SHELL_FILES = 107
 """What a shell takes to start: descriptors up to 99, and one beside each of its seven (`slotd/shells.py`)."""
-
-_NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
-"""Why this process cannot have a command started and the server may."""
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -216,9 +212,7 @@ class LocalSlot(TextFiles):
         try:
             try:
                 reply = await self.command("exec", fields, stdin, on_output, self.line)
-            except OSError as error:
-                if error.errno not in _NO_MORE_FILES:
-                    raise
+            except NoRoom:
                 reply = await self.server.call("exec", fields, stdin, on_output)
         except CommandNotStarted as error:
             return self._lease.not_started(name, command, error)

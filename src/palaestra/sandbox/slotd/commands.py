@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import errno
 import functools
-import itertools
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -282,11 +281,14 @@ class Commands:
                 pipes.close(*fds)
             self._unsent.clear()
 
-    def descriptors(self) -> list[int]:
-        """What is open here of all that."""
-        everyone: list[Execution | Child] = [*self._executions.values(), *self._children.values()]
-        found = [self._channel.fileno(), *itertools.chain.from_iterable(one.descriptors() for one in everyone)]
-        return [*found, *itertools.chain.from_iterable(fds for _, fds in self._unsent)]
+    def let_go(self) -> None:
+        """Close every descriptor and nothing else: the loop is gone, or this is a forked child. Idempotent."""
+        if self.live:
+            self.live = False
+            self._channel.close()
+            everyone: list[Execution | Child] = [*self._executions.values(), *self._children.values()]
+            for fds in [*(one.descriptors() for one in everyone), *(fds for _, fds in self._unsent)]:
+                pipes.close(*fds)
 
     # Inside
 
