@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import subprocess
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from envs.terminal_bench.conftest import Try
 from envs.terminal_bench.mini import HARBOR, LEGACY, TASKS, copied
 from envs.terminal_bench.roots import make_root
 from palaestra.core.errors import ImageError, TaskError
+from palaestra.envs.images.base import ImageRecipe
 from palaestra.envs.images.builder import Builder, content_key, read_config
 from palaestra.envs.swe.install import DependencyCache
 from palaestra.envs.terminal_bench import harbor, task_yaml
@@ -79,6 +81,26 @@ def test_task_folders_of_endless_terminals_are_built(
     proof = checked(tmp_path, installed_pytest, builder=daemon.command, build_network=False)
     assert proof.holds, proof.lines
     assert len(list((tmp_path / "cache/roots").glob("*.tar"))) == 1
+
+
+@pytest.mark.docker
+@pytest.mark.long
+@pytest.mark.timeout(100)
+@pytest.mark.xdist_group("docker")
+def test_what_another_build_has_taken_away_is_built_again(daemon: Docker, tmp_path: Path) -> None:
+    """Two builds share a layer; the one that is done removes its image, and docker the layer with it. Now and then."""
+    daemon.load(make_root(tmp_path / "root"), BASE)
+    tool, folder = tmp_path / "docker", tmp_path / "task"
+    failing = f"mkdir {tmp_path}/failed 2>/dev/null && {{ echo 'unknown parent image ID sha256:0'; exit 1; }}"
+    tool.write_text(f'#!/bin/sh\ncase $1 in build) {failing};; esac\nexec {daemon.command} "$@"\n')
+    tool.chmod(0o755)
+    folder.mkdir()
+    (folder / "Dockerfile").write_text(f"FROM {BASE}\nRUN echo built > /built\n")
+    builder = Builder(tmp_path / "roots", tool=str(tool), network=False)
+    archive, _ = asyncio.run(builder.root(ImageRecipe(folder, folder / "Dockerfile")))
+    assert (tmp_path / "failed").is_dir()
+    with tarfile.open(archive) as content:
+        assert "built" in content.getnames()
 
 
 def test_how_commands_start_is_read_from_beside_the_root(tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ SCHEMA, VERSION = "palaestra.root", 1
 _ASK_S, _EXPORT_S = 20.0, 600.0
 _SHOWN = 1500
 
+_TAKEN_AWAY, _TRIES = "unknown parent image ID", 5
+"""What docker says when a layer that a build has begun with goes with another image that is removed meanwhile."""
+
 
 class Builder:
     """Root file systems of tasks, built once each. Safe across processes.
@@ -108,9 +111,13 @@ class Builder:
         network = ["--network", "host" if self._network else "none"]
         tidy = ["--force-rm"] if Path(tool[0]).name == "docker" else []  # the others leave no failed container
         command = [*tool, "build", *tidy, *network, "-t", tag, "-f", str(recipe.dockerfile), str(recipe.folder)]
-        done = await run_process(command, timeout_s=recipe.build_timeout_s)
-        if done.returncode:
-            raise TaskError(f"its image does not build with {tool[0]}:\n{done.text[-_SHOWN:].strip()}")
+        for _ in range(_TRIES):
+            done = await run_process(command, timeout_s=recipe.build_timeout_s)
+            if done.returncode == 0:
+                return
+            if _TAKEN_AWAY not in done.text:
+                break
+        raise TaskError(f"its image does not build with {tool[0]}:\n{done.text[-_SHOWN:].strip()}")
 
     async def _pull(self, tool: list[str], image: str) -> None:
         there = [*tool, *(["inspect", "--type", "image"] if tool[0] == "buildah" else ["image", "inspect"]), image]
