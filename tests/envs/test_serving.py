@@ -204,6 +204,18 @@ def test_what_is_too_long_for_the_trainer_is_said(folder: Path, tmp_path: Path) 
     assert "2 had nothing but rollouts that are too long" in said
 
 
+def scores_sent(rollouts: list[Trajectory], folder: Path) -> list[float] | None:
+    """What of a group of three goes to a trainer that takes 8 tokens; None where nothing does."""
+    group = Group(group_id="g", number=0, task_id="t", trajectories=rollouts)
+    output = Output(claim_folder(folder, "e", "m"), env="e", model="m", groups_path=None, settings={})
+    output.start(0)
+    try:
+        line = Serving(BaseEnvConfig(group_size=3), output, print)._line(group, 8)
+    finally:
+        output.close("done")
+    return line and line["scores"]
+
+
 @pytest.mark.parametrize(("rewards", "sent"), [((0.0, 1.0, 1.0), None), ((0.0, 1.0, 0.5), [1.0, 0.5])])
 def test_what_is_left_of_a_group_must_differ_too(
     rewards: Sequence[float], sent: list[float] | None, tmp_path: Path
@@ -222,14 +234,7 @@ def test_what_is_left_of_a_group_must_differ_too(
         )
         for index, (reward, length) in enumerate(zip(rewards, (9, 3, 3), strict=True))
     ]
-    group = Group(group_id="g", number=0, task_id="t", trajectories=rollouts)
-    output = Output(claim_folder(tmp_path, "e", "m"), env="e", model="m", groups_path=None, settings={})
-    output.start(0)
-    try:
-        line = Serving(BaseEnvConfig(group_size=3), output, print)._line(group, 8)
-    finally:
-        output.close("done")
-    assert (line and line["scores"]) == sent
+    assert scores_sent(rollouts, tmp_path) == sent
 
 
 @pytest.mark.parametrize(("silent", "sent"), [(1, [1.0, 0.5]), (3, None)])
@@ -251,11 +256,4 @@ def test_a_rollout_in_which_nothing_was_said_does_not_end_the_run(
         )
         for index, reward in enumerate((0.0, 1.0, 0.5))
     ]
-    group = Group(group_id="g", number=0, task_id="t", trajectories=rollouts)
-    output = Output(claim_folder(tmp_path, "e", "m"), env="e", model="m", groups_path=None, settings={})
-    output.start(0)
-    try:
-        line = Serving(BaseEnvConfig(group_size=3), output, print)._line(group, 8)
-    finally:
-        output.close("done")
-    assert (line and line["scores"]) == sent
+    assert scores_sent(rollouts, tmp_path) == sent

@@ -157,15 +157,13 @@ class Hands:
             pipes.close(*handed.fds)
 
     def close(self) -> None:
-        """Nobody asks any more."""
-        self.let_go()
-        self._taken.clear()
-
-    def let_go(self) -> None:
-        """Close the descriptors, in a forked child."""
+        """Nobody asks any more. Idempotent."""
         self._channel.close()
         for handed in self._taken.values():
             pipes.close(*handed.fds)
+        self._taken.clear()
+
+    let_go = close
 
     def _take(self, epoch: int) -> Handed | None:
         while (handed := handing.take(self._channel)) is not None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping
 
 from palaestra.core.errors import SandboxError, SlotLost, StaleLease
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import DEFAULT_OUTPUT_BYTES, ExecutionResult
 from palaestra.sandbox.calls import MAX_OUTPUT_BYTES, Lease, limits
 from palaestra.sandbox.client import CommandNotStarted, Reply
-from palaestra.sandbox.line import Line
 
 # Options come last when they are restored, since some of them would end the restoring. Variables of bash itself and
 # read-only ones cannot be set. In a subshell, so that nothing of the shell changes.
@@ -29,43 +27,26 @@ declare -f; alias -p; printf 'builtin cd -- %q\n__slot_options; unset -f __slot_
 _STATE_TIMEOUT_S = 30.0
 
 
-class Commanded(Protocol):
-    """The slot that a shell is of."""
-
-    @property
-    def line(self) -> Line | None:
-        """To its init, where there is one."""
-        ...
-
-    async def command(
-        self,
-        op: str,
-        fields: dict[str, JSON],
-        data: bytes = b"",
-        on_data: Callable[[bytes], None] | None = None,
-        line: Line | None = None,
-    ) -> Reply:
-        """A request for commands, over the line where it is one's own."""
-        ...
+Command = Callable[..., Awaitable[Reply]]
+"""Makes one of the shell's requests: see `LocalSlot.command`, of whose `line` it has been told."""
 
 
 class LocalShell:
     """Implements `Shell`. Made by `LocalSlot.shell`."""
 
-    def __init__(self, slot: Commanded, lease: Lease, line: Line | None, name: int, state: bytes) -> None:
-        self._slot, self._lease, self._line, self._name, self._state = slot, lease, line, name, state
+    def __init__(self, command: Command, lease: Lease, name: int, state: bytes) -> None:
+        self._command, self._lease, self._name, self._state = command, lease, name, state
         self._turn = asyncio.Lock()
         self._closed = False
 
     @classmethod
     async def open(
-        cls, slot: Commanded, lease: Lease, cwd: str, env: Mapping[str, str] | None, state: bytes
+        cls, command: Command, lease: Lease, cwd: str, env: Mapping[str, str] | None, state: bytes
     ) -> LocalShell:
-        """A new shell of the slot. Whoever starts it has it to its end."""
+        """A new shell of the slot. Whoever `command` asks has it to its end."""
         fields = {**lease.fields(), "cwd": cwd, "env": dict(env or {})}
-        line = slot.line if slot.line is not None and slot.line.has_room() else None
-        reply = await slot.command("shell", fields, line=line)
-        return cls(slot, lease, line, reply.fields["shell"], state)
+        reply = await command("shell", fields)
+        return cls(command, lease, reply.fields["shell"], state)
 
     async def run(
         self,
@@ -97,7 +78,7 @@ class LocalShell:
             fields["stream"] = True
         name = self._lease.name()
         try:
-            reply = await self._slot.command("run", fields, stdin, on_output, self._line)
+            reply = await self._command("run", fields, stdin, on_output)
         except CommandNotStarted as error:
             return self._lease.not_started(name, command, error)
         return self._lease.result(name, reply.fields, reply.data, timeout_s)
@@ -114,8 +95,7 @@ class LocalShell:
         if not self._closed:
             self._closed = True
             with contextlib.suppress(StaleLease, SlotLost):  # then it has ended with its slot
-                fields = {**self._lease.fields(), "shell": self._name}
-                await self._slot.command("close_shell", fields, line=self._line)
+                await self._command("close_shell", {**self._lease.fields(), "shell": self._name})
 
     async def __aenter__(self) -> LocalShell:
         return self

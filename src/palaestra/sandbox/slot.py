@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import secrets
 import stat
@@ -228,7 +229,8 @@ class LocalSlot(TextFiles):
                 f"{self!r} may have {files} open files, and a stateful shell needs {SHELL_FILES} to start: "
                 f"set limits.open_files of the task to that or more"
             )
-        return await LocalShell.open(self, self._lease, cwd, env, state)
+        line = self.line if self.line is not None and self.line.has_room() else None
+        return await LocalShell.open(functools.partial(self.command, line=line), self._lease, cwd, env, state)
 
     async def spawn(
         self,

@@ -17,16 +17,14 @@ from dataclasses import dataclass
 from . import pipes, terminals
 from .capture import Capture
 from .commands import Commands, start_error
+from .executions import Timer
 from .frames import Fields, Frame, Kind
 from .inputs import Input
-from .link import Link
-from .loop import Loop, Timer
 from .orders import Environment, Report, Spawn
 from .orders import Kind as ReportKind
 from .pipes import PIPE_BYTES
 from .rings import Ring
 from .spills import Shelf, Spill
-from .transfers import Conversation
 
 RING_BYTES = 256 << 10
 END_OF_INPUT = b"\x04"
@@ -49,11 +47,10 @@ class _Reader:
 class Background:
     """One such process. Implements `Child` for it and `Conversation` for the requests that wait for it."""
 
-    def __init__(
-        self, name: int, commands: Commands, loop: Loop, link: Link, talks: dict[int, Conversation], shelf: Shelf
-    ) -> None:
+    def __init__(self, name: int, commands: Commands, shelf: Shelf) -> None:
         self.name, self.pid, self.over = name, 0, False
-        self._commands, self._loop, self._link, self._talks = commands, loop, link, talks
+        self._commands = commands
+        self._loop, self._link, self._talks = commands.loop, commands.link, commands.talks
         self._output = -1
         self._input: Input | None = None
         self._terminal = False

@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterator
 
 from . import files
 from .background import Background
+from .command_requests import checked
 from .frames import Fields, Frame, Kind
 from .link import Link
-from .loop import Loop
 from .slots import Slot
-from .transfers import Conversation
 
 MAX_PROCESSES = 64
 """Per slot, ended ones included; the oldest ended one gives way."""
@@ -36,25 +35,23 @@ class BackgroundRequests:
 
     def __init__(
         self,
-        loop: Loop,
         link: Link,
-        talks: dict[int, Conversation],
         leased: Callable[[Frame], Slot],
         numbers: Iterator[int],
     ) -> None:
-        self._loop, self._link, self._talks, self._leased, self._numbers = loop, link, talks, leased, numbers
+        self._link, self._leased, self._numbers = link, leased, numbers
         operations: dict[str, Callable[[Frame], None]] = {
             "spawn": self._spawn, "output": self._output, "wait": self._wait, "input": self._input,
             "signal": self._signal, "resize": self._resize, "kill": self._kill, "processes": self._list,
             "dismiss": self._dismiss,
         }  # fmt: skip
-        self.operations = {name: _checked(operation) for name, operation in operations.items()}
+        self.operations = {name: checked(operation) for name, operation in operations.items()}
 
     def _spawn(self, frame: Frame) -> None:
         slot, fields = self._leased(frame), frame.fields
         _make_room(slot.processes)
-        commands, shelf = slot.commands, slot.requests.shelf
-        process = Background(next(self._numbers), commands, self._loop, self._link, self._talks, shelf)
+        commands = slot.commands
+        process = Background(next(self._numbers), commands, slot.requests.shelf)
 
         def started(error: Fields | None) -> None:
             if error is None:
@@ -114,15 +111,3 @@ def _make_room(processes: dict[int, Background]) -> None:
         if ended is None:
             raise OSError(errno.EAGAIN, f"{MAX_PROCESSES} background processes run in the slot already; end one first")
         del processes[ended]
-
-
-def _checked(operation: Callable[[Frame], None]) -> Callable[[Frame], None]:
-    """What no system call takes is the caller's error, not the server's."""
-
-    def checked(frame: Frame) -> None:
-        try:
-            operation(frame)
-        except ValueError as error:
-            raise OSError(errno.EINVAL, str(error)) from None
-
-    return checked

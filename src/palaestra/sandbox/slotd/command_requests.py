@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import functools
 from collections.abc import Callable, Iterator
+from typing import ParamSpec
 
 from . import files
 from .commands import Commands, start_error
@@ -25,6 +26,8 @@ from .orders import Report
 from .shells import Shell, ShellBusy
 from .spills import Shelf, Spill
 from .waiting import WaitingShells
+
+P = ParamSpec("P")
 
 FIRST_CHILD = 1 << 31
 """Above the numbers of requests, which name the commands of one call."""
@@ -42,10 +45,7 @@ class CommandRequests:
 
     def serve(self, frame: Frame) -> None:
         """One request; its RESULT or ERROR is sent. Raises OSError for what cannot be begun."""
-        try:
-            OPERATIONS[frame.fields["op"]](self, frame)
-        except ValueError as error:  # what no system call takes is the caller's error
-            raise OSError(errno.EINVAL, str(error)) from None
+        OPERATIONS[frame.fields["op"]](self, frame)
 
     def warm_up(self) -> None:
         """Have a shell wait for the next command, where shells are to."""
@@ -123,11 +123,23 @@ class CommandRequests:
         self.commands.link.send(Kind.RESULT, frame.request, fields)
 
 
+def checked(operation: Callable[P, None]) -> Callable[P, None]:
+    """What no system call takes is the caller's error: it raises OSError (EINVAL), not ValueError."""
+
+    def call(*given: P.args, **named: P.kwargs) -> None:
+        try:
+            operation(*given, **named)
+        except ValueError as error:
+            raise OSError(errno.EINVAL, str(error)) from None
+
+    return call
+
+
 OPERATIONS: dict[str, Callable[[CommandRequests, Frame], None]] = {
-    "exec": CommandRequests._exec,
-    "shell": CommandRequests._shell,
-    "run": CommandRequests._run,
-    "close_shell": CommandRequests._close_shell,
+    "exec": checked(CommandRequests._exec),
+    "shell": checked(CommandRequests._shell),
+    "run": checked(CommandRequests._run),
+    "close_shell": checked(CommandRequests._close_shell),
 }
 """By the name that a request has for it."""
 

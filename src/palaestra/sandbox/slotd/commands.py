@@ -261,25 +261,20 @@ class Commands:
         return True
 
     def lost(self) -> None:
-        """The slot is dead: whoever waits hears of it."""
-        self.close()
+        """The slot is dead: whoever waits hears of it, and there are no more orders and reports."""
+        self.live = False
+        self.loop.unwatch(self._channel.fileno())
+        self._channel.close()
+        self._leftovers.close()
+        for _, fds in self._unsent:
+            pipes.close(*fds)
+        self._unsent.clear()
         for execution in list(self._executions.values()):
             self._forget(execution)
             execution.fail({"error": "lost", "message": f"{self.name} ended while a command ran in it"})
         for child in list(self._children.values()):
             child.on_lost()
         self._children.clear()
-
-    def close(self) -> None:
-        """No more orders and reports. Idempotent."""
-        if self.live:
-            self.live = False
-            self.loop.unwatch(self._channel.fileno())
-            self._channel.close()
-            self._leftovers.close()
-            for _, fds in self._unsent:
-                pipes.close(*fds)
-            self._unsent.clear()
 
     def let_go(self) -> None:
         """Close every descriptor and nothing else: the loop is gone, or this is a forked child. Idempotent."""

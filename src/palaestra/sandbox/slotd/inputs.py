@@ -7,16 +7,16 @@ import os
 from collections import deque
 
 from . import pipes
+from .executions import Asker, Rounds
 from .frames import Fields, Kind
-from .link import Link
-from .loop import WRITE, Loop
+from .loop import WRITE
 from .transfers import Conversation
 
 
 class Input:
     """The server's end of a process's input. `mark` is what ends the input of a terminal, which stays open then."""
 
-    def __init__(self, fd: int, mark: bytes, loop: Loop, link: Link, talks: dict[int, Conversation]) -> None:
+    def __init__(self, fd: int, mark: bytes, loop: Rounds, link: Asker, talks: dict[int, Conversation]) -> None:
         self.fd, self._mark, self._loop, self._link, self._talks = fd, mark, loop, link, talks
         self._writing: deque[tuple[int, memoryview, int]] = deque()
         self._closing = self._listening = False

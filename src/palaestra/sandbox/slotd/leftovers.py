@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Protocol
+
+from .executions import Rounds
 
 _EVERY_S, _BYTES, _MOST = 0.05, 256 << 10, 32
-
-
-class Later(Protocol):
-    """What calls at a later time: the server's `Loop`, or the client's."""
-
-    def later(self, seconds: float, call: Callable[[], object]) -> object: ...
 
 
 class Leftovers:
     """Those of one slot. Nobody reads what comes, so there is no hurry; beyond some, the oldest is closed."""
 
-    def __init__(self, loop: Later) -> None:
+    def __init__(self, loop: Rounds) -> None:
         self._loop = loop
         self._pipes: list[int] = []
 

@@ -77,7 +77,7 @@ class Server:
         self._layers: dict[str, Layer] = {}
         self._talks: dict[int, Conversation] = {}
         self._children = itertools.count(FIRST_CHILD)
-        self._background = BackgroundRequests(self.loop, self._link, self._talks, self._leased, self._children)
+        self._background = BackgroundRequests(self._link, self._leased, self._children)
         self._keep = KeepRequests(
             self._link, Books(self._keeper, self._leased, self._layer, self._register, self._on_frame)
         )

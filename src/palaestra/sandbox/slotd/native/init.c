@@ -3,8 +3,9 @@
  * and nothing of the server's memory to copy when a slot is made.
  *
  * Descriptor 3 is the control socket, a SOCK_SEQPACKET; orders and reports are described in orders.py. One more such
- * socket, the line, may come with an order; who gives an order is told what becomes of it, and names what it starts. Run as `init --version` it
- * exits with 100 + the version of those structs, by which the server finds out that it runs here.
+ * socket, the line, may come with an order; who gives an order is told what becomes of it, and names what it starts.
+ * Run as `init --version` it exits with 100 + the version of those structs, by which the server finds out that it runs
+ * here.
  *
  * Not for anything that needs a library: it is linked statically and may run over any root file system.
  */
