@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from palaestra.core.errors import StaleLease
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import ExecutionResult, Rung
-from palaestra.sandbox.client import CommandNotStarted, SlotServer
+from palaestra.sandbox.client import SlotServer
+from palaestra.sandbox.in_flight import CommandNotStarted
 from palaestra.sandbox.slotd import outcomes
 from palaestra.sandbox.slotd.frames import USUAL_OUTPUT_BYTES, USUAL_TIMEOUT_S
 

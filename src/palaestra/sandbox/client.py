@@ -1,17 +1,13 @@
 """The client's end of a slot server: the process, the stream, and requests as coroutines.
 
-Requests are multiplexed by number on one socket pair, so a slow command delays nobody. Errors come back typed: what a
-file call can expect are the builtins (`FileNotFoundError`, …), everything else is one of the sandbox's own errors.
-
-A coroutine that is cancelled while its request runs waits for the answer first (a command is killed, its death is
-proved), so that nothing goes on behind the caller's back.
+Requests are multiplexed by number on one socket pair, so a slow command delays nobody; `in_flight.py` has what they
+raise, and what becomes of one whose caller is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import socket
@@ -21,12 +17,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import IO
 
-from palaestra.core.errors import IsolationUnavailable, SandboxError, SlotLost, StaleLease
+from palaestra.core.errors import SlotLost
 from palaestra.core.types import JSON
-from palaestra.sandbox.line import Line
+from palaestra.sandbox.in_flight import InFlight, OnData, OnHole, Reply, error_of, settle
 from palaestra.sandbox.reach import Hands, Reach
 from palaestra.sandbox.slotd import frames
-from palaestra.sandbox.slotd.frames import CHUNK, WINDOW, Frame, Kind
+from palaestra.sandbox.slotd.frames import CHUNK, Frame, Kind
 from palaestra.sandbox.slotd.orders import Environment
 from palaestra.sandbox.wire import Wire
 
@@ -34,61 +30,10 @@ _SLOTD = Path(__file__).parent / "slotd"
 _CLOSE_PATIENCE_S = 15.0
 _READ_AHEAD_BYTES = 4 << 20
 
-OnData = Callable[[bytes], object]
 Undo = Callable[[dict[str, JSON]], tuple[str, dict[str, JSON]]]
 """The request that undoes another, from what that one was answered."""
 
 OnLost = Callable[[str, int], None]
-
-
-Reply = Frame
-"""The answer to a request: its `fields` and `data`."""
-
-
-class CommandNotStarted(Exception):
-    """A program that could not be run; the slot turns it into exit status 126 or 127, as a shell would."""
-
-    def __init__(self, errno: int, message: str) -> None:
-        super().__init__(message)
-        self.errno = errno
-
-
-class _Call:
-    """One request in flight."""
-
-    __slots__ = ("answer", "answered", "failure", "line", "on_data", "on_hole", "reply", "taken")
-
-    def __init__(
-        self,
-        answer: asyncio.Future[Reply],
-        on_data: OnData | None,
-        on_hole: Callable[[int], object] | None = None,
-        line: Line | None = None,
-    ) -> None:
-        self.answer, self.on_data, self.on_hole, self.line = answer, on_data, on_hole, line
-        self.taken = 0
-        self.failure: Exception | None = None
-        self.answered = False
-        self.reply: Reply | None = None
-
-    def succeed(self, reply: Reply) -> None:
-        """The answer is here; whoever waited may have been cancelled."""
-        self.answered, self.reply = True, reply
-        if not self.answer.done():
-            self.answer.set_result(reply)
-
-    def fail(self, error: Exception) -> None:
-        """There will be no answer."""
-        self.answered = True
-        if not self.answer.done():
-            self.answer.set_exception(error)
-            self.answer.exception()  # it may be that nobody waits any more
-
-    async def settled(self) -> None:
-        """After a cancellation, which has ended the future: wait for the answer all the same."""
-        if not self.answered:
-            self.answer = asyncio.get_running_loop().create_future()
-            await _settle(self.answer)
 
 
 class SlotServer:
@@ -98,11 +43,11 @@ class SlotServer:
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._wire: Wire | None = None
-        self._numbers = itertools.count(1)
-        self._calls: dict[int, _Call] = {}
+        self._in_flight = InFlight(self._send)
         self._process: asyncio.subprocess.Process | None = None
         self._log: IO[bytes] | None = None
         self._over: Exception | None = None
+        self._refusal: Exception | None = None
         self._gone = asyncio.Event()
         self._hands: Hands | None = None
         self.hello: dict[str, JSON] = {}
@@ -156,7 +101,7 @@ class SlotServer:
     def _open_hands(self) -> socket.socket:
         """Be ready to take the roots that the server hands over; the server's end."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._hands = Hands(ours, self._on_frame)
+        self._hands = Hands(ours)
         return theirs
 
     async def _spawn(self, stream: socket.socket, rung: str, hands: socket.socket | None = None) -> None:
@@ -194,11 +139,11 @@ class SlotServer:
         if self._wire is not None:
             if self._process is None:
                 self._wire.write_eof()  # the service lets go, then the next one can attach
-                await _settle(asyncio.ensure_future(self._gone.wait()), _CLOSE_PATIENCE_S)
+                await settle(asyncio.ensure_future(self._gone.wait()), _CLOSE_PATIENCE_S)
             self._wire.close()
         if self._process is not None:
             waiting = asyncio.ensure_future(self._process.wait())
-            await _settle(waiting, _CLOSE_PATIENCE_S)
+            await settle(waiting, _CLOSE_PATIENCE_S)
             if self._process.returncode is None:
                 self._process.kill()
                 await self._process.wait()
@@ -223,16 +168,11 @@ class SlotServer:
             self._hands.forget(epoch)
 
     def call(
-        self,
-        op: str,
-        fields: dict[str, JSON],
-        data: bytes = b"",
-        on_data: OnData | None = None,
-        line: Line | None = None,
+        self, op: str, fields: dict[str, JSON], data: bytes = b"", on_data: OnData | None = None
     ) -> Coroutine[None, None, Reply]:
-        """One request, to its answer. `fields` becomes its own. Over a `line` it does without the server."""
+        """One request, to its answer. `fields` becomes its own."""
         fields["op"] = op
-        return self.request(Kind.REQUEST, fields, data, on_data, line=line)
+        return self._in_flight.request(Kind.REQUEST, fields, data, on_data)
 
     async def read(self, op: str, fields: dict[str, JSON]) -> bytes:
         """A request whose answer may be long, and comes in pieces."""
@@ -256,52 +196,24 @@ class SlotServer:
         file.write(last.data)
         file.truncate()
 
-    async def request(
-        self,
-        kind: Kind,
-        fields: dict[str, JSON],
-        data: bytes = b"",
-        on_data: OnData | None = None,
-        on_hole: Callable[[int], object] | None = None,
-        line: Line | None = None,
-    ) -> Reply:
-        """Send a frame and wait for its answer. Cancelled, it cancels on the server and waits for the end there.
-
-        Raises ValueError for what is too long for a frame.
-        """
-        if self._over is not None:
-            raise self._over
-        number = next(self._numbers)
-        if self._wire is not None and line is None:
-            self._wire.link.send(kind, number, fields, data)  # first: the server works on it while we prepare to wait
-        call = self._calls[number] = _Call(self._loop.create_future(), on_data, on_hole, line)
-        try:
-            if line is not None:
-                line.take(Frame(kind, number, fields, data))
-            reply = await call.answer
-        except asyncio.CancelledError:
-            await self._abandon(number, call)
-            raise
-        finally:
-            del self._calls[number]
-        if call.failure is not None:
-            raise call.failure
-        return reply
+    def request(
+        self, kind: Kind, fields: dict[str, JSON], on_data: OnData | None = None, on_hole: OnHole | None = None
+    ) -> Coroutine[None, None, Reply]:
+        """One frame, to its answer. Raises ValueError for what is too long for a frame."""
+        return self._in_flight.request(kind, fields, b"", on_data, on_hole)
 
     async def make(self, op: str, fields: dict[str, JSON], undo: Undo) -> dict[str, JSON]:
         """A request that makes something, of which the answer tells. Cancelled, it leaves nothing behind."""
-        number, call = self._open(None)
-        try:
-            self._send(Kind.REQUEST, number, {"op": op, **fields})
-            return (await call.answer).fields
-        except asyncio.CancelledError:
-            await call.settled()
-            if call.reply is not None:
-                op, fields = undo(call.reply.fields)
-                await _settle(asyncio.ensure_future(self.call(op, fields)))
-            raise
-        finally:
-            del self._calls[number]
+        with self._in_flight.begin() as call:
+            try:
+                self._send(Kind.REQUEST, call.number, {"op": op, **fields})
+                return (await call.outcome()).fields
+            except asyncio.CancelledError:
+                await call.settled()
+                if call.reply is not None:
+                    op, fields = undo(call.reply.fields)
+                    await settle(asyncio.ensure_future(self.call(op, fields)))
+                raise
 
     async def upload(self, fields: dict[str, JSON], data: bytes) -> None:
         """Write a file. What is more than one piece follows the request, at the pace at which the server takes it."""
@@ -316,83 +228,42 @@ class SlotServer:
         return file.tell()
 
     async def _upload(self, fields: dict[str, JSON], pieces: AsyncIterator[bytes]) -> None:
-        number, call = self._open(None)
         wire = self._wire
         assert wire is not None
-        try:
-            self._send(Kind.REQUEST, number, {"op": "write", **fields, "follows": True})
-            async for piece in pieces:
-                if call.answered:
-                    break
-                self._send(Kind.DATA, number, None, piece)
-                await wire.drained()
-            self._send(Kind.END, number)
-            await call.answer
-        except asyncio.CancelledError:
-            await self._abandon(number, call)
-            raise
-        finally:
-            del self._calls[number]
-
-    def _open(self, on_data: OnData | None) -> tuple[int, _Call]:
-        if self._over is not None:
-            raise self._over
-        number = next(self._numbers)
-        call = self._calls[number] = _Call(self._loop.create_future(), on_data)
-        return number, call
-
-    async def _abandon(self, number: int, call: _Call) -> None:
-        if not call.answered:
-            self._say(call, Kind.CANCEL, number)
-        await call.settled()
-
-    def _say(self, call: _Call, kind: Kind, number: int, fields: dict[str, JSON] | None = None) -> None:
-        """To whoever works on a request."""
-        if call.line is not None:
-            call.line.take(Frame(kind, number, fields or {}, b""))
-        else:
-            self._send(kind, number, fields)
+        with self._in_flight.begin() as call:
+            self._send(Kind.REQUEST, call.number, {"op": "write", **fields, "follows": True})
+            try:
+                async for piece in pieces:
+                    if call.answered:
+                        break
+                    self._send(Kind.DATA, call.number, None, piece)
+                    await wire.drained()
+                self._send(Kind.END, call.number)
+                await call.outcome()
+            except BaseException:
+                await self._in_flight.abandon(call)
+                raise
 
     def _send(self, kind: Kind, number: int, fields: dict[str, JSON] | None = None, data: bytes = b"") -> None:
-        if self._wire is not None and self._over is None:
-            self._wire.link.send(kind, number, fields, data)
+        if self._over is not None:
+            raise self._over
+        assert self._wire is not None, "the server has been started"
+        self._wire.link.send(kind, number, fields, data)
 
     def _on_end(self, error: Exception | None) -> None:
         why = f": {error}" if error is not None else self._last_words()
-        self._over = self._over or SlotLost(f"the slot server has ended{why}")
+        self._over = self._refusal or SlotLost(f"the slot server has ended{why}")
         self._gone.set()
-        for call in self._calls.values():
-            call.fail(self._over)
+        self._in_flight.fail(self._over)
         self._on_lost("", 0)
 
     def _on_frame(self, frame: Frame) -> None:
-        kind, call = frame.kind, self._calls.get(frame.request)
-        if call is not None:
-            if kind is Kind.RESULT or kind is Kind.HELLO:
-                call.succeed(frame)
-            elif kind is Kind.DATA:
-                self._take(frame, call)
-            elif kind is Kind.ERROR:
-                call.fail(_error(frame.fields))
-        elif kind is Kind.LOST:
+        if self._in_flight.on_frame(frame):
+            return
+        if frame.kind is Kind.LOST:
             self._on_lost(frame.fields["slot"], frame.fields["epoch"])
-        elif kind is Kind.ERROR and frame.request == 0:
-            self._over = _error(frame.fields)
-
-    def _take(self, frame: Frame, call: _Call) -> None:
-        if call.on_data is not None and call.failure is None:
-            try:
-                if frame.fields and call.on_hole is not None:
-                    call.on_hole(frame.fields["hole"])
-                else:
-                    call.on_data(frame.data)
-            except Exception as error:  # the caller's callback: its command ends, and the caller gets its error
-                call.failure = error
-                self._say(call, Kind.CANCEL, frame.request)
-        call.taken += len(frame.data)
-        if call.taken >= WINDOW // 2:
-            self._say(call, Kind.CREDIT, frame.request, {"bytes": call.taken})
-            call.taken = 0
+        elif frame.kind is Kind.ERROR and frame.request == 0:
+            self._refusal = error_of(frame.fields)
 
     def _last_words(self) -> str:
         if self._log is None or self._log.closed:
@@ -412,31 +283,3 @@ async def _pieces_from(file: IO[bytes]) -> AsyncIterator[bytes]:
     while data := await asyncio.to_thread(file.read, _READ_AHEAD_BYTES):
         for start in range(0, len(data), CHUNK):
             yield data[start : start + CHUNK]
-
-
-async def _settle(future: asyncio.Future[JSON], patience_s: float | None = None) -> None:
-    """Wait for the end of what cannot be left half done, however often the caller is cancelled meanwhile."""
-    while not future.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            done, _ = await asyncio.wait([future], timeout=patience_s)
-            if not done:
-                future.cancel()
-                return
-    if not future.cancelled():
-        future.exception()
-
-
-def _error(fields: dict[str, JSON]) -> Exception:
-    message = fields["message"]
-    match fields["error"]:
-        case "os":
-            return OSError(fields["errno"], message, fields.get("path"))
-        case "exec":
-            return CommandNotStarted(fields["errno"], message)
-        case "stale":
-            return StaleLease(message)
-        case "lost":
-            return SlotLost(message)
-        case "isolation":
-            return IsolationUnavailable(message)
-    return SandboxError(message)

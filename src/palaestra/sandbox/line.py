@@ -17,14 +17,15 @@ import itertools
 import os
 import resource
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 
 from palaestra.core.errors import SlotLost
 from palaestra.core.types import JSON
+from palaestra.sandbox.in_flight import InFlight, OnData, Reply
 from palaestra.sandbox.slotd.command_requests import FIRST_CHILD, CommandRequests
 from palaestra.sandbox.slotd.commands import Commands
-from palaestra.sandbox.slotd.frames import Frame, Kind, received
+from palaestra.sandbox.slotd.frames import Fields, Frame, Kind, new, received
 from palaestra.sandbox.slotd.loop import WRITE
 from palaestra.sandbox.slotd.orders import Environment
 from palaestra.sandbox.slotd.spills import Shelf
@@ -55,7 +56,7 @@ class _Timer:
 
     def __init__(self, call: Callable[[], object], when: float) -> None:
         self.call, self.when = call, when
-        self.handle: asyncio.TimerHandle | None = None
+        self.handle: asyncio.Handle | None = None
 
     def cancel(self) -> None:
         """Never make the call."""
@@ -118,8 +119,10 @@ class Rounds:
         if seconds > _SOON_S:
             self._timers.append(timer)
             self._wait()
-        else:
+        elif seconds:
             timer.handle = self._loop.call_at(timer.when, call)
+        else:
+            timer.handle = self._loop.call_soon(call)
         return timer
 
     @property
@@ -133,7 +136,10 @@ class Rounds:
             self._loop.call_later(_SOON_S, self._begin)
 
     def _begin(self) -> None:
+        """While there is something to look after each time, the next time is agreed on here, where nobody waits."""
         self._waiting = False
+        if self._soon or self._timers:
+            self._wait()
         soon, self._soon = self._soon, set()
         for fd in soon:
             self._begin_to_watch(fd)
@@ -155,17 +161,17 @@ class Rounds:
 class Line:
     """The line to one slot's init, until `close`. Implements `Overseer`.
 
-    `root` and `owner` are the slot's, `pid` is its first process. `answer` gets the frames of what is over, `ask` asks
-    the server about the slot.
+    `root` and `owner` are the slot's, `pid` is its first process. `ask` asks the server about the slot.
     """
 
     def __init__(
         self, channel: socket.socket, rounds: Rounds, name: str, pid: int, root: int, owner: int,
-        environment: Environment, warm_shell: bool, answer: Callable[[Frame], None], ask: Ask,
+        environment: Environment, warm_shell: bool, ask: Ask,
     ) -> None:  # fmt: skip
         channel.setblocking(False)
         self.name, self.pid, self.root = name, pid, root
-        self._channel, self._rounds, self._answer, self._ask = channel, rounds, answer, ask
+        self._channel, self._rounds, self._ask = channel, rounds, ask
+        self._in_flight = InFlight(self._take)
         self._talks: dict[int, Conversation] = {}
         self._commands = Commands(self, channel, rounds, self, self._talks, environment)
         shelf = Shelf(lambda path: Place(root, path, owner))
@@ -194,27 +200,20 @@ class Line:
         os.close(fd)
         return is_low(fd)
 
-    def take(self, frame: Frame) -> None:
-        """A request, or what follows one.
+    def request(
+        self, op: str, fields: Fields, data: bytes = b"", on_data: OnData | None = None
+    ) -> Coroutine[None, None, Reply]:
+        """A request for commands, to its answer. `fields` becomes its own.
 
-        Raises OSError for one of which nothing has begun (`NoRoom` where this process is the reason), and `SlotLost`
+        Raises `NoRoom` for one of which nothing has begun because this process may open no more files, and `SlotLost`
         once the line is closed.
         """
-        if frame.kind is Kind.REQUEST:
-            if not self._commands.live:
-                raise SlotLost(f"{self.name} is dead")
-            try:
-                self._requests.serve(received(frame))
-            except OSError as error:
-                if error.errno not in _NO_MORE_FILES:
-                    raise
-                raise NoRoom(error.errno, error.strerror) from None
-        elif frame.request in self._talks:
-            self._talks[frame.request].on_frame(frame)
+        fields["op"] = op
+        return self._in_flight.request(Kind.REQUEST, fields, data, on_data)
 
-    def send(self, kind: Kind, request: int, fields: dict[str, JSON] | None = None, data: bytes = b"") -> None:
+    def send(self, kind: Kind, request: int, fields: Fields | None = None, data: bytes = b"") -> None:
         """What has become of a command."""
-        self._answer(Frame(kind, request, fields or {}, data))
+        self._in_flight.on_frame(new(Frame, (kind, request, fields or {}, data)))
 
     def end_hung(self) -> None:
         """A command cannot be killed, or the init takes no orders: the slot is to end."""
@@ -223,6 +222,22 @@ class Line:
     def ask_oom(self, then: Callable[[bool], None]) -> None:
         """Say whether the kernel has killed something of the slot for want of memory."""
         self._do(self._ask_oom(then))
+
+    def _take(self, kind: Kind, number: int, fields: Fields, data: bytes) -> None:
+        """A request, or what follows one."""
+        frame = new(Frame, (kind, number, fields, data))
+        if kind is not Kind.REQUEST:
+            if number in self._talks:
+                self._talks[number].on_frame(frame)
+            return
+        if not self._commands.live:
+            raise SlotLost(f"{self.name} is dead")
+        try:
+            self._requests.serve(received(frame))
+        except OSError as error:
+            if error.errno not in _NO_MORE_FILES:
+                raise
+            raise NoRoom(error.errno, error.strerror) from None
 
     async def _end_slot(self) -> None:
         with contextlib.suppress(Exception):  # it has ended

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import Output, ProcessStatus, TerminalSize
 from palaestra.sandbox.calls import Lease, program, require
-from palaestra.sandbox.client import CommandNotStarted, Reply
+from palaestra.sandbox.in_flight import CommandNotStarted, Reply
 
 _PIECE_BYTES = 128 << 10
 _LONGEST_WAIT_S = 30.0

@@ -15,13 +15,12 @@ import asyncio
 import itertools
 import os
 import socket
-from collections.abc import Callable
 from typing import Any
 
 from palaestra.sandbox import forks
 from palaestra.sandbox.line import Ask, Line, Rounds, is_low, may_make_files, process_behind
 from palaestra.sandbox.slotd import files, handing, pipes
-from palaestra.sandbox.slotd.frames import CHUNK, Frame
+from palaestra.sandbox.slotd.frames import CHUNK
 from palaestra.sandbox.slotd.handing import Handed
 from palaestra.sandbox.slotd.orders import Environment
 
@@ -123,11 +122,11 @@ async def _turn() -> None:
 
 
 class Hands:
-    """Takes what the server hands over. `answer` gets the frames of what lines have done."""
+    """Takes what the server hands over."""
 
-    def __init__(self, channel: socket.socket, answer: Callable[[Frame], None]) -> None:
+    def __init__(self, channel: socket.socket) -> None:
         channel.setblocking(False)
-        self._channel, self._answer, self._rounds = channel, answer, Rounds()
+        self._channel, self._rounds = channel, Rounds()
         self._taken: dict[int, Handed] = {}
         forks.not_for_children(self)
 
@@ -143,9 +142,7 @@ class Hands:
         line = None
         if len(others) == 2 and may_make_files():
             channel, pid = socket.socket(fileno=others[0]), process_behind(others[1])
-            line = Line(
-                channel, self._rounds, name, pid, root, handed.owner, environment, warm_shell, self._answer, ask
-            )
+            line = Line(channel, self._rounds, name, pid, root, handed.owner, environment, warm_shell, ask)
         else:
             pipes.close(*others)
         return Reach(root, handed.owner, line)

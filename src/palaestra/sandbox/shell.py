@@ -10,7 +10,7 @@ from palaestra.core.errors import SandboxError, SlotLost, StaleLease
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import DEFAULT_OUTPUT_BYTES, ExecutionResult
 from palaestra.sandbox.calls import MAX_OUTPUT_BYTES, Lease, limits
-from palaestra.sandbox.client import CommandNotStarted, Reply
+from palaestra.sandbox.in_flight import CommandNotStarted, Reply
 
 # Options come last when they are restored, since some of them would end the restoring. Variables of bash itself and
 # read-only ones cannot be set. In a subshell, so that nothing of the shell changes.
@@ -44,8 +44,7 @@ class LocalShell:
         cls, command: Command, lease: Lease, cwd: str, env: Mapping[str, str] | None, state: bytes
     ) -> LocalShell:
         """A new shell of the slot. Whoever `command` asks has it to its end."""
-        fields = {**lease.fields(), "cwd": cwd, "env": dict(env or {})}
-        reply = await command("shell", fields)
+        reply = await command("shell", {"cwd": cwd, "env": dict(env or {})})
         return cls(command, lease, reply.fields["shell"], state)
 
     async def run(
@@ -59,11 +58,14 @@ class LocalShell:
     ) -> ExecutionResult:
         """Run a command; see `Shell.run`. Its time starts when the commands before it are over."""
         bounds = limits(timeout_s, max_output_bytes, stdin)
-        async with self._turn:
+        await self._turn.acquire()
+        try:
             if self._state:
                 state, self._state = self._state.decode(errors="surrogateescape"), b""
                 await self._run(state, b"", _STATE_TIMEOUT_S, limits(_STATE_TIMEOUT_S, 0, b""), None)
             return await self._run(command, stdin, timeout_s, bounds, on_output)
+        finally:
+            self._turn.release()
 
     async def _run(
         self,
@@ -73,7 +75,7 @@ class LocalShell:
         bounds: Mapping[str, JSON],
         on_output: Callable[[bytes], None] | None,
     ) -> ExecutionResult:
-        fields = {**self._lease.fields(), **bounds, "shell": self._name, "command": command}
+        fields = {**bounds, "shell": self._name, "command": command}
         if on_output is not None:
             fields["stream"] = True
         name = self._lease.name()
@@ -95,7 +97,7 @@ class LocalShell:
         if not self._closed:
             self._closed = True
             with contextlib.suppress(StaleLease, SlotLost):  # then it has ended with its slot
-                await self._command("close_shell", {**self._lease.fields(), "shell": self._name})
+                await self._command("close_shell", {"shell": self._name})
 
     async def __aenter__(self) -> LocalShell:
         return self

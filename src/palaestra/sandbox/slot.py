@@ -9,7 +9,7 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -28,7 +28,8 @@ from palaestra.sandbox.base import (
     TerminalSize,
 )
 from palaestra.sandbox.calls import MAX_OUTPUT_BYTES, Lease, limits, program, require
-from palaestra.sandbox.client import CommandNotStarted, Reply, SlotServer
+from palaestra.sandbox.client import SlotServer
+from palaestra.sandbox.in_flight import CommandNotStarted, Reply
 from palaestra.sandbox.line import Line, NoRoom
 from palaestra.sandbox.process import LocalProcess
 from palaestra.sandbox.reach import AskServer, Reach
@@ -153,20 +154,34 @@ class LocalSlot(TextFiles):
             self._still.discard(end)
             end.set_result(None)
 
-    async def command(
+    def command(
         self,
         op: str,
         fields: dict[str, JSON],
         data: bytes = b"",
         on_data: Callable[[bytes], None] | None = None,
         line: Line | None = None,
-    ) -> Reply:
-        """A request for commands (`slotd/command_requests.py`), over the line where it is one's own."""
-        if line is not None and (self._still or self._frozen):
+    ) -> Coroutine[None, None, Reply]:
+        """A request for commands (`slotd/command_requests.py`), over the line where it is one's own.
+
+        Raises `StaleLease` after release.
+        """
+        if line is None or self._lease.released:
+            return self.server.call(op, {**self._lease.fields(), **fields}, data, on_data)
+        if self._still or self._frozen:
+            return self._when_it_goes_on(line.request(op, fields, data, on_data))
+        return line.request(op, fields, data, on_data)
+
+    async def _when_it_goes_on(self, request: Coroutine[None, None, Reply]) -> Reply:
+        """Nothing is started in a slot that stands still."""
+        try:
             while self._still:
                 await asyncio.wait(self._still)
             await self._entry("/")  # the server lets what stands still go on
-        return await self.server.call(op, fields, data, on_data, line)
+        except BaseException:
+            request.close()
+            raise
+        return await request
 
     @property
     def line(self) -> Line | None:
@@ -198,7 +213,7 @@ class LocalSlot(TextFiles):
         spill: bool = True,
     ) -> ExecutionResult:
         """Run a command; see `Slot.execute`. A missing `cwd` raises FileNotFoundError; no such program is exit 127."""
-        fields = {**self._lease.fields(), **program(command), **limits(timeout_s, max_output_bytes, stdin)}
+        fields = {**program(command), **limits(timeout_s, max_output_bytes, stdin)}
         if cwd != WORKSPACE:
             fields["cwd"] = cwd
         if env:
@@ -214,7 +229,7 @@ class LocalSlot(TextFiles):
             try:
                 reply = await self.command("exec", fields, stdin, on_output, self.line)
             except NoRoom:
-                reply = await self.server.call("exec", fields, stdin, on_output)
+                reply = await self.command("exec", fields, stdin, on_output)
         except CommandNotStarted as error:
             return self._lease.not_started(name, command, error)
         return self._lease.result(name, reply.fields, reply.data, timeout_s)

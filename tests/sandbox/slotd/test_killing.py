@@ -60,11 +60,17 @@ def test_orphans_up_to_a_moment_stay() -> None:
 
 def test_a_moment_is_told_by_the_youngest_process_of_then() -> None:
     with subprocess.Popen(["/bin/sleep", "60"]) as child:
-        _, then = killing.moment()
+        noted = killing.note()
+        _, then = killing.moment(noted)
         assert then >= child.pid
         [began] = [process.started for process in killing.processes() if process.pid == child.pid]
-        inside = killing.inside(os.getpid(), (began, then))
+        inside = killing.inside(os.getpid(), noted_in(began, then))
         child.kill()
     assert inside[0] == began
     assert child.pid <= inside[1] <= then
-    assert killing.inside(os.getpid(), (began + 1, then)) == (began + 1, 0)
+    assert killing.inside(os.getpid(), noted_in(began + 1, then)) == (began + 1, 0)
+
+
+def noted_in(tick: int, last: int) -> killing.Noted:
+    """Within a tick, when a process had the last number that was given out."""
+    return (tick + 0.5) / os.sysconf("SC_CLK_TCK"), b"0.00 0.00 0.00 1/100 %d\n" % last

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 from . import files
 from .background import Background
-from .command_requests import checked
+from .command_requests import invalid
 from .frames import Fields, Frame, Kind
 from .link import Link
 from .slots import Slot
@@ -45,7 +45,7 @@ class BackgroundRequests:
             "signal": self._signal, "resize": self._resize, "kill": self._kill, "processes": self._list,
             "dismiss": self._dismiss,
         }  # fmt: skip
-        self.operations = {name: checked(operation) for name, operation in operations.items()}
+        self.operations = {name: _checked(operation) for name, operation in operations.items()}
 
     def _spawn(self, frame: Frame) -> None:
         slot, fields = self._leased(frame), frame.fields
@@ -111,3 +111,13 @@ def _make_room(processes: dict[int, Background]) -> None:
         if ended is None:
             raise OSError(errno.EAGAIN, f"{MAX_PROCESSES} background processes run in the slot already; end one first")
         del processes[ended]
+
+
+def _checked(operation: Callable[[Frame], None]) -> Callable[[Frame], None]:
+    def call(frame: Frame) -> None:
+        try:
+            operation(frame)
+        except ValueError as error:
+            raise invalid(error) from None
+
+    return call

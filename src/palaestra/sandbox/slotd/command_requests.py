@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import functools
 from collections.abc import Callable, Iterator
-from typing import ParamSpec
 
 from . import files
 from .commands import Commands, start_error
@@ -26,8 +25,6 @@ from .orders import Report
 from .shells import Shell, ShellBusy
 from .spills import Shelf, Spill
 from .waiting import WaitingShells
-
-P = ParamSpec("P")
 
 FIRST_CHILD = 1 << 31
 """Above the numbers of requests, which name the commands of one call."""
@@ -45,7 +42,10 @@ class CommandRequests:
 
     def serve(self, frame: Frame) -> None:
         """One request; its RESULT or ERROR is sent. Raises OSError for what cannot be begun."""
-        OPERATIONS[frame.fields["op"]](self, frame)
+        try:
+            OPERATIONS[frame.fields["op"]](self, frame)
+        except ValueError as error:
+            raise invalid(error) from None
 
     def warm_up(self) -> None:
         """Have a shell wait for the next command, where shells are to."""
@@ -116,30 +116,23 @@ class CommandRequests:
         return Spill(self.shelf, f"{number}", limit)
 
     def _refuse(self, frame: Frame) -> None:
-        invalid = start_error(Report(ReportKind.NOT_STARTED, frame.request, errno.EINVAL))
-        self.commands.link.send(Kind.ERROR, frame.request, invalid)
+        refusal = start_error(Report(ReportKind.NOT_STARTED, frame.request, errno.EINVAL))
+        self.commands.link.send(Kind.ERROR, frame.request, refusal)
 
     def _reply(self, frame: Frame, fields: Fields | None = None) -> None:
         self.commands.link.send(Kind.RESULT, frame.request, fields)
 
 
-def checked(operation: Callable[P, None]) -> Callable[P, None]:
-    """What no system call takes is the caller's error: it raises OSError (EINVAL), not ValueError."""
-
-    def call(*given: P.args, **named: P.kwargs) -> None:
-        try:
-            operation(*given, **named)
-        except ValueError as error:
-            raise OSError(errno.EINVAL, str(error)) from None
-
-    return call
+def invalid(error: ValueError) -> OSError:
+    """What no system call takes is the caller's error."""
+    return OSError(errno.EINVAL, str(error))
 
 
 OPERATIONS: dict[str, Callable[[CommandRequests, Frame], None]] = {
-    "exec": checked(CommandRequests._exec),
-    "shell": checked(CommandRequests._shell),
-    "run": checked(CommandRequests._run),
-    "close_shell": checked(CommandRequests._close_shell),
+    "exec": CommandRequests._exec,
+    "shell": CommandRequests._shell,
+    "run": CommandRequests._run,
+    "close_shell": CommandRequests._close_shell,
 }
 """By the name that a request has for it."""
 

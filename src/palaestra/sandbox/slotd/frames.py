@@ -110,8 +110,8 @@ class Frame(NamedTuple):
     data: bytes
 
 
-_new = tuple.__new__
-"""Makes a `Frame` without the call in between that a named tuple's class has."""
+new = tuple.__new__
+"""Makes a named tuple without the call in between that its class has: for what every command has."""
 
 
 def encode(kind: Kind, request: int, fields: Fields | None = None, data: bytes = b"") -> bytes:
@@ -167,7 +167,7 @@ class Decoder:
                 break
             position, text_end = start + length, start + text_length
             fields = _from_json(str(view[start:text_end], "utf-8"), 0)[0] if text_length else {}
-            found.append(_new(Frame, (_KINDS[kind], request, fields, bytes(view[text_end:position]))))
+            found.append(new(Frame, (_KINDS[kind], request, fields, bytes(view[text_end:position]))))
         if position < len(view) or self._buffer:
             self._buffer = bytearray(view[position:])
         return found

@@ -28,6 +28,10 @@ Moment = tuple[int, int]
 
 ALWAYS: Moment = (0, 0)
 
+Noted = tuple[float, bytes]
+"""A moment as it is noted at every command, for the few that are killed: seconds since boot, and `/proc/loadavg`, whose
+last word is the last process id."""
+
 KillSlot = Callable[[], None]
 """Kills every process of a slot but its init, by whatever means its rung has."""
 
@@ -64,9 +68,15 @@ def kill_everything() -> None:
         os.kill(-1, signal.SIGKILL)
 
 
-def moment() -> Moment:
+def note() -> Noted:
     """This moment, as this process's namespace numbers processes."""
-    return ticks(time.clock_gettime(time.CLOCK_BOOTTIME)), int(os.pread(_load(), 128, 0).rpartition(b" ")[2])
+    return time.clock_gettime(time.CLOCK_BOOTTIME), os.pread(_load(), 128, 0)
+
+
+def moment(noted: Noted) -> Moment:
+    """A noted moment in the kernel's units."""
+    seconds, load = noted
+    return ticks(seconds), int(load.rpartition(b" ")[2])
 
 
 @functools.cache
@@ -74,12 +84,12 @@ def _load() -> int:
     return os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def inside(init: int, moment: Moment) -> Moment:
+def inside(init: int, noted: Noted) -> Moment:
     """A moment of this process's namespace as the init of a slot sees it: by the youngest process of then that lives.
 
     Process ids are only looked at among processes that began in the same tick, so that one of them is as good as all.
     """
-    started, last = moment
+    started, last = moment(noted)
     before = [_number_inside(pid) for pid, _ in freezing.descendants(init) if pid <= last and _began_in(pid, started)]
     return started, max(before, default=0)
 

@@ -68,6 +68,8 @@ Places = Sequence[tuple[int, int]]
 """Which descriptor of an order's message, and the number that the command has it at."""
 
 _KINDS = {int(kind): kind for kind in Kind}
+_new = tuple.__new__
+"""As in `frames.py`, which an init does without."""
 
 
 class Environment(NamedTuple):
@@ -170,9 +172,8 @@ def encode_report(report: Report) -> bytes:
 def decode_report(data: bytes) -> Report:
     """The inverse of `encode_report`."""
     kind, flag, _, command, value, _, cpu_us, rss = _REPORT.unpack_from(data)
-    return Report(
-        _KINDS[kind], command, value, bool(flag), cpu_us / 1e6, rss, data[_REPORT.size :].decode(errors="replace")
-    )
+    text = data[_REPORT.size :].decode(errors="replace") if len(data) > _REPORT.size else ""
+    return _new(Report, (_KINDS[kind], command, value, bool(flag), cpu_us / 1e6, rss, text))
 
 
 def _name(name: str) -> str:

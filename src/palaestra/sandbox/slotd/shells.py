@@ -78,7 +78,7 @@ class Shell:
         self._execution: Execution | None = None
         self._lost = False
         self._sequence = 0
-        self._after = killing.ALWAYS
+        self._after: killing.Noted
         self._patience: Timer | None = None
 
     def run(self, request: Request, number: int, command: bytes, open_spill: Callable[[], Spill]) -> None:
@@ -93,7 +93,7 @@ class Shell:
         if request.stdin:
             self._input.put(request.stdin)
             source = b"/proc/self/fd/%d" % stdin
-        self._after = killing.moment()
+        self._after = killing.note()
         self._sequence += 1
         self._say(_RUN % (file, source, errors, self._sequence))
         pipe = (self._output, -1)
@@ -119,7 +119,7 @@ class Shell:
     def close(self) -> None:
         """End the shell; what it runs in the background stays."""
         if self._process is not None:
-            self._commands.kill_child(self._process, (killing.moment()[0], _MAX_PID))
+            self._commands.kill_child(self._process, (killing.moment(killing.note())[0], _MAX_PID))
 
     def on_report(self, report: Report) -> None:
         """The shell's process has ended, or what was to be killed is dead."""

@@ -84,7 +84,7 @@ class _Shell:
         self._owner, self._commands, self._name = owner, owner.commands, name
         self._pid = 0
         self._ready: Ready | None = None
-        self._after = killing.ALWAYS
+        self._after: killing.Noted
         """What the slot had started by then is not its command's."""
         self._execution: Execution | None = None
         self._text = self._mark = text = mark = -1
@@ -111,7 +111,7 @@ class _Shell:
     def give(self, words: tuple[bytes, bytes]) -> bool:
         """Have it run its one command. False when it is gone, or its directory has got another name."""
         assert self._ready is not None
-        self._after = killing.moment()
+        self._after = killing.note()
         if not self._ready.is_in_workspace() or not self._ready.give(*words):
             self._commands.kill_child(self._name)  # its pipe is closed afterwards: half a text must not be run
             return False
