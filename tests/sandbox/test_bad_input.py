@@ -212,9 +212,11 @@ def test_paths_may_be_objects_and_text_is_no_bytes(on_each_rung: WithSlot) -> No
             await slot.execute("cat", stdin="x")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="must be bytes, not str; encode text first"):
             await slot.write_bytes("f", "x")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="must be bytes, not str; encode text first"):
+            await slot.write_bytes("f", "x" * (1 << 20))  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"b'f' cannot be sent to a slot: .* not bytes"):
             await slot.read_bytes(b"f")  # type: ignore[arg-type]
-        assert (await slot.execute("ls")).output == ""
+        assert (await slot.execute("ls -A")).output == ""
 
     on_each_rung(body)
 

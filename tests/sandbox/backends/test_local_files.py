@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import os
 import stat
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import FileInfo, Slot
+from palaestra.sandbox.slot import LocalSlot
 from palaestra.sandbox.slotd.files import MAX_NESTED
 from sandbox.bodies import WithSlot
 
@@ -282,6 +284,22 @@ def test_a_cancelled_upload_leaves_nothing(with_slot: WithSlot) -> None:
         with pytest.raises(asyncio.CancelledError):
             await writing
         assert await slot.list_dir() == []
+
+    with_slot(body)
+
+
+def test_an_upload_of_what_cannot_be_read_to_its_end_leaves_nothing(with_slot: WithSlot, tmp_path: Path) -> None:
+    class Failing(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            if self.tell():
+                raise OSError(errno.EIO, "the disk is broken")
+            return super().read(size)
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        assert isinstance(slot, LocalSlot)
+        with pytest.raises(OSError, match="the disk is broken"):
+            await slot.server.upload_file({**slot.lease(), "path": "f"}, Failing(bytes(8 << 20)))
+        assert (await slot.execute("ls -A")).output == ""
 
     with_slot(body)
 
