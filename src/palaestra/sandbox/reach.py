@@ -18,7 +18,8 @@ import socket
 from typing import Any
 
 from palaestra.sandbox import forks
-from palaestra.sandbox.line import Ask, Line, Rounds, is_low, may_make_files, process_behind
+from palaestra.sandbox.line import Ask, Line, is_low, may_make_files, process_behind
+from palaestra.sandbox.rounds import Rounds
 from palaestra.sandbox.slotd import files, handing, pipes
 from palaestra.sandbox.slotd.frames import CHUNK
 from palaestra.sandbox.slotd.handing import Handed
