@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -265,3 +266,21 @@ def test_a_store_belongs_to_one_server_and_to_this_program(tmp_path: Path) -> No
         file.write(b"damage\n")
     with pytest.raises(ConfigError, match="line 2 is damaged"):
         talk(second, store=tmp_path / "s")
+
+
+def test_a_store_is_made_of_nothing_but_an_empty_file_or_its_own(tmp_path: Path) -> None:
+    async def nothing(api: Talk) -> None: ...
+
+    os.mkfifo(tmp_path / "fifo")
+    for special in (Path("/dev/full"), Path("/dev/null"), tmp_path / "fifo"):
+        with pytest.raises(ConfigError, match=f"{special} is no ordinary file"):
+            talk(nothing, store=special)
+    foreign = tmp_path / "notes"
+    foreign.write_text("one line of somebody's")
+    with pytest.raises(ConfigError, match="is no store of trajectories"):
+        talk(nothing, store=foreign)
+    assert foreign.read_text() == "one line of somebody's"
+    for torn in ("", '{"schema":"pal'):
+        (tmp_path / "torn").write_text(torn)
+        talk(nothing, store=tmp_path / "torn")
+        assert (tmp_path / "torn").read_text().endswith('/1"}\n')

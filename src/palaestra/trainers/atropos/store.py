@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +23,7 @@ from palaestra.trainers.atropos.events import AnyEvent
 STORE_SCHEMA = "palaestra.trajectories/1"
 
 _encoder = msgspec.json.Encoder()
+_HEAD = _encoder.encode({"schema": STORE_SCHEMA}) + b"\n"
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
 
@@ -78,21 +80,23 @@ class FileStore:
 
     def _begin(self, fd: int) -> None:
         """Write the first line, or look whether it is ours; cut off a torn last one."""
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ConfigError(f"{self.path} is no ordinary file, and keeps nothing; name another one")
         with self.path.open("rb") as file:
             first, whole = file.readline(), 0
             if first.endswith(b"\n"):
                 file.seek(0)
                 for line in file:
                     whole += len(line) if line.endswith(b"\n") else 0
-        if not whole:
+        if not whole and _HEAD.startswith(first):
             os.ftruncate(fd, 0)
-            os.write(fd, _encoder.encode({"schema": STORE_SCHEMA}) + b"\n")
+            os.write(fd, _HEAD)
             return
         try:
             schema = msgspec.json.decode(first)["schema"]
         except (msgspec.DecodeError, KeyError, TypeError):
             schema = None
-        if schema != STORE_SCHEMA:
+        if schema != STORE_SCHEMA or not whole:
             raise ConfigError(f"{self.path} is no store of trajectories that this version reads: {schema!r}")
         os.ftruncate(fd, whole)
 
