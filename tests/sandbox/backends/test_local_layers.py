@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import threading
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
@@ -11,9 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from palaestra.core.errors import IsolationUnavailable, SandboxError, StaleLease
+from palaestra.core.errors import IsolationUnavailable, SandboxError, SlotLost, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.slot import LocalSlot
 
 pytestmark = pytest.mark.slots
 
@@ -377,6 +380,43 @@ def test_sealing_ends_processes_before_the_layer_is_used(ground: Ground) -> None
         fork = await ground.fork(await ground.backend.seal(slot, View(without=("/workspace/tests",))))
         for _ in range(20):
             assert await fork.read_text("tests/t") == "pristine\n"
+
+    ground.run(body())
+
+
+def test_a_layer_does_not_change_by_what_was_under_way(ground: Ground) -> None:
+    """An upload and a removal that have begun when their slot is sealed end with it."""
+
+    async def body() -> None:
+        slot = await ground.fork(ground.base)
+        assert isinstance(slot, LocalSlot)
+        assert (await slot.execute("mkdir many; cd many; seq 40000 | xargs touch")).success
+        more = threading.Event()
+
+        class Slow(io.BytesIO):
+            def read(self, size: int | None = -1) -> bytes:
+                if self.tell():
+                    more.wait()
+                return super().read(size)
+
+        upload = asyncio.ensure_future(
+            slot.server.upload_file({**slot.lease(), "path": "/workspace/late"}, Slow(bytes(12 << 20)))
+        )
+        while "late" not in (await slot.execute("ls -A; ls -A | grep -q '^[.]' && echo late")).output:
+            pass
+        removal = asyncio.ensure_future(slot.remove("many"))
+        while (await slot.execute("ls many | wc -l")).output == "40000\n":
+            pass
+        snapshot = await ground.backend.seal(slot)
+        before = await (await ground.fork(snapshot)).execute("ls -A; ls many | wc -l")
+        more.set()
+        for work in (upload, removal):
+            with pytest.raises(SlotLost, match=r"ended while (a file was written to it|files of it were removed)"):
+                await work
+        after = await (await ground.fork(snapshot)).execute("ls -A; ls many | wc -l")
+        assert after.output == before.output
+        assert after.output.split()[:-1] == ["conf", "empty", "linked", "many", "src", "tests"]
+        assert 0 < int(after.output.split()[-1]) < 40000
 
     ground.run(body())
 

@@ -281,7 +281,7 @@ class Server:
         except OSError as error:
             raise place.error(error) from None
         if "follows" in fields:
-            Upload(frame.request, writing, self._link, self._talks)
+            Upload(frame.request, writing, self._link, self._talks, slot.uploads)
             return
         try:
             writing.add(frame.data)
@@ -313,8 +313,12 @@ class Server:
         self._reply(frame)
 
     def _remove(self, frame: Frame) -> Job:
-        with self._at(self._leased(frame), frame.fields["path"], writing=True) as place:
-            yield from files.remove(place.root, place.path)
+        slot = self._leased(frame)
+        with self._at(slot, frame.fields["path"], writing=True) as place:
+            for _ in files.remove(place.root, place.path):
+                yield
+                if slot.state is not State.LIVE:  # its files may be a snapshot's now
+                    raise RequestError("lost", f"{slot.name} ended while files of it were removed")
         self._reply(frame)
 
     @contextlib.contextmanager

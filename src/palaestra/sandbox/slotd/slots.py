@@ -24,7 +24,7 @@ from .handing import Line
 from .link import Link
 from .loop import Loop
 from .orders import Kind
-from .transfers import Conversation
+from .transfers import Conversation, Upload
 from .workshop import Body, Ground, Network
 
 _GONE_EVERY_S = 0.002
@@ -70,6 +70,8 @@ class Slot:
     """Set by the server."""
     processes: dict[int, Background] = field(default_factory=dict)
     """Those that outlive a call, ended ones included, oldest first."""
+    uploads: set[Upload] = field(default_factory=set)
+    """Files that are being written."""
 
     def __post_init__(self) -> None:
         self._pid = self._process = -1
@@ -185,6 +187,8 @@ class Slot:
             pass  # and so may a command's end
         self.state = State.DEAD
         self.commands.lost()
+        for upload in tuple(self.uploads):
+            upload.lose(self.name)
         os.close(self._process)
         if self.root >= 0:
             os.close(self.root)

@@ -89,11 +89,15 @@ class Download:
 
 
 class Upload:
-    """Takes DATA into a new file; END puts it in its place, CANCEL forgets it."""
+    """Takes DATA into a new file; END puts it in its place, CANCEL forgets it. `uploads` are those of its slot."""
 
-    def __init__(self, number: int, writing: Writing, link: Link, transfers: dict[int, Conversation]) -> None:
+    def __init__(
+        self, number: int, writing: Writing, link: Link, transfers: dict[int, Conversation], uploads: set[Upload]
+    ) -> None:
         self._number, self._writing, self._link, self._transfers = number, writing, link, transfers
+        self._uploads = uploads
         transfers[number] = self
+        uploads.add(self)
 
     def on_frame(self, frame: Frame) -> None:
         """The next piece, or the end. After an error the rest of the client's frames name nobody and are dropped."""
@@ -101,14 +105,25 @@ class Upload:
             try:
                 self._writing.add(frame.data)
             except OSError:
-                del self._transfers[self._number]
+                self._forget()
                 self._writing.discard()
                 raise
         elif frame.kind in (Kind.END, Kind.CANCEL):
-            del self._transfers[self._number]
+            self._forget()
             if frame.kind is Kind.END:
                 self._writing.finish()
                 self._writing.close()
             else:
                 self._writing.discard()
             self._link.send(Kind.RESULT, self._number)
+
+    def lose(self, slot: str) -> None:
+        """The slot has ended, and its files may be a snapshot's now: nothing of this one is to be in it."""
+        self._forget()
+        self._writing.discard()
+        lost = {"error": "lost", "message": f"{slot} ended while a file was written to it"}
+        self._link.send(Kind.ERROR, self._number, lost)
+
+    def _forget(self) -> None:
+        del self._transfers[self._number]
+        self._uploads.discard(self)
