@@ -89,6 +89,7 @@ class Attempt:
         if result.outcome.scored:
             with rollout.stage("grade"):
                 score = await blaming(GraderError, self.env.score(rollout, grading), f"scoring {rollout.rollout_id}")
+                await grading.sound()
             self.score = _with_numbers(score, f"scoring {rollout.rollout_id}")
             rollout.tracing.graded(self.score)
         self._acted(result)

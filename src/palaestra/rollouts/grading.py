@@ -8,7 +8,9 @@ checked in the agent's own slot, for work that is a running service.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import asyncio
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 from palaestra.core.errors import GraderError, InfraError, TaskError
 from palaestra.rollouts.plants import CACHE, SlotRoot, library_directories, link, planted, suspects
@@ -32,6 +34,9 @@ class Grading:
         self.live = rollout.task.grading == LIVE
         self._world = rollout.world.beside("grade") if rollout.world is not None else None
         self._slot: Slot | None = None
+        self._shown: Slot | None = None
+        self._trouble: InfraError | None = None
+        self._leasing, self._sealing = asyncio.Lock(), asyncio.Lock()  # a check may look at several things at once
         self._sealed: Snapshot | None = None
         self._made: list[Snapshot] = []
         self._seal_done = False
@@ -42,16 +47,29 @@ class Grading:
         """The agent's sealed work; None where the agent never had a slot. Only the first call's `view` counts."""
         if self.live:
             raise GraderError(f"task {self.rollout.task.id} is graded live: there is nothing sealed to look at")
-        if not self._seal_done:
-            self._sealed = await self.rollout.seal(view)
-            self._seal_done = True
-            if self._sealed is not None:
-                self._made.append(self._sealed)
-        return self._sealed
+        async with self._sealing:
+            if not self._seal_done:
+                self._seal_done = True  # also where that fails: the agent's work is lost then
+                with self._troubled():
+                    self._sealed = await self.rollout.seal(view)
+                if self._sealed is not None:
+                    self._made.append(self._sealed)
+            elif self._trouble is not None:
+                raise self._trouble
+            return self._sealed
+
+    @contextmanager
+    def _troubled(self) -> Iterator[None]:
+        """Note what the world did to the check, since its author may go on as if nothing had happened."""
+        try:
+            yield
+        except InfraError as error:
+            self._trouble = self._trouble or error
+            raise
 
     def settle(self) -> None:
         """What had to be looked at live has been: the agent's slot may end, and the rest is checked sealed."""
-        self.live = False
+        self.live, self._shown = False, None
 
     async def changes(self) -> Sequence[Change]:
         """What the agent changed, from the sealed layer."""
@@ -61,17 +79,29 @@ class Grading:
     async def slot(self, view: View | None = None) -> Slot:
         """The grading slot. `view` says what of the agent's change it shows, by default all but plants; only the first
         call's counts. It has a directory to start in, whatever the agent has made of that."""
-        if self.live:
-            slot = await self.rollout.sandbox()
-            await _start_somewhere(slot)
-            return slot
-        if self._slot is None:
-            base = await self._base(view)
-            self._slot = await self.rollout.lease(f"{self.rollout.rollout_id}:grade", self.spec, base)
-            if self._libraries is not None:
-                await link(self._slot, self._libraries)
-            await _start_somewhere(self._slot)
-        return self._slot
+        with self._troubled():
+            if self.live:
+                self._shown = await self.rollout.sandbox()
+                await _start_somewhere(self._shown)
+                return self._shown
+            async with self._leasing:
+                if self._slot is None:
+                    base = await self._base(view)
+                    self._slot = self._shown = await self.rollout.lease(
+                        f"{self.rollout.rollout_id}:grade", self.spec, base
+                    )
+                    if self._libraries is not None:
+                        await link(self._slot, self._libraries)
+                    await _start_somewhere(self._slot)
+                return self._slot
+
+    async def sound(self) -> None:
+        """Raises the `InfraError` that kept the check from looking at the work, whatever it made of that: a hook that
+        catches every error would turn a slot that died into a score."""
+        if self._trouble is not None:
+            raise self._trouble
+        if self._shown is not None:
+            await self._shown.stat("/")
 
     async def planted(self, workspace: str = WORKSPACE, kept: Collection[str] = ()) -> tuple[str, ...]:
         """What of the agent's change would decide any check; `kept` are programs that the task may change."""
@@ -113,7 +143,7 @@ class Grading:
 
     async def hand_back(self) -> None:
         """Give the grading slot back, and let the rollout go on from what it showed. Its layers stay until `aclose`."""
-        slot, self._slot = self._slot, None
+        slot, self._slot, self._shown = self._slot, None, None
         if slot is not None:
             await self.slots.release(slot)
         if not self.live and self._made:
