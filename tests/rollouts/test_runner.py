@@ -11,6 +11,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import cast
 
+import msgspec
 import pytest
 from toy import ADD, NoSlots, Sums, add, by_last_tool_result, services, sum_task, until_cancelled
 
@@ -21,10 +22,12 @@ from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.base import AgentSettings, Kit
 from palaestra.rollouts.grading import Grading
 from palaestra.rollouts.group import Services
-from palaestra.rollouts.journal import read_groups, read_journal
+from palaestra.rollouts.journal import RunStarted, read_groups, read_journal
+from palaestra.rollouts.resume import read_finished
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner, Totals
-from palaestra.rollouts.trajectory import Group
+from palaestra.rollouts.tally import describe
+from palaestra.rollouts.trajectory import Group, Trajectory
 from palaestra.sandbox.base import Slot
 from palaestra.tools.registry import ToolRegistry
 from palaestra.tools.schema import FunctionTool, ToolRun
@@ -274,3 +277,79 @@ def test_a_slot_that_cannot_be_is_the_fault_of_its_task(tmp_path: Path) -> None:
     assert (broken.blame, broken.trajectories) == (Blame.TASK, [])
     assert broken.error == "TaskError: no slot can be made for 000000-sum-0:prepare: the image 'nowhere' is not there"
     assert len(fine.scored) == 2
+
+
+def gone_on(env: Sums, folder: Path, kept: Mapping[str, Mapping[int, Trajectory]], **more: int) -> list[Group]:
+    """The groups that a second part of a run hands on, which has these rollouts already; they must be the journal's."""
+    shared, handed = replace(services(folder, **more), finished=kept), []
+
+    async def main() -> None:
+        await Runner(env, shared, on_group=handed.append).run()
+        shared.journal.close()
+
+    asyncio.run(main())
+    finished = read_finished(begun(shared.journal.path)).ended
+    assert [[t.index for t in group.trajectories] for group in handed] == [
+        [t.index for t in finished[group.number].trajectories] for group in handed
+    ]
+    return handed
+
+
+def begun(journal: Path) -> Path:
+    """The journal with the first line that a command gives it."""
+    start = msgspec.json.encode(RunStarted(run_id="r", env="sums", model="oracle", seed=0)) + b"\n"
+    journal.write_bytes(start + journal.read_bytes())
+    return journal
+
+
+class Unprepared(Sums):
+    """Its workspaces cannot be prepared: there is no slot."""
+
+    def prepares(self, task: Task) -> bool:
+        return True
+
+
+def test_what_a_group_has_stays_where_the_rest_of_it_cannot_be_prepared(tmp_path: Path) -> None:
+    run(Sums(1), services(tmp_path, group_size=1))
+    (half,) = gone_on(Unprepared(1), tmp_path, read_finished(begun(tmp_path / "journal.jsonl")).rollouts, group_size=2)
+    assert "no slot for" in half.error
+    assert [t.reward for t in half.trajectories] == [1.0]
+    assert "reward 1 " in describe(half)
+    assert "no slot for" in describe(half)
+
+
+def test_a_group_that_lacks_no_rollout_is_not_prepared_again(tmp_path: Path) -> None:
+    run(Sums(1), services(tmp_path, group_size=2))
+    (whole,) = gone_on(Unprepared(1), tmp_path, read_finished(begun(tmp_path / "journal.jsonl")).rollouts, group_size=2)
+    assert (whole.error, [t.reward for t in whole.trajectories]) == ("", [1.0, 1.0])
+
+
+def test_groups_that_were_to_grow_are_handed_on_where_the_run_ends_before_them(tmp_path: Path) -> None:
+    """Else the file of groups, which is written anew, would lack what it had."""
+    _, groups = run(Sums(3), services(tmp_path, group_size=1))
+    handed: list[int] = []
+
+    async def main() -> None:
+        entered = asyncio.Event()
+
+        class Stuck(Sums):
+            async def resolve(self, task: Task) -> Task:
+                await until_cancelled(entered)
+                return task
+
+        shared = services(tmp_path, group_size=2)
+        runner = Runner(
+            Stuck(3),
+            replace(shared, finished={each.group_id: {0: each.trajectories[0]} for each in groups}),
+            on_group=lambda group: handed.append(group.number),
+            ended={each.number: each for each in groups},
+        )
+        running = asyncio.create_task(runner.run())
+        await entered.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        shared.journal.close()
+
+    asyncio.run(main())
+    assert handed == [0, 1, 2]

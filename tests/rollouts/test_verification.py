@@ -26,7 +26,7 @@ from palaestra.inference.templates import ChatFormat
 from palaestra.inference.toy import ToyEngine, toy_tokenizer
 from palaestra.rollouts.base import Projection
 from palaestra.rollouts.export.atropos import GroupsFile
-from palaestra.rollouts.journal import RolloutEnded, RunEnded, RunResumed, read_groups, read_journal
+from palaestra.rollouts.journal import GroupStarted, RolloutEnded, RunEnded, RunResumed, read_groups, read_journal
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.trajectory import TokenRow, Trajectory
@@ -293,6 +293,16 @@ def test_rows_that_are_left_out_are_missed(tmp_path: Path, change: Callable[[lis
 
 def test_a_killed_run_has_not_written_all_of_its_lines(tmp_path: Path) -> None:
     roll_out(tmp_path)
+    rewrite_groups(tmp_path, drop_line)
+    assert verified(tmp_path).ok
+
+
+def test_a_group_that_was_taken_up_again_and_not_ended_has_no_line(tmp_path: Path) -> None:
+    roll_out(tmp_path)
+    path = tmp_path / "journal.jsonl"
+    again = next(event for event in read_journal(path) if isinstance(event, GroupStarted) and event.group.number == 1)
+    path.write_bytes(path.read_bytes() + msgspec.json.encode(again) + b"\n")
+    end_run(tmp_path, "interrupted")
     rewrite_groups(tmp_path, drop_line)
     assert verified(tmp_path).ok
 

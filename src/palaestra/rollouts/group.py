@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from palaestra.core.errors import InfraError, PrepareError, SandboxError, TaskError
 from palaestra.core.foreign import told
 from palaestra.core.seeded import Seeded
@@ -94,6 +96,8 @@ class GroupRun:
         self.services = services
         self.task = task
         self.group = Group(group_id=f"{number:06d}-{task.id}", number=number, task_id=task.id)
+        self.begun = False
+        """Whether the journal has its start, which replaces what it had of the group before."""
         self._kit: Kit | None = None
         self._snapshot: Snapshot | None = None
         self._preparing = asyncio.Lock()
@@ -108,21 +112,22 @@ class GroupRun:
     async def _run(self) -> Group:
         services, group = self.services, self.group
         services.observer.group_started(group.number, group.task_id)
+        self._take_over()
         asking = self.task
         try:
             self.task = await blaming(PrepareError, self.env.resolve(self.task), f"resolving task {self.task.id}")
             _check(self.task)
             asks_otherwise = self._ask(asking)
             self._kit = await blaming(TaskError, self._resolve_tools(), f"choosing tools for task {self.task.id}")
-            self._snapshot = await self._prepare()
-            services.journal.append(GroupStarted(at=time.time(), group=group))
-            self._take_over()
-            if not asks_otherwise:
+            lacks = not asks_otherwise and self._lacks_rollouts
+            self._snapshot = await self._prepare() if lacks else None
+            self._write_start()
+            if lacks:
                 await self._roll_out()
         except (InfraError, TaskError) as error:
             group.error = told(error)
             group.blame = error.blame if isinstance(error, InfraError) else Blame.TASK
-            services.journal.append(GroupStarted(at=time.time(), group=group))
+            self._write_start()
         finally:
             if self._snapshot is not None:
                 await asyncio.shield(services.slots.forget(self._snapshot))
@@ -257,6 +262,18 @@ class GroupRun:
         for trajectory in self.services.finished.get(self.group.group_id, {}).values():
             self.group.trajectories.append(trajectory)
             self.services.observer.rollout_finished(trajectory)
+
+    @property
+    def _lacks_rollouts(self) -> bool:
+        """Whether anything is left to roll out. How many a group has that is collected in one go, only that can say."""
+        done = {trajectory.index for trajectory in self.group.trajectories}
+        return self.env.collects_groups or not done.issuperset(range(self.services.group_size))
+
+    def _write_start(self) -> None:
+        """Write down what the group begins with. The journal has its rollouts by themselves."""
+        alone = msgspec.structs.replace(self.group, trajectories=[])
+        self.services.journal.append(GroupStarted(at=time.time(), group=alone))
+        self.begun = True
 
     async def _roll_out(self) -> None:
         count = await self.env.collect(self.task, self.group.group_id, self.services.group_size)

@@ -41,7 +41,7 @@ class Figures:
     def add(self, group: Group) -> None:
         """Count a group that has ended."""
         self.groups += 1
-        self._failed += not group.trajectories
+        self._failed += bool(group.error) or not group.trajectories
         rewards = [each.reward for each in group.trajectories if each.reward is not None]
         self._rewards.extend(rewards)
         self._sizes.append((len(rewards), len(group.trajectories) - len(rewards)))

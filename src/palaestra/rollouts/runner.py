@@ -105,9 +105,10 @@ class Runner:
                     workers.create_task(self._work(tasks), name=f"groups-{number}")
         except* PalaestraError as failures:
             raise _first(failures) from None
-        for _, group in sorted(self._ended_before.items()):  # of tasks that this part has not, or has not come to
-            if not self._is_whole(group):
-                self._hand_on(group)
+        finally:
+            for _, group in sorted(self._ended_before.items()):  # of tasks that this part has not, or has not come to
+                if not self._is_whole(group):
+                    self._hand_on(group)
         if self._no_task is not None:
             raise self._no_task
         return self.totals
@@ -116,7 +117,12 @@ class Runner:
         while (taken := await self._take(tasks)) is not None:
             number, task = taken
             if not self._ended(number, task):
-                group = await GroupRun(self.env, self.services, number, task).run()
+                run = GroupRun(self.env, self.services, number, task)
+                try:
+                    group = await run.run()
+                finally:
+                    if run.begun:  # else what an earlier part made of it still holds
+                        self._ended_before.pop(number, None)
                 self._hand_on(group)
                 self._watch_engine(group)
 
@@ -127,7 +133,7 @@ class Runner:
 
     def _ended(self, number: int, task: Task) -> bool:
         """Whether an earlier part of the run did all of the task. Raises `ConfigError` where it did another one."""
-        group = self._ended_before.pop(number, None)
+        group = self._ended_before.get(number)
         if group is not None and group.task_id != task.id:
             raise ConfigError(
                 f"task {number} is {task.id} now and was {group.task_id}: the run was made from other tasks; "
@@ -135,6 +141,7 @@ class Runner:
             )
         if group is None or not self._is_whole(group):
             return False
+        del self._ended_before[number]
         if not self._otherwise and not group.error and group.asked not in ("", asked(task)):
             self._otherwise = True
             self.services.observer.note(

@@ -100,7 +100,8 @@ def describe(group: Group) -> str:
     rewards = " ".join("–" if t.reward is None else f"{t.reward:g}" for t in group.trajectories)
     seconds = max(trajectory.beside.duration_s for trajectory in group.trajectories)
     unscored = [t for t in group.trajectories if not t.scored]
-    why = [f"{t.outcome.value}{f' ({t.blame.value})' if t.blame else ''}: {_one_line(t.error)}" for t in unscored]
+    why = [f"no more of them: {_one_line(group.error)}"] if group.error else []
+    why += [f"{t.outcome.value}{f' ({t.blame.value})' if t.blame else ''}: {_one_line(t.error)}" for t in unscored]
     return "; ".join([f"{_one_line(group.task_id)}: reward {rewards} · {duration(seconds)}", *dict.fromkeys(why)])
 
 

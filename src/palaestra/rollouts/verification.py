@@ -19,6 +19,7 @@ from palaestra.inference.ledger import LedgerRecord, record_rows, verify_ledger
 from palaestra.rollouts.journal import (
     AttemptDiscarded,
     GroupEnded,
+    GroupStarted,
     RolloutEnded,
     RunEnded,
     RunResumed,
@@ -69,6 +70,8 @@ def verify_run(journal: Path, groups: Path | None = None) -> RunVerdict:
             config = event.config or config
         if isinstance(event, GroupEnded):
             ended_groups.add(event.group_id)
+        if isinstance(event, GroupStarted):  # taken up again: its line comes when it has ended again
+            ended_groups.discard(event.group.group_id)
         if not isinstance(event, RolloutEnded | AttemptDiscarded):
             continue
         trajectory = event.trajectory
