@@ -12,6 +12,7 @@ from envs import scripts
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.errors import ConfigError
+from palaestra.core.types import Outcome
 from palaestra.envs.endless_terminals.env import EndlessTerminalsEnv, EndlessTerminalsEnvConfig
 from palaestra.envs.held_out import HeldOutConfig, is_held_out
 from palaestra.rollouts.journal import read_groups
@@ -148,6 +149,23 @@ def test_items_may_be_evaluated_all_at_once(tmp_path: Path, monkeypatch: pytest.
     assert samples == ["alpha", "alpha", "beta", "beta", "gamma", "gamma"]
     (journal,) = Path().glob("runs/*/*/journal.jsonl")
     assert [group.task_id for group in read_groups(journal)] == ["alpha", "beta", "gamma"]
+
+
+def test_an_evaluation_whose_rollouts_were_cut_short_has_no_figures_before_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("words_env.py").write_text(scripts.CLASS_ENV.replace("t.reward for", "t.reward or 0.0 for"))
+    prices = ("--env.prompt_price", "1", "--env.completion_price", "1")
+    said = ("eval", "words_env.py", "--policy", "oracle", "--env.data_dir_to_save_evals", "evals", *prices)
+    assert palaestra(*said, "--concurrency", "3", "--max-cost", "0.000001") == 3
+    (run,) = Path().glob("runs/*/*")
+    ended = [each.outcome for group in read_groups(run / "journal.jsonl") for each in group.trajectories]
+    assert ended.count(Outcome.CANCELLED) > 0
+    assert len(ended) == 6
+    assert not Path("evals").exists()
+    assert palaestra(*said, "--max-cost", "1", "--resume", str(run)) == 0
+    assert figures(Path("evals")) == {"mean": 1.0}
 
 
 LOGGING = """

@@ -15,7 +15,7 @@ import msgspec
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.foreign import settled
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, Outcome
 from palaestra.envs import estimates
 from palaestra.envs.base_env import Item
 from palaestra.envs.class_environment import ClassEnvironment
@@ -76,9 +76,10 @@ class Evaluation:
         first = self._rolled_out
         self._rolled_out += len(items)
         done = await self._roll_out(self.environment.over(items, first), samples, first)
-        if len(done) < len(items):
+        trajectories = [trajectory for group in done for trajectory in group.trajectories]
+        if len(done) < len(items) or any(each.outcome is Outcome.CANCELLED for each in trajectories):
             raise RunStopped("the evaluation was stopped: its figures would be those of a part")
-        return [trajectory for group in done for trajectory in group.trajectories]
+        return trajectories
 
     async def _tasks_of(self, environment: FunctionEnvironment) -> Logged:
         attempts = self.services.group_size
