@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from recorded import write_run
 
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.types import Blame, Outcome
-from palaestra.rollouts.comparing import _t_quantile, compare
+from palaestra.rollouts.comparing import compare
+from palaestra.rollouts.intervals import student
 from palaestra.rollouts.trajectory import Group, Trajectory
 
 
@@ -53,7 +55,7 @@ def test_tasks_are_paired_whatever_their_order_and_size() -> None:
 
 @pytest.mark.parametrize(("freedom", "tabulated"), [(1, 12.7062), (3, 3.1824), (5, 2.5706), (30, 2.0423)])
 def test_the_quantiles_are_those_of_the_tables(freedom: int, tabulated: float) -> None:
-    assert _t_quantile(freedom) == pytest.approx(tabulated, rel=2e-3)
+    assert student(freedom) == pytest.approx(tabulated, rel=2e-4)
 
 
 def test_two_runs_in_words_and_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,3 +76,27 @@ def test_two_runs_in_words_and_as_data(tmp_path: Path, capsys: pytest.CaptureFix
     empty = write_run(tmp_path / "empty", group(0, "z", 1.0))
     assert said(first, empty) == 2
     assert "no task has a reward in both: 4 have one in the first run, 1 in the other" in capsys.readouterr().err
+
+
+def test_tasks_that_asked_something_else_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ids that are numbers of items pair tasks that have nothing to do with each other."""
+
+    def asking(*asked: str) -> list[Group]:
+        return [msgspec.structs.replace(group(n, f"item-{n}", 1.0), asked=each) for n, each in enumerate(asked)]
+
+    first, other = asking("dog", "cat", ""), asking("dog", "cow", "hen")
+    assert compare(first, other).asked_otherwise == ("item-1",)
+    again = [*other, msgspec.structs.replace(group(3, "item-1", 0.0), asked="cat")]
+    assert compare(first, again).asked_otherwise == ()
+    paths = [str(write_run(tmp_path / name, *run)) for name, run in (("first", first), ("other", other))]
+    cli.main(["compare", *paths], standalone_mode=False)
+    assert "1 of these tasks, item-1 first, asked something else" in capsys.readouterr().err
+
+
+def test_those_that_differ_most_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = [group(n, f"t{n}", n / 100) for n in range(1, 31)]
+    other = [group(n, f"t{n}", 0.0) for n in range(1, 31)]
+    paths = [str(write_run(tmp_path / name, *run)) for name, run in (("first", first), ("other", other))]
+    cli.main(["compare", *paths], standalone_mode=False)
+    shown = [line.split()[-1] for line in capsys.readouterr().out.splitlines()[:20]]
+    assert shown == [f"t{n}" for n in range(11, 31)]

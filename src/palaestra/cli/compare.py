@@ -42,8 +42,8 @@ def command(run: Path, other: Path, as_json: bool) -> None:
         beside = {"difference": whole.difference, "low": whole.low, "high": whole.high, "tasks": len(whole.pairs)}
         click.echo(json.dumps(found.to_json() | {"with_unscored": beside}, indent=2))
         return
-    changed = sorted((pair for pair in found.pairs if pair.difference), key=lambda pair: pair.difference)
-    for pair in changed if len(changed) <= _SHOWN else [*changed[: _SHOWN // 2], *changed[-_SHOWN // 2 :]]:
+    changed = sorted((pair for pair in found.pairs if pair.difference), key=lambda pair: -abs(pair.difference))
+    for pair in sorted(changed[:_SHOWN], key=lambda pair: pair.difference):
         click.echo(f"{pair.difference:+8.3f}  {pair.first:.3f} against {pair.other:.3f}  {pair.task}")
     if len(changed) > _SHOWN:
         click.echo(f"          the {_SHOWN} tasks that differ most are shown, of {len(changed)}")
@@ -51,6 +51,12 @@ def command(run: Path, other: Path, as_json: bool) -> None:
     click.echo(f"{found.difference:+.3f}{found.interval} over {counts}")
     if whole.pairs != found.pairs:
         click.echo(f"{whole.difference:+.3f}{whole.interval} with the unscored as 0, over {len(whole.pairs)} tasks")
+    if found.asked_otherwise:
+        click.echo(
+            f"{len(found.asked_otherwise)} of these tasks, {found.asked_otherwise[0]} first, asked something else in "
+            f"{other}: the prompt is another there, or the id (the number of an item, say) names another task",
+            err=True,
+        )
     for where, tasks in ((run, found.only_first), (other, found.only_other)):
         if tasks:
             click.echo(f"{len(tasks)} tasks have a reward only in {where}", err=True)

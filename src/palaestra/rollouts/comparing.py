@@ -4,7 +4,7 @@ Paired by task: tasks differ far more from each other than two models do on one 
 have a reward for are compared, each by the mean of its rollouts. Not for ranking many runs: with each further pair that
 is looked at, one interval more may miss.
 
-Source of the interval: Student's t for the mean of paired differences; its quantile after Abramowitz and Stegun 26.7.5.
+Source of the interval: Student's t for the mean of paired differences.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from palaestra.core.types import JSON
+from palaestra.rollouts.intervals import student
 from palaestra.rollouts.trajectory import Group
 
 
@@ -36,7 +37,8 @@ class Pair:
 class Comparison:
     """`difference` is the mean over `pairs`, first minus other; `low` and `high` its 95 % interval, None for one pair.
 
-    `only_first` and `only_other` are the tasks that the other run has no reward for.
+    `only_first` and `only_other` are the tasks that the other run has no reward for. `asked_otherwise` are those of the
+    pairs that asked something else in the other run: by another prompt, or because an id named another task there.
     """
 
     pairs: tuple[Pair, ...]
@@ -45,6 +47,7 @@ class Comparison:
     difference: float
     low: float | None
     high: float | None
+    asked_otherwise: tuple[str, ...] = ()
 
     @property
     def interval(self) -> str:
@@ -72,14 +75,14 @@ def compare(first: Iterable[Group], other: Iterable[Group], *, unscored: float |
 
     Raises `ValueError` where no task has a reward in both.
     """
-    one, two = _means(first, unscored), _means(other, unscored)
-    pairs = tuple(Pair(task, one[task], two[task]) for task in one if task in two)
+    one, two = _seen(first, unscored), _seen(other, unscored)
+    pairs = tuple(Pair(task, one[task].mean, two[task].mean) for task in one if task in two)
     if not pairs:
         raise ValueError(f"no task has a reward in both: {len(one)} have one in the first run, {len(two)} in the other")
     differences = [pair.difference for pair in pairs]
     mean, reach = statistics.fmean(differences), None
     if len(pairs) > 1:
-        reach = _t_quantile(len(pairs) - 1) * statistics.stdev(differences) / math.sqrt(len(pairs))
+        reach = student(len(pairs) - 1) * statistics.stdev(differences) / math.sqrt(len(pairs))
     return Comparison(
         pairs,
         tuple(task for task in one if task not in two),
@@ -87,30 +90,34 @@ def compare(first: Iterable[Group], other: Iterable[Group], *, unscored: float |
         mean,
         None if reach is None else mean - reach,
         None if reach is None else mean + reach,
+        tuple(pair.task for pair in pairs if one[pair.task].asks_otherwise(two[pair.task])),
     )
 
 
-def _means(groups: Iterable[Group], unscored: float | None) -> dict[str, float]:
-    """The mean reward of every task, over all groups it had."""
-    rewards: dict[str, list[float]] = {}
+@dataclass(slots=True)
+class _Seen:
+    """A task in one run, over all groups that it had."""
+
+    rewards: list[float] = field(default_factory=list)
+    asked: set[str] = field(default_factory=set)
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.rewards)
+
+    def asks_otherwise(self, other: _Seen) -> bool:
+        """Whether nothing that was asked is the same. Groups of earlier versions do not say what they asked."""
+        return bool(self.asked and other.asked) and self.asked.isdisjoint(other.asked)
+
+
+def _seen(groups: Iterable[Group], unscored: float | None) -> dict[str, _Seen]:
+    """The tasks that have a reward."""
+    found: dict[str, _Seen] = {}
     for group in groups:
         given = (unscored if trajectory.reward is None else trajectory.reward for trajectory in group.trajectories)
-        found = [reward for reward in given if reward is not None]
-        if found:
-            rewards.setdefault(group.task_id, []).extend(found)
-    return {task: statistics.fmean(values) for task, values in rewards.items()}
-
-
-def _t_quantile(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t. Within 0.2 % for 3 degrees and more; below, they are tabulated."""
-    if freedom <= 2:
-        return (12.706205, 4.302653)[freedom - 1]
-    normal = statistics.NormalDist().inv_cdf(0.975)
-    square = normal * normal
-    terms = (
-        (square + 1) / 4,
-        ((5 * square + 16) * square + 3) / 96,
-        (((3 * square + 19) * square + 17) * square - 15) / 384,
-        ((((79 * square + 776) * square + 1482) * square - 1920) * square - 945) / 92160,
-    )
-    return normal * (1.0 + math.fsum(term / float(freedom) ** power for power, term in enumerate(terms, 1)))
+        rewards = [reward for reward in given if reward is not None]
+        if rewards:
+            task = found.setdefault(group.task_id, _Seen())
+            task.rewards += rewards
+            task.asked |= {group.asked} - {""}
+    return found
