@@ -62,13 +62,20 @@ class RunFolder:
 
 def claim_folder(root: Path, env: str, model: str) -> RunFolder:
     """Make a new, empty folder `root/env--model/<UTC time>-<id>`. Raises `ConfigError` where none can be made."""
-    run_id = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(2).hex()}"
-    path = root / f"{_plain(env)}--{_plain(model)}" / run_id
-    try:
-        path.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the run folder {path}: {error.strerror}; run where you may write") from error
-    return RunFolder(path, run_id)
+    above = root / f"{_plain(env)}--{_plain(model)}"
+    while True:
+        run_id = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(2).hex()}"
+        path = above / run_id
+        try:
+            above.mkdir(parents=True, exist_ok=True)
+            path.mkdir()
+        except OSError as error:
+            if isinstance(error, FileExistsError) and path.exists():  # a run that began in the same second has the id
+                continue
+            raise ConfigError(
+                f"cannot make the run folder {path}: {error.strerror}; run where you may write"
+            ) from error
+        return RunFolder(path, run_id)
 
 
 def _plain(name: str) -> str:
