@@ -320,8 +320,10 @@ def test_what_a_group_has_stays_where_the_rest_of_it_cannot_be_prepared(tmp_path
 
 def test_a_group_that_lacks_no_rollout_is_not_prepared_again(tmp_path: Path) -> None:
     run(Sums(1), services(tmp_path, group_size=2))
-    (whole,) = gone_on(Unprepared(1), tmp_path, read_finished(begun(tmp_path / "journal.jsonl")).rollouts, group_size=2)
-    assert (whole.error, [t.reward for t in whole.trajectories]) == ("", [1.0, 1.0])
+    kept = read_finished(begun(tmp_path / "journal.jsonl")).rollouts
+    as_they_ended = {name: dict(sorted(each.items(), reverse=True)) for name, each in kept.items()}
+    (whole,) = gone_on(Unprepared(1), tmp_path, as_they_ended, group_size=2)
+    assert (whole.error, [(t.index, t.reward) for t in whole.trajectories]) == ("", [(0, 1.0), (1, 1.0)])
 
 
 def test_groups_that_were_to_grow_are_handed_on_where_the_run_ends_before_them(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ class GroupRun:
 
     def _take_over(self) -> None:
         """Keep what an earlier part of this run finished of the group. The journal has it."""
-        for trajectory in self.services.finished.get(self.group.group_id, {}).values():
+        for _, trajectory in sorted(self.services.finished.get(self.group.group_id, {}).items()):
             self.group.trajectories.append(trajectory)
             self.services.observer.rollout_finished(trajectory)
 
