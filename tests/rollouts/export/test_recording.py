@@ -42,6 +42,15 @@ def test_groups_that_had_not_ended_are_counted(tmp_path: Path) -> None:
     assert [group.number for group in recording.groups()] == [1]
 
 
+def test_a_group_that_was_taken_up_again_is_none_of_the_finished(tmp_path: Path) -> None:
+    journal = write_run(tmp_path / "run", bare(0), bare(1)) / "journal.jsonl"
+    again = next(line for line in journal.read_bytes().splitlines(keepends=True) if b'"event":"group",' in line)
+    journal.write_bytes(journal.read_bytes() + again)
+    recording = Recording(journal)
+    assert (recording.finished, recording.unfinished) == (1, 1)
+    assert list(recording.numbers) == [group.number for group in recording.groups()]
+
+
 def test_a_group_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
     journal = write_run(tmp_path / "run", bare(0), sky()) / "journal.jsonl"
     stream = Recording(journal).groups()

@@ -150,6 +150,8 @@ class Recording:
                 self.meta = replace(self.meta, config=resumed.config)
         elif head.event == "group" and head.group:
             before = self._places.get(head.group.group_id)
+            if before is not None and self._numbers.get(before.number) == head.group.group_id:
+                del self._numbers[before.number]
             self._places[head.group.group_id] = _Place(place, before.rollouts if before is not None else {})
         elif head.event == "rollout" and head.trajectory:
             self._places[head.trajectory.group_id].rollouts[head.trajectory.index] = place
