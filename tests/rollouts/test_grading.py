@@ -17,6 +17,7 @@ from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.base import Environment, Kit
 from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.grading import Grading
+from palaestra.rollouts.progress import NullObserver
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.trajectory import Trajectory
@@ -86,6 +87,31 @@ class AgentsSlotDies(Careless):
                 await _die(await rollout.sandbox())
 
 
+class OutOfTime(Checked):
+    """Gives its first look no time, and looks again."""
+
+    def __init__(self) -> None:
+        self.sealing = asyncio.Event()
+
+    async def holds(self, rollout: Rollout, grading: Grading) -> bool:
+        self.sealing.clear()
+        first = asyncio.create_task(grading.slot())
+        await self.sealing.wait()
+        first.cancel()
+        with contextlib.suppress(Exception):
+            return "yes" in await (await grading.slot()).read_text("done", missing="")
+        return False
+
+
+class Watching(NullObserver):
+    def __init__(self, env: OutOfTime) -> None:
+        self.env = env
+
+    def stage(self, rollout_id: str, stage: str) -> None:
+        if stage == "seal":
+            self.env.sealing.set()
+
+
 async def _die(slot: Slot) -> None:
     killing = asyncio.create_task(kill_slot(PAUSE))
     try:
@@ -99,6 +125,8 @@ def played(env: Environment, folder: Path) -> Trajectory:
         async with SlotPool(SlotPoolConfig(), LocalBackend.from_isolation("best")) as pool:
             slots = AdmittedSlots(pool, 2)
             shared = replace(services(folder, group_size=1), slots=slots, foundations=Foundations(slots))
+            if isinstance(env, OutOfTime):
+                shared = replace(shared, observer=Watching(env))
             groups: list[Trajectory] = []
             await Runner(env, shared, on_group=lambda group: groups.extend(group.trajectories)).run()
             shared.journal.close()
@@ -118,3 +146,10 @@ def test_a_slot_that_dies_is_no_score_whatever_the_check_makes_of_it(env: Enviro
     done = played(env, tmp_path)
     assert (done.reward, done.blame) == (None, Blame.SANDBOX)
     assert "SlotLost" in done.error
+
+
+def test_a_seal_that_the_check_itself_cuts_off_is_no_score(tmp_path: Path) -> None:
+    """What it would see afterwards is the workspace as it was before the agent came."""
+    done = played(OutOfTime(), tmp_path)
+    assert (done.reward, done.blame) == (None, Blame.SANDBOX)
+    assert "was cut off" in done.error

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from palaestra.core.errors import GraderError, InfraError, TaskError
+from palaestra.core.errors import GraderError, InfraError, SandboxError, TaskError
 from palaestra.rollouts.plants import CACHE, SlotRoot, library_directories, link, planted, suspects
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.base import WORKSPACE, Change, Slot, SlotSpec, Snapshot, View
@@ -50,8 +50,12 @@ class Grading:
         async with self._sealing:
             if not self._seal_done:
                 self._seal_done = True  # also where that fails: the agent's work is lost then
-                with self._troubled():
-                    self._sealed = await self.rollout.seal(view)
+                try:
+                    with self._troubled():
+                        self._sealed = await self.rollout.seal(view)
+                except asyncio.CancelledError:  # by a time limit of the check's own, say, which may then ask again
+                    self._trouble = SandboxError(f"sealing the work of {self.rollout.rollout_id} was cut off")
+                    raise
                 if self._sealed is not None:
                     self._made.append(self._sealed)
             elif self._trouble is not None:
