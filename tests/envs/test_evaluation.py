@@ -136,6 +136,20 @@ def test_a_run_does_not_go_on_as_an_evaluation(lines_env: str, capsys: pytest.Ca
     assert (folder / "journal.jsonl").read_bytes() == journal
 
 
+@pytest.mark.parametrize("command", ["run", "eval"])
+def test_it_does_not_go_on_with_other_tasks(command: str, lines_env: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A group that was under way counts too: the journal would tell of both tasks under one number."""
+    said = (command, lines_env, "--policy", "oracle", "--concurrency", "1")
+    assert palaestra(*said) == 0
+    (journal,) = Path().glob("runs/*/*/journal.jsonl")
+    lines = journal.read_bytes().splitlines(keepends=True)
+    until = next(n for n, line in enumerate(lines) if b'"event":"group",' in line)
+    journal.write_bytes(b"".join(lines[: until + 1]))
+    Path(lines_env).write_text(scripts.COUNT_LINES.replace('f"lines-{i}"', 'f"other-{i}"'))
+    assert palaestra(*said, "--resume", str(journal.parent)) == 2
+    assert "task 0 is other-0 now and was lines-0" in capsys.readouterr().err
+
+
 def test_items_may_be_evaluated_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     at_once = "import asyncio\n" + scripts.CLASS_ENV.replace(

@@ -244,6 +244,7 @@ class Batch:
             finished=self.output.finished.rollouts if self.output.finished is not None else {},
             cut_off=self.output.finished.cut_off if self.output.finished is not None else {},
             asked=self.output.finished.asked if self.output.finished is not None else {},
+            tasks=self.output.finished.tasks if self.output.finished is not None else {},
         )
 
     def _timings(self) -> Mapping[str, float]:

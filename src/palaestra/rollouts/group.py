@@ -72,6 +72,7 @@ class Services:
     finished: Mapping[str, Mapping[int, Trajectory]] = field(default_factory=dict)
     cut_off: dict[str, CutOff] = field(default_factory=dict)
     asked: Mapping[str, str] = field(default_factory=dict)
+    tasks: Mapping[int, str] = field(default_factory=dict)
     idle_limits: Mapping[str, float] = field(default_factory=lambda: IDLE_LIMITS)
     whole_groups: bool = False
     world: RunWorld = field(default_factory=RunWorld)

@@ -88,13 +88,15 @@ class CutOff:
 @dataclass(slots=True)
 class Finished:
     """The work of a run so far. `ended` by group number, `rollouts` by group id and index, `cut_off` by rollout id.
-    `asked` has what each group's rollouts were asked, as a checksum by group id."""
+    `asked` has what each group's rollouts were asked, as a checksum by group id, and `tasks` each task's id by its
+    number."""
 
     run: RunStarted
     ended: dict[int, Group] = field(default_factory=dict)
     rollouts: dict[str, dict[int, Trajectory]] = field(default_factory=dict)
     cut_off: dict[str, CutOff] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)
+    tasks: dict[int, str] = field(default_factory=dict)
 
 
 def read_finished(path: Path) -> Finished:
@@ -133,6 +135,7 @@ class _Reader:
             case GroupStarted(group=group):
                 self._begun[group.group_id] = group
                 finished.asked[group.group_id] = group.asked
+                finished.tasks[group.number] = group.task_id
                 finished.rollouts.setdefault(group.group_id, {})
                 finished.ended.pop(group.number, None)
             case Messages():

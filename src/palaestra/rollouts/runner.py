@@ -132,13 +132,14 @@ class Runner:
         self.services.observer.group_finished(group)
 
     def _ended(self, number: int, task: Task) -> bool:
-        """Whether an earlier part of the run did all of the task. Raises `ConfigError` where it did another one."""
-        group = self._ended_before.get(number)
-        if group is not None and group.task_id != task.id:
+        """Whether an earlier part of the run did all of the task. Raises `ConfigError` where it had another one."""
+        was = self.services.tasks.get(number, task.id)
+        if was != task.id:
             raise ConfigError(
-                f"task {number} is {task.id} now and was {group.task_id}: the run was made from other tasks; "
+                f"task {number} is {task.id} now and was {was}: the run was made from other tasks; "
                 f"start a new one, or restore them"
             )
+        group = self._ended_before.get(number)
         if group is None or not self._is_whole(group):
             return False
         del self._ended_before[number]
