@@ -38,7 +38,7 @@ def test_there_are_nine_strategies_from_exact_to_block_anchor() -> None:
             ("self.items = []", "pass"),
         ),
         ("blank_edges", "\n\n        return amount\n\n\n", "\n        return -amount\n", ("n amount", "n -amount")),
-        ("line_numbers", "8|    def clear(self):\n9|    ", "8|    def wipe(self):\n9|    ", ("clear", "wipe")),
+        ("line_numbers", "7|\n8|    def clear(self):", "7|\n8|    def wipe(self):", ("clear", "wipe")),
         ("whitespace", "amount  =  0", "amount = 7", ("= 0", "= 7")),
         ("escapes", "amount = 0\\n        for item", "amount = 5\\n        for item", ("= 0", "= 5")),
     ],
@@ -57,8 +57,15 @@ def test_a_block_is_found_by_its_first_and_last_line() -> None:
 
 
 def test_half_a_line_is_never_matched_loosely() -> None:
-    with pytest.raises(NoMatch):
-        replace(CODE, "amount  = 0\nfor item in", "x")
+    for old in (
+        "amount  = 0\nfor item in",
+        "\n        amount =\n",
+        "\n\namount = 0",
+        "3|        amount =",
+        "3|amount = 0",
+    ):
+        with pytest.raises(NoMatch):
+            replace(CODE, old, "x")
 
 
 def test_typographic_quotes_match_plain_ones() -> None:
@@ -75,6 +82,32 @@ def test_new_lines_take_over_tabs_at_every_depth() -> None:
 def test_two_places_are_refused_with_their_lines() -> None:
     with pytest.raises(Ambiguous, match=r"2 times \(at lines 1, 3"):
         replace("a = 1\nb\na = 1\n", "a = 1", "a = 2")
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new"),
+    [
+        ("}\n}\n}\n", "}\n}\n", "}\n#\n}\n"),
+        ("  }\n  }\n  }\n", "}\n}\n", "}\n#\n}\n"),
+        ("a  b\na  b\na  b\n", "a b\na b", "a b\n#\na b"),
+        ("a\na\na", "\na\na\n", "\na\n#\na\n"),
+        ("a\na\na", "1|a\n2|a", "1|a\n#\na"),
+    ],
+)
+def test_places_that_overlap_are_two(text: str, old: str, new: str) -> None:
+    with pytest.raises(Ambiguous, match=r"2 times \(at lines 1, 2"):
+        replace(text, old, new)
+    assert replace(text, old, new, replace_all=True).count == 1
+
+
+def test_lines_of_the_right_depth_are_found_behind_such_of_another() -> None:
+    done = replace("  }\n    }\n    }\n", "}\n}\n", "}\n#\n}\n")
+    assert (done.text, done.strategy) == ("  }\n    }\n    #\n    }\n", "indentation")
+
+
+def test_of_very_many_places_ten_are_named() -> None:
+    with pytest.raises(Ambiguous, match=r"more than 10 times \(at lines 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, …"):
+        replace("e e\n" * 1000, "e", "x")
 
 
 def test_a_unique_exact_place_wins_over_loose_ones() -> None:
@@ -104,7 +137,7 @@ def test_a_miss_shows_the_nearest_lines() -> None:
     assert "2|    def total(self):" in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "old"), [("", "a"), ("\n\n", "a"), ("abc", " \n")])
+@pytest.mark.parametrize(("text", "old"), [("", "a"), ("\n\n", "a"), ("abc", " \n"), ("abc", "3|"), ("a\n", "\\n")])
 def test_hardly_any_text_is_a_plain_miss(text: str, old: str) -> None:
     with pytest.raises(NoMatch):
         replace(text, old, "x")

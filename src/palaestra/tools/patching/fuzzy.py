@@ -1,8 +1,8 @@
 """Find the text that a model meant to replace, although it wrote it down a little differently.
 
 Not for guessing: strategies from exact to loose are tried in order, the first that finds anything decides, and if it
-finds more than one place the answer is `Ambiguous`, never a looser try and never the first hit. The strategy that
-matched is part of the result. Files with CRLF line ends are normalised by the caller.
+finds more than one place, overlapping ones too, the answer is `Ambiguous`, never a looser try and never the first hit.
+The strategy that matched is part of the result. Files whose line ends are all CRLF are normalised by the caller.
 
 Invariant: text outside the replaced spans is returned unchanged, character for character.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -24,6 +24,10 @@ BLOCK_SIMILARITY = 0.8
 """How alike the inner lines of a block must be when only its first and last line match exactly."""
 _MAX_BLOCK_LINES, _MAX_COMPARED_PAIRS = 100_000, 10_000_000
 """Up to how many lines, and pairs of letters, such blocks are looked at: more are never a certain place."""
+_MAX_LINES_LOOKED_AT = 2_000_000
+"""Up to how many lines, of all places together, are compared by their depth."""
+_MOST_NAMED = 10
+"""How many places are named to a model that did not say which it meant."""
 
 
 class NoMatch(ValueError):
@@ -59,75 +63,88 @@ def replace(text: str, old: str, new: str, *, replace_all: bool = False) -> Repl
     else:
         strategies = STRATEGIES
     for name, strategy in strategies:
-        spans = strategy(text, old, new)
+        every = replace_all and name != "block_anchor"
+        # Of those that make it ambiguous, no more are looked for than are named: they may be millions.
+        spans = list(itertools.islice(strategy(text, old, new, every), None if every else _MOST_NAMED + 1))
         if not spans:
             continue
-        if len(spans) > 1 and (name == "block_anchor" or not replace_all):
+        if len(spans) > 1 and not every:
             raise Ambiguous(_ambiguous(text, spans, name))
         return Replacement(_apply(text, spans), name, len(spans))
     raise NoMatch(f"old_string was not found. {nearest(text, old)}")
 
 
-Strategy: TypeAlias = Callable[[str, str, str], list[Span]]
+Strategy: TypeAlias = Callable[[str, str, str, bool], Iterable[Span]]
+"""`strategy(text, old, new, apart)`: the places, in order. `apart`: only those that begin where the one before has
+ended, for replacing all; otherwise overlapping ones too."""
 
 
-def _exact(text: str, old: str, new: str) -> list[Span]:
-    spans, start = [], text.find(old)
-    while start >= 0:
-        spans.append(Span(start, start + len(old), new))
-        start = text.find(old, start + len(old))
-    return spans
+def _exact(text: str, old: str, new: str, apart: bool) -> Iterator[Span]:
+    for start in _found(text, old, len(old) if apart else 1):
+        yield Span(start, start + len(old), new)
+
+
+def _found(text: str, wanted: str, step: int) -> Iterator[int]:
+    """Where `wanted` begins, looking on `step` characters behind each place."""
+    at = text.find(wanted)
+    while at >= 0:
+        yield at
+        at = text.find(wanted, at + step)
 
 
 def _by_lines(same: Callable[[str], str], *, reindent: bool) -> Strategy:
     """Whole lines that are equal after `same`. With `reindent` the new text takes over the file's indentation."""
 
-    def strategy(text: str, old: str, new: str) -> list[Span]:
+    def strategy(text: str, old: str, new: str, apart: bool) -> Iterator[Span]:
         wanted, ends_line = _split(old)
         keys = [same(line) for line in wanted]
-        found = []
-        for window in _windows(text, keys, same):
+        for window in _windows(text, keys, same, apart):
             adapted = Reindent.between(wanted, window.lines).apply(new) if reindent else new
-            found.append(window.span(adapted, ends_line))
-        return found
+            yield window.span(adapted, ends_line)
 
     return strategy
 
 
-def _indentation(text: str, old: str, new: str) -> list[Span]:
+def _indentation(text: str, old: str, new: str, apart: bool) -> Iterator[Span]:
     """The same lines at another depth: equal once the common indentation is taken from both."""
     wanted, ends_line = _split(old)
     dedented = _dedent(wanted)
-    return [
-        window.span(Reindent.between(wanted, window.lines).apply(new), ends_line)
-        for window in _windows(text, [line.strip() for line in wanted], str.strip)
-        if _dedent(window.lines) == dedented
-    ]
+    keys = [line.strip() for line in wanted]
+    for window in _windows(text, keys, str.strip, apart, lambda lines: _dedent(lines) == dedented):
+        yield window.span(Reindent.between(wanted, window.lines).apply(new), ends_line)
 
 
-def _blank_edges(text: str, old: str, new: str) -> list[Span]:
+def _blank_edges(text: str, old: str, new: str, apart: bool) -> Iterable[Span]:
     """Superfluous blank lines before or after the text, taken from old and new alike."""
-    if old.strip("\n") == old:
-        return []
-    return _exact(text, old.strip("\n"), new.strip("\n"))
+    begins, ends = old.startswith("\n"), old.endswith("\n")
+    if not (begins or ends):
+        return ()
+    return _of_lines(text, old.strip("\n"), new.strip("\n"), apart, begins=begins, ends=ends)
 
 
-def _line_numbers(text: str, old: str, new: str) -> list[Span]:
-    """Text copied together with the `12|` prefixes of read_file."""
-    bare_old = _without_numbers(old)
-    if bare_old is None:
-        return []
-    bare_new = _without_numbers(new)
-    return _exact(text, bare_old, new if bare_new is None else bare_new)
+def _line_numbers(text: str, old: str, new: str, apart: bool) -> Iterable[Span]:
+    """Whole lines copied together with the `12|` prefixes of read_file."""
+    bare_old, bare_new = _without_numbers(old), _without_numbers(new)
+    if bare_old is None or not bare_old.strip():
+        return ()
+    return _of_lines(text, bare_old, new if bare_new is None else bare_new, apart, ends=not bare_old.endswith("\n"))
 
 
-def _escapes(text: str, old: str, new: str) -> list[Span]:
+def _of_lines(text: str, old: str, new: str, apart: bool, *, begins: bool = True, ends: bool = True) -> Iterator[Span]:
+    """Where `old` is and, as is asked for, `begins` with a line and `ends` with one."""
+    wanted = "\n" * begins + old + "\n" * ends
+    for at in _found(f"\n{text}\n", wanted, len(old) if apart else 1):
+        start = at + begins - 1
+        yield Span(start, start + len(old), new)
+
+
+def _escapes(text: str, old: str, new: str, apart: bool) -> Iterable[Span]:
     """Text escaped once too often: a backslash and n where a line end was meant. Both texts are unescaped alike."""
     bare = _unescape(old)
-    return _exact(text, bare, _unescape(new)) if bare != old else []
+    return _exact(text, bare, _unescape(new), apart) if bare != old and bare.strip() else ()
 
 
-def _block_anchor(text: str, old: str, new: str) -> list[Span]:
+def _block_anchor(text: str, old: str, new: str, apart: bool) -> list[Span]:
     """First and last line match, the lines between are as many and nearly the same."""
     wanted, ends_line = _split(old)
     if len(wanted) < 3:
@@ -138,7 +155,7 @@ def _block_anchor(text: str, old: str, new: str) -> list[Span]:
     starts = [at for at in starts if lines[at + len(bare) - 1].strip() == bare[-1]]
     if len(starts) * len(bare) > _MAX_BLOCK_LINES:
         return []
-    windows = _located(text, lines, starts, len(bare))
+    windows = list(map(_located(text, lines, len(bare)), starts))
     pairs = [_unlike(bare, [line.strip() for line in window.lines]) for window in windows]
     if sum(len(a) * len(b) for unlike in pairs for a, b in unlike) > _MAX_COMPARED_PAIRS:
         return []
@@ -164,21 +181,31 @@ class _Window:
         return Span(self.start, self.end + takes_end, new if takes_end or not ends_line else new.removesuffix("\n"))
 
 
-def _windows(text: str, keys: list[str], same: Callable[[str], str]) -> list[_Window]:
-    """Windows whose lines equal `keys` after `same`, none overlapping another."""
+def _windows(
+    text: str,
+    keys: list[str],
+    same: Callable[[str], str],
+    apart: bool,
+    fits: Callable[[list[str]], bool] | None = None,
+) -> Iterator[_Window]:
+    """Windows whose lines equal `keys` after `same`, and that `fit`; where too many would be asked, none."""
     lines = text.split("\n")
-    found: list[int] = []
-    for at in places([same(line) for line in lines], keys):
-        if not found or at >= found[-1] + len(keys):
-            found.append(at)
-    return _located(text, lines, found, len(keys))
+    starts = places([same(line) for line in lines], keys)
+    if fits is not None and len(starts) * len(keys) > _MAX_LINES_LOOKED_AT:
+        return
+    end, located = 0, _located(text, lines, len(keys))
+    for start in starts:
+        if (start >= end or not apart) and (fits is None or fits(lines[start : start + len(keys)])):
+            yield located(start)
+            end = start + len(keys)
 
 
-def _located(text: str, lines: list[str], starts: list[int], size: int) -> list[_Window]:
+def _located(text: str, lines: list[str], size: int) -> Callable[[int], _Window]:
+    """The window of so many lines that begins with a line."""
     offsets = [0]
     for line in lines:
         offsets.append(offsets[-1] + len(line) + 1)
-    return [_Window(lines[at : at + size], offsets[at], offsets[at + size] - 1, len(text)) for at in starts]
+    return lambda at: _Window(lines[at : at + size], offsets[at], offsets[at + size] - 1, len(text))
 
 
 def _split(old: str) -> tuple[list[str], bool]:
@@ -248,10 +275,10 @@ def _apply(text: str, spans: list[Span]) -> str:
 
 
 def _ambiguous(text: str, spans: list[Span], strategy: str) -> str:
-    numbers = [str(text.count("\n", 0, span.start) + 1) for span in spans[:10]]
-    more = ", …" if len(spans) > 10 else ""
+    numbers = [str(text.count("\n", 0, span.start) + 1) for span in spans[:_MOST_NAMED]]
+    count, more = (f"more than {_MOST_NAMED}", ", …") if len(spans) > _MOST_NAMED else (str(len(spans)), "")
     return (
-        f"old_string is there {len(spans)} times (at lines {', '.join(numbers)}{more}; match: {strategy}). "
+        f"old_string is there {count} times (at lines {', '.join(numbers)}{more}; match: {strategy}). "
         "Add surrounding lines until it is unique, or set replace_all to replace every one."
     )
 
