@@ -147,6 +147,19 @@ def test_the_last_line_without_its_end_is_found() -> None:
     assert replace("a\n  b", "b \n", "c\n").text == "a\n  c"
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "after"),
+    [
+        ("b\nc\n", "B\nC\nD\n", "a\nB\r\nC\r\nD\r\nd\n"),
+        ("b\nc", "B\r\nC", "a\nB\r\nC\r\nd\n"),
+        ("b\nc\n", "", "a\nd\n"),
+        ("a \nb\n", "A\nB\n", "A\nB\nc\r\nd\n"),
+    ],
+)
+def test_in_a_file_of_mixed_line_ends_lines_keep_theirs(old: str, new: str, after: str) -> None:
+    assert replace("a\nb\r\nc\r\nd\n", old, new).text == after
+
+
 LINES = st.lists(st.text(alphabet="ab (){}=\t\\n", max_size=8), max_size=12).map("\n".join)
 
 

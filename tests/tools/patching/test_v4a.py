@@ -102,6 +102,11 @@ def test_context_is_kept_as_the_file_has_it_and_new_lines_follow_its_indentation
     assert results["f"] == "def f():\n\tif a:  \n\t\tc\n"
 
 
+def test_in_a_file_of_mixed_line_ends_new_lines_end_as_those_around_them() -> None:
+    patch = "*** Begin Patch\n*** Update File: f\n b\n-c\n+C\n+D\n*** End Patch"
+    assert apply_patch(parse_patch(patch), {"f": "a\nb\r\nc\r\nd\n"}) == {"f": "a\nb\r\nC\r\nD\r\nd\n"}
+
+
 def test_several_changes_of_a_file_are_found_one_below_the_other() -> None:
     results = applied("*** Update File: f", "-one", "+1", "@@ two", "-x", "+y", f="one\nx\ntwo\nx\n")
     assert results["f"] == "1\nx\ntwo\ny\n"

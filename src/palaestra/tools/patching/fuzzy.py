@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from palaestra.tools.patching.indents import Reindent
+from palaestra.tools.patching.indents import Reindent, carriage_return
 from palaestra.tools.patching.nearest import nearest
 from palaestra.tools.patching.places import places
 
@@ -178,7 +178,10 @@ class _Window:
     def span(self, new: str, ends_line: bool) -> Span:
         """The window as a span; the line end after it belongs to it when the model's text ended with one."""
         takes_end = ends_line and self.end < self.text_length
-        return Span(self.start, self.end + takes_end, new if takes_end or not ends_line else new.removesuffix("\n"))
+        new = new if takes_end or not ends_line else new.removesuffix("\n")
+        if end := carriage_return(self.lines):
+            new = new.replace("\r\n", "\n").replace("\n", f"{end}\n") + ("" if takes_end else end)
+        return Span(self.start, self.end + takes_end, new)
 
 
 def _windows(

@@ -1,4 +1,4 @@
-"""Carry a model's new lines over to the indentation that the file really has."""
+"""Carry a model's new lines over to the indentation and the line ends that the file really has."""
 
 from __future__ import annotations
 
@@ -46,3 +46,8 @@ class Reindent:
 def indent_of(line: str) -> str:
     """The leading white space of a line."""
     return line[: len(line) - len(line.lstrip())]
+
+
+def carriage_return(real: Sequence[str]) -> str:
+    """What stands before the line end in each of the file's lines: in files of mixed line ends some have one."""
+    return "\r" if real and all(line.endswith("\r") for line in real) else ""

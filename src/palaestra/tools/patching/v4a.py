@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from palaestra.tools.patching.indents import Reindent
+from palaestra.tools.patching.indents import Reindent, carriage_return
 
 BEGIN, END, END_OF_FILE = "*** Begin Patch", "*** End Patch", "*** End of File"
 _ADD, _UPDATE, _DELETE = "*** Add File: ", "*** Update File: ", "*** Delete File: "
@@ -49,11 +49,11 @@ class Hunk:
 
     def result(self, real: Sequence[str]) -> list[str]:
         """What replaces the `real` lines that were found for `old`: context stays exactly as the file has it."""
-        reindent = Reindent.between(self.old, real)
+        reindent, end = Reindent.between(self.old, real), carriage_return(real)
         rest = iter(real)
         done = []
         for mark, line in self.lines:
-            kept = reindent.apply(line) if mark == "+" else next(rest)
+            kept = reindent.apply(line) + end if mark == "+" else next(rest)
             if mark != "-":
                 done.append(kept)
         return done
