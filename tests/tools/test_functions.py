@@ -142,6 +142,16 @@ def test_whatever_a_function_returns_becomes_a_reply(answer: object, reply: JSON
     assert call(give) == reply
 
 
+def test_an_integer_that_nobody_could_write_is_a_failure_of_the_tool() -> None:
+    @tool
+    def power(base: int, told: bool) -> object:
+        """A power."""
+        return ToolResult(True, "all", metadata={"n": base**5000}) if told else [base**5000]
+
+    for told in (True, False):
+        assert "Tool execution failed: ValueError: Exceeds the limit" in call(power, base=10, told=told)["error"]
+
+
 def test_a_plain_function_does_not_hold_up_the_loop() -> None:
     import threading
 

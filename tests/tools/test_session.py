@@ -84,6 +84,8 @@ def test_mistakes_are_replies(session: ToolSession) -> None:
 def test_overrides_count_for_the_next_slot_of_their_task(session: ToolSession, tmp_path: Path) -> None:
     session.override("a", {"cwd": "/tmp"})
     assert call(session, "terminal", "a", command="pwd")["output"] == "/tmp\n"
+    assert json.loads(session.handle("terminal", '{"command": "pwd"}', "a"))["output"] == "/tmp\n"
+    assert "Invalid JSON" in json.loads(session.handle("terminal", '{"command": "pwd"', "a"))["error"]
     assert call(session, "terminal", "a", command="pwd", workdir="/workspace")["output"] == "/workspace\n"
     session.clear_override("a")
     assert call(session, "terminal", "a", command="pwd")["output"] == "/workspace\n"

@@ -28,7 +28,6 @@ from typing import Any, TypeAlias, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
-from pydantic_core import to_jsonable_python
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.foreign import settled
@@ -38,7 +37,7 @@ from palaestra.sandbox.base import Slot
 from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.docstrings import Documented, documented
 from palaestra.tools.schema import NoRollout, Tool, ToolReply, ToolResult, ToolRun, ToolSchema
-from palaestra.tools.wire import reply_of, result_of
+from palaestra.tools.wire import plain, reply_of, result_of
 
 UserFunction: TypeAlias = Callable[..., object]
 
@@ -179,8 +178,8 @@ def reply_from(answer: object) -> ToolReply:
         return answer
     if isinstance(answer, ToolResult):
         return reply_of(answer)
-    plain = to_jsonable_python(answer)
-    return plain if isinstance(plain, dict) else {"result": plain}
+    told = plain(answer)
+    return told if isinstance(told, dict) else {"result": told}
 
 
 def _context_of(parameter: inspect.Parameter) -> str | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import threading
 from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import Future
@@ -35,6 +36,7 @@ from palaestra.processes.told import Told
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import Backend, Lasting, Slot, SlotSpec, Snapshot
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.tools.arguments import InvalidArguments, parse_arguments
 from palaestra.tools.binding import reply_text
 from palaestra.tools.delegation import DelegationSource
 from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
@@ -208,8 +210,9 @@ class ToolSession:
     async def _reply(self, name: str, arguments: Mapping[str, JSON] | str, task_id: str) -> str:
         name = self._registry.known_as(name)
         cwd = self._slots.overrides.get(task_id, {}).get("cwd")
-        if cwd is not None and name == "terminal" and isinstance(arguments, Mapping):
-            arguments = {"workdir": cwd, **arguments}
+        if cwd is not None and name == "terminal" and (tool := self._registry.get(name)) is not None:
+            with contextlib.suppress(InvalidArguments):  # the call will be refused for them
+                arguments = {"workdir": cwd, **parse_arguments(arguments, tool.schema)}
         await self._take_up()
         with self._in_use(task_id):
             await self._servers.for_call(name)

@@ -120,8 +120,16 @@ def reply_of(result: ToolResult) -> dict[str, JSON] | str:
     if result.success and not result.error and not result.metadata and isinstance(result.output, str):
         return result.output
     error = result.error or (None if result.success else "The tool reported a failure without a reason.")
-    plain: dict[str, JSON] = to_jsonable_python({**result.metadata, "output": result.output, "error": error})
-    return plain
+    told: dict[str, JSON] = plain({**result.metadata, "output": result.output, "error": error})
+    return told
+
+
+def plain(value: object) -> JSON:
+    """The value as JSON can say it. Raises `ValueError` for what has no such form, such as an integer of more than 4300
+    digits, which could be neither written nor read."""
+    told = to_jsonable_python(value)
+    json.dumps(told)
+    return told
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
