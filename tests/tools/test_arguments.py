@@ -35,6 +35,14 @@ def test_valid_arguments_come_back_as_written_without_defaults() -> None:
     assert parse_arguments({"command": "ls", "timeout": 5}, COMMAND) == {"command": "ls", "timeout": 5}
 
 
+def test_an_integer_is_one_however_it_is_written() -> None:
+    read = parse_arguments('{"command": "ls", "timeout": 5.0}', COMMAND)
+    assert (read["timeout"], type(read["timeout"])) == (5, int)
+    either = {"type": "object", "properties": {"n": {"type": ["integer", "null"]}, "x": {"type": "number"}}}
+    assert list(map(type, parse_arguments('{"n": 1e3, "x": 1.0}', either).values())) == [int, float]
+    assert "must be integer, got 5.5" in refusal('{"command": "ls", "timeout": 5.5}')
+
+
 def test_a_mapping_is_copied() -> None:
     given_arguments = {"command": "ls"}
     assert parse_arguments(given_arguments, COMMAND) is not given_arguments

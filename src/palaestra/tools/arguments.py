@@ -1,7 +1,7 @@
 """From the text that a model wrote as arguments to a dict that a tool may run with, or one error that it can act on.
 
 Not for repairing: text that is not JSON stays malformed, a wrong type is not coerced, a default is not filled in. What
-was sampled is what is recorded and what is judged.
+was sampled is what is recorded and what is judged. JSON knows one kind of number: an integer written as 4.0 is 4.
 
 Invariant (A1): a tool runs only with an object that its schema accepts. Anything else raises `InvalidArguments`, whose
 message is written for the model to read.
@@ -39,6 +39,7 @@ class ArgumentSchema:
     def __init__(self, parameters: Mapping[str, JSON]) -> None:
         self._properties: Mapping[str, JSON] = parameters.get("properties") or {}
         self._required: tuple[str, ...] = tuple(parameters.get("required") or ())
+        self._integers = tuple(name for name, schema in self._properties.items() if _is_integer(schema))
         closed = _closed(parameters)
         self._refuses_unknown = closed.get("additionalProperties") is False
         try:
@@ -55,6 +56,9 @@ class ArgumentSchema:
             self._explain(arguments, error)
         except RecursionError:
             raise InvalidArguments("Invalid arguments: nested too deeply. " + self._expected()) from None
+        for name in self._integers:
+            if isinstance(value := arguments.get(name), float):
+                arguments[name] = int(value)
         return arguments
 
     def _object(self, raw: str | Mapping[str, JSON] | None) -> dict[str, JSON]:
@@ -192,6 +196,12 @@ def _closed(parameters: Mapping[str, JSON]) -> dict[str, JSON]:
     if not any(form in closed for form in open_forms):
         closed["additionalProperties"] = False
     return closed
+
+
+def _is_integer(schema: JSON) -> bool:
+    """Whether its numbers are integers, so that a float that it accepts is one."""
+    kinds = schema.get("type") if isinstance(schema, Mapping) else None
+    return kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
 
 
 def _pairs(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:

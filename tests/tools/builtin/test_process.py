@@ -36,6 +36,7 @@ def test_a_process_from_its_start_to_its_end(at_desk: AtDesk) -> None:
         }  # fmt: skip
         new = await desk.call("process", action="poll", session_id=name, since=3)
         assert (new["output"], new["cursor"]) == ("<a>\n<b>\n", 11)
+        assert await desk.call("process", action="poll", session_id=name, since=3.0) == new
         log = await desk.call("process", action="log", session_id=name, offset=1, limit=1)
         assert (log["output"], log["total_lines"], log["showing"]) == ("<a>", 3, "lines 2-2 of 3")
         (listed,) = (await desk.call("process", action="list"))["processes"]
