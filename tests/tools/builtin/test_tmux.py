@@ -58,6 +58,20 @@ def test_a_command_that_goes_on_is_told_and_interrupted(at_desk: AtDesk) -> None
     at_desk(scenario)
 
 
+def test_what_does_not_read_its_keys_holds_nothing_up(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        await tmux(desk, "start")
+        await tmux(desk, "send_keys", keys=["stty raw; touch raw; sleep 1000", "Enter"], max_wait_s=0.5)
+        while await desk.slot.stat("raw") is None:
+            await tmux(desk, "capture")
+        refused = await tmux(desk, "send_keys", keys="x" * 100_000, max_wait_s=0.5)
+        assert refused["error"].startswith("What runs in the terminal has not read all of the keys in 1s")
+        assert (await tmux(desk, "capture"))["running"]
+        assert (await tmux(desk, "stop"))["error"] is None
+
+    at_desk(scenario)
+
+
 def test_a_stream_gives_everything_once(at_desk: AtDesk) -> None:
     async def scenario(desk: Desk) -> None:
         await tmux(desk, "start")

@@ -23,6 +23,8 @@ from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun
 
 ROWS, COLUMNS = 40, 160
 DEFAULT_MAX_WAIT_S, MIN_QUIET_S, LONGEST_WAIT_S = 10.0, 0.1, 30.0
+MIN_TYPING_S = 1.0
+"""How long a program may take at least to read what is typed."""
 DEFAULT_STREAM_BYTES = 20_000
 
 _ENVIRONMENT = {"PROMPT_COMMAND": r"printf '\e]133;D;%s\a' $?"}
@@ -137,13 +139,19 @@ async def _send_keys(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) ->
     terminal, keys = pane.open(), arguments.get("keys")
     if not keys:
         raise ToolMistake("keys is needed for send_keys")
-    before = (await terminal.process.status()).output_total_bytes
-    try:
-        await terminal.send_keys(*([keys] if isinstance(keys, str) else keys))
-    except BrokenPipeError:
-        raise ToolMistake("What ran in the terminal has ended; start with reset opens another") from None
     quiet_s = max(float(arguments.get("min_wait_s", 0)), MIN_QUIET_S)
     patience_s = float(min(arguments.get("max_wait_s", DEFAULT_MAX_WAIT_S), run.timeout_s))
+    before, typing_s = (await terminal.process.status()).output_total_bytes, max(patience_s, MIN_TYPING_S)
+    try:
+        async with asyncio.timeout(typing_s):
+            await terminal.send_keys(*([keys] if isinstance(keys, str) else keys))
+    except TimeoutError:
+        raise ToolMistake(
+            f"What runs in the terminal has not read all of the keys in {typing_s:g}s; a part may have arrived. "
+            "See with capture what it does, or end it with stop"
+        ) from None
+    except BrokenPipeError:
+        raise ToolMistake("What ran in the terminal has ended; start with reset opens another") from None
     if not arguments.get("block"):
         return _shown(await terminal.capture(quiet_s=quiet_s, timeout_s=patience_s))
     code = await _command_ended(terminal, before, patience_s)
