@@ -162,6 +162,17 @@ def test_mistakes_are_told(at_desk: AtDesk, query: dict[str, JSON], part: str) -
     at_desk(scenario)
 
 
+@pytest.mark.skipif(shutil.which("rg") is not None, reason="ripgrep says nothing that tells these apart")
+def test_a_file_that_cannot_be_read_makes_no_pattern_wrong(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        found = await desk.call("search_files", pattern="no such text", path="/proc/1/task/1/mem")
+        assert "cannot be read" in found["error"]
+        found = await desk.call("search_files", pattern="no such text", path="/proc/1/task/1")
+        assert (found.get("error"), found["matches"]) == (None, [])
+
+    at_desk(scenario)
+
+
 @pytest.mark.skipif(shutil.which("rg") is None, reason="ripgrep is not installed")
 def test_ripgrep_and_grep_agree(at_desk: AtDesk) -> None:
     ripgrep = Path(str(shutil.which("rg"))).read_bytes()

@@ -65,7 +65,7 @@ async def count_matches(slot: Slot, query: Query) -> dict[str, int]:
         found = _COUNT.fullmatch(text)
         if found is not None and ".git" not in path.split("/"):
             counts[_shown(path)] = int(text)
-    if not counts and result.exit_code > 1:
+    if not counts and result.exit_code > 1 and "\0" not in result.output:  # else some file could not be read
         raise ToolMistake(_engine_error(result, query))
     return dict(sorted(counts.items()))
 
