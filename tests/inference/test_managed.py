@@ -291,6 +291,59 @@ def test_thinking_that_stays_is_no_rewrite() -> None:
     check(chat)
 
 
+THINKS_AFTER_USERS = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>assistant\n"
+    "{{ '<think></think>' if '/no_think' in messages[0].content else '<think>\n' }}{% endif %}"
+)
+"""Opens the thinking after a user, as DeepSeek R1's does, and not where the system's message says so, as Nemotron's."""
+
+
+def test_a_prompt_opens_the_thinking_in_one_turn_and_not_in_the_next() -> None:
+    chat_format = ChatFormat(TOKENIZER, THINKS_AFTER_USERS)
+    chat = managed(toy(f"hm\n</think>\n\n{CALL}", "42"), chat_format=chat_format)
+
+    async def go() -> tuple[Message, Message]:
+        asked = said(await chat.chat_completion(messages=HI, tools=[TERMINAL]))
+        result = {"role": "tool", "tool_call_id": asked["tool_calls"][0]["id"], "content": "1"}
+        return asked, said(await chat.chat_completion(messages=[*HI, asked, result], tools=[TERMINAL]))
+
+    asked, answered = asyncio.run(go())
+    assert asked["reasoning_content"] == "hm"
+    assert answered == {"role": "assistant", "content": "42"}
+    check(chat)
+
+
+def test_a_message_decides_whether_the_prompt_opens_the_thinking() -> None:
+    chat = managed(toy("42"), chat_format=ChatFormat(TOKENIZER, THINKS_AFTER_USERS))
+    messages = [{"role": "system", "content": "/no_think"}, *HI]
+    assert said(asyncio.run(chat.chat_completion(messages=messages))) == {"role": "assistant", "content": "42"}
+
+
+def test_a_parser_that_raises_leaves_no_trace_of_the_turn() -> None:
+    class Raising(Hermes):
+        def parse(self, text: str) -> tuple[str | None, list[dict[str, JSON]] | None]:
+            if text == "world":
+                raise RuntimeError("no such text")
+            return super().parse(text)
+
+    chat = ManagedChat(toy("hello", "world", "there"), FORMAT, Raising(), clock=ManualClock())
+
+    async def go() -> None:
+        reply = said(await chat.chat_completion(messages=HI, tools=[TERMINAL]))
+        messages = [*HI, reply, *HI]
+        with pytest.raises(RuntimeError, match="no such text"):
+            await chat.chat_completion(messages=messages, tools=[TERMINAL])
+        assert said(await chat.chat_completion(messages=messages, tools=[TERMINAL]))["content"] == "there"
+
+    asyncio.run(go())
+    assert len(chat.ledger.turns) == 2
+    assert "world" not in text_of(chat)
+    assert text_of(chat).count("<|im_start|>user") == 2
+    check(chat)
+
+
 def test_a_template_without_tools_is_refused_before_anything_is_sampled() -> None:
     engine = toy("hello")
     chat = managed(engine, chat_format=ChatFormat(TOKENIZER, STRIPPING))

@@ -228,6 +228,15 @@ class ManagedChat:
         pieces: Sequence[Piece],
         prompt_tokens: int,
     ) -> _Reply:
+        ids = [number for piece in pieces for number in piece.sampled.ids]
+        finish_reason = pieces[-1].sampled.finish_reason
+        message = self._speech.read(  # before anything is written down: a parser may raise
+            self._text(ids, renderer),
+            thinking=renderer.thinks_at_once(plan.delta),
+            cut=finish_reason == "length",
+            tools=renderer.tools,
+            turn=self._turns + 1,  # not the ledger's: that depends on what conversations beside this one do meanwhile
+        )
         thread = plan.thread
         if plan.begins:
             thread.segment = self.ledger.open(plan.reason or self._why(messages), self._branch)
@@ -238,15 +247,6 @@ class ManagedChat:
         thread.kinds = plan.kinds
         self.ledger.append(thread.segment, plan.delta, pieces)
         self._turns += 1
-        ids = [number for piece in pieces for number in piece.sampled.ids]
-        finish_reason = pieces[-1].sampled.finish_reason
-        message = self._speech.read(
-            self._text(ids, renderer),
-            thinking=renderer.thinks_at_once(messages),
-            cut=finish_reason == "length",
-            tools=renderer.tools,
-            turn=self._turns,  # not the ledger's: that depends on what conversations beside this one do meanwhile
-        )
         thread.went_on(messages, message)
         if message.tool_calls and finish_reason == "stop":
             finish_reason = "tool_calls"

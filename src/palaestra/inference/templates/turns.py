@@ -39,6 +39,9 @@ _MAX_HEAD = 4
 _KEPT_OPENINGS = 32
 _NEVER = -1
 
+_LONGEST_OPENING = 32
+"""How many tokens the tag that opens the thinking, and the white space after it, may take: one per byte at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class History:
@@ -120,9 +123,13 @@ class TurnRenderer:
             self._opened = {**dict(list(self._opened.items())[-_KEPT_OPENINGS:]), text: ids}
         return Opening(ids, step_kinds(messages))
 
-    def thinks_at_once(self, messages: Sequence[Message]) -> bool:
-        """Whether the prompt itself opens the thinking, so that a reply begins inside it."""
-        return self._stand_in(_head_roles(messages), ())[1].rstrip().endswith(self.traits.think_open)
+    def thinks_at_once(self, delta: Sequence[int]) -> bool:
+        """Whether the new prompt tokens `delta[D]` end by opening the thinking, so that the reply begins inside it.
+
+        Templates differ from turn to turn: some open it after a user only, some not where a message says so.
+        """
+        end = self._tokenizer.decode(list(delta[-_LONGEST_OPENING:]), skip_special_tokens=False)
+        return end.rstrip().endswith(self.traits.think_open)
 
     def step(self, history: History, new: Sequence[Message], last_token: int | None) -> Step:
         """What `new` messages and the prompt for a reply add after `last_token`.
