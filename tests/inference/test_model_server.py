@@ -11,12 +11,16 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from palaestra.core.errors import EngineRefused
+from palaestra.core.clock import ManualClock
+from palaestra.core.errors import ContextExceeded, EngineRefused, EngineUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.base import Sampled
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.openai import OpenAIEngine
+from palaestra.inference.engines.sglang import SGLangEngine
 from palaestra.inference.engines.token_chat import TokenChat
+from palaestra.inference.engines.token_server import TokenServer
+from palaestra.inference.engines.vllm import VLLMEngine
 from palaestra.inference.model_server import ModelServer, serve_model
 from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
 from palaestra.inference.tokens import load_tokenizer
@@ -107,11 +111,13 @@ def test_a_streamed_reply_adds_up_to_the_whole_one(folder: Path) -> None:
         ([], "cannot be read"),
         (5, "cannot be read"),
         ({"messages": [{"role": "user", "content": "?"}], "tools": 5}, "cannot be read"),
+        (b'{"messages": "\xff"}', "cannot be read"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(folder: Path, body: JSON, said: str) -> None:
     async def scenario(url: str) -> None:
-        async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/chat/completions", json=body) as reply:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/chat/completions", data=data) as reply:
             assert reply.status == 400
             assert said in (await reply.json())["error"]["message"]
 
@@ -144,6 +150,30 @@ def test_what_the_engine_refuses_reaches_the_client(folder: Path) -> None:
         await client.aclose()
 
     with_server(Refusing(folder, ["x"]), scenario)
+
+
+@pytest.mark.parametrize("wire", [OpenAIEngine, VLLMEngine, SGLangEngine])
+def test_what_trying_again_may_change_and_a_full_window_are_told_apart(
+    folder: Path, wire: Callable[..., OpenAIEngine | TokenServer]
+) -> None:
+    """The engine's own errors arrive as what they are on every wire."""
+    failures = [EngineUnavailable("out of memory"), ContextExceeded("Model 'toy' has a window of 8 tokens.")]
+
+    class Failing(Toy):
+        async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+            raise failures.pop(0)
+
+    engine = Failing(folder, [])
+
+    async def scenario(url: str) -> None:
+        client = wire(APIServerConfig(base_url=url, model_name="toy", tokenizer_name=str(folder)), clock=ManualClock())
+        with pytest.raises(ContextExceeded, match="a window of 8 tokens"):
+            await client.chat_completion(messages=[{"role": "user", "content": "?"}])
+        assert client.transport.retries == 1
+        await client.aclose()
+
+    with_server(engine, scenario)
+    assert failures == []
 
 
 def test_an_address_that_is_taken_is_one_clear_error(folder: Path) -> None:

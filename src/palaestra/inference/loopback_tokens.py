@@ -7,12 +7,13 @@ change a reply before it is sent, to try out what clients do with a wrong one. `
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Self
 
 from aiohttp import web
 
-from palaestra.core.errors import EngineError
+from palaestra.core.errors import ConfigError, ContextExceeded, EngineError, EngineUnavailable
 from palaestra.core.listening import listening
 from palaestra.core.types import JSON
 from palaestra.inference.base import Sampled, TokenEngine
@@ -58,7 +59,7 @@ class TokenLoopback:
         self._counter = itertools.count(1)
 
     async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=1 << 28)
+        app = web.Application(client_max_size=1 << 28, middlewares=[_told])
         self.routes(app)
         self._listening = listening(app, self._host, self._port, shutdown_s=0.01)
         self.url = await self._listening.__aenter__()
@@ -140,13 +141,27 @@ class TokenLoopback:
         return web.json_response(self._spoil(reply))
 
     async def _sampled(self, input_ids: Sequence[int], asked: Mapping[str, JSON]) -> Sampled:
-        """Ask the engine; what it refuses is refused with its words."""
-        try:
-            return await self._engine.generate(
-                input_ids, {name: value for name, value in asked.items() if name not in _WIRE_ONLY}
-            )
-        except EngineError as error:
-            raise web.HTTPBadRequest(text=str(error)) from None
+        """Ask the engine."""
+        return await self._engine.generate(
+            input_ids, {name: value for name, value in asked.items() if name not in _WIRE_ONLY}
+        )
+
+
+@web.middleware
+async def _told(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Why a request was not answered, as the OpenAI API tells it: 503 for what trying again may change, or 400."""
+    try:
+        return await handler(request)
+    except (EngineError, ConfigError) as error:
+        told = {"message": str(error), "type": type(error).__name__}
+        if isinstance(error, ContextExceeded):
+            told["code"] = "context_length_exceeded"
+        return web.json_response({"error": told}, status=503 if isinstance(error, EngineUnavailable) else 400)
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, LookupError, TypeError) as error:
+        message = f"the request cannot be read: {type(error).__name__}: {error}"
+        return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=400)
 
 
 def _pairs(sampled: Sampled) -> list[tuple[int, float]]:

@@ -13,12 +13,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from aiohttp import web
 
-from palaestra.core.errors import ConfigError, EngineError
 from palaestra.core.types import JSON
 from palaestra.inference.base import ChatCompletion, TokenEngine
 from palaestra.inference.loopback_tokens import TokenLoopback
@@ -53,7 +52,6 @@ class ModelServer(TokenLoopback):
         super().routes(app)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/health", self._health)
-        app.middlewares.append(_told)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -68,20 +66,6 @@ class ModelServer(TokenLoopback):
         completion = await self._chat_engine.managed_server().chat_completion(messages=messages, **settings)
         reply = _as_openai(completion, next(self._counter))
         return await _streamed(request, reply) if body.get("stream") else web.json_response(reply)
-
-
-@web.middleware
-async def _told(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """What a request asked for that cannot be, as the OpenAI API tells it."""
-    try:
-        return await handler(request)
-    except (EngineError, ConfigError) as error:
-        return web.json_response({"error": {"message": str(error), "type": type(error).__name__}}, status=400)
-    except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
-        message = f"the request cannot be read: {type(error).__name__}: {error}"
-        return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=400)
 
 
 def _as_openai(completion: ChatCompletion, number: int) -> dict[str, JSON]:
