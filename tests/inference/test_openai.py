@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 from collections.abc import Awaitable, Callable
@@ -11,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from palaestra.core.clock import ManualClock
-from palaestra.core.errors import ConfigError, EngineRefused, EngineReplyError, EngineUnavailable
+from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineReplyError, EngineUnavailable
 from palaestra.core.types import JSON, Message
 from palaestra.inference.base import ChatCompletion, SessionContext
 from palaestra.inference.config import APIServerConfig
@@ -46,6 +47,31 @@ def test_a_request_holds_what_was_asked_and_nothing_more() -> None:
     assert (server.seen[0].method, server.seen[0].path) == ("POST", "/v1/chat/completions")
     assert server.seen[0].body == {"model": "m", "messages": HI}
     assert "Authorization" not in server.seen[0].headers
+
+
+FAILED = {"error": {"message": "Provider returned error", "code": 502}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_within_a_reply_counts_as_the_status_that_it_says(stream: bool) -> None:
+    """OpenRouter answers 200 once a provider has begun; vLLM and SGLang once they stream."""
+
+    def answer(error: JSON) -> Answer:
+        return Answer([b"data: " + json.dumps(error).encode() + b"\n\n"] if stream else error)
+
+    server = LoopbackServer(answer(FAILED), answer(FAILED), Answer(completion("hello")))
+    assert ask(server, stream=stream).choices[0].message.content == "hello"
+    assert len(server.seen) == 3
+    too_long = {"error": {"message": "Input length (9) exceeds the maximum allowed length (8).", "code": 400}}
+    with pytest.raises(ContextExceeded):
+        ask(LoopbackServer(answer(too_long)), stream=stream)
+    with pytest.raises(EngineReplyError, match="no status"):
+        ask(LoopbackServer(answer({"error": {"message": "no status"}})), stream=stream)
+
+
+def test_a_reply_that_speaks_of_errors_is_a_reply() -> None:
+    told = {**completion('{"error": {"code": 502}}'), "error": None}
+    assert ask(LoopbackServer(Answer(told))).choices[0].message.content == '{"error": {"code": 502}}'
 
 
 def test_every_setting_arrives_and_extra_body_wins() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -340,8 +341,15 @@ def test_a_server_that_recovers_costs_the_rollout_nothing() -> None:
     assert verify_ledger(chat.ledger.record()).ok
 
 
-def test_sglang_refuses_in_an_abort() -> None:
-    abort = {"type": "abort", "message": "input too long", "status_code": 400}
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ("stop must be a text", EngineRefused),
+        ("Input length (9 tokens) exceeds the maximum allowed length (8 tokens).", ContextExceeded),
+    ],
+)
+def test_sglang_refuses_in_an_abort(message: str, error: type[EngineError]) -> None:
+    abort = {"type": "abort", "message": message, "status_code": 400}
     reply = {"text": "", "meta_info": {"finish_reason": abort, "output_token_logprobs": []}}
 
     async def go() -> None:
@@ -352,8 +360,9 @@ def test_sglang_refuses_in_an_abort() -> None:
             finally:
                 await engine.aclose()
 
-    with pytest.raises(EngineRefused, match="input too long"):
+    with pytest.raises(EngineRefused, match=re.escape(message.rstrip("."))) as caught:
         asyncio.run(go())
+    assert type(caught.value) is error
 
 
 def test_another_tokenizer_than_the_servers_ends_the_start() -> None:

@@ -112,6 +112,17 @@ def test_a_redirect_is_not_followed_since_it_would_turn_the_post_into_a_get() ->
         "The input (5000 tokens) is longer than the model's context length (4096 tokens).",
         "prompt is too long: 210000 tokens > 200000 maximum",
         {"message": "no room", "code": "context_length_exceeded"},
+        "Input length (70001 tokens) exceeds the maximum allowed length (53682 tokens). Use a shorter input",
+        "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 4096. Given: 5000 `inputs` tokens",
+        "Input validation error: `inputs` must have less than 1024 tokens. Given: 2000",
+        "The input token count (1196265) exceeds the maximum number of tokens allowed (1048575)",
+        "This model's maximum prompt length is 131072 but the request contains 537812 tokens.",
+        "Invalid request: Your request exceeded model token limit: 262144 (requested: 262300)",
+        "The number of tokens to keep from the initial prompt is greater than the context length.",
+        "the model is loaded with context length of only 4096 tokens, which is not enough",
+        "Please reduce the length of the messages or completion.",
+        "Prompt exceeds max length",
+        "Range of input length should be [1, 30720]",
     ],
 )
 def test_a_conversation_that_does_not_fit_is_told_apart(message: JSON) -> None:
@@ -119,9 +130,13 @@ def test_a_conversation_that_does_not_fit_is_told_apart(message: JSON) -> None:
         outcome(LoopbackServer(Answer({"error": message}, 400)), transport(ManualClock()))
 
 
-def test_other_bad_requests_are_not_taken_for_a_full_context() -> None:
+@pytest.mark.parametrize(
+    "detail",
+    ["tools: too many tools", "max_tokens exceeds the limit of 8192", "maximum allowed length of a name is 64 letters"],
+)
+def test_other_bad_requests_are_not_taken_for_a_full_context(detail: str) -> None:
     with pytest.raises(EngineRefused) as caught:
-        outcome(LoopbackServer(Answer({"detail": "tools: too many tools"}, 400)), transport(ManualClock()))
+        outcome(LoopbackServer(Answer({"detail": detail}, 400)), transport(ManualClock()))
     assert not isinstance(caught.value, ContextExceeded)
 
 

@@ -21,10 +21,15 @@ _SHOWN_CHARS = 500
 _TOO_LONG = re.compile(
     r"context_length_exceeded|exceed_context_size|(maximum|max|model'?s) context (length|window|size)"
     r"|context (length|window|size)[^.]{0,40}(exceed|limit)|exceeds?[^.]{0,60}(context|max_model_len)"
-    r"|(prompt|input|request)( is|'s| has)? too (long|many tokens)|longer than the (maximum )?model",
+    r"|(prompt|input|request)( is|'s| has)? too (long|many tokens)|longer than the (maximum )?model"
+    r"|exceeds? the maximum allowed (input )?length|(input|prompt) token count[^.]{0,40}exceeds"
+    r"|`?inputs`?( tokens \+ `?max_new_tokens`?)? must (be <=|have less than)|maximum prompt length"
+    r"|exceeded model token limit|(greater than the|loaded with) context length|reduce the length of the messages"
+    r"|prompt exceeds max length|range of input length",
     re.IGNORECASE,
 )
-"""How OpenAI, vLLM, SGLang, llama.cpp, TGI and OpenRouter say that a conversation does not fit."""
+"""How OpenAI, vLLM, SGLang, llama.cpp, TGI, LM Studio and the providers behind OpenRouter (Gemini, Grok, Groq, Kimi,
+GLM, Qwen) say that a conversation does not fit."""
 
 _WAYS_OUT = {
     401: "Set the key with --openai.api_key.",
@@ -34,6 +39,35 @@ _WAYS_OUT = {
     405: "Check --openai.base_url: this address does not take chat completions.",
     413: "The request is too large for the server.",
 }
+
+
+class FailedWithin(Exception):
+    """Raised by who reads a reply: its status was 200, and it says itself that the request failed, with `status`.
+
+    Sources: OpenRouter's errors, which come so once a provider has begun; vLLM's and SGLang's in the midst of a stream.
+    """
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"HTTP {status} within a reply")
+        self.status = status
+        self.body = body
+
+
+def raise_failed_within(body: bytes) -> None:
+    """Look whether a JSON body is an error with a status of its own. Raises `FailedWithin`."""
+    if b'"error"' not in body:
+        return
+    try:
+        error = msgspec.json.decode(body, type=_WithError).error
+    except NOT_JSON:
+        return
+    code = error.get("code") if isinstance(error, dict) else None
+    if isinstance(code, int) and 400 <= code < 600:
+        raise FailedWithin(code, body)
+
+
+class _WithError(msgspec.Struct):
+    error: JSON = None
 
 
 def shown(url: URL) -> str:

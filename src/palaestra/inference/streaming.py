@@ -20,7 +20,7 @@ import msgspec
 
 from palaestra.core.errors import EngineReplyError
 from palaestra.core.types import JSON
-from palaestra.inference.refusals import server_says
+from palaestra.inference.refusals import raise_failed_within, server_says
 from palaestra.inference.wire import NOT_JSON, encode_json
 
 _DONE = b"[DONE]"
@@ -55,11 +55,14 @@ class ReplyReader:
     async def read(self, reply: aiohttp.ClientResponse) -> bytes:
         """The reply as one JSON body, however it came.
 
-        Raises `aiohttp.ClientPayloadError` where it broke off, and `EngineReplyError` where the server says in the
-        midst of it that it failed, or sends what is no event.
+        Raises `aiohttp.ClientPayloadError` where it broke off, `FailedWithin` where the server says in it that it
+        failed, with a status, and `EngineReplyError` where it says so without one, or sends what is no event.
         """
         if reply.content_type != "text/event-stream" or reply.status != 200:
-            return await reply.read()
+            body = await reply.read()
+            if reply.status == 200:
+                raise_failed_within(body)
+            return body
         self._tries += 1
         if self._tries > 1 and self._told is not None:
             self._told(Delta(restarted=True))
@@ -82,6 +85,7 @@ class ReplyReader:
         if not isinstance(chunk, dict):
             raise EngineReplyError(f"{self._source} sent what is not a piece of a reply: {server_says(data)!r}.")
         if chunk.get("error"):
+            raise_failed_within(data)
             raise EngineReplyError(f"{self._source} failed in the middle of its reply: {server_says(data)}.")
         return chunk
 

@@ -24,7 +24,7 @@ from palaestra.core.retry import AT_START, RETRIED_STATUSES, Passing, RetryPolic
 from palaestra.core.types import JSON
 from palaestra.core.uncharged import take_turn
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.refusals import overloaded, refused, shown, unreachable
+from palaestra.inference.refusals import FailedWithin, overloaded, refused, shown, unreachable
 from palaestra.inference.wire import encode_json
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,8 @@ Body: TypeAlias = Callable[[], bytes]
 """Makes the body of a request, anew for each try: while the model works nothing holds it."""
 
 Reader: TypeAlias = Callable[[aiohttp.ClientResponse], Awaitable[bytes]]
-"""Reads the body of one reply. `aiohttp.ClientError` from it is a broken connection, which is tried again."""
+"""Reads the body of one reply. `aiohttp.ClientError` from it is a broken connection, which is tried again; after
+`FailedWithin` the reply counts as one of the status that it says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +184,12 @@ class Transport:
             timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
             started_s = self._clock.monotonic()
             async with session.request(method, url, data=data, timeout=timeout, allow_redirects=False) as reply:
-                content = await (read(reply) if read else reply.read())
+                try:
+                    status, content = reply.status, await (read(reply) if read else reply.read())
+                except FailedWithin as failed:
+                    status, content = failed.status, failed.body
                 self.latencies_s.append(self._clock.monotonic() - started_s)
-                return Response(reply.status, content, reply.headers.get("Retry-After"))
+                return Response(status, content, reply.headers.get("Retry-After"))
         finally:
             self.in_flight -= 1
             places.release()

@@ -137,7 +137,7 @@ class OpenAIEngine:
     async def _complete(self, body: dict[str, JSON], lane: str, on_delta: DeltaHook | None = None) -> ChatCompletion:
         messages: Sequence[Message] = body["messages"]
         source = f"The model server at {shown(self._url)} (model '{self.name}')"
-        read = ReplyReader(source, on_delta).read if body.get("stream") else None
+        read = ReplyReader(source, on_delta).read
         if self._strict_history:
             body["messages"] = plainer_history(messages, self._strict_history) or messages
         try:

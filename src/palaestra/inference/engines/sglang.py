@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from palaestra.core.errors import EngineRefused
 from palaestra.core.types import JSON
 from palaestra.inference.base import Sampled
 from palaestra.inference.engines.token_server import TokenServer
-from palaestra.inference.refusals import refused, shown
+from palaestra.inference.refusals import refused
 from palaestra.inference.wire import encode_json
 
 _NAMES: Mapping[str, str] = {
@@ -40,7 +39,8 @@ class SGLangEngine(TokenServer):
         info = reply.meta_info
         reason = info.finish_reason
         if reason.type == "abort" and reason.status_code is not None and 400 <= reason.status_code < 500:
-            raise EngineRefused(f"The model server at {shown(url)} (model '{self.name}') refused: {reason.message}.")
+            self.transport.failures += 1
+            raise refused(url, reason.status_code, reason.message.encode(), self.name)
         if info.prompt_tokens is not None and info.prompt_tokens != len(input_ids):
             raise self._wrong(url, len(input_ids), f"it was given {info.prompt_tokens} tokens, it says")
         if info.completion_tokens not in (None, len(info.output_token_logprobs)):

@@ -47,6 +47,7 @@ class VLLMEngine(TokenServer):
             self._stock = False
             return await self._from_atropos(list(input_ids), sampling)
         if not 200 <= response.status < 300:
+            self.transport.failures += 1
             raise refused(url, response.status, response.body, self.name)
         self._stock = True
         return self._from_stock(response.body, input_ids)
