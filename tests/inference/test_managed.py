@@ -321,6 +321,36 @@ def test_a_message_decides_whether_the_prompt_opens_the_thinking() -> None:
     assert said(asyncio.run(chat.chat_completion(messages=messages))) == {"role": "assistant", "content": "42"}
 
 
+@pytest.mark.parametrize("chat_format", [FORMAT, ChatFormat(TOKENIZER, STRIPPING)], ids=["appends", "rewrites"])
+def test_a_replys_own_message_may_be_sent_back(chat_format: ChatFormat) -> None:
+    chat = managed(toy("<think>\nhm\n</think>\n\nhello", "there"), chat_format=chat_format)
+
+    async def go() -> None:
+        reply = (await chat.chat_completion(messages=HI)).choices[0].message
+        await chat.chat_completion(messages=[*HI, reply, *HI])
+
+    asyncio.run(go())
+    assert len(chat.ledger.turns) == 2
+    check(chat)
+
+
+def test_a_replys_own_calls_may_be_sent_back() -> None:
+    chat = managed(toy(CALL, "hello", "there"))
+
+    async def go() -> list[Message]:
+        reply = (await chat.chat_completion(messages=HI, tools=[TERMINAL])).choices[0].message
+        calls = {"role": "assistant", "content": reply.content, "tool_calls": reply.tool_calls}
+        result = {"role": "tool", "tool_call_id": "x", "content": "1"}
+        await chat.chat_completion(messages=[*HI, calls, result], tools=[TERMINAL])
+        return [*HI, {"role": "assistant", "content": "", "tool_calls": [{"name": "terminal"}]}, result]
+
+    wrong = asyncio.run(go())
+    assert [row.reason for row in chat.ledger.rows()] == ["start"]
+    with pytest.raises(ConfigError, match="no function with a name"):
+        asyncio.run(chat.chat_completion(messages=wrong, tools=[TERMINAL]))
+    check(chat)
+
+
 def test_a_parser_that_raises_leaves_no_trace_of_the_turn() -> None:
     class Raising(Hermes):
         def parse(self, text: str) -> tuple[str | None, list[dict[str, JSON]] | None]:

@@ -195,6 +195,28 @@ def test_n_from_a_server_that_ignores_it() -> None:
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (7, 9, 16)
 
 
+def test_a_replys_own_message_and_calls_may_be_sent_back() -> None:
+    malformed = completion(None, tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "{"}}])
+    answers = [Answer(malformed), Answer({"error": "Expecting property name"}, 400), Answer(completion("now"))]
+    server = LoopbackServer(*answers)
+
+    async def go(engine: OpenAIEngine) -> ChatCompletion:
+        reply = (await engine.chat_completion(messages=HI)).choices[0].message
+        again = {"role": "assistant", "content": None, "tool_calls": reply.tool_calls}
+        return await engine.chat_completion(messages=[*HI, reply, *HI, again])
+
+    assert with_engine(server, go).choices[0].message.content == "now"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+    sent = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert server.seen[1].body["messages"] == [*HI, sent, *HI, sent]
+
+
+def test_what_is_no_call_in_a_history_is_left_to_the_server_to_refuse() -> None:
+    history = [*HI, {"role": "assistant", "tool_calls": [{"name": "f"}, 5]}]
+    with pytest.raises(EngineRefused, match="no function"):
+        ask(LoopbackServer(Answer({"error": "a call with no function"}, 400)), messages=history)
+
+
 def test_a_server_that_refuses_malformed_history_is_given_it_wrapped() -> None:
     bad = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
     history = [*HI, {"role": "assistant", "content": "", "tool_calls": [bad]}]

@@ -41,6 +41,26 @@ class Record(msgspec.Struct, kw_only=True):
         return dumped
 
 
+def plain_messages(messages: Sequence[Message]) -> list[Message]:
+    """The messages as dicts. Environments append a reply's own message, or its calls, to what they send next: ours, or
+    those of a vendor's client. What is none of these stays as it is."""
+    return [_plain_message(message) for message in messages]
+
+
+def _plain_message(message: Message) -> Message:
+    message = _dumped(message)
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if isinstance(calls, Sequence) and not all(isinstance(call, Mapping) for call in calls):
+        message = {**message, "tool_calls": [_dumped(call) for call in calls]}
+    return message
+
+
+def _dumped(value: JSON) -> JSON:
+    """A record as a dict of what is set in it; content also where it is None, which servers know."""
+    dump = None if isinstance(value, Mapping) else getattr(value, "model_dump", None)
+    return value if dump is None else {k: v for k, v in dump().items() if v is not None or k == "content"}
+
+
 class FunctionCall(Record):
     """`arguments` is the JSON text as the model wrote it: it may be malformed."""
 

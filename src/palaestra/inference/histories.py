@@ -6,7 +6,7 @@ that no edit of history can pass for its continuation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -117,6 +117,8 @@ def _same_reply(ours: Message, theirs: Message) -> bool:
 
 
 def _calls(message: Message) -> list[tuple[JSON, JSON]]:
+    functions = [call.get("function") for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     return [
-        (call["function"].get("name"), call["function"].get("arguments")) for call in message.get("tool_calls") or ()
+        (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (None, None)
+        for function in functions
     ]

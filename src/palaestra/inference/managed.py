@@ -21,7 +21,14 @@ from typing import Literal, Self, TypeAlias
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.base import AssistantMessage, ChatCompletion, Choice, CompletionUsage, TokenEngine
+from palaestra.inference.base import (
+    AssistantMessage,
+    ChatCompletion,
+    Choice,
+    CompletionUsage,
+    TokenEngine,
+    plain_messages,
+)
 from palaestra.inference.histories import Thread, Threads
 from palaestra.inference.ledger import Ledger, Piece, Reason
 from palaestra.inference.nodes import sequence_nodes
@@ -189,7 +196,7 @@ class ManagedChat:
 
     async def _reply(self, renderer: TurnRenderer, messages: Sequence[Message], settings: Mapping[str, JSON]) -> _Reply:
         """Plan, sample, and only then write down: nothing is kept of a request that failed."""
-        messages = list(messages)  # the caller's own list may grow while the engine samples
+        messages = plain_messages(messages)  # a list of its own: the caller's may grow while the engine samples
         plan = self._plan(renderer, messages)
         plan.thread.busy = True
         try:

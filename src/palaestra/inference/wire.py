@@ -171,16 +171,22 @@ def _plainer(message: Message, drop: str | None) -> Message:
     if drop in message:
         message = {key: value for key, value in message.items() if key != drop}
     calls = message.get("tool_calls")
-    if not calls or all(_is_object(call["function"]["arguments"]) for call in calls):
+    if not calls or all(_is_object(_arguments(call)) for call in calls):
         return message
     return {**message, "tool_calls": [_wrapped(call) for call in calls]}
 
 
 def _wrapped(call: Mapping[str, JSON]) -> Mapping[str, JSON]:
-    arguments = call["function"]["arguments"]
+    arguments = _arguments(call)
     if _is_object(arguments):
         return call
     return {**call, "function": {**call["function"], "arguments": _dumped({"malformed": arguments})}}
+
+
+def _arguments(call: Mapping[str, JSON]) -> JSON:
+    """The arguments of a call; an empty object for what is no call, which is left to the server to refuse."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return function.get("arguments", "") if isinstance(function, Mapping) else {}
 
 
 def _is_object(arguments: JSON) -> bool:

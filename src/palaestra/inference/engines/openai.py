@@ -19,7 +19,7 @@ from palaestra.core.clock import Clock
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Message
-from palaestra.inference.base import ChatCompletion, ChatServer, SessionContext, TextCompletion
+from palaestra.inference.base import ChatCompletion, ChatServer, SessionContext, TextCompletion, plain_messages
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.listing import listed_models, server_kind
 from palaestra.inference.refusals import shown
@@ -135,7 +135,7 @@ class OpenAIEngine:
         return decode_text(raw, f"The model server at {shown(url)} (model '{self.name}')")
 
     async def _complete(self, body: dict[str, JSON], lane: str, on_delta: DeltaHook | None = None) -> ChatCompletion:
-        messages: Sequence[Message] = body["messages"]
+        messages = body["messages"] = plain_messages(body["messages"])
         source = f"The model server at {shown(self._url)} (model '{self.name}')"
         read = ReplyReader(source, on_delta).read
         if self._strict_history:
