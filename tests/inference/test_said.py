@@ -74,7 +74,23 @@ def test_no_parser_leaves_calls_in_the_text(parser: str | None) -> None:
 
 
 def test_without_tools_nothing_is_a_call() -> None:
-    assert read("hermes", CALL, tools=[]).tool_calls is None
+    message = read("hermes", f"<think>hm</think>\n{CALL}\nand {CALL}", tools=[])
+    assert message.tool_calls is None
+    assert (message.reasoning_content, message.content) == ("hm", f"{CALL}\nand {CALL}")
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("gpt_oss", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>42"),
+        ("mistral", "[THINK]hm[/THINK]42"),
+        ("hermes", "<think>\nhm\n</think>\n\n42"),
+    ],
+)
+@pytest.mark.parametrize("tools", [[], TOOLS], ids=["without tools", "with tools"])
+def test_a_familys_own_thinking_is_none_of_the_content(parser: str, text: str, tools: list[JSON]) -> None:
+    message = read(parser, text, tools=tools)
+    assert (message.reasoning_content, message.content) == ("hm", "42")
 
 
 def test_a_parser_that_there_is_not() -> None:

@@ -69,14 +69,16 @@ class Speech:
     def _parts(
         self, text: str, thinking: bool, cut: bool, tools: Sequence[Mapping[str, JSON]], turn: int
     ) -> tuple[str | None, str | None, Sequence[JSON]]:
-        """Thinking, content and calls. Where there are no tools, nothing is a call."""
+        """Thinking, content and calls. Where there are no tools, nothing is a call: it stays in the content."""
         reasoning, said = split_thinking(text, thinking)
-        if self._parser is None or not tools:
+        if self._parser is None or not (tools or "thinking" in self._accepts):
             return reasoning, said, ()
         known = {"tools": tools, "cut": cut, "thinking": thinking, "turn": turn}
         options = {name: value for name, value in known.items() if name in self._accepts}
         if "thinking" in options:  # a parser that knows its format's thinking, which need not be in these tags
             parsed = self._parser.parse(text, **options)
+            if not tools:
+                return parsed.reasoning, parsed.written(text), ()
             return parsed.reasoning, parsed.content, parsed.all_tool_calls or ()
         content, calls = self._parser.parse(said, **options)
         return reasoning, content, calls or ()

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 from typing import Protocol, TypeAlias
 
 from palaestra.core.types import JSON
@@ -137,6 +138,13 @@ class Parsed:
         """All text joined, or None. Bare of whitespace at its ends, unless nothing but text was there."""
         joined = "".join(text.text for text in self.texts)
         return (joined if len(self.pieces) == len(self.texts) else joined.strip()) or None
+
+    def written(self, text: str) -> str:
+        """All but the thinking, with calls as they stand in the output `text`: what is said where nothing is a call."""
+        kinds = groupby(self.pieces, lambda piece: isinstance(piece, Reasoning))
+        runs = [list(run) for thinks, run in kinds if not thinks]
+        joined = "".join(text[run[0].start : run[-1].end] for run in runs)
+        return joined.strip() if len(self.pieces) > sum(map(len, runs)) else joined
 
     @property
     def tool_calls(self) -> list[ToolCallMessage] | None:
