@@ -150,7 +150,9 @@ async def rollout(
     tools = TOOLS if kind in ("tools", "thinking", "aborts", "cut") and family.name not in NO_TOOLS else []
     renderer = family.format.renderer(tools)
     messages: list[Message] = [{"role": "user", "content": words(rng, 60)}]
-    said = replies(rng, kind if tools or kind != "tools" else "plain", renderer.thinks_at_once(renderer.opening(messages).ids))
+    said = replies(
+        rng, kind if tools or kind != "tools" else "plain", renderer.thinks_at_once(renderer.opening(messages).ids)
+    )
     engine = ToyEngine(
         family.tokenizer,
         said,

@@ -321,6 +321,37 @@ def test_a_message_decides_whether_the_prompt_opens_the_thinking() -> None:
     assert said(asyncio.run(chat.chat_completion(messages=messages))) == {"role": "assistant", "content": "42"}
 
 
+SAID_LAST = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{% if m.role != 'tool' %}"
+    "<|im_start|>{{ m.role }}\n{% set at = loop.index0 %}{% for c in m.tool_calls or [] %}"
+    "({{ c.function.arguments | tojson }}){% set result = messages[at + loop.index] %}"
+    "{% if result is defined and result.role == 'tool' %}=({{ result.content }}){% endif %}{% endfor %}"
+    "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Writes each call's result right behind the call, and what was said beside them last, as Gemma's does."""
+
+
+@pytest.mark.parametrize("history", ["template", "append"])
+@pytest.mark.parametrize("reply", [f"I look. {CALL}", f"{CALL}\n{CALL}"], ids=["said beside a call", "two calls"])
+def test_results_are_shown_where_the_template_writes_them_ahead_of_the_reply(history: str, reply: str) -> None:
+    chat = managed(toy(reply, "hello", "there"), chat_format=ChatFormat(TOKENIZER, SAID_LAST), history=history)
+
+    async def go() -> None:
+        asked = said(await chat.chat_completion(messages=HI, tools=[TERMINAL]))
+        messages = [*HI, asked]
+        for number, call in enumerate(asked["tool_calls"]):
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"result {number}"})
+        messages.append(said(await chat.chat_completion(messages=messages, tools=[TERMINAL])))
+        await chat.chat_completion(messages=[*messages, *HI], tools=[TERMINAL])
+
+    asyncio.run(go())
+    assert [row.reason for row in chat.ledger.rows()] == ["start", "template_rewrite"]
+    last = text_of(chat, -1)
+    assert all(f"=(result {number})" in last for number in range(reply.count(CALL)))
+    assert last.endswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nthere<|im_end|>")
+    check(chat)
+
+
 @pytest.mark.parametrize("chat_format", [FORMAT, ChatFormat(TOKENIZER, STRIPPING)], ids=["appends", "rewrites"])
 def test_a_replys_own_message_may_be_sent_back(chat_format: ChatFormat) -> None:
     chat = managed(toy("<think>\nhm\n</think>\n\nhello", "there"), chat_format=chat_format)

@@ -114,3 +114,8 @@ def stand_ins(kind: StepKind, tool: str) -> list[Message]:
             message["tool_call_id"] = ids[min(number, len(ids) - 1)] if ids else CALL_ID
         after.append(message)
     return [shape.message(_EARLIER), *after]
+
+
+def last_stand_in(text: str) -> int:
+    """Where the last thing begins that a stand-in's reply says, -1 where it says nothing."""
+    return max(text.rfind(_mark(part, stand=_EARLIER)) for part in "acr")

@@ -25,7 +25,16 @@ from dataclasses import dataclass
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
 from palaestra.inference.templates.jinja import ChatTemplate, WrittenOnce
-from palaestra.inference.templates.marks import StepKind, shape_of, stand_ins, step_kind, step_kinds, with_latest
+from palaestra.inference.templates.marks import (
+    CONTENT,
+    StepKind,
+    last_stand_in,
+    shape_of,
+    stand_ins,
+    step_kind,
+    step_kinds,
+    with_latest,
+)
 from palaestra.inference.templates.messages import for_template
 from palaestra.inference.templates.outlines import Measured, Outlines
 from palaestra.inference.templates.probes import Traits, probe
@@ -104,6 +113,7 @@ class TurnRenderer:
         self._outlines: Outlines | None = None
         self._proved: dict[object, int] = {}
         self._opened: dict[str, array[int]] = {}
+        self._orders: dict[StepKind, bool] = {}
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -153,6 +163,8 @@ class TurnRenderer:
         return array("i", self._tokenizer.encode(text, add_special_tokens=False))
 
     def _measure(self, history: History, new: Sequence[Message], latest: StepKind) -> Measured:
+        if not self._in_order(latest):
+            return None, "a part of the assistant's reply is written behind what came after it"
         roles = _head_roles(history.prompt)
         case = roles, history.kinds, latest
         proved_at = self._proved.get(case, 0)
@@ -178,6 +190,22 @@ class TurnRenderer:
         elif len(history.prompt) > len(head) or not history.kinds:  # one as long proves nothing about repeated steps
             self._proved[case] = len(history.prompt)
         return full
+
+    def _in_order(self, latest: StepKind) -> bool:
+        """Whether such a step is written in the order in which it was taken. Gemma's template writes what is said
+        beside a call behind the call's result."""
+        if latest not in self._orders:
+            self._orders[latest] = self._look_at_order(latest)
+        return self._orders[latest]
+
+    def _look_at_order(self, latest: StepKind) -> bool:
+        reply, *after = stand_ins(latest, self._tool_name)
+        marked = [{**message, "content": CONTENT} for message in after]
+        try:
+            text = self._render(self._ready([{"role": "user", "content": _STAND_IN}, reply, *marked]))
+        except ConfigError:
+            return True  # the conversation itself will tell
+        return CONTENT not in text or last_stand_in(text) < text.index(CONTENT)
 
     def _in_full(self, history: History, new: Sequence[Message]) -> Measured:
         """Measured on the conversation itself, in which only the last reply is marked."""
@@ -218,12 +246,17 @@ class TurnRenderer:
         """A short conversation: a head, and every kind of step that was taken, once. As messages and rendered."""
         case = roles, kinds
         if case not in self._stand_ins:
-            tool = self.tools[0].get("function", self.tools[0]).get("name", "f") if self.tools else "f"
             messages = [{"role": role, "content": _STAND_IN} for role in roles]
-            messages += [message for kind in kinds for message in stand_ins(kind, tool)]
+            messages += [message for kind in kinds for message in stand_ins(kind, self._tool_name)]
             ready = self._ready(messages)
             self._stand_ins[case] = ready, self._render(ready)
         return self._stand_ins[case]
+
+    @property
+    def _tool_name(self) -> str:
+        """The name of a tool that there is."""
+        name: str = self.tools[0].get("function", self.tools[0]).get("name", "f") if self.tools else "f"
+        return name
 
     def _ready(self, messages: Sequence[Message]) -> list[Message]:
         return for_template(messages, self.traits.reasoning_field, joined=self.traits.joined)
