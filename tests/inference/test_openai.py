@@ -195,6 +195,16 @@ def test_n_from_a_server_that_ignores_it() -> None:
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (7, 9, 16)
 
 
+def test_texts_too_are_asked_for_one_by_one() -> None:
+    one = {"choices": [{"text": "so"}], "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}}
+    server = LoopbackServer(Answer(one))
+    reply = with_engine(server, lambda engine: engine.completion(prompt="and", n=3), n_kwarg_is_ignored=True)
+    assert [(choice.index, choice.text) for choice in reply.choices] == [(0, "so"), (1, "so"), (2, "so")]
+    assert [seen.body for seen in server.seen] == [{"model": "m", "prompt": "and"}] * 3
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (7, 9, 16)
+
+
 def test_a_replys_own_message_and_calls_may_be_sent_back() -> None:
     malformed = completion(None, tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "{"}}])
     answers = [Answer(malformed), Answer({"error": "Expecting property name"}, 400), Answer(completion("now"))]

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from yarl import URL
 
@@ -28,6 +29,9 @@ from palaestra.inference.transport import Transport
 from palaestra.inference.wire import decode_completion, decode_text, plainer_history
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R", ChatCompletion, TextCompletion)
 
 
 class OpenAIEngine:
@@ -130,8 +134,14 @@ class OpenAIEngine:
     ) -> TextCompletion:
         """`n` continuations of a text. Raises as `chat_completion` does."""
         body = {"model": self.name, "prompt": prompt, **({"n": n} if n > 1 else {}), **sampling, **(extra_body or {})}
+        if n > 1 and self.config.n_kwarg_is_ignored:
+            del body["n"]
+            return _together(await _all([self._continue(body, split) for _ in range(n)]))
+        return await self._continue(body, split)
+
+    async def _continue(self, body: Mapping[str, JSON], lane: str) -> TextCompletion:
         url = self.base_url / "completions"
-        raw = await self.transport.post_json(url, body, lane=split)
+        raw = await self.transport.post_json(url, body, lane=lane)
         return decode_text(raw, f"The model server at {shown(url)} (model '{self.name}')")
 
     async def _complete(self, body: dict[str, JSON], lane: str, on_delta: DeltaHook | None = None) -> ChatCompletion:
@@ -159,20 +169,30 @@ class OpenAIEngine:
     ) -> ChatCompletion:
         """`n` choices from a server that gives one at a time."""
         hooks = [on_delta and partial(_told_as, on_delta, index) for index in range(n)]
-        try:
-            async with asyncio.TaskGroup() as group:
-                asked = [group.create_task(self._complete(dict(body), lane, hook)) for hook in hooks]
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        completion, *others = (task.result() for task in asked)
-        for other in others:
-            for choice in other.choices:
-                choice.index = len(completion.choices)
-                completion.choices.append(choice)
-            if completion.usage and other.usage:
-                completion.usage.completion_tokens += other.usage.completion_tokens
-                completion.usage.total_tokens += other.usage.completion_tokens
-        return completion
+        return _together(await _all([self._complete(dict(body), lane, hook) for hook in hooks]))
+
+
+async def _all(asked: Sequence[Coroutine[None, None, T]]) -> list[T]:
+    """All replies; the first failure takes the other requests back and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in asked]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _together(replies: Sequence[R]) -> R:
+    """The choices of all in the first; the prompt is counted once."""
+    first, *others = replies
+    for other in others:
+        for choice in other.choices:
+            choice.index = len(first.choices)
+            first.choices.append(choice)  # type: ignore[arg-type]
+        if first.usage and other.usage:
+            first.usage.completion_tokens += other.usage.completion_tokens
+            first.usage.total_tokens += other.usage.completion_tokens
+    return first
 
 
 def _told_as(hook: DeltaHook, index: int, delta: Delta) -> None:
