@@ -176,6 +176,30 @@ def test_what_trying_again_may_change_and_a_full_window_are_told_apart(
     assert failures == []
 
 
+def test_a_client_that_hangs_up_takes_its_request_back(folder: Path) -> None:
+    begun, cancelled = asyncio.Event(), asyncio.Event()
+
+    class Slow(Toy):
+        async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+            raise AssertionError
+
+    async def scenario(url: str) -> None:
+        client = OpenAIEngine(APIServerConfig(base_url=url, model_name="toy"))
+        asked = asyncio.create_task(client.chat_completion(messages=[{"role": "user", "content": "?"}]))
+        await begun.wait()
+        asked.cancel()
+        await asyncio.wait([asked])
+        await asyncio.wait_for(cancelled.wait(), 10)
+        await client.aclose()
+
+    with_server(Slow(folder, []), scenario)
+
+
 def test_an_address_that_is_taken_is_one_clear_error(folder: Path) -> None:
     async def scenario(url: str) -> None:
         port = int(url.rpartition(":")[2])

@@ -164,8 +164,8 @@ def test_stop_ids_length_and_window(folder: Path) -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("ids", [[], [-1], [5, 1_000_000]])
-def test_ids_that_the_model_does_not_have_are_refused(folder: Path, ids: list[int]) -> None:
+@pytest.mark.parametrize("ids", [[], [-1], [5, 1_000_000], [1.5]])
+def test_ids_that_the_model_does_not_have_are_refused(folder: Path, ids: list[float]) -> None:
     async def scenario() -> None:
         async with started(folder) as engine:
             with pytest.raises(EngineRefused, match="has token ids 0 to 1032"):

@@ -32,7 +32,8 @@ class TokenLoopback:
     """Serves `engine`. An async context manager; `url` is where it listens.
 
     `stock` False leaves out `/v1/completions`, as Atropos' server does. `token_ids` False answers as vLLM before
-    0.10.2. `seen` holds the requests' bodies. `kind` signs the list of models, as vLLM and SGLang do.
+    0.10.2. `seen` holds the requests' bodies. `kind` signs the list of models, as vLLM and SGLang do. A client that
+    hangs up takes its request back.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class TokenLoopback:
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=1 << 28, middlewares=[_told])
         self.routes(app)
-        self._listening = listening(app, self._host, self._port, shutdown_s=0.01)
+        self._listening = listening(app, self._host, self._port, shutdown_s=0.01, handler_cancellation=True)
         self.url = await self._listening.__aenter__()
         return self
 

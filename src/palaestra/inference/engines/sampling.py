@@ -51,6 +51,8 @@ class Sampling:
         )
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise _refused("max_tokens", max_tokens, "a whole number from 1")
+        if read.seed is not None and not isinstance(read.seed, int):
+            raise _refused("seed", read.seed, "a whole number")
         idle = [name for name, value in left.items() if value not in (0, 0.0, False, [], {}, "")]
         if idle:
             raise EngineRefused(

@@ -95,7 +95,8 @@ class TransformersEngine(TokenChat):
             raise ContextExceeded(
                 f"Model '{self.name}' has a window of {window} tokens; the prompt has {len(input_ids)}."
             )
-        if not input_ids or not 0 <= min(input_ids) <= max(input_ids) < config.vocab_size:
+        known = all(isinstance(number, int) and 0 <= number < config.vocab_size for number in input_ids)
+        if not input_ids or not known:  # one wrong row would cost all others in its batch their answers
             raise EngineRefused(
                 f"Model '{self.name}' has token ids 0 to {config.vocab_size - 1}; the prompt is empty or has others. "
                 "Is --openai.tokenizer_name the tokenizer of this model?"
