@@ -154,6 +154,26 @@ def test_no_retry_starts_after_the_time_is_over() -> None:
     assert len(clock.slept) == 2
 
 
+def test_waiting_for_a_turn_costs_no_tries() -> None:
+    """Behind a long queue a server's hiccup is worth another try as anywhere."""
+    clock = ManualClock()
+
+    async def go() -> list[bytes]:
+        async with LoopbackServer(OK, Answer({}, 503), OK) as server:
+            server.gate = asyncio.Event()
+            client = transport(clock, lanes={"train": 1}, timeout_s=20.0)
+            asked = [asyncio.create_task(client.post_json(URL(server.url) / "v1", {})) for _ in range(2)]
+            await server.under_way(1)
+            clock.now += 100.0
+            server.gate.set()
+            try:
+                return list(await asyncio.gather(*asked))
+            finally:
+                await client.aclose()
+
+    assert asyncio.run(go()) == [b'{"ok": true}'] * 2
+
+
 def test_an_unreachable_port_names_the_address_and_what_to_check() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -63,12 +63,13 @@ def retry_after_s(header: str | None, now: float) -> float | None:
 
 class Passing(Exception):
     """What may pass by itself. `problem` is raised in the end if it does not; `asked_s` is when the server wants to be
-    asked again."""
+    asked again, `waited_s` for how long the try waited for its turn, which is not of the time for all tries."""
 
-    def __init__(self, problem: Exception, asked_s: float | None = None) -> None:
+    def __init__(self, problem: Exception, asked_s: float | None = None, waited_s: float = 0.0) -> None:
         super().__init__(str(problem))
         self.problem = problem
         self.asked_s = asked_s
+        self.waited_s = waited_s
 
 
 async def persist(
@@ -92,6 +93,7 @@ async def persist(
         failed = passing
     with uncharged():
         while True:
+            started_s += failed.waited_s
             wait_s = retry.wait_s(tries, failed.asked_s, rng)
             left_s = timeout_s - (clock.monotonic() - started_s) - wait_s
             if tries >= retry.attempts or left_s <= 0:

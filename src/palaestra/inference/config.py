@@ -18,7 +18,8 @@ class ServerBaseline(Settings):
     """What all servers of a run have in common."""
 
     timeout: int = 1200
-    """Seconds that one request may take, its retries included; long thinking at low throughput needs many."""
+    """Seconds that one request may take, its retries included, the wait for its turn here not; long
+    thinking at low throughput needs many."""
 
     num_max_requests_at_once: int = 512
     """Requests in flight at one server at most; the rest wait their turn here instead of timing out there."""

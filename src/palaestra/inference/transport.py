@@ -58,7 +58,7 @@ class Transport:
     """A pool of connections to one model server. Opens on first use; `aclose` is idempotent.
 
     `lanes` maps a lane's name to how many of its requests may be under way at once. `timeout_s` is for one request with
-    its retries. `model` is only for messages.
+    its retries, without the time that it waits for its turn here. `model` is only for messages.
     """
 
     def __init__(
@@ -150,13 +150,16 @@ class Transport:
         whole_s = timeout_s or self.timeout_s
 
         async def send(tries: int, left_s: float) -> Response:
+            waited_s = await self._take_turn(lane)
             try:
-                response = await self._send(method, url, body, lane, left_s, read)
+                response = await self._send(method, url, body, left_s, read)
             except (aiohttp.ClientError, OSError) as error:
-                raise Passing(unreachable(url, error, self.model, tries, whole_s)) from error
+                raise Passing(unreachable(url, error, self.model, tries, whole_s), waited_s=waited_s) from error
+            finally:
+                self._lanes[lane].release()
             if response.status in RETRIED_STATUSES:
                 asked_s = retry_after_s(response.retry_after, self._clock.wall())
-                raise Passing(overloaded(url, response.status, response.body, self.model, tries), asked_s)
+                raise Passing(overloaded(url, response.status, response.body, self.model, tries), asked_s, waited_s)
             return response
 
         def again(wait_s: float, problem: Exception) -> None:
@@ -171,11 +174,13 @@ class Transport:
             self.failures += 1
             raise
 
-    async def _send(
-        self, method: str, url: URL, body: Body | None, lane: str, timeout_s: float, read: Reader | None
-    ) -> Response:
-        places = self._lanes[lane]
-        await take_turn(places)
+    async def _take_turn(self, lane: str) -> float:
+        """Take a place in the lane, to be released; the seconds waited for it."""
+        asked_s = self._clock.monotonic()
+        await take_turn(self._lanes[lane])
+        return self._clock.monotonic() - asked_s
+
+    async def _send(self, method: str, url: URL, body: Body | None, timeout_s: float, read: Reader | None) -> Response:
         self.requests += 1
         self.in_flight += 1
         try:
@@ -192,7 +197,6 @@ class Transport:
                 return Response(status, content, reply.headers.get("Retry-After"))
         finally:
             self.in_flight -= 1
-            places.release()
 
     def _open(self) -> aiohttp.ClientSession:
         self._session = aiohttp.ClientSession(
