@@ -195,6 +195,25 @@ def test_n_from_a_server_that_ignores_it() -> None:
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (7, 9, 16)
 
 
+def test_a_key_read_from_a_file_is_sent_without_its_new_line() -> None:
+    server = LoopbackServer(Answer(completion()))
+    ask(server, config={"api_key": "sk-1\n"})
+    assert server.seen[0].headers["Authorization"] == "Bearer sk-1"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"api_key": "sk\n1"}, "api_key holds a control character"),
+        ({"api_key": "sk-1", "base_url": "http://me:secret@127.0.0.1:1"}, "leave out one of them"),
+    ],
+)
+def test_a_key_that_cannot_be_sent_is_a_mistake_of_the_configuration(config: JSON, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        OpenAIEngine(APIServerConfig(**{"base_url": "http://127.0.0.1:1", **config}))
+    assert "secret" not in str(caught.value)
+
+
 def test_texts_too_are_asked_for_one_by_one() -> None:
     one = {"choices": [{"text": "so"}], "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}}
     server = LoopbackServer(Answer(one))

@@ -19,7 +19,7 @@ from aiohttp.abc import AbstractStreamWriter
 from yarl import URL
 
 from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import EngineUnavailable
+from palaestra.core.errors import ConfigError, EngineUnavailable
 from palaestra.core.retry import AT_START, RETRIED_STATUSES, Passing, RetryPolicy, persist, retry_after_s
 from palaestra.core.types import JSON
 from palaestra.core.uncharged import take_turn
@@ -93,10 +93,10 @@ class Transport:
         retry: RetryPolicy | None = None,
         rng: random.Random | None = None,
     ) -> Transport:
-        """The pool for a server as it is configured, with the lanes `train` and `eval`."""
+        """The pool for a server as it is configured, with the lanes `train` and `eval`. Raises `ConfigError`."""
         return cls(
             model=config.model_name,
-            headers={"Authorization": f"Bearer {config.api_key}"} if config.api_key else None,
+            headers=_authorization(config),
             lanes={"train": config.num_max_requests_at_once, "eval": config.num_requests_for_eval},
             timeout_s=config.timeout,
             retry=retry,
@@ -205,6 +205,18 @@ class Transport:
             headers=self._headers,
         )
         return self._session
+
+
+def _authorization(config: APIServerConfig) -> dict[str, str]:
+    """The header for the key, without the new line that one read from a file ends with. Raises `ConfigError`."""
+    key = (config.api_key or "").strip()
+    if not key:
+        return {}
+    if not key.isprintable():
+        raise ConfigError("--openai.api_key holds a control character, a new line perhaps: no header can carry it.")
+    if config.base_url and URL(config.base_url).user is not None:
+        raise ConfigError("--openai.base_url names a user and --openai.api_key is set too: leave out one of them.")
+    return {"Authorization": f"Bearer {key}"}
 
 
 class _SentOnce(aiohttp.Payload):
