@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -244,6 +244,34 @@ def test_both_names_of_the_limit_count_over_aborts(kind: str) -> None:
 
     chat = with_server(kind, work, toy={"abort_rate": 0.5})
     assert len([mask for mask in chat.ledger.rows()[0].masks if mask != -100]) == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_does_not_wait_behind_training(kind: str) -> None:
+    begun, free = asyncio.Event(), asyncio.Event()
+
+    class Busy(ToyEngine):
+        async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+            assert "split" not in sampling
+            if not begun.is_set():
+                begun.set()
+                await free.wait()
+            return await super().generate(input_ids, sampling)
+
+    async def go() -> None:
+        async with TokenLoopback(Busy(TOKENIZER, replies()), TOKENIZER, **KINDS[kind][1]) as loopback:
+            engine = KINDS[kind][0](config(loopback.url, num_max_requests_at_once=1), tokenizer=TOKENIZER)
+            training = asyncio.create_task(engine.chat_completion(messages=HI))
+            await begun.wait()
+            await asyncio.wait_for(engine.chat_completion(messages=HI, split="eval"), 10)
+            assert not training.done()
+            with pytest.raises(ConfigError, match="no split 'test'; there are train, eval"):
+                await engine.chat_completion(messages=HI, split="test")
+            free.set()
+            await training
+            await engine.aclose()
+
+    asyncio.run(go())
 
 
 def test_vllm_says_itself_which_model_it_does_not_have() -> None:

@@ -211,6 +211,7 @@ class TokenEngine(Protocol):
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         """Continue `input_ids[T]`. `sampling` has OpenAI's names (`max_tokens`, `temperature`, `stop_token_ids`, …).
 
+        `split` among them, train or eval, is no setting: it picks whose in-flight limit counts, where there are any.
         Raises `EngineError` (already retried), or `EngineReplyError` when the reply is not ids with one log-probability
         each.
         """

@@ -44,7 +44,7 @@ server that renders every turn anew would do; or keep appending to what was samp
 Recalled: TypeAlias = Callable[[int], Sequence[Piece] | None]
 """Asked before the engine is, with the checksum of a prompt's ids: the answer that is known already, or None."""
 
-_NOT_SAMPLING = frozenset({"split", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "stream", "model"})
+_NOT_SAMPLING = frozenset({"tool_choice", "parallel_tool_calls", "chat_template_kwargs", "stream", "model"})
 """Settings that mean nothing to an engine that continues token ids."""
 
 

@@ -175,7 +175,9 @@ class Transport:
             raise
 
     async def _take_turn(self, lane: str) -> float:
-        """Take a place in the lane, to be released; the seconds waited for it."""
+        """Take a place in the lane, to be released; the seconds waited for it. Raises `ConfigError`."""
+        if lane not in self._lanes:
+            raise ConfigError(f"There is no split '{lane}'; there are {', '.join(self._lanes)}.")
         asked_s = self._clock.monotonic()
         await take_turn(self._lanes[lane])
         return self._clock.monotonic() - asked_s

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from palaestra.core.errors import EngineRefused
 from palaestra.core.types import JSON
 
-_IGNORED = frozenset({"n", "logprobs", "top_logprobs", "user", "return_token_ids"})
-"""What clients send along and what changes nothing here: log-probabilities and ids always come."""
+_IGNORED = frozenset({"n", "logprobs", "top_logprobs", "user", "return_token_ids", "split"})
+"""What clients send along and what changes nothing here: log-probabilities and ids always come, and one batch serves
+all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ class SGLangEngine(TokenServer):
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         """Continue `input_ids[T]`."""
         url = self.root_url / "generate"
-        response = await self._continued(url, "input_ids", input_ids, _asked(sampling))
+        lane, asked = sampling.get("split", "train"), _asked(sampling)
+        response = await self._continued(url, "input_ids", input_ids, asked, lane)
         if not 200 <= response.status < 300:
             self.transport.failures += 1
             raise refused(url, response.status, response.body, self.name)
@@ -60,7 +61,7 @@ class SGLangEngine(TokenServer):
 
 
 def _asked(sampling: Mapping[str, JSON]) -> bytes:
-    settings = {_NAMES.get(name, name): value for name, value in sampling.items()}
+    settings = {_NAMES.get(name, name): value for name, value in sampling.items() if name != "split"}
     settings.setdefault("max_new_tokens", None)  # up to the window; left out, it would be 128
     return encode_json(
         {

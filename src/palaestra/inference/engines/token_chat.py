@@ -97,7 +97,6 @@ class TokenChat:
         """`n` continuations of a text; their tokens are not kept. Raises `EngineError`."""
         ids = self.tokenizer.encode(prompt)
         settings = {**sampling, **(extra_body or {})}
-        settings.pop("split", None)
 
         async def one(index: int) -> tuple[TextChoice, int]:
             pieces = await sample(self, Ledger().prompt(None, ids), settings, None, self._clock)

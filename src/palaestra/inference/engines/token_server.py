@@ -84,10 +84,10 @@ class TokenServer(TokenChat):
         except (EngineUnavailable, *NOT_JSON):
             return None
 
-    async def _continued(self, url: URL, name: str, ids: Sequence[int], rest: bytes) -> Response:
+    async def _continued(self, url: URL, name: str, ids: Sequence[int], rest: bytes, lane: str) -> Response:
         """The answer to the JSON object `rest` with the ids under `name`, which are by far the most of it."""
         return await self.transport.request(
-            "POST", url, lambda: b"".join((b'{"', name.encode(), b'":', ids_json(ids), b",", rest[1:]))
+            "POST", url, lambda: b"".join((b'{"', name.encode(), b'":', ids_json(ids), b",", rest[1:])), lane=lane
         )
 
     def _decoded(self, raw: bytes, shape: type[T], url: URL, prompt_tokens: int) -> T:

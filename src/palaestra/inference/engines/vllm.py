@@ -30,8 +30,9 @@ class VLLMEngine(TokenServer):
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         """Continue `input_ids[T]`, in the shape that the server has."""
         sampling = {"max_tokens": None, **sampling}  # up to the window; left out, it would be 16
+        lane = sampling.pop("split", "train")
         if self._stock is False:
-            return await self._from_atropos(list(input_ids), sampling)
+            return await self._from_atropos(list(input_ids), sampling, lane)
         url = self.base_url / "completions"
         body = {
             **sampling,
@@ -42,10 +43,10 @@ class VLLMEngine(TokenServer):
             "skip_special_tokens": False,
             "add_special_tokens": False,
         }
-        response = await self._continued(url, "prompt", input_ids, encode_json(body))
+        response = await self._continued(url, "prompt", input_ids, encode_json(body), lane)
         if response.status in (404, 405) and self._stock is None and not _speaks_of_request(response.body):
             self._stock = False
-            return await self._from_atropos(list(input_ids), sampling)
+            return await self._from_atropos(list(input_ids), sampling, lane)
         if not 200 <= response.status < 300:
             self.transport.failures += 1
             raise refused(url, response.status, response.body, self.name)
@@ -77,10 +78,10 @@ class VLLMEngine(TokenServer):
         values = [value for value in logprobs.token_logprobs if value is not None]
         return Sampled(ids=ids, logprobs=values, finish_reason=choice.finish_reason)
 
-    async def _from_atropos(self, input_ids: list[int], sampling: Mapping[str, JSON]) -> Sampled:
+    async def _from_atropos(self, input_ids: list[int], sampling: Mapping[str, JSON], lane: str) -> Sampled:
         url = self.root_url / "generate"
         body = {**sampling, "prompt": {"prompt_token_ids": input_ids}, "logprobs": 0}
-        reply = self._decoded(await self.transport.post_json(url, body), _Generated, url, len(input_ids))
+        reply = self._decoded(await self.transport.post_json(url, body, lane=lane), _Generated, url, len(input_ids))
         if not reply.logprobs or not reply.finish_reasons:
             raise self._wrong(url, len(input_ids), "it has no completion")
         ids: list[int] = []
