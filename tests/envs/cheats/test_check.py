@@ -180,7 +180,7 @@ def test_what_runs_before_a_checks_own_code_pays_only_in_the_agents_root(
 
 @pytest.mark.network
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)  # minutes of a processor, on a machine that may have less than one to give
 def test_real_tasks_pay_no_cheat_and_a_naive_grader_pays_many(tmp_path: Path) -> None:
     options = BuildOptions(out=tmp_path / "tasks.jsonl", cache=tmp_path, select=("swap_arguments__4xjvjrph",))
 
