@@ -152,6 +152,15 @@ def test_a_task_without_solution_is_the_tasks_fault(tmp_path: Path) -> None:
     assert "solution" in groups[0].trajectories[0].error
 
 
+async def interrupted(runner: Runner, entered: asyncio.Event) -> None:
+    """Run until something has been entered, then cancel the run."""
+    running = asyncio.create_task(runner.run())
+    await entered.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
 def test_cancelling_keeps_what_was_finished_and_records_the_rest(tmp_path: Path) -> None:
     shared = services(tmp_path, group_size=1)
 
@@ -161,11 +170,7 @@ def test_cancelling_keeps_what_was_finished_and_records_the_rest(tmp_path: Path)
         async def first_only(rollout: Rollout) -> float:
             return 1.0 if rollout.task.id == "sum-0" else await until_cancelled(entered)
 
-        running = asyncio.create_task(Runner(Sums(3, score=first_only), shared, concurrency=1).run())
-        await entered.wait()
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
+        await interrupted(Runner(Sums(3, score=first_only), shared, concurrency=1), entered)
         shared.journal.close()
 
     asyncio.run(main())
@@ -346,11 +351,7 @@ def test_groups_that_were_to_grow_are_handed_on_where_the_run_ends_before_them(t
             on_group=lambda group: handed.append(group.number),
             ended={each.number: each for each in groups},
         )
-        running = asyncio.create_task(runner.run())
-        await entered.wait()
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
+        await interrupted(runner, entered)
         shared.journal.close()
 
     asyncio.run(main())

@@ -19,7 +19,7 @@ from aiohttp.abc import AbstractStreamWriter
 from yarl import URL
 
 from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import ConfigError, EngineUnavailable
+from palaestra.core.errors import ConfigError, EngineRefused, EngineUnavailable
 from palaestra.core.retry import AT_START, RETRIED_STATUSES, Passing, RetryPolicy, persist, retry_after_s
 from palaestra.core.types import JSON
 from palaestra.core.uncharged import take_turn
@@ -120,9 +120,13 @@ class Transport:
         body = encode_json(payload)
         response = await self.request("POST", url, lambda: body, lane=lane, read=read)
         if not 200 <= response.status < 300:
-            self.failures += 1
-            raise refused(url, response.status, response.body, self.model)
+            raise self.refusal(url, response.status, response.body)
         return response.body
+
+    def refusal(self, url: URL, status: int, body: bytes) -> EngineRefused:
+        """The error for a reply whose status trying again cannot change, counted as a failure."""
+        self.failures += 1
+        return refused(url, status, body, self.model)
 
     async def look(self, method: str, url: URL, body: Body | None = None) -> Response:
         """A request of the start, which says within seconds when there is no server. Raises `EngineUnavailable`."""

@@ -14,7 +14,6 @@ import msgspec
 from palaestra.core.types import JSON
 from palaestra.inference.base import Sampled
 from palaestra.inference.engines.token_server import TokenServer
-from palaestra.inference.refusals import refused
 from palaestra.inference.wire import encode_json
 
 _NAMES: Mapping[str, str] = {
@@ -34,14 +33,12 @@ class SGLangEngine(TokenServer):
         lane, asked = sampling.get("split", "train"), _asked(sampling)
         response = await self._continued(url, "input_ids", input_ids, asked, lane)
         if not 200 <= response.status < 300:
-            self.transport.failures += 1
-            raise refused(url, response.status, response.body, self.name)
+            raise self.transport.refusal(url, response.status, response.body)
         reply = self._decoded(response.body, _Generated, url, len(input_ids))
         info = reply.meta_info
         reason = info.finish_reason
         if reason.type == "abort" and reason.status_code is not None and 400 <= reason.status_code < 500:
-            self.transport.failures += 1
-            raise refused(url, reason.status_code, reason.message.encode(), self.name)
+            raise self.transport.refusal(url, reason.status_code, reason.message.encode())
         if info.prompt_tokens is not None and info.prompt_tokens != len(input_ids):
             raise self._wrong(url, len(input_ids), f"it was given {info.prompt_tokens} tokens, it says")
         if info.completion_tokens not in (None, len(info.output_token_logprobs)):

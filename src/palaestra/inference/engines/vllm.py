@@ -15,7 +15,6 @@ from palaestra.core.types import JSON
 from palaestra.inference.base import Sampled
 from palaestra.inference.engines.token_server import TokenServer
 from palaestra.inference.ledger.prompts import ids_json
-from palaestra.inference.refusals import refused
 from palaestra.inference.wire import NOT_JSON, encode_json
 
 _SPELLED = "token_id:"
@@ -48,8 +47,7 @@ class VLLMEngine(TokenServer):
             self._stock = False
             return await self._from_atropos(list(input_ids), sampling, lane)
         if not 200 <= response.status < 300:
-            self.transport.failures += 1
-            raise refused(url, response.status, response.body, self.name)
+            raise self.transport.refusal(url, response.status, response.body)
         self._stock = True
         return self._from_stock(response.body, input_ids)
 
