@@ -43,12 +43,8 @@ class Lease:
             raise StaleLease(f"the lease of {self.slot_id} (epoch {self.epoch}) has ended")
         return {"slot": self.slot_id, "epoch": self.epoch}
 
-    def name(self) -> str:
-        """The next execution id."""
-        return f"{self.slot_id}.{next(self.names)}"
-
-    def result(self, name: str, fields: Mapping[str, JSON], data: bytes, timeout_s: float) -> ExecutionResult:
-        """What a command did, from its RESULT: `fields` say where all of a long output is."""
+    def result(self, fields: Mapping[str, JSON], data: bytes, timeout_s: float) -> ExecutionResult:
+        """What a command did, from its RESULT, under the next id: `fields` say where all of a long output is."""
         code, flags, head, tail, total, duration_s, cpu_s, max_rss_bytes = outcomes.decode(data)
         data = data[outcomes.SIZE :]
         metadata: dict[str, JSON] = {
@@ -68,30 +64,29 @@ class Lease:
         error = ""
         if code:
             error = f"Command timed out after {timeout_s:g}s" if flags & outcomes.TIMEOUT else f"Exit code: {code}"
+        name = f"{self.slot_id}.{next(self.names)}"
         return ExecutionResult(code == 0, output, error, name, self.slot_id, metadata, data[head + tail :])
 
-    def not_started(self, name: str, command: str | Sequence[str], error: CommandNotStarted) -> ExecutionResult:
+    def not_started(self, command: str | Sequence[str], error: CommandNotStarted) -> ExecutionResult:
         """The result of a program that could not be run, as a shell would tell it."""
         code = _NOT_FOUND if error.errno == _ENOENT else _NOT_EXECUTABLE
         program = command if isinstance(command, str) else command[0]
         text = f"{program[:200]}: {error}\n".encode(errors="backslashreplace")
-        return self.result(name, {}, outcomes.encode(code, 0, len(text), 0, len(text), 0.0, 0.0, 0) + text, 0)
+        return self.result({}, outcomes.encode(code, 0, len(text), 0, len(text), 0.0, 0.0, 0) + text, 0)
 
 
-def limits(timeout_s: float, max_output_bytes: int, stdin: bytes) -> dict[str, JSON]:
-    """The bounds of a command that are not the usual ones, as fields. Raises ValueError for those that are none."""
+def limit(fields: dict[str, JSON], timeout_s: float, max_output_bytes: int, stdin: bytes) -> None:
+    """Add the bounds of a command that are not the usual ones. Raises ValueError for those that are none."""
     if not 0 < timeout_s < math.inf:  # also false for what is no number
         raise ValueError(f"timeout_s must be positive, not {timeout_s}")
     if not 0 <= max_output_bytes <= MAX_OUTPUT_BYTES:
         raise ValueError(f"max_output_bytes must be within 0 and {MAX_OUTPUT_BYTES}")
     if len(stdin) > MAX_STDIN_BYTES:
         raise ValueError(f"stdin is limited to {MAX_STDIN_BYTES} bytes; write a file instead")
-    found: dict[str, JSON] = {}
     if timeout_s != USUAL_TIMEOUT_S:
-        found["timeout_s"] = timeout_s
+        fields["timeout_s"] = timeout_s
     if max_output_bytes != USUAL_OUTPUT_BYTES:
-        found["max_output_bytes"] = max_output_bytes
-    return found
+        fields["max_output_bytes"] = max_output_bytes
 
 
 def program(command: str | Sequence[str]) -> dict[str, JSON]:

@@ -113,15 +113,14 @@ class Line:
 
     def _take(self, kind: Kind, number: int, fields: Fields, data: bytes) -> None:
         """A request, or what follows one."""
-        frame = new(Frame, (kind, number, fields, data))
         if kind is not Kind.REQUEST:
             if number in self._talks:
-                self._talks[number].on_frame(frame)
+                self._talks[number].on_frame(received(kind, number, fields, data))
             return
         if not self._commands.live:
             raise SlotLost(f"{self.name} is dead")
         try:
-            self._requests.serve(received(frame))
+            self._requests.serve(received(kind, number, fields, data))
         except OSError as error:
             if error.errno not in _NO_MORE_FILES:
                 raise

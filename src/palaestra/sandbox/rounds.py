@@ -1,7 +1,8 @@
 """The event loop as commands need it, on the client's side: pipes to watch, and time limits.
 
-asyncio takes longer over a descriptor or a timer than a command of a shell does to run, so it hears of them only when
-they are still there after a moment, and not of who watches a descriptor now.
+asyncio takes longer over a descriptor or a timer than a command of a shell does to run, and as long again to forget
+them, so it hears of them only when they are still there after a moment, and not of who watches a descriptor now.
+Moments follow on each other for all commands together: what has seen one begin and end is old enough.
 """
 
 from __future__ import annotations
@@ -39,8 +40,12 @@ class Rounds:
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, Callable[[], object]] = {}
         self._watched: set[int] = set()
-        self._soon: set[int] = set()
+        self._soon: dict[int, int] = {}
+        """Descriptors that are not watched yet, and the moment in which they came."""
         self._timers: list[_Timer] = []
+        self._new_timers: list[_Timer] = []
+        """Of the moment before, and of this one."""
+        self._moment = 0
         self._waiting = False
 
     def watch(self, fd: int, call: Callable[[], object]) -> None:
@@ -52,7 +57,7 @@ class Rounds:
         """The same from soon on."""
         self._calls[fd] = call
         if fd not in self._watched:
-            self._soon.add(fd)
+            self._soon[fd] = self._moment
             self._wait()
 
     def watch_for(self, fd: int, events: int, call: Callable[[], object]) -> None:
@@ -65,7 +70,7 @@ class Rounds:
     def unwatch(self, fd: int) -> None:
         """No more calls; a descriptor that is not watched is fine."""
         self._calls.pop(fd, None)
-        self._soon.discard(fd)
+        self._soon.pop(fd, None)
         if fd in self._watched:
             self._watched.discard(fd)
             self._loop.remove_reader(fd)
@@ -79,8 +84,8 @@ class Rounds:
     def later(self, seconds: float, call: Callable[[], object]) -> _Timer:
         """Call once after so many seconds."""
         timer = _Timer(call, self._loop.time() + seconds)
-        if seconds > _SOON_S:
-            self._timers.append(timer)
+        if seconds > 2 * _SOON_S:
+            self._new_timers.append(timer)
             self._wait()
         elif seconds:
             timer.handle = self._loop.call_at(timer.when, call)
@@ -101,18 +106,18 @@ class Rounds:
     def _begin(self) -> None:
         """While there is something to look after each time, the next time is agreed on here, where nobody waits."""
         self._waiting = False
-        if self._soon or self._timers:
+        if self._soon or self._timers or self._new_timers:
             self._wait()
-        soon, self._soon = self._soon, set()
-        for fd in soon:
+        for fd in [fd for fd, came in self._soon.items() if came < self._moment]:
             self._begin_to_watch(fd)
-        timers, self._timers = self._timers, []
-        for timer in timers:
+        for timer in self._timers:
             if timer.when:
                 timer.handle = self._loop.call_at(timer.when, timer.call)
+        self._timers, self._new_timers = self._new_timers, []
+        self._moment += 1
 
     def _begin_to_watch(self, fd: int) -> None:
-        self._soon.discard(fd)
+        self._soon.pop(fd, None)
         if fd not in self._watched:
             self._watched.add(fd)
             self._loop.add_reader(fd, self._on_ready, fd)

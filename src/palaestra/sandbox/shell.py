@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from palaestra.core.errors import SandboxError, SlotLost, StaleLease
 from palaestra.core.types import JSON
 from palaestra.sandbox.base import DEFAULT_OUTPUT_BYTES, ExecutionResult
-from palaestra.sandbox.calls import MAX_OUTPUT_BYTES, Lease, limits
+from palaestra.sandbox.calls import MAX_OUTPUT_BYTES, Lease, limit
 from palaestra.sandbox.in_flight import CommandNotStarted, Reply
 
 # Options come last when they are restored, since some of them would end the restoring. Variables of bash itself and
@@ -57,33 +57,29 @@ class LocalShell:
         on_output: Callable[[bytes], None] | None = None,
     ) -> ExecutionResult:
         """Run a command; see `Shell.run`. Its time starts when the commands before it are over."""
-        bounds = limits(timeout_s, max_output_bytes, stdin)
+        fields = {"shell": self._name, "command": command}
+        limit(fields, timeout_s, max_output_bytes, stdin)
+        if on_output is not None:
+            fields["stream"] = True
         await self._turn.acquire()  # not `async with`, which is two more coroutines for each command
         try:
             if self._state:
                 state, self._state = self._state.decode(errors="surrogateescape"), b""
-                await self._run(state, b"", _STATE_TIMEOUT_S, limits(_STATE_TIMEOUT_S, 0, b""), None)
-            return await self._run(command, stdin, timeout_s, bounds, on_output)
+                before = {"shell": self._name, "command": state}
+                limit(before, _STATE_TIMEOUT_S, 0, b"")
+                await self._run(before, b"", _STATE_TIMEOUT_S, None)
+            return await self._run(fields, stdin, timeout_s, on_output)
         finally:
             self._turn.release()
 
     async def _run(
-        self,
-        command: str,
-        stdin: bytes,
-        timeout_s: float,
-        bounds: Mapping[str, JSON],
-        on_output: Callable[[bytes], None] | None,
+        self, fields: dict[str, JSON], stdin: bytes, timeout_s: float, on_output: Callable[[bytes], None] | None
     ) -> ExecutionResult:
-        fields = {**bounds, "shell": self._name, "command": command}
-        if on_output is not None:
-            fields["stream"] = True
-        name = self._lease.name()
         try:
             reply = await self._command("run", fields, stdin, on_output)
         except CommandNotStarted as error:
-            return self._lease.not_started(name, command, error)
-        return self._lease.result(name, reply.fields, reply.data, timeout_s)
+            return self._lease.not_started(str(fields["command"]), error)
+        return self._lease.result(reply.fields, reply.data, timeout_s)
 
     async def state(self) -> bytes:
         """What a new shell needs to go on from here; see `Shell.state`. Raises `SandboxError` where it is too large."""

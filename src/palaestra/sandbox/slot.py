@@ -27,7 +27,7 @@ from palaestra.sandbox.base import (
     SlotSpec,
     TerminalSize,
 )
-from palaestra.sandbox.calls import MAX_OUTPUT_BYTES, Lease, limits, program, require
+from palaestra.sandbox.calls import MAX_OUTPUT_BYTES, Lease, limit, program, require
 from palaestra.sandbox.client import SlotServer
 from palaestra.sandbox.in_flight import CommandNotStarted, Reply
 from palaestra.sandbox.line import Line, NoRoom
@@ -213,7 +213,8 @@ class LocalSlot(TextFiles):
         spill: bool = True,
     ) -> ExecutionResult:
         """Run a command; see `Slot.execute`. A missing `cwd` raises FileNotFoundError; no such program is exit 127."""
-        fields = {**program(command), **limits(timeout_s, max_output_bytes, stdin)}
+        fields = program(command)
+        limit(fields, timeout_s, max_output_bytes, stdin)
         if cwd != WORKSPACE:
             fields["cwd"] = cwd
         if env:
@@ -224,15 +225,15 @@ class LocalSlot(TextFiles):
             fields["verdict"] = True
         if not spill:
             fields["no_spill"] = True
-        name = self._lease.name()
         try:
             try:
-                reply = await self.command("exec", fields, stdin, on_output, self.line)
+                line = None if self._reach is None else self._reach.line
+                reply = await self.command("exec", fields, stdin, on_output, line)
             except NoRoom:
                 reply = await self.command("exec", fields, stdin, on_output)
         except CommandNotStarted as error:
-            return self._lease.not_started(name, command, error)
-        return self._lease.result(name, reply.fields, reply.data, timeout_s)
+            return self._lease.not_started(command, error)
+        return self._lease.result(reply.fields, reply.data, timeout_s)
 
     async def shell(
         self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b""

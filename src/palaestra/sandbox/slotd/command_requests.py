@@ -57,7 +57,7 @@ class CommandRequests:
         given = self._waiting.give(fields, frame.data) if self._waiting is not None else None
         argv, shell, env = fields.get("argv"), None, commands.environment
         if argv is None:
-            shell = "bash" if given is not None else commands.likely_shell()
+            shell = "bash" if given is not None or commands.has_bash else commands.shell()
             argv = [f"/bin/{shell}", "-c", fields["command"]]
         if "env" in fields:
             try:

@@ -93,7 +93,8 @@ class Commands:
         self._dying: set[int] = set()
         self._leftovers = Leftovers(loop)
         self._unsent: list[tuple[bytes, list[int]]] = []
-        self._has_bash = True
+        self.has_bash = True
+        """Whether a command can be started with bash, and again with `sh` where that is not there; after that, look."""
 
     @property
     def name(self) -> str:
@@ -123,7 +124,7 @@ class Commands:
             if request.verdict:
                 verdict, child_verdict = pipes.pipe()
                 fds, places = [*fds, child_verdict], _WITH_VERDICT
-            self._ask(orders.encode_spawn(Spawn(number, request.argv, request.cwd, request.env, places)), fds)
+            self._ask(orders.encode_spawn(number, request.argv, request.cwd, request.env, places), fds)
         except ValueError:  # a NUL, a lone surrogate, a variable without a name
             pipes.close(*output, verdict)
             self.link.send(FrameKind.ERROR, number, start_error(Report(Kind.NOT_STARTED, number, errno.EINVAL)))
@@ -170,10 +171,12 @@ class Commands:
             self.conclude(execution, 0, self._put_away)
 
     def conclude(self, execution: Execution, of_shell: int, then: Callable[[Execution], None]) -> None:
-        """Send a command's RESULT, with the flags of a shell that goes on: at once, unless somebody has to be asked
-        whether it was killed for want of memory."""
+        """Send a command's RESULT, with the flags of a shell that goes on, unless it has been sent: at once, if nobody
+        has to be asked whether it was killed for want of memory."""
         if not execution.was_killed:
-            self._conclude(execution, of_shell, then, False)
+            if not execution.over:
+                execution.finish(False, of_shell)
+                then(execution)
         elif not execution.in_question:
             execution.in_question = True
             self._overseer.ask_oom(functools.partial(self._conclude, execution, of_shell, then))
@@ -181,10 +184,6 @@ class Commands:
     def shell(self) -> str:
         """`bash`, or `sh` in a root that has no bash. Looked for each time: what runs in the slot may remove it."""
         return "bash" if files.describe(self.root, "/bin/bash") is not None else "sh"
-
-    def likely_shell(self) -> str:
-        """The same for a command that can be started again with `sh`: looked for once bash was not there."""
-        return "bash" if self._has_bash else self.shell()
 
     def with_variables(self, variables: dict[str, str] | None) -> orders.Environment:
         """The environment of a command. Raises ValueError for what cannot be in one."""
@@ -196,7 +195,7 @@ class Commands:
 
     def spawn(self, child: Child, spawn: Spawn, fds: Sequence[int]) -> None:
         """Start a child; its reports go to it until it is dropped. Raises ValueError for what no system call takes."""
-        self._ask(orders.encode_spawn(spawn), fds)
+        self._ask(orders.encode_spawn(*spawn), fds)
         self._children[spawn.command] = child
 
     def drop(self, child: int) -> None:
@@ -227,7 +226,7 @@ class Commands:
 
     def listen(self) -> None:
         """The init is ready to start something."""
-        self.loop.watch(self._channel.fileno(), self._on_ready)
+        self.loop.watch(self._channel.fileno(), self.receive)
 
     def open_line(self) -> socket.socket | None:
         """A socket over which somebody else can give orders to the init; None where no descriptors are left."""
@@ -287,11 +286,6 @@ class Commands:
 
     # Inside
 
-    def _on_ready(self) -> None:
-        if self._unsent:
-            self._flush()
-        self.receive()
-
     def _ask(self, order: bytes, fds: Sequence[int] = ()) -> None:
         """Send an order, with copies of these descriptors; at the pace at which the init takes them."""
         if not self.live:
@@ -303,7 +297,7 @@ class Commands:
         try:
             if self._unsent or not self._send(order, fds):
                 self._unsent.append((order, [os.dup(fd) for fd in fds]))
-                self.loop.watch_for(self._channel.fileno(), READ | WRITE, self._on_ready)
+                self.loop.watch_for(self._channel.fileno(), READ | WRITE, self._catch_up)
         finally:
             pipes.close(memory)
 
@@ -317,17 +311,19 @@ class Commands:
             self._overseer.end_hung()
         return True
 
-    def _flush(self) -> None:
+    def _catch_up(self) -> None:
+        """The socket takes orders again, or has a report, without which it may never take one."""
         while self._unsent and self._send(*self._unsent[0]):
             pipes.close(*self._unsent.pop(0)[1])
         if not self._unsent:
-            self.loop.watch_for(self._channel.fileno(), READ, self._on_ready)
+            self.loop.watch_for(self._channel.fileno(), READ, self.receive)
+        self.receive()
 
     def _on_not_started(self, execution: Execution, report: Report) -> None:
         """A command line is tried once more with `sh` where there was no bash."""
         request = execution.request
         if request.shell == "bash" and report.value == errno.ENOENT and not report.flag and not execution.killing:
-            self._has_bash = False
+            self.has_bash = False
             execution.request = request._replace(argv=["/bin/sh", *request.argv[1:]], shell="sh")  # noqa: S604
             self.start_again(execution)
         else:

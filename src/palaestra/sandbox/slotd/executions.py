@@ -25,6 +25,8 @@ from .spills import Spill
 MAX_VERDICT_BYTES = 16 << 20
 TIMEOUT_EXIT_CODE = 124
 
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+
 _SHELLS = {None: 0, "bash": outcomes.BASH, "sh": outcomes.SH}
 
 
@@ -110,6 +112,8 @@ class Execution:
         self._timer: Timer | None = None
         self.killing = self._timed_out = self._cancelled = self._swept = False
         self._exit: Report | None = None
+        self.was_killed = False
+        """Whether it, or what a shell ran as its last command, ended by SIGKILL."""
         self.over = self.in_question = False
         """Whether nobody waits for it any more; whether it is being asked why it was killed."""
         self.on_over: Callable[[], None] | None = None
@@ -151,6 +155,7 @@ class Execution:
     def on_exit(self, report: Report) -> bool:
         """The main process has ended. True when the command is over."""
         self._exit = report
+        self.was_killed = report.value in _KILLED
         return not self.killing
 
     def on_killed(self, swept: bool) -> None:
@@ -162,11 +167,6 @@ class Execution:
         """Whether the main process has ended, though it may not be over yet."""
         return self._exit is not None
 
-    @property
-    def was_killed(self) -> bool:
-        """Whether it, or what a shell ran as its last command, ended by SIGKILL."""
-        return self._exit is not None and self._exit.value in (-signal.SIGKILL, 128 + signal.SIGKILL)
-
     def finish(self, oom: bool, of_shell: int = 0) -> None:
         """Take what is left in the pipes and send the RESULT; `of_shell` are the flags of one that goes on.
 
@@ -176,8 +176,8 @@ class Execution:
         held = self._drain()
         head, tail = self._capture.parts()
         end = self._exit or Report(ReportKind.EXIT, self.number, -signal.SIGKILL)
-        outcome = outcomes.encode(
-            TIMEOUT_EXIT_CODE if self._timed_out else _shell_status(end.value),
+        outcome = outcomes.encode(  # the exit code as a shell's `$?` gives it: 128+n after signal n
+            TIMEOUT_EXIT_CODE if self._timed_out else end.value if end.value >= 0 else 128 - end.value,
             of_shell | _SHELLS[self.request.shell] | (self._why_killed(oom) if oom or self.killing else 0),
             len(head),
             len(tail),
@@ -290,8 +290,3 @@ class Execution:
         if self._child_output >= 0:
             os.close(self._child_output)
             self._child_output = -1
-
-
-def _shell_status(code: int) -> int:
-    """A process's end as a shell's `$?` gives it: 128+n after signal n."""
-    return 128 - code if code < 0 else code

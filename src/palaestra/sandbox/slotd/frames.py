@@ -125,9 +125,8 @@ def encode(kind: Kind, request: int, fields: Fields | None = None, data: bytes =
         raise TypeError(f"what goes to a slot must be bytes, not {type(data).__name__}; encode text first") from None
 
 
-def received(frame: Frame) -> Frame:
+def received(kind: Kind, request: int, fields: Fields, data: bytes) -> Frame:
     """A frame as the other side would receive it, for one that stays on this side. Raises as `encode` does."""
-    _, _, fields, data = frame
     size = len(data)
     for value in fields.values():
         if type(value) is str:
@@ -135,8 +134,8 @@ def received(frame: Frame) -> Frame:
         elif type(value) not in _SAME:
             size = MAX_FRAME
     if size < CHUNK and type(data) is bytes:
-        return frame
-    return Decoder().feed(encode(*frame))[0]
+        return new(Frame, (kind, request, fields, data))
+    return Decoder().feed(encode(kind, request, fields, data))[0]
 
 
 class Decoder:

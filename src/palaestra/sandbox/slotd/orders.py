@@ -119,9 +119,14 @@ def environment(variables: Mapping[str, str]) -> Environment:
     return Environment(len(variables), text)
 
 
-def encode_spawn(spawn: Spawn) -> bytes:
-    """Raises ValueError for what no system call takes: no program, a NUL, a lone surrogate, too many arguments."""
-    command, argv, cwd, env, places, terminal, announce = spawn
+def encode_spawn(
+    command: int, argv: list[str], cwd: str, env: Environment, places: Places,
+    terminal: bool = False, announce: bool = False,
+) -> bytes:  # fmt: skip
+    """What a `Spawn` holds, as an order.
+
+    Raises ValueError for what no system call takes: no program, a NUL, a lone surrogate, too many arguments.
+    """
     text = "\0".join((cwd, *argv)).encode("utf-8", "surrogateescape")
     if not argv[0] or len(argv) + env.size >= _MAX_STRINGS or text.count(b"\0") != len(argv):
         raise ValueError("no program, a NUL, or too many arguments")

@@ -530,9 +530,8 @@ int main(int count, char **arguments) {
             continue;
         if (watched[1].revents) {
             struct signalfd_siginfo gone[2];
-            reap(); /* first, since somebody waits for the report; again, for who has ended before the signal was taken */
-            if (read(children, gone, sizeof gone) > 0) /* however many have ended, it is pending once */
-                reap();
+            (void)!read(children, gone, sizeof gone); /* however many have ended, it is pending once */
+            reap(); /* and sleep: who gets a report may be waiting for this processor */
         }
         if (watched[2].revents && !take(line)) {
             close(line);
