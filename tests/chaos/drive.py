@@ -125,9 +125,10 @@ def _role(process: HostProcess, everything: dict[int, HostProcess], client: int)
 
 def reap(keep: int = 0) -> None:
     """Take the zombies that have become ours, but not the client, whose end somebody waits for."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ChildProcessError):
-            pid, rest = int(path.parent.name), path.read_text(errors="replace").rpartition(") ")[2].split()
+            stat = (folder / "stat").read_text(errors="replace")
+            pid, rest = int(folder.name), stat.rpartition(") ")[2].split()
             if rest[0] == "Z" and int(rest[1]) == os.getpid() and pid != keep:
                 os.waitpid(pid, os.WNOHANG)
 

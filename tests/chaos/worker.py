@@ -67,10 +67,10 @@ async def lease(pool: SlotPool, number: int, epochs: list[int]) -> str:
 
 async def look(slot: Slot) -> str:
     """What a slot shows that nobody in it has made."""
-    output = (await slot.execute(LOOK)).output
-    if "Killed" in output:
-        raise SandboxError("the look itself was killed")
-    return output
+    result = await slot.execute(LOOK)
+    if result.exit_code or "Killed" in result.output:
+        raise SandboxError("the look itself was killed, or a part of it")
+    return result.output
 
 
 async def work(slot: Slot, number: int) -> None:

@@ -20,12 +20,12 @@ class HostProcess(NamedTuple):
 def table() -> list[HostProcess]:
     """All processes that are not zombies."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for folder in Path("/proc").glob("[0-9]*"):  # not their files, whose going away glob() does not bear
         with contextlib.suppress(OSError):
-            text = path.read_text(errors="replace")
+            text = (folder / "stat").read_text(errors="replace")
             name, _, rest = text.partition("(")[2].rpartition(") ")
             if not rest.startswith(("Z", "X")):
-                found.append(HostProcess(int(path.parent.name), int(rest.split()[1]), name))
+                found.append(HostProcess(int(folder.name), int(rest.split()[1]), name))
     return found
 
 
