@@ -17,10 +17,13 @@ from palaestra.sandbox.base import Rung, Slot, View
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 
 LOOK = """
-ls -A /workspace /tmp /dev/shm /var/tmp | grep -v -e : -e '^$'
-ps -e -o pid=,args= | grep -v -e '^ *1 ' -e 'ps -e' -e grep -e bash
-cat /usr/local/mark 2>/dev/null; :
+set -o pipefail
+ls -A /workspace /tmp /dev/shm /var/tmp | grep -v -e : -e '^$'; [ $? -le 1 ] || exit 9
+ps -e -o pid=,args= | grep -v -e '^ *1 ' -e 'ps -e' -e grep -e bash; [ $? -le 1 ] || exit 9
+cat /usr/local/mark 2>/dev/null; [ $? -le 1 ] || exit 9
 """
+"""Ends with another status than 0 where a part of it was killed, of which a pipeline says nothing."""
+
 LEAVE = """
 echo $1 | tee /workspace/mark /tmp/mark /dev/shm/mark /var/tmp/mark /usr/local/mark >/dev/null 2>&1
 setsid sleep 1000 >/dev/null 2>&1 &
@@ -68,7 +71,7 @@ async def lease(pool: SlotPool, number: int, epochs: list[int]) -> str:
 async def look(slot: Slot) -> str:
     """What a slot shows that nobody in it has made."""
     result = await slot.execute(LOOK)
-    if result.exit_code or "Killed" in result.output:
+    if result.exit_code:
         raise SandboxError("the look itself was killed, or a part of it")
     return result.output
 
@@ -85,6 +88,8 @@ async def fork(pool: SlotPool, number: int) -> str:
     slot = await pool.acquire(f"sealed-{number}")
     try:
         await slot.execute(LEAVE.replace("$1", str(number)))
+        if await slot.stat("mark") is None:
+            raise SandboxError("who was to leave something was killed")
     except SandboxError:
         await pool.release(slot)
         raise
