@@ -156,12 +156,16 @@ class Hands:
 
     def close(self) -> None:
         """Nobody asks any more. Idempotent."""
+        self._rounds.end()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close every descriptor, in a forked child."""
         self._channel.close()
+        self._rounds.let_go()
         for handed in self._taken.values():
             pipes.close(*handed.fds)
         self._taken.clear()
-
-    let_go = close
 
     def _take(self, epoch: int) -> Handed | None:
         while (handed := handing.take(self._channel)) is not None:

@@ -1,4 +1,4 @@
-"""The server's event loop: descriptors, timers and long jobs, in one thread.
+"""The server's event loop: descriptors, timers and long jobs, in one thread. A client has one inside its own.
 
 One thread, because the server forks slots and a fork beside other threads is unsafe. What takes long is a *job*, a
 generator that yields between pieces of work; each round runs one piece of every job, so that nobody waits for somebody
@@ -69,6 +69,10 @@ class Loop:
     watch_soon = watch
     """For what need not be watched from this moment on; here it is."""
 
+    def watches(self, fd: int) -> bool:
+        """Whether a descriptor is watched."""
+        return fd in self._watched
+
     def watch_for(self, fd: int, events: int, call: Callback) -> None:
         """Change what a watched descriptor is watched for."""
         self._epoll.modify(fd, events)
@@ -110,24 +114,38 @@ class Loop:
 
     def run(self) -> None:
         """Until `running` is set to False."""
-        watched = self._watched
         while self.running:
-            ready = self._epoll.poll(self._patience(), _MANY)
-            if len(ready) == 1:
-                call = watched.get(ready[0][0])
-                if call is not None:
-                    call()
-            else:
-                for fd, call in [(fd, watched.get(fd)) for fd, _ in ready]:
-                    # A callback may have closed what a later descriptor of the same round names.
-                    if call is not None and watched.get(fd) is call:
-                        call()
-            if self._timers:
-                self._run_timers()
-            if self._jobs:
-                self._run_jobs()
+            self.turn(self.patience())
 
-    def _patience(self) -> float | None:
+    def turn(self, patience: float | None = 0) -> None:
+        """One round: what is ready within so many seconds, and what is due."""
+        watched = self._watched
+        ready = self._epoll.poll(patience, _MANY)
+        if len(ready) == 1:
+            call = watched.get(ready[0][0])
+            if call is not None:
+                call()
+        else:
+            for fd, call in [(fd, watched.get(fd)) for fd, _ in ready]:
+                # A callback may have closed what a later descriptor of the same round names.
+                if call is not None and watched.get(fd) is call:
+                    call()
+        if self._timers:
+            self.run_timers()
+        if self._jobs:
+            self._run_jobs()
+
+    def end(self) -> None:
+        """Watch nothing any more, and let go of the descriptor. Idempotent."""
+        self._watched.clear()
+        self._epoll.close()
+
+    def fileno(self) -> int:
+        """The descriptor that is readable while something watched is."""
+        return self._epoll.fileno()
+
+    def patience(self) -> float | None:
+        """How long a round may wait: until the next timer, or for ever."""
         if self._jobs:
             return 0
         timers = self._timers
@@ -136,7 +154,8 @@ class Loop:
             self._forgotten -= 1
         return min(max(0.0, timers[0][0] - time.monotonic()), _LONGEST_S) if timers else None
 
-    def _run_timers(self) -> None:
+    def run_timers(self) -> None:
+        """Make the calls that are due."""
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)[2]
