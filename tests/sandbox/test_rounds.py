@@ -126,6 +126,20 @@ def test_timers_come_when_they_are_due_and_nothing_else_happens() -> None:
     with_rounds(body)
 
 
+def test_an_error_in_one_timer_is_not_the_end_of_the_others() -> None:
+    async def body(rounds: Rounds) -> None:
+        told: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+        called: list[int] = []
+        for seconds in (0.002, 0.1):
+            rounds.later(seconds, lambda: 1 // 0)
+            rounds.later(seconds, lambda: called.append(1))
+        await until(lambda: len(called) == 2)
+        assert [type(error) for error in told] == [ZeroDivisionError] * 2
+
+    with_rounds(body)
+
+
 def test_nothing_stays_open_and_nothing_is_called_after_the_end() -> None:
     async def body() -> None:
         before = sorted(os.listdir("/proc/self/fd"))

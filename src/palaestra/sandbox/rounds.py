@@ -117,21 +117,26 @@ class Rounds:
         self._goes_on, self._came = self._came, False
         if self._goes_on:
             self._loop.call_later(_SOON_S, self._next)
-        for fd in [fd for fd, (came, _) in self._soon.items() if came < self._moment]:
-            self._watch_slowly(fd, self._soon.pop(fd)[1])
-        self._moment += 1
-        if self._goes_on:
-            self._slow.run_timers()
         else:
-            self._rest()
-
-    def _rest(self) -> None:
-        """No more moments for now: what is left are timers."""
+            self._set_alarm()
+        old = [fd for fd, (came, _) in self._soon.items() if came < self._moment]
+        self._moment += 1
+        for fd in old:
+            self._watch_slowly(fd, self._soon.pop(fd)[1])
         self._slow.run_timers()
+
+    def _set_alarm(self) -> None:
+        """No more moments for now: what is left are timers."""
         self._put_off()
         patience = self._slow.patience()
         if patience is not None and not self._ended:
-            self._alarm = self._loop.call_later(patience, self._rest)
+            self._alarm = self._loop.call_later(patience, self._ring)
+
+    def _ring(self) -> None:
+        try:
+            self._slow.run_timers()
+        finally:  # an error in one is not the others' end
+            self._set_alarm()
 
     def _put_off(self) -> None:
         if self._alarm is not None:
@@ -139,10 +144,10 @@ class Rounds:
             self._alarm = None
 
     def _watch_slowly(self, fd: int, call: Callable[[], object]) -> None:
+        self._slow.watch(fd, call)
         if not self._slowly:
             self._loop.add_reader(self._slow.fileno(), self._slow.turn)
         self._slowly += 1
-        self._slow.watch(fd, call)
 
     def _on_ready(self, fd: int) -> None:
         self._calls[fd]()
