@@ -161,7 +161,7 @@ def test_a_shell_that_ends_by_the_interrupt_of_a_timeout_takes_its_command_along
     async def body(backend: LocalBackend, slot: Slot) -> None:
         shell = await slot.shell()
         await shell.run("X=1; sleep 601 &")
-        late = await asyncio.wait_for(shell.run(f"sleep 602 & echo begun; {command}", timeout_s=0.3), 20)
+        late = await asyncio.wait_for(shell.run(f"sleep 602 & echo begun; {command}", timeout_s=1), 20)
         assert (late.exit_code, late.output) == (124, "begun\n")
         assert (late.metadata["timeout"], late.metadata["shell_restarted"]) == (True, True)
         assert (await slot.execute("pgrep -a sleep")).output.split(maxsplit=1)[1] == "sleep 601\n"
