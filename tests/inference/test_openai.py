@@ -116,6 +116,25 @@ def test_base_urls(given: str, api: str) -> None:
     assert str(parse_base_url(given)) == api
 
 
+def test_the_query_of_a_base_url_is_in_every_request_and_in_no_message(caplog) -> None:
+    async def go() -> list[str]:
+        refusal = Answer({"error": {"message": "no"}}, 400)
+        async with LoopbackServer(Answer(completion()), refusal) as server:
+            base = f"{server.url}/openai/v1?api-version=preview&sig=s%2B1"
+            engine = OpenAIEngine(APIServerConfig(base_url=base, model_name="m"), clock=ManualClock())
+            await engine.start()
+            await engine.chat_completion(messages=HI)
+            with pytest.raises(EngineRefused) as refused:
+                await engine.chat_completion(messages=HI)
+            await engine.aclose()
+            return [f"{refused.value}", *(seen.path for seen in server.seen)]
+
+    message, *paths = asyncio.run(go())
+    query = "?api-version=preview&sig=s%2B1"
+    assert paths == [f"/openai/v1/{name}{query}" for name in ("models", "chat/completions", "chat/completions")]
+    assert "sig" not in message + caplog.text
+
+
 @pytest.mark.parametrize("given", [None, "", "localhost:8000", "ftp://h/v1", "http://", "http://[::1", "http://h:x/"])
 def test_what_is_no_base_url(given: str | None) -> None:
     with pytest.raises(ConfigError, match="base_url"):

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from palaestra.core.types import Blame, Outcome
-from palaestra.rollouts.intervals import mean_interval
+from palaestra.rollouts.intervals import mean_interval, rate_interval
 from palaestra.rollouts.metrics import quantile, summarise
 from palaestra.rollouts.trackers.jsonl import MetricsFile
 from palaestra.rollouts.trajectory import Beside, Group, ToolErrorRecord, Trajectory, TurnRecord
@@ -104,6 +104,21 @@ def test_the_interval_with_the_unscored_takes_them_as_zeros_of_their_group():
     low, high = mean_interval([[1.0, 0.0], [1.0]])
     assert numbers["reward/mean_with_unscored/low"] == pytest.approx(low)
     assert numbers["reward/mean_with_unscored/high"] == pytest.approx(high)
+
+
+def test_rollouts_of_one_group_tell_less_of_the_share_that_is_correct_than_as_many_of_other_groups():
+    def interval(*groups_of_rewards):
+        rewards = [group(*(trajectory(i, each) for i, each in enumerate(those))) for those in groups_of_rewards]
+        numbers = summarise(rewards)
+        return numbers["percent_correct/low"], numbers["percent_correct/high"]
+
+    alike = interval(*[[1.0] * 8] * 3, *[[0.0] * 8] * 3)
+    mixed = interval(*[[1.0, 0.0] * 4] * 6)
+    assert alike == pytest.approx(mean_interval([[1.0] * 8] * 3 + [[0.0] * 8] * 3))
+    assert mixed == pytest.approx(rate_interval(24, 48))
+    assert alike[0] < mixed[0] < 0.5 < mixed[1] < alike[1]
+    assert interval(*[[1.0] * 8] * 3) == pytest.approx(rate_interval(24, 24)), "no width is no certainty"
+    assert interval([1.0, 0.0]) == pytest.approx(rate_interval(1, 2))
 
 
 def test_nothing_measured_is_left_out_rather_than_zero():

@@ -269,6 +269,17 @@ def test_where_no_next_task_can_be_had_what_is_under_way_comes_to_its_end(tmp_pa
     assert [len(group.scored) for group in read_groups(shared.journal.path)] == [2, 2]
 
 
+def test_settings_that_cannot_work_end_the_run_and_name_the_task_that_showed_it(tmp_path: Path) -> None:
+    class Unset(Sums):
+        async def resolve(self, task: Task) -> Task:
+            if task.id == "sum-1":
+                raise ConfigError("set SUMS_HOME to where the sums lie")
+            return task
+
+    with pytest.raises(ConfigError, match=r"resolving task sum-1: set SUMS_HOME to where the sums lie"):
+        run(Unset(3), services(tmp_path), concurrency=1)
+
+
 def test_a_slot_that_cannot_be_is_the_fault_of_its_task(tmp_path: Path) -> None:
     class NoImage(NoSlots):
         async def acquire(self, *args: JSON, **kwargs: JSON) -> Slot:

@@ -58,7 +58,8 @@ class Transport:
     """A pool of connections to one model server. Opens on first use; `aclose` is idempotent.
 
     `lanes` maps a lane's name to how many of its requests may be under way at once. `timeout_s` is for one request with
-    its retries, without the time that it waits for its turn here. `model` is only for messages.
+    its retries, without the time that it waits for its turn here. `query` is added to every address. `model` is only for
+    messages.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Transport:
         *,
         model: str = "",
         headers: Mapping[str, str] | None = None,
+        query: Mapping[str, str] | None = None,
         lanes: Mapping[str, int] | None = None,
         timeout_s: float = 1200.0,
         retry: RetryPolicy | None = None,
@@ -79,6 +81,7 @@ class Transport:
         self.requests = self.retries = self.failures = self.in_flight = 0
         self.latencies_s: deque[float] = deque(maxlen=remembered)
         self._headers = {**_HEADERS, **(headers or {})}
+        self._query = query or {}
         self._lanes = {name: asyncio.Semaphore(limit) for name, limit in (lanes or {"train": 512}).items()}
         self._clock = clock or SystemClock()
         self._rng = rng or random.Random()
@@ -97,6 +100,7 @@ class Transport:
         return cls(
             model=config.model_name,
             headers=_authorization(config),
+            query=URL(config.base_url or "").query,
             lanes={"train": config.num_max_requests_at_once, "eval": config.num_requests_for_eval},
             timeout_s=config.timeout,
             retry=retry,
@@ -194,7 +198,8 @@ class Transport:
             data = None if body is None else _SentOnce(body())
             timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
             started_s = self._clock.monotonic()
-            async with session.request(method, url, data=data, timeout=timeout, allow_redirects=False) as reply:
+            asked = url.extend_query(self._query)
+            async with session.request(method, asked, data=data, timeout=timeout, allow_redirects=False) as reply:
                 try:
                     status, content = reply.status, await (read(reply) if read else reply.read())
                 except FailedWithin as failed:

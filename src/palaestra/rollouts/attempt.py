@@ -14,7 +14,15 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import TypeVar
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import EngineError, GraderError, InfraError, PalaestraError, PrepareError, TaskError
+from palaestra.core.errors import (
+    ConfigError,
+    EngineError,
+    GraderError,
+    InfraError,
+    PalaestraError,
+    PrepareError,
+    TaskError,
+)
 from palaestra.core.figures import number
 from palaestra.core.foreign import ForeignError, foreign, place, told
 from palaestra.core.types import Blame, Outcome, Score
@@ -187,10 +195,15 @@ class Attempt:
 async def blaming(kind: type[PalaestraError], hook: Awaitable[T], doing: str) -> T:
     """Await an environment's hook; what its author did not foresee becomes `kind`, with the original as its cause.
 
-    Errors that already say whose fault they are pass through, as `foreign` has it.
+    Errors that already say whose fault they are pass through, as `foreign` has it. One that ends the run though only
+    something of it was being done is told with that.
     """
     try:
         return await foreign(hook)
+    except ConfigError as error:
+        if type(error) is not ConfigError or kind is ConfigError:
+            raise
+        raise ConfigError(f"{doing}: {error}") from error
     except ForeignError as error:
         logger.debug("%s failed", doing, exc_info=True)
         cause = error.__cause__

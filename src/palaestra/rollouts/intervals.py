@@ -47,6 +47,16 @@ def mean_interval(clusters: Sequence[Sequence[float]]) -> tuple[float, float] | 
     return mean - reach, mean + reach
 
 
+def clustered_rate_interval(clusters: Sequence[Sequence[bool]]) -> tuple[float, float]:
+    """The interval of the share of True in at least one trial, where those of a cluster (the rollouts of one task) are
+    alike: at either end the farther of `rate_interval`, which takes them as independent, and `mean_interval`, which has
+    no width where all are the same."""
+    trials = sum(map(len, clusters))
+    low, high = rate_interval(sum(map(sum, clusters)), trials)
+    wider = mean_interval(clusters) or (low, high)
+    return min(low, wider[0]), max(high, wider[1])
+
+
 def student(freedom: int) -> float:
     """The 97.5 % quantile of Student's distribution, to two parts in ten thousand. Source: Abramowitz and Stegun,
     26.7.5."""

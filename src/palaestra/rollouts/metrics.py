@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Protocol
 
-from palaestra.rollouts.intervals import mean_interval, rate_interval
+from palaestra.rollouts.intervals import clustered_rate_interval, mean_interval, rate_interval
 from palaestra.rollouts.trajectory import Group, Trajectory
 
 
@@ -80,7 +80,8 @@ class Figures:
         and `blame/<name>` are counts, `blame_rate/<name>` shares of all rollouts, `tokens/*` and `cost` totals,
         `groups_prepared` had a workspace prepared, of which `groups_from_store` found it prepared on this machine,
         `stage/<name>/p50` and `p95` seconds, and `metric/<name>` the mean over the rollouts that report it. `…/low`
-        and `…/high` are a 95 % interval; that of a mean takes the rollouts of one group as alike.
+        and `…/high` are a 95 % interval; those of `reward/*` and `percent_correct` take the rollouts of one group as
+        alike.
         """
         seconds = {
             f"stage/{stage}/{name}": quantile(self._seconds[stage], q)
@@ -119,23 +120,19 @@ class Figures:
             return {}
         mean, rollouts = _mean(rewards), self._totals["rollouts"]
         correct = sum(reward >= 1 for reward in rewards)
-        low, high = rate_interval(correct, len(rewards))
-        least, most = rate_interval(correct, rollouts)
         numbers = {
             "reward/mean": mean,
             "reward/std": math.sqrt(_mean([(reward - mean) ** 2 for reward in rewards])),
             "reward/mean_with_unscored": math.fsum(rewards) / rollouts,
             "percent_correct": correct / len(rewards),
-            "percent_correct/low": low,
-            "percent_correct/high": high,
             "percent_correct_with_unscored": correct / rollouts,
-            "percent_correct_with_unscored/low": least,
-            "percent_correct_with_unscored/high": most,
         }
-        scored, everyone = self._by_group()
-        for name, clusters in (("reward/mean", scored), ("reward/mean_with_unscored", everyone)):
-            if interval := mean_interval(clusters):
-                numbers |= {f"{name}/low": interval[0], f"{name}/high": interval[1]}
+        for suffix, clusters in zip(("", "_with_unscored"), self._by_group(), strict=True):
+            passed = [[reward >= 1 for reward in cluster] for cluster in clusters]
+            intervals = {"reward/mean": mean_interval(clusters), "percent_correct": clustered_rate_interval(passed)}
+            for name, interval in intervals.items():
+                if interval is not None:
+                    numbers |= {f"{name}{suffix}/low": interval[0], f"{name}{suffix}/high": interval[1]}
         return numbers
 
     def _by_group(self) -> tuple[list[Sequence[float]], list[Sequence[float]]]:
