@@ -129,3 +129,12 @@ def cpu_seconds(*argv: str) -> float:
 def test_the_command_and_the_package_start_fast() -> None:
     assert cpu_seconds("-c", "import palaestra") < 0.3
     assert cpu_seconds("-m", "palaestra.cli.main", "--help") < 0.4
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_finds_no_room_is_one_line() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "palaestra", "tools"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (1, "error: cannot write the output: No space left on device\n")

@@ -70,7 +70,9 @@ class LoopbackServer:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
-        self.seen.append(Seen(request.method, request.path_qs, request.headers.copy(), json.loads(raw) if raw else None))
+        self.seen.append(
+            Seen(request.method, request.path_qs, request.headers.copy(), json.loads(raw) if raw else None)
+        )
         await self._count(1)
         try:
             if self.gate is not None:

@@ -58,8 +58,8 @@ class Transport:
     """A pool of connections to one model server. Opens on first use; `aclose` is idempotent.
 
     `lanes` maps a lane's name to how many of its requests may be under way at once. `timeout_s` is for one request with
-    its retries, without the time that it waits for its turn here. `query` is added to every address. `model` is only for
-    messages.
+    its retries, without the time that it waits for its turn here. `query` is added to every address. `model` is only
+    for messages.
     """
 
     def __init__(
