@@ -95,6 +95,11 @@ async def serve(env: type[HermesAgentBaseEnv], folder: Path, out: Path, api: str
 async def train(api: Talk, steps: int, **changed: JSON) -> list[JSON]:
     """A trainer of so many steps; the groups it got."""
     await api.post("/register", trainer(starting_step=0, max_token_len=1 << 16, num_steps=steps, **changed))
+    return await take(api, steps)
+
+
+async def take(api: Talk, steps: int) -> list[JSON]:
+    """The groups of so many batches of a trainer that is registered."""
     groups: list[JSON] = []
     for _ in range(steps):
         while (batch := (await api.get("/batch"))["batch"]) is None:  # noqa: ASYNC110 - the wire has nothing else
@@ -143,6 +148,26 @@ def test_going_on_with_a_run_sends_only_what_the_trainer_lacks(folder: Path, tmp
     groups = asyncio.run(scenario())
     prompts = [json.dumps(group["tokens"]) for group in groups]
     assert len(set(prompts)) == 4
+
+
+@pytest.mark.slots
+def test_groups_that_ended_before_take_no_place_of_those_to_come(folder: Path, tmp_path: Path) -> None:
+    """Twelve groups of one may be under way or wait. Thirty-six have ended, and two more are rolled out."""
+
+    async def scenario() -> JSON:
+        async with serving() as url, Talk(url) as api:
+            await api.both(max_token_len=1 << 16, batch_size=4)
+            await api.post("/disconnect-env", {"env_id": 0})
+            training = asyncio.create_task(take(api, 9))
+            first = await serve(Naming, folder, tmp_path, url, "--group", "1", "--tasks", "36")
+            await training
+            again = await serve(
+                Naming, folder, tmp_path, url, "--group", "1", "--tasks", "38", "--resume", str(first.folder)
+            )
+            assert again.exit_code == 0
+            return await api.get("/status")
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 120)) == {"current_step": 12, "queue_size": 2}
 
 
 @pytest.mark.slots

@@ -185,7 +185,7 @@ class Batch:
 
                 async def roll_out(on_group: OnGroup, gate: Gate | None = None) -> Totals:
                     async def both() -> bool:
-                        return await self.stops.gate() and (gate is None or await gate())
+                        return await self.stops.gate() and (gate is None or await self.stops.unless_stopped(gate()))
 
                     return await Runner(
                         environment,
