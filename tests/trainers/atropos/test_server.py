@@ -81,6 +81,25 @@ def test_short_groups_wait_until_they_make_up_a_whole_one() -> None:
     talk(scenario)
 
 
+def test_short_groups_of_an_environment_that_was_started_again_go_with_those_of_its_former_life(tmp_path: Path) -> None:
+    """Its id is another one. What waits is put together in the same way when the server is started again."""
+
+    async def before(api: Talk) -> None:
+        await api.both()
+        assert (await api.post("/scored_data", group(1, first=5, env_id=0)))["status"] == "buffered"
+        await api.post("/register-env", environment())
+        assert (await api.post("/scored_data", group(1, first=6, env_id=1)))["buffer_size"] == 0
+        await api.post("/scored_data", group(1, first=7, env_id=1))
+
+    async def after(api: Talk) -> None:
+        await api.post("/register-env", environment())
+        await api.post("/scored_data", group(1, first=8, env_id=2))
+        assert [each["tokens"][0][0] for each in (await api.get("/batch"))["batch"]] == [5, 6, 7, 8]
+
+    talk(before, store=tmp_path / "groups")
+    talk(after, store=tmp_path / "groups")
+
+
 def test_a_group_larger_than_the_registered_size_is_not_stuck() -> None:
     async def scenario(api: Talk) -> None:
         await api.both()
@@ -205,8 +224,11 @@ def test_least_shares_of_a_batch() -> None:
     async def scenario(api: Talk) -> None:
         await api.both()
         await api.post("/register-env", environment(desired_name="rare", min_batch_allocation=0.5))
-        status, answer = await api.say("POST", "/register-env", environment(min_batch_allocation=0.75))
+        status, answer = await api.say("POST", "/register-env", environment(min_batch_allocation=1.5))
         assert (status, answer["field"]) == (422, "min_batch_allocation")
+        status, answer = await api.say("POST", "/register-env", environment(min_batch_allocation=0.75))
+        assert (status, answer["field"]) == (503, "min_batch_allocation")
+        assert "0.500 is left while rare_0 hold" in answer["detail"]
         for number in range(3):
             await api.post("/scored_data", group(first=number, env_id=0))
         assert await api.get("/batch") == {"batch": None}
@@ -222,6 +244,36 @@ def test_least_shares_of_a_batch() -> None:
         assert (await api.get("/status-env", {"env_id": 0}))["env_weight"] == 1.0
 
     talk(scenario, clock=clock)
+
+
+def test_the_share_of_an_environment_that_was_killed_is_free_again() -> None:
+    """Another registration of the same share waits for as long as the first may still live, and is not turned away."""
+    clock = ManualClock()
+
+    async def scenario(api: Talk) -> None:
+        await api.both()
+        wanted = environment(desired_name="rare", min_batch_allocation=0.75)
+        await api.post("/register-env", wanted)
+        assert (await api.say("POST", "/register-env", wanted))[0] == 503
+        clock.now += SILENT_S
+        assert (await api.post("/register-env", wanted))["status"] == "success"
+
+    talk(scenario, clock=clock)
+
+
+def test_least_shares_that_groups_do_not_fill_exactly_hold_nothing_up() -> None:
+    """Three of four would be two groups of two, and one of four a third, for which there is no room."""
+
+    async def scenario(api: Talk) -> None:
+        await api.post("/register", trainer())
+        await api.get("/batch")
+        for share in (0.75, 0.25):
+            await api.post("/register-env", environment(min_batch_allocation=share))
+        for number in range(4):
+            await api.post("/scored_data", group(first=number, env_id=number % 2))
+        assert [each["tokens"][0][0] for each in (await api.get("/batch"))["batch"]] == [0, 1]
+
+    talk(scenario)
 
 
 def test_a_restart_forgets_nothing(tmp_path: Path) -> None:

@@ -78,14 +78,18 @@ class Feed:
             return not self.link.finished
 
     def _has_room(self) -> bool:
-        """Whether the share of the off-policy limit has room, or the next batch lacks groups whoever makes them."""
+        """Whether the share of the off-policy limit has room, or the next batch lacks groups whoever makes them.
+
+        One more at a time may begin where those that wait make up no batch: else the trainer would wait for ever.
+        """
         standing, settings = self.link.current, self.settings
         if standing is None:
             return False
         size = max(1, settings.group_size)
         share = settings.max_batches_offpolicy * standing.batch_size * standing.weight / size
         lacking = math.ceil(standing.batch_size / size)
-        return self._out + standing.own_queue < share or self._out + standing.queue < lacking
+        room = self._out + standing.own_queue < share or self._out + standing.queue < lacking
+        return room or (standing.starving and not self._out)
 
     def offer(self, delivery_id: str, line: dict[str, JSON] | None) -> None:
         """Send a finished group in the background; None is a group of which nothing is sent.
@@ -118,6 +122,7 @@ class Feed:
             if sent and standing is not None:
                 standing.queue += 1
                 standing.own_queue += 1
+                standing.starving = False  # until the server says so of this one too
             self.link.changed.notify_all()
 
     async def _deliver(self, delivery_id: str, line: dict[str, JSON]) -> None:
