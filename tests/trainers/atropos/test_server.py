@@ -210,12 +210,33 @@ def test_the_same_delivery_counts_once() -> None:
 def test_a_trainer_of_other_batches_is_refused_and_one_more_process_is_not() -> None:
     async def scenario(api: Talk) -> None:
         await api.both()
-        await api.post("/register", trainer(starting_step=50))
-        assert (await api.get("/status"))["current_step"] == 3
+        await api.post("/register", trainer(wandb_group="other"))
+        assert (await api.get("/wandb_info"))["group"] == "g"
         status, answer = await api.say("POST", "/register", trainer(batch_size=8))
         assert (status, answer["field"]) == (409, "batch_size")
 
     talk(scenario)
+
+
+def test_a_trainer_that_is_started_again_counts_from_its_own_step(tmp_path: Path) -> None:
+    """It had taken three batches when it died, and goes on from what it had saved after the first."""
+
+    async def before(api: Talk) -> None:
+        env_id = await api.both(num_steps=6)
+        for number in range(3):
+            await api.post("/scored_data", group(4, first=number, env_id=env_id))
+            assert (await api.get("/batch"))["batch"]
+        await api.post("/register", trainer(num_steps=6))
+        assert (await api.get("/status"))["current_step"] == 6, "one more process of the same"
+        await api.post("/register", trainer(starting_step=4, num_steps=8))
+
+    async def after(api: Talk) -> None:
+        assert (await api.get("/status"))["current_step"] == 4
+        registered = await api.post("/register-env", environment())
+        assert (registered["starting_step"], registered["num_steps"]) == (4, 8)
+
+    talk(before, store=tmp_path / "groups")
+    talk(after, store=tmp_path / "groups")
 
 
 def test_least_shares_of_a_batch() -> None:

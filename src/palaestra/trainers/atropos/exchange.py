@@ -81,7 +81,7 @@ class Exchange:
         """Take the event over."""
         match event:
             case TrainerRegistered(registration=registration):
-                if self.trainer is None:
+                if self.trainer is None or _begins_elsewhere(registration, self.trainer):
                     self.trainer, self.step = registration, registration.starting_step
             case TrainerStarted():
                 self.started = True
@@ -135,7 +135,9 @@ class Exchange:
         return None if kind is None else sum(each.sequences for each in self.buffers[kind])
 
     def register(self, registration: Registration) -> TrainerRegistered:
-        """A trainer, or one more process of it. Raises `Refusal` (409) when it wants other batches than the first."""
+        """A trainer, one more process of it, or the trainer started again, which says so by another `starting_step` or
+        `num_steps`: steps are counted from there. Raises `Refusal` (409) when it wants other batches than the first.
+        """
         if registration.batch_size < 1 or registration.max_token_len < 1:
             field = "batch_size" if registration.batch_size < 1 else "max_token_len"
             raise Refusal(422, f"{field}: must be at least 1", field=field)
@@ -269,3 +271,7 @@ class Exchange:
 
     def _holders(self, now_s: float) -> list[Env]:
         return [env for env in self.envs if env.registration.min_batch_allocation and self.alive(env, now_s)]
+
+
+def _begins_elsewhere(now: Registration, before: Registration) -> bool:
+    return (now.starting_step, now.num_steps) != (before.starting_step, before.num_steps)
