@@ -21,13 +21,14 @@ from palaestra.envs.flags import CommandLine, Parsed
 from palaestra.envs.forms import form_of
 from palaestra.envs.output import Output, claim_folder
 from palaestra.envs.running import RunReport, run
-from palaestra.envs.serving import Serving, feed_settings, serve_limit, trainers_tracking
+from palaestra.envs.serving import Gate, OnGroup, Serving, feed_settings, serve_limit, trainers_tracking
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.loopback_tokens import TokenLoopback
 from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
 from palaestra.inference.tokens import load_tokenizer
 from palaestra.inference.toy import ToyEngine
 from palaestra.rollouts.context import ToolContext
+from palaestra.rollouts.runner import Totals
 from palaestra.rollouts.trajectory import Group, TokenRow, Trajectory
 from palaestra.trainers.atropos.server import serving
 
@@ -260,6 +261,47 @@ def test_what_is_left_of_a_group_must_differ_too(
         for index, (reward, length) in enumerate(zip(rewards, (9, 3, 3), strict=True))
     ]
     assert scores_sent(rollouts, tmp_path) == sent
+
+
+def test_groups_of_equal_scores_are_told_of_once_and_counted(tmp_path: Path) -> None:
+    output = Output(claim_folder(tmp_path, "e", "m"), env="e", model="m", groups_path=None, settings={})
+    notes: list[str] = []
+    config = BaseEnvConfig(group_size=2)
+    feeding = Serving(config, output, notes.append)
+
+    async def roll_out(on_group: OnGroup, gate: Gate) -> Totals:
+        for number in range(2):
+            rollouts = [
+                Trajectory(
+                    rollout_id=f"{number}/{index}",
+                    group_id=str(number),
+                    task_id="t",
+                    index=index,
+                    messages=[],
+                    outcome=Outcome.NATURAL,
+                    reward=0.0,
+                    row=TokenRow(tokens=[7], masks=[7], source="engine"),
+                )
+                for index in range(2)
+            ]
+            on_group(Group(group_id=str(number), number=number, task_id="t", trajectories=rollouts))
+        return Totals()
+
+    async def scenario() -> None:
+        async with serving() as url, Talk(url) as api:
+            await api.both()
+            config.rollout_server_url = url
+            output.start(0)
+            try:
+                await feeding.run(roll_out, lambda group: None)
+            finally:
+                output.close("done")
+
+    asyncio.run(scenario())
+    assert [note for note in notes if "not sent" in note] == [
+        "group 0 is not sent: its scores are equal (ensure_scores_are_not_same)"
+    ]
+    assert notes[-1].endswith("; 2 had equal scores")
 
 
 @pytest.mark.parametrize(("silent", "sent"), [(1, [1.0, 0.5]), (3, None)])
