@@ -94,20 +94,22 @@ class Runner:
 
     async def run(self) -> Totals:
         """Run to the last task. Raises `EngineUnavailable` when the model server is gone for good."""
-        for _, group in sorted(self._ended_before.items()):
-            if self._is_whole(group):
-                self._hand_on(group)
-                await asyncio.sleep(0)  # each is a line on the disk, and there may be thousands
-        tasks = slowest_first(numbered(self.env.tasks(), self.first, self.limit), self.services.timings)
+        handed_on: set[int] = set()
         try:
+            for number, group in sorted(self._ended_before.items()):
+                if self._is_whole(group):
+                    handed_on.add(number)
+                    self._hand_on(group)
+                    await asyncio.sleep(0)  # each is a line on the disk, and there may be thousands
+            tasks = slowest_first(numbered(self.env.tasks(), self.first, self.limit), self.services.timings)
             async with asyncio.TaskGroup() as workers:
                 for number in range(self.concurrency):
                     workers.create_task(self._work(tasks), name=f"groups-{number}")
         except* PalaestraError as failures:
             raise _first(failures) from None
         finally:
-            for _, group in sorted(self._ended_before.items()):  # of tasks that this part has not, or has not come to
-                if not self._is_whole(group):
+            for number, group in sorted(self._ended_before.items()):
+                if number not in handed_on:  # its task is one that this part has not, or has not come to
                     self._hand_on(group)
         if self._no_task is not None:
             raise self._no_task
