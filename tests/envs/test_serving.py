@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from talking import Talk, trainer
 from palaestra import HermesAgentBaseEnv
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import ConfigError
-from palaestra.core.exits import read_failure
+from palaestra.core.exits import INTERRUPTED, read_failure
 from palaestra.core.types import JSON, Outcome
 from palaestra.envs.config import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.flags import CommandLine, Parsed
@@ -169,6 +171,25 @@ def test_groups_that_ended_before_take_no_place_of_those_to_come(folder: Path, t
             return await api.get("/status")
 
     assert asyncio.run(asyncio.wait_for(scenario(), 120)) == {"current_step": 12, "queue_size": 2}
+
+
+@pytest.mark.slots
+def test_a_run_that_waits_for_its_trainer_ends_at_once_when_it_is_told_to(folder: Path, tmp_path: Path) -> None:
+    """Nothing is in flight that would want time to finish."""
+
+    async def scenario() -> RunReport:
+        async with serving() as url:
+            waiting = asyncio.create_task(serve(Naming, folder, tmp_path, url, "--env.drain_s", "600"))
+            while "waiting for the trainer" not in told(tmp_path / "log"):
+                await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return await asyncio.wait_for(waiting, 60)
+
+    assert asyncio.run(scenario()).exit_code == INTERRUPTED
+
+
+def told(log: Path) -> str:
+    return log.read_text() if log.exists() else ""
 
 
 @pytest.mark.slots

@@ -80,7 +80,8 @@ class Serving:
 
                 def hand_on(group: Group) -> None:
                     keep(group)
-                    feed.offer(self._delivery_id(group), self._line(group, most_tokens))
+                    delivery_id = self._delivery_id(group)
+                    feed.offer(delivery_id, None if delivery_id in deliveries else self._line(group, most_tokens))
 
                 return await roll_out(hand_on, feed.admit)
         finally:
