@@ -15,11 +15,14 @@ import pytest
 from click.testing import CliRunner
 
 from palaestra.cli import serve_tools
-from palaestra.cli.serve_tools import executor_settings
+from palaestra.cli.serve_tools import _token, executor_settings
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.inference.loopback import Answer, LoopbackServer, completion
+from palaestra.tools.registry import ToolRegistry
+from palaestra.tools.serving.link import ToolServerLink
 from palaestra.tools.serving.payloads import ToolExecutorExecuteRequest
+from palaestra.tools.serving.tool_server import ToolServer
 from tools.serving.asking import Client
 
 DOCS = Path(__file__).parents[2] / "docs" / "tools.md"
@@ -144,6 +147,29 @@ async def without_a_network(url: str) -> None:
     async with Client(url) as client:
         for name in ("web_crawl", "web_extract"):
             assert (await client.call("t1", name, {"url": "http://1.1.1.1/"}))["error"] == f"Unknown tool: {name}"
+
+
+def test_a_token_with_the_new_line_of_its_file_is_the_same_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Secrets that a cluster hands over as variables end with one; so do files."""
+    monkeypatch.setenv("TOOL_SERVER_TOKEN", "sesame\n")
+    (tmp_path / "token").write_text("sesame\n")
+    (tmp_path / "two").write_text("open\nsesame\n")
+    assert _token(None, "TOOL_SERVER_TOKEN") == _token(tmp_path / "token", "TOOL_SERVER_TOKEN") == "sesame"
+    with pytest.raises(ConfigError, match="two holds a control character"):
+        _token(tmp_path / "two", "TOOL_SERVER_TOKEN")
+
+    async def listed() -> list[str]:
+        server = ToolServer(ToolRegistry(), token="sesame")
+        async with server.serving("127.0.0.1", 0) as url:
+            link = ToolServerLink(url, "sesame\n")
+            try:
+                return [schema.name for schema in await link.offered()]
+            finally:
+                await link.aclose()
+
+    assert asyncio.run(listed()) == []
 
 
 def test_variables_are_honoured_named_or_refused(capsys: pytest.CaptureFixture[str]) -> None:

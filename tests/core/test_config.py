@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from palaestra.core.config import DEFAULT, Layer, Settings, has_effect, later, local_path, merge, nearest
+from palaestra.core.config import DEFAULT, Layer, Settings, has_effect, later, local_path, merge, nearest, sent_secret
 from palaestra.core.errors import ConfigError
 
 
@@ -36,6 +36,14 @@ def test_a_path_in_a_home_directory_that_is_not_there_is_one_error(monkeypatch: 
     assert (local_path("~/.cache"), local_path("/a/~")) == (Path("/me/.cache"), Path("/a/~"))
     with pytest.raises(ConfigError, match=r"'~nobody-of-this-name/x' cannot be used: .*set HOME"):
         local_path("~nobody-of-this-name/x")
+
+
+def test_a_secret_is_sent_as_a_header_can_carry_it() -> None:
+    told = {"t\u00f6k": "t\u00f6k", " tok\r\n": "tok", "\n": None, "": None, None: None}
+    assert {text: sent_secret(text, "token") for text in told} == told
+    with pytest.raises(ConfigError, match="token holds a control character") as caught:
+        sent_secret("a\nb", "token")
+    assert "a\nb" not in str(caught.value)
 
 
 def test_no_layers_give_the_defaults() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,20 +16,21 @@ from talking import Talk, trainer
 from palaestra import HermesAgentBaseEnv
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import ConfigError
-from palaestra.core.exits import read_failure
+from palaestra.core.exits import INTERRUPTED, read_failure
 from palaestra.core.types import JSON, Outcome
 from palaestra.envs.config import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.flags import CommandLine, Parsed
 from palaestra.envs.forms import form_of
 from palaestra.envs.output import Output, claim_folder
 from palaestra.envs.running import RunReport, run
-from palaestra.envs.serving import Serving, feed_settings, serve_limit, trainers_tracking
+from palaestra.envs.serving import Gate, OnGroup, Serving, feed_settings, serve_limit, trainers_tracking
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.loopback_tokens import TokenLoopback
 from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
 from palaestra.inference.tokens import load_tokenizer
 from palaestra.inference.toy import ToyEngine
 from palaestra.rollouts.context import ToolContext
+from palaestra.rollouts.runner import Totals
 from palaestra.rollouts.trajectory import Group, TokenRow, Trajectory
 from palaestra.trainers.atropos.server import serving
 
@@ -95,6 +98,11 @@ async def serve(env: type[HermesAgentBaseEnv], folder: Path, out: Path, api: str
 async def train(api: Talk, steps: int, **changed: JSON) -> list[JSON]:
     """A trainer of so many steps; the groups it got."""
     await api.post("/register", trainer(starting_step=0, max_token_len=1 << 16, num_steps=steps, **changed))
+    return await take(api, steps)
+
+
+async def take(api: Talk, steps: int) -> list[JSON]:
+    """The groups of so many batches of a trainer that is registered."""
     groups: list[JSON] = []
     for _ in range(steps):
         while (batch := (await api.get("/batch"))["batch"]) is None:  # noqa: ASYNC110 - the wire has nothing else
@@ -143,6 +151,45 @@ def test_going_on_with_a_run_sends_only_what_the_trainer_lacks(folder: Path, tmp
     groups = asyncio.run(scenario())
     prompts = [json.dumps(group["tokens"]) for group in groups]
     assert len(set(prompts)) == 4
+
+
+@pytest.mark.slots
+def test_groups_that_ended_before_take_no_place_of_those_to_come(folder: Path, tmp_path: Path) -> None:
+    """Twelve groups of one may be under way or wait. Thirty-six have ended, and two more are rolled out."""
+
+    async def scenario() -> JSON:
+        async with serving() as url, Talk(url) as api:
+            await api.both(max_token_len=1 << 16, batch_size=4)
+            await api.post("/disconnect-env", {"env_id": 0})
+            training = asyncio.create_task(take(api, 9))
+            first = await serve(Naming, folder, tmp_path, url, "--group", "1", "--tasks", "36")
+            await training
+            again = await serve(
+                Naming, folder, tmp_path, url, "--group", "1", "--tasks", "38", "--resume", str(first.folder)
+            )
+            assert again.exit_code == 0
+            return await api.get("/status")
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 120)) == {"current_step": 12, "queue_size": 2}
+
+
+@pytest.mark.slots
+def test_a_run_that_waits_for_its_trainer_ends_at_once_when_it_is_told_to(folder: Path, tmp_path: Path) -> None:
+    """Nothing is in flight that would want time to finish."""
+
+    async def scenario() -> RunReport:
+        async with serving() as url:
+            waiting = asyncio.create_task(serve(Naming, folder, tmp_path, url, "--env.drain_s", "600"))
+            while "waiting for the trainer" not in told(tmp_path / "log"):
+                await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return await asyncio.wait_for(waiting, 60)
+
+    assert asyncio.run(scenario()).exit_code == INTERRUPTED
+
+
+def told(log: Path) -> str:
+    return log.read_text() if log.exists() else ""
 
 
 @pytest.mark.slots
@@ -235,6 +282,47 @@ def test_what_is_left_of_a_group_must_differ_too(
         for index, (reward, length) in enumerate(zip(rewards, (9, 3, 3), strict=True))
     ]
     assert scores_sent(rollouts, tmp_path) == sent
+
+
+def test_groups_of_equal_scores_are_told_of_once_and_counted(tmp_path: Path) -> None:
+    output = Output(claim_folder(tmp_path, "e", "m"), env="e", model="m", groups_path=None, settings={})
+    notes: list[str] = []
+    config = BaseEnvConfig(group_size=2)
+    feeding = Serving(config, output, notes.append)
+
+    async def roll_out(on_group: OnGroup, gate: Gate) -> Totals:
+        for number in range(2):
+            rollouts = [
+                Trajectory(
+                    rollout_id=f"{number}/{index}",
+                    group_id=str(number),
+                    task_id="t",
+                    index=index,
+                    messages=[],
+                    outcome=Outcome.NATURAL,
+                    reward=0.0,
+                    row=TokenRow(tokens=[7], masks=[7], source="engine"),
+                )
+                for index in range(2)
+            ]
+            on_group(Group(group_id=str(number), number=number, task_id="t", trajectories=rollouts))
+        return Totals()
+
+    async def scenario() -> None:
+        async with serving() as url, Talk(url) as api:
+            await api.both()
+            config.rollout_server_url = url
+            output.start(0)
+            try:
+                await feeding.run(roll_out, lambda group: None)
+            finally:
+                output.close("done")
+
+    asyncio.run(scenario())
+    assert [note for note in notes if "not sent" in note] == [
+        "group 0 is not sent: its scores are equal (ensure_scores_are_not_same)"
+    ]
+    assert notes[-1].endswith("; 2 had equal scores")
 
 
 @pytest.mark.parametrize(("silent", "sent"), [(1, [1.0, 0.5]), (3, None)])

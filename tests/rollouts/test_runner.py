@@ -367,3 +367,23 @@ def test_groups_that_were_to_grow_are_handed_on_where_the_run_ends_before_them(t
 
     asyncio.run(main())
     assert handed == [0, 1, 2]
+
+
+def test_groups_that_had_ended_are_all_handed_on_where_the_run_is_interrupted_at_once(tmp_path: Path) -> None:
+    _, groups = run(Sums(3), services(tmp_path, group_size=1))
+    handed: list[int] = []
+
+    async def main() -> None:
+        def hand_on(group: Group) -> None:
+            handed.append(group.number)
+            running.cancel()
+
+        shared = services(tmp_path / "again", group_size=1)
+        runner = Runner(Sums(3), shared, on_group=hand_on, ended={each.number: each for each in groups})
+        running = asyncio.create_task(runner.run())
+        await asyncio.gather(running, return_exceptions=True)
+        assert running.cancelled()
+        shared.journal.close()
+
+    asyncio.run(main())
+    assert handed == [0, 1, 2]

@@ -45,6 +45,21 @@ def test_more_failures_than_allowed_close_the_gate() -> None:
     assert len(told) == 1, "said once"
 
 
+def test_who_waits_at_another_gate_hears_that_this_one_closes() -> None:
+    async def scenario() -> None:
+        stops, trainer = Stops(), asyncio.Event()
+        begin = asyncio.ensure_future(stops.unless_stopped(trainer.wait()))
+        trainer.set()
+        assert await begin
+        trainer.clear()
+        begin = asyncio.ensure_future(stops.unless_stopped(trainer.wait()))
+        await asyncio.sleep(0)
+        stops.drain()
+        assert not await begin
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
 def test_old_failures_are_forgotten() -> None:
     stops = Stops(max_infra_rate=0.2)
     for number in range(400):

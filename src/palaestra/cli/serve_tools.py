@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from palaestra.cli.stopping import told_to_stop
-from palaestra.core.config import Layer, Settings, has_effect, later, merge, nearest
+from palaestra.core.config import Layer, Settings, has_effect, later, merge, nearest, sent_secret
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 
@@ -335,12 +335,12 @@ def _spelled(fields: Mapping[str, str]) -> dict[str, str]:
 
 def _token(file: Path | None, variable: str) -> str | None:
     if file is None:
-        return os.environ.get(variable) or None
+        return sent_secret(os.environ.get(variable), variable)
     try:
-        token = file.read_text(encoding="utf-8").strip()
+        token = sent_secret(file.read_text(encoding="utf-8"), str(file))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the token from {file}: {error}") from None
-    if not token:
+    if token is None:
         raise ConfigError(f"{file} holds no token")
     return token
 

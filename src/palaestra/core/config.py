@@ -79,6 +79,17 @@ def local_path(text: str | Path) -> Path:
         ) from None
 
 
+def sent_secret(text: str | None, name: str) -> str | None:
+    """A key or token as a header carries it, without the new line that one read from a file ends with; None for none.
+
+    Raises `ConfigError`, which names the setting and not the secret, where no header can carry it.
+    """
+    secret = (text or "").strip()
+    if not secret.isprintable():
+        raise ConfigError(f"{name} holds a control character, a new line perhaps: no header can carry it.")
+    return secret or None
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """Values from one place. A later layer wins, key by key.

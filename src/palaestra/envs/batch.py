@@ -113,6 +113,8 @@ class Batch:
     reporting: Reporting
     tracing: Tracing = NO_TRACING
     prepared: Prepared | None = None
+    begun: bool = False
+    """Whether a group may be in flight."""
 
     async def run(self, progress: Observer) -> Totals:
         """Run the command's groups, for as long as the stops let it. Cancelling it cancels what is in flight."""
@@ -146,7 +148,7 @@ class Batch:
 
     @contextmanager
     def _draining(self, running: asyncio.Task[Totals]) -> Iterator[None]:
-        """SIGTERM lets what is in flight finish, for a while; a second one does not."""
+        """SIGTERM lets what is in flight finish, for a while; a second one does not, nor one before anything is."""
         loop, patience = asyncio.get_running_loop(), self.parsed.env_config.drain_s
 
         def drain() -> None:
@@ -154,7 +156,7 @@ class Batch:
                 running.cancel()
             else:
                 self.stops.drain()
-                loop.call_later(patience, running.cancel)
+                loop.call_later(patience if self.begun else 0.0, running.cancel)
 
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # only a main thread has signals
             loop.add_signal_handler(signal.SIGTERM, drain)
@@ -184,8 +186,10 @@ class Batch:
                 ended = finished.ended if finished is not None else {}
 
                 async def roll_out(on_group: OnGroup, gate: Gate | None = None) -> Totals:
+                    self.begun = True
+
                     async def both() -> bool:
-                        return await self.stops.gate() and (gate is None or await gate())
+                        return await self.stops.gate() and (gate is None or await self.stops.unless_stopped(gate()))
 
                     return await Runner(
                         environment,
@@ -209,6 +213,7 @@ class Batch:
 
     async def _evaluate(self, services: Services, workers: int, limit: int | None, observer: Observer) -> Totals:
         """Evaluate, and save what was logged: where the settings say, else in the run's own folder."""
+        self.begun = True
         evaluation = Evaluation(self.environment, services, workers, self._keep, self.stops.gate, limit)
         totals = await evaluation.run()
         if evaluation.logged:

@@ -6,6 +6,7 @@ on with a run that was killed sends what the trainer does not have, and nothing 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from palaestra.core.config import DEFAULT
@@ -22,6 +23,9 @@ from palaestra.trainers.atropos.standing import FeedSettings
 
 ASK_S = 5.0
 """How long the trainer's server may take to say how it is tracked: nothing depends on it."""
+
+EQUAL, TOO_LONG = "had equal scores", "had nothing but rollouts that are too long"
+"""Why a group is not sent."""
 
 OnGroup = Callable[[Group], None]
 Gate = Callable[[], Awaitable[bool]]
@@ -64,7 +68,7 @@ class Serving:
         self._config = config
         self._output = output
         self._note = note
-        self._too_long = 0
+        self._unsent: Counter[str] = Counter()
 
     async def run(self, roll_out: Callable[[OnGroup, Gate], Awaitable[Totals]], keep: OnGroup) -> Totals:
         """Feed what `roll_out` finishes, which gets a gate that lets groups begin as the trainer needs them."""
@@ -76,11 +80,12 @@ class Serving:
 
                 def hand_on(group: Group) -> None:
                     keep(group)
-                    feed.offer(self._delivery_id(group), self._line(group, most_tokens))
+                    delivery_id = self._delivery_id(group)
+                    feed.offer(delivery_id, None if delivery_id in deliveries else self._line(group, most_tokens))
 
                 return await roll_out(hand_on, feed.admit)
         finally:
-            left = f"; {self._too_long} had nothing but rollouts that are too long" if self._too_long else ""
+            left = "".join(f"; {count} {why}" for why, count in self._unsent.items())
             self._note(f"{len(deliveries)} groups delivered to {config.rollout_server_url}{left}")
             deliveries.close()
 
@@ -91,6 +96,7 @@ class Serving:
         """What is sent of the group; nothing where equal scores teach nothing, or all is too long for the trainer."""
         sent = fitting(group, most_tokens)
         if self._config.ensure_scores_are_not_same and (group.same_scores or sent.same_scores):
+            self._leave(EQUAL, f"group {group.group_id} is not sent: its scores are equal (ensure_scores_are_not_same)")
             return None
         line = scored_data(
             sent,
@@ -100,11 +106,16 @@ class Serving:
         )
         said = [each for each in group.scored if each.rows and not each.unsaid]
         if line is None and said:
-            self._too_long += 1
-            if self._too_long == 1:
-                shortest = min(max(len(row.tokens) for row in each.rows) for each in said)
-                self._note(
-                    f"group {group.group_id} is not sent: its shortest rollout has {shortest} tokens and the trainer "
-                    f"takes {most_tokens}. Offer fewer tools (--env.enabled_toolsets), or let the trainer take more"
-                )
+            shortest = min(max(len(row.tokens) for row in each.rows) for each in said)
+            self._leave(
+                TOO_LONG,
+                f"group {group.group_id} is not sent: its shortest rollout has {shortest} tokens and the trainer "
+                f"takes {most_tokens}. Offer fewer tools (--env.enabled_toolsets), or let the trainer take more",
+            )
         return line
+
+    def _leave(self, why: str, told: str) -> None:
+        """Count a group that is not sent, and tell of the first of its kind: a trainer may wait for nothing else."""
+        self._unsent[why] += 1
+        if self._unsent[why] == 1:
+            self._note(told)

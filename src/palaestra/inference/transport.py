@@ -19,6 +19,7 @@ from aiohttp.abc import AbstractStreamWriter
 from yarl import URL
 
 from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.config import sent_secret
 from palaestra.core.errors import ConfigError, EngineRefused, EngineUnavailable
 from palaestra.core.retry import AT_START, RETRIED_STATUSES, Passing, RetryPolicy, persist, retry_after_s
 from palaestra.core.types import JSON
@@ -219,12 +220,10 @@ class Transport:
 
 
 def _authorization(config: APIServerConfig) -> dict[str, str]:
-    """The header for the key, without the new line that one read from a file ends with. Raises `ConfigError`."""
-    key = (config.api_key or "").strip()
-    if not key:
+    """The header for the key. Raises `ConfigError`."""
+    key = sent_secret(config.api_key, "--openai.api_key")
+    if key is None:
         return {}
-    if not key.isprintable():
-        raise ConfigError("--openai.api_key holds a control character, a new line perhaps: no header can carry it.")
     if config.base_url and URL(config.base_url).user is not None:
         raise ConfigError("--openai.base_url names a user and --openai.api_key is set too: leave out one of them.")
     return {"Authorization": f"Bearer {key}"}

@@ -61,8 +61,8 @@ class Runner:
     """Runs an environment's tasks, at most `limit`, numbered from `first`. `on_group` gets every group as it finishes.
 
     `ended` are groups that an earlier part of the same run finished: they are handed on first, and not run again. Where
-    groups are to be larger now, the rollouts that they lack are. `gate` is asked before each task and may wait; False
-    ends the run.
+    groups are to be larger now, the rollouts that they lack are. `gate` is asked once before each task that is rolled
+    out and may wait; False ends the run.
     """
 
     def __init__(
@@ -94,20 +94,22 @@ class Runner:
 
     async def run(self) -> Totals:
         """Run to the last task. Raises `EngineUnavailable` when the model server is gone for good."""
-        for _, group in sorted(self._ended_before.items()):
-            if self._is_whole(group):
-                self._hand_on(group)
-                await asyncio.sleep(0)  # each is a line on the disk, and there may be thousands
-        tasks = slowest_first(numbered(self.env.tasks(), self.first, self.limit), self.services.timings)
+        handed_on: set[int] = set()
         try:
+            for number, group in sorted(self._ended_before.items()):
+                if self._is_whole(group):
+                    handed_on.add(number)
+                    self._hand_on(group)
+                    await asyncio.sleep(0)  # each is a line on the disk, and there may be thousands
+            tasks = slowest_first(numbered(self.env.tasks(), self.first, self.limit), self.services.timings)
             async with asyncio.TaskGroup() as workers:
                 for number in range(self.concurrency):
                     workers.create_task(self._work(tasks), name=f"groups-{number}")
         except* PalaestraError as failures:
             raise _first(failures) from None
         finally:
-            for _, group in sorted(self._ended_before.items()):  # of tasks that this part has not, or has not come to
-                if not self._is_whole(group):
+            for number, group in sorted(self._ended_before.items()):
+                if number not in handed_on:  # its task is one that this part has not, or has not come to
                     self._hand_on(group)
         if self._no_task is not None:
             raise self._no_task
@@ -116,15 +118,14 @@ class Runner:
     async def _work(self, tasks: AsyncIterator[Numbered]) -> None:
         while (taken := await self._take(tasks)) is not None:
             number, task = taken
-            if not self._ended(number, task):
-                run = GroupRun(self.env, self.services, number, task)
-                try:
-                    group = await run.run()
-                finally:
-                    if run.begun:  # else what an earlier part made of it still holds
-                        self._ended_before.pop(number, None)
-                self._hand_on(group)
-                self._watch_engine(group)
+            run = GroupRun(self.env, self.services, number, task)
+            try:
+                group = await run.run()
+            finally:
+                if run.begun:  # else what an earlier part made of it still holds
+                    self._ended_before.pop(number, None)
+            self._hand_on(group)
+            self._watch_engine(group)
 
     def _hand_on(self, group: Group) -> None:
         self.totals.add(group)
@@ -158,15 +159,21 @@ class Runner:
         return enough or bool(group.error) or self.env.collects_groups
 
     async def _take(self, tasks: AsyncIterator[Numbered]) -> Numbered | None:
+        """The next task to roll out, of which the gate was asked; what an earlier part did is passed over."""
         async with self._taking:
             if self._all_taken or (self.gate is not None and not await self.gate()):
                 return None
-            try:
-                taken = await anext(tasks, None)
-            except PalaestraError as error:  # there are no more; the groups under way come to their end
-                taken, self._no_task = None, error
-            self._all_taken = taken is None
+            while (taken := await self._next(tasks)) is not None and self._ended(*taken):
+                pass
             return taken
+
+    async def _next(self, tasks: AsyncIterator[Numbered]) -> Numbered | None:
+        try:
+            taken = await anext(tasks, None)
+        except PalaestraError as error:  # there are no more; the groups under way come to their end
+            taken, self._no_task = None, error
+        self._all_taken = taken is None
+        return taken
 
     def _watch_engine(self, group: Group) -> None:
         if not failed_for_the_engine(group):

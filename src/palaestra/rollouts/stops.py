@@ -8,8 +8,9 @@ would cost more than was allowed. The run can be gone on with.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 
 from palaestra.core.errors import EngineUnavailable, PalaestraError
 from palaestra.core.exits import INTERRUPTED, TOO_MANY_FAILURES
@@ -63,6 +64,7 @@ class Stops(NullObserver):
         self._paid = paid
         self._note: Callable[[str], None] = lambda text: None
         self._latest: deque[Blame | None] = deque(maxlen=WINDOW)
+        self._stopped = asyncio.Event()
 
     def tell(self, note: Callable[[str], None]) -> None:
         """Whom to tell when the gate closes."""
@@ -72,6 +74,17 @@ class Stops(NullObserver):
         """Whether another group may begin."""
         self._look_at_cost()
         return not self.reason
+
+    async def unless_stopped(self, other: Awaitable[bool]) -> bool:
+        """What another gate says, however long it waits; False, and it is cancelled, once this one closes."""
+        asked, stopped = asyncio.ensure_future(other), asyncio.ensure_future(self._stopped.wait())
+        try:
+            await asyncio.wait([asked, stopped], return_when=asyncio.FIRST_COMPLETED)
+            return asked.done() and asked.result() and not self.reason
+        finally:
+            asked.cancel()
+            stopped.cancel()
+            await asyncio.gather(asked, stopped, return_exceptions=True)
 
     def check(self, *, begun: bool) -> None:
         """Raises `CutShort` for a rollout that may not begin or, where it has `begun`, not go on."""
@@ -125,6 +138,7 @@ class Stops(NullObserver):
         if self.reason and exit_code != INTERRUPTED:
             return
         self.reason, self.message, self.exit_code = reason, message, exit_code
+        self._stopped.set()
         self._note(f"{reason}: {message}. Nothing new begins; {self._in_flight}")
 
 

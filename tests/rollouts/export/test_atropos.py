@@ -208,6 +208,15 @@ def test_a_disk_that_is_full_is_said_when_it_is_closed_too(tmp_path, group, traj
     groups.close()
 
 
+def test_a_part_of_a_run_that_came_to_no_group_leaves_the_file_as_it_was(tmp_path, group, trajectory):
+    path = tmp_path / "groups.jsonl"
+    for tasks, found in ((["a", "b"], ["a", "b"]), ([], ["a", "b"]), (["c"], ["c"])):
+        with GroupsFile(path, env="e", model="m", again=True) as file:
+            for number, task in enumerate(tasks):
+                file.add(group(trajectory(0), number=number, task_id=task))
+        assert lines_in(path) == found
+
+
 def test_a_number_counts_once(tmp_path, group, trajectory):
     with GroupsFile(tmp_path / "x.jsonl", env="e", model="m") as file:
         file.add(group(trajectory(0), number=0))

@@ -10,6 +10,7 @@ from recorded import MALFORMED, META, TOOL, call, histories, reply, rollout
 
 from palaestra.core.types import JSON, Message
 from palaestra.rollouts.export.base import ExportReport
+from palaestra.rollouts.export.openai import MALFORMED as MALFORMED_ARGUMENTS
 from palaestra.rollouts.export.openai import OpenAIExporter
 from palaestra.rollouts.trajectory import Group
 
@@ -29,7 +30,8 @@ def blank_as_object(messages: list[Message]) -> list[Message]:
     changed = json.loads(json.dumps(messages))
     for message in changed:
         for each in message.get("tool_calls", ()):
-            each["function"]["arguments"] = each["function"]["arguments"] or "{}"
+            if not each["function"]["arguments"].strip():
+                each["function"]["arguments"] = "{}"
             message["content"] = message["content"] or None
     return changed
 
@@ -71,3 +73,16 @@ def test_arguments_that_came_as_an_object_become_text() -> None:
     )
     assert json.loads(line["messages"][1]["tool_calls"][0]["function"]["arguments"]) == {"city": "Århus"}
     assert line["messages"][0]["content"] == [{"type": "text", "text": "?"}], "parts are part of the format"
+
+
+def test_blank_arguments_are_no_arguments() -> None:
+    (line,), report = exported([reply("", "") | {"tool_calls": [call(1, " \n")]}])
+    assert line["messages"][0]["tool_calls"][0]["function"]["arguments"] == "{}"
+    assert MALFORMED_ARGUMENTS not in report.remarks
+
+
+def test_calls_that_are_no_list_are_a_field_without_a_place() -> None:
+    """A class that collects its rollouts itself may leave anything in its messages."""
+    lines, report = exported([reply("a", "") | {"tool_calls": 1.5}], [reply("b", "") | {"tool_calls": "call"}])
+    assert [line["messages"] for line in lines] == [[reply("a", "")], [reply("b", "")]]
+    assert report.remarks["without the message field 'tool_calls'"] == 2

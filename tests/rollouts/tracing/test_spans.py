@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel (pip install 'palaestra[otel]')")
 
 from aiohttp import web
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -225,6 +226,19 @@ def test_a_collector_gets_every_span_over_http(tmp_path: Path, unused_tcp_port: 
 
     assert asyncio.run(main()) == []
     assert (names.count("chat m"), names.count("execute_tool add"), names.count("rollout")) == (4, 2, 2)
+
+
+def test_half_a_surrogate_pair_costs_no_spans() -> None:
+    """Models write them in calls; a batch with one in a name could not be encoded."""
+    kept, tracers = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    tracers.add_span_processor(SimpleSpanProcessor(kept))
+    tracing = OtelTracing(tracers.get_tracer("test"), env="e", model="m", provider="p", run_id="r", content=True)
+    with tracing.tool("x\ud83dy", {}) as told:
+        told('{"output": "a\ud83db"}')
+    encoded = encode_spans(kept.get_finished_spans()).SerializeToString()
+    assert b"execute_tool x?y" in encoded
+    assert b"a?b" in encoded
+    tracers.shutdown()
 
 
 def test_a_collector_that_refuses_is_one_warning_and_the_run_goes_on(tmp_path: Path, unused_tcp_port: int) -> None:

@@ -165,6 +165,27 @@ def test_no_more_groups_begin_than_the_trainer_may_be_behind(tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
+def test_groups_that_make_up_no_batch_hold_nothing_up(tmp_path: Path) -> None:
+    """Batches of four, and groups that came out with three rows: twelve rows are three batches, and none of four."""
+
+    async def scenario() -> list[int]:
+        said = Said()
+        async with serving() as url, Talk(url) as api:
+            await api.both()
+            await api.post("/disconnect-env", {"env_id": 0})
+            async with fed(tmp_path, url, said) as feed:
+                for number in range(4):
+                    assert await feed.admit()
+                    feed.offer(f"run/{number}", group(3, first=number))
+                await feed.drained()
+                await said.until("makes up no batch of 4 sequences")
+                assert await feed.admit()
+                feed.offer("run/4", group(4, first=9))
+            return marks((await api.get("/batch"))["batch"])
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 30)) == [9]
+
+
 def test_the_trainer_that_has_enough_ends_the_run(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving() as url, Talk(url) as api:

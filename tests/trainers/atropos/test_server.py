@@ -81,6 +81,25 @@ def test_short_groups_wait_until_they_make_up_a_whole_one() -> None:
     talk(scenario)
 
 
+def test_short_groups_of_an_environment_that_was_started_again_go_with_those_of_its_former_life(tmp_path: Path) -> None:
+    """Its id is another one. What waits is put together in the same way when the server is started again."""
+
+    async def before(api: Talk) -> None:
+        await api.both()
+        assert (await api.post("/scored_data", group(1, first=5, env_id=0)))["status"] == "buffered"
+        await api.post("/register-env", environment())
+        assert (await api.post("/scored_data", group(1, first=6, env_id=1)))["buffer_size"] == 0
+        await api.post("/scored_data", group(1, first=7, env_id=1))
+
+    async def after(api: Talk) -> None:
+        await api.post("/register-env", environment())
+        await api.post("/scored_data", group(1, first=8, env_id=2))
+        assert [each["tokens"][0][0] for each in (await api.get("/batch"))["batch"]] == [5, 6, 7, 8]
+
+    talk(before, store=tmp_path / "groups")
+    talk(after, store=tmp_path / "groups")
+
+
 def test_a_group_larger_than_the_registered_size_is_not_stuck() -> None:
     async def scenario(api: Talk) -> None:
         await api.both()
@@ -191,12 +210,33 @@ def test_the_same_delivery_counts_once() -> None:
 def test_a_trainer_of_other_batches_is_refused_and_one_more_process_is_not() -> None:
     async def scenario(api: Talk) -> None:
         await api.both()
-        await api.post("/register", trainer(starting_step=50))
-        assert (await api.get("/status"))["current_step"] == 3
+        await api.post("/register", trainer(wandb_group="other"))
+        assert (await api.get("/wandb_info"))["group"] == "g"
         status, answer = await api.say("POST", "/register", trainer(batch_size=8))
         assert (status, answer["field"]) == (409, "batch_size")
 
     talk(scenario)
+
+
+def test_a_trainer_that_is_started_again_counts_from_its_own_step(tmp_path: Path) -> None:
+    """It had taken three batches when it died, and goes on from what it had saved after the first."""
+
+    async def before(api: Talk) -> None:
+        env_id = await api.both(num_steps=6)
+        for number in range(3):
+            await api.post("/scored_data", group(4, first=number, env_id=env_id))
+            assert (await api.get("/batch"))["batch"]
+        await api.post("/register", trainer(num_steps=6))
+        assert (await api.get("/status"))["current_step"] == 6, "one more process of the same"
+        await api.post("/register", trainer(starting_step=4, num_steps=8))
+
+    async def after(api: Talk) -> None:
+        assert (await api.get("/status"))["current_step"] == 4
+        registered = await api.post("/register-env", environment())
+        assert (registered["starting_step"], registered["num_steps"]) == (4, 8)
+
+    talk(before, store=tmp_path / "groups")
+    talk(after, store=tmp_path / "groups")
 
 
 def test_least_shares_of_a_batch() -> None:
@@ -205,8 +245,11 @@ def test_least_shares_of_a_batch() -> None:
     async def scenario(api: Talk) -> None:
         await api.both()
         await api.post("/register-env", environment(desired_name="rare", min_batch_allocation=0.5))
-        status, answer = await api.say("POST", "/register-env", environment(min_batch_allocation=0.75))
+        status, answer = await api.say("POST", "/register-env", environment(min_batch_allocation=1.5))
         assert (status, answer["field"]) == (422, "min_batch_allocation")
+        status, answer = await api.say("POST", "/register-env", environment(min_batch_allocation=0.75))
+        assert (status, answer["field"]) == (503, "min_batch_allocation")
+        assert "0.500 is left while rare_0 hold" in answer["detail"]
         for number in range(3):
             await api.post("/scored_data", group(first=number, env_id=0))
         assert await api.get("/batch") == {"batch": None}
@@ -222,6 +265,36 @@ def test_least_shares_of_a_batch() -> None:
         assert (await api.get("/status-env", {"env_id": 0}))["env_weight"] == 1.0
 
     talk(scenario, clock=clock)
+
+
+def test_the_share_of_an_environment_that_was_killed_is_free_again() -> None:
+    """Another registration of the same share waits for as long as the first may still live, and is not turned away."""
+    clock = ManualClock()
+
+    async def scenario(api: Talk) -> None:
+        await api.both()
+        wanted = environment(desired_name="rare", min_batch_allocation=0.75)
+        await api.post("/register-env", wanted)
+        assert (await api.say("POST", "/register-env", wanted))[0] == 503
+        clock.now += SILENT_S
+        assert (await api.post("/register-env", wanted))["status"] == "success"
+
+    talk(scenario, clock=clock)
+
+
+def test_least_shares_that_groups_do_not_fill_exactly_hold_nothing_up() -> None:
+    """Three of four would be two groups of two, and one of four a third, for which there is no room."""
+
+    async def scenario(api: Talk) -> None:
+        await api.post("/register", trainer())
+        await api.get("/batch")
+        for share in (0.75, 0.25):
+            await api.post("/register-env", environment(min_batch_allocation=share))
+        for number in range(4):
+            await api.post("/scored_data", group(first=number, env_id=number % 2))
+        assert [each["tokens"][0][0] for each in (await api.get("/batch"))["batch"]] == [0, 1]
+
+    talk(scenario)
 
 
 def test_a_restart_forgets_nothing(tmp_path: Path) -> None:

@@ -173,7 +173,8 @@ def claim_path(path: Path) -> Path:
 class GroupsFile:
     """The growing JSONL file of a run. Groups come in as they finish and go out in item order.
 
-    `path` is the file that was claimed; with `again` it is the one given, and what was in it is replaced. `add` and
+    `path` is the file that was claimed; with `again` it is the one given, and what was in it is replaced by the first
+    group that comes, so that a part of a run which came to none leaves the file as it was. `add` and
     `skip` block for the write and its fsync, may be called from worker threads, and raise `DiskError`. A line that
     waits for an earlier group lies in a nameless file beside the other, so that one long task costs no memory.
     """
@@ -184,7 +185,9 @@ class GroupsFile:
         with writing(path):
             self.path = path if again else claim_path(path)
             self._aside = tempfile.TemporaryFile(dir=self.path.parent, buffering=0)  # noqa: SIM115 - closed in `close`
-            self._file: IO[bytes] | None = self.path.open("wb")
+            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file: IO[bytes] | None = os.fdopen(fd, "wb")
+        self._replaced = False
         self._env = env
         self._model = model
         self._messages = messages
@@ -231,6 +234,7 @@ class GroupsFile:
                 raise ValueError(f"{self.path} is closed; group {number} came too late")
             if number < self._next or number in self._waiting:
                 raise ValueError(f"group {number} was already given to {self.path}")
+            self._replace()
             if number > self._next:
                 self._put_aside(number, line)
                 return
@@ -242,6 +246,14 @@ class GroupsFile:
             self._write(bytes(ready))
             if not self._waiting:
                 self._aside.truncate(0)
+
+    def _replace(self) -> None:
+        """Before the first group: empty the file, where an earlier part of the run has filled it."""
+        assert self._file is not None
+        if not self._replaced and os.fstat(self._file.fileno()).st_size:
+            with writing(self.path):
+                os.ftruncate(self._file.fileno(), 0)
+        self._replaced = True
 
     def _put_aside(self, number: int, line: bytes) -> None:
         place = self._aside.seek(0, os.SEEK_END)

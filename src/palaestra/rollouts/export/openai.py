@@ -16,7 +16,7 @@ from typing import IO
 from palaestra.core.types import JSON, Message
 from palaestra.rollouts.export.atropos import encode_line
 from palaestra.rollouts.export.base import ExportMeta, ExportReport, apart
-from palaestra.rollouts.export.speech import Said, calls_in_text, heard, unanswered
+from palaestra.rollouts.export.speech import Call, Said, calls_in_text, heard, unanswered
 from palaestra.rollouts.trajectory import Group, Trajectory
 
 MALFORMED = "has malformed arguments, kept as text"
@@ -55,7 +55,7 @@ def openai_message(message: Said) -> Message:
         line["reasoning_content"] = message.reasoning
     if message.calls:
         line["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments or "{}"}}
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call)}}
             for call in message.calls
         ]
     if message.role == "tool":
@@ -85,6 +85,10 @@ def remarks_on(conversation: Sequence[Said]) -> list[str]:
     if unanswered(conversation):
         remarks.append(UNANSWERED)
     return remarks
+
+
+def _arguments(call: Call) -> str:
+    return call.arguments if call.arguments.strip() else "{}"
 
 
 def _lost(conversation: Sequence[Said]) -> list[str]:

@@ -67,13 +67,16 @@ def said(message: Message) -> Said:
     role = str(message.get("role") or "")
     thought = next((key for key in _REASONING_KEYS if isinstance(message.get(key), str) and message[key]), "")
     rest = {key: value for key, value in message.items() if key not in _TAKEN and key != thought and value}
+    calls = message.get("tool_calls") or ()
+    if not isinstance(calls, (list, tuple)):
+        calls, rest["tool_calls"] = (), calls
     if role in _ROLES:
         rest["role"] = role
     return Said(
         role=_ROLES.get(role, role),
         content=_content(message.get("content")),
         reasoning=message[thought] if thought else "",
-        calls=tuple(_call(call) for call in message.get("tool_calls") or ()),
+        calls=tuple(map(_call, calls)),
         call_id=str(message.get("tool_call_id") or ""),
         name=str(message.get("name") or ""),
         rest=rest,

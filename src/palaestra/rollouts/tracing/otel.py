@@ -21,6 +21,7 @@ from opentelemetry.util.types import AttributeValue
 from palaestra.agent.calls import reported_error
 from palaestra.core.types import JSON, Message, Score
 from palaestra.inference.base import ChatCompletion, ChatServer
+from palaestra.rollouts.journal import plain
 from palaestra.rollouts.tracing.base import Tracing
 from palaestra.rollouts.tracing.content import messages_text
 from palaestra.rollouts.trajectory import Group, Trajectory
@@ -63,10 +64,10 @@ class OtelTracing(Tracing):
         links: Sequence[Link] = (),
     ) -> Iterator[Span]:
         with self._tracer.start_as_current_span(
-            name,
+            plain(name),  # a half surrogate pair, as models write them, would cost the whole batch of spans
             context,
             kind=kind,
-            attributes=attributes,
+            attributes=plain(attributes),
             links=links,
             record_exception=False,
             set_status_on_exception=False,
@@ -126,7 +127,7 @@ class OtelTracing(Tracing):
 
     def _answered(self, span: Span, text: str) -> None:
         if self.content:
-            span.set_attribute("gen_ai.tool.call.result", text)
+            span.set_attribute("gen_ai.tool.call.result", plain(text))
         if reported_error(text):
             failed(span, "tool_error")
 
@@ -167,10 +168,11 @@ class TracedServer:
 
     def _answered(self, span: Span, completion: ChatCompletion) -> None:
         choices, usage = completion.choices, completion.usage
-        span.set_attribute("gen_ai.response.finish_reasons", [choice.finish_reason or "" for choice in choices])
+        reasons = [plain(choice.finish_reason or "") for choice in choices]
+        span.set_attribute("gen_ai.response.finish_reasons", reasons)
         for key, value in (("gen_ai.response.model", completion.model), ("gen_ai.response.id", completion.id)):
             if value:
-                span.set_attribute(key, value)
+                span.set_attribute(key, plain(value))
         if usage is not None:
             span.set_attributes({INPUT_TOKENS: usage.prompt_tokens, OUTPUT_TOKENS: usage.completion_tokens})
         if self._tracing.content:

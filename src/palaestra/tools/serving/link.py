@@ -17,6 +17,7 @@ import aiohttp
 from pydantic import ValidationError
 from yarl import URL
 
+from palaestra.core.config import sent_secret
 from palaestra.core.errors import (
     ConfigError,
     ToolServerError,
@@ -54,12 +55,13 @@ class _Wire(Protocol):
 class ToolServerLink:
     """A tool server at an address, or (`inprocess`) one in this process for each set of tools that it serves.
 
-    Opens on first use, and again after `aclose`, which is idempotent. Raises `ConfigError` for what is no address.
+    Opens on first use, and again after `aclose`, which is idempotent. Raises `ConfigError` for what is no address and
+    for a token that cannot be sent.
     """
 
     def __init__(self, url: str, token: str | None = None) -> None:
         self.url = url
-        self._token = token
+        self._token = sent_secret(token, "tool_server_token")
         self._http = None if url == INPROCESS else _Http(url)
         self._here: WeakSet[_InProcess] = WeakSet()
         self._shared = States()  # of the servers in this process, which come and go with their registries

@@ -26,9 +26,11 @@ class Batches(msgspec.Struct):
 
 
 class EnvStatus(msgspec.Struct):
-    """`GET /status-env`. Sizes of queues are in groups of the environment that asks."""
+    """`GET /status-env`. Sizes of queues are in groups of the environment that asks; the original does not say whether
+    what waits is enough for a batch and makes none up (`starving`)."""
 
     current_step: int
     queue_size: int
     self_queue_size: int
     env_weight: float
+    starving: bool = False

@@ -10,6 +10,7 @@ came before is not taken again. Who was heard of when is not part of the record.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import msgspec
 
@@ -51,6 +52,11 @@ class Waiting(msgspec.Struct):
     body: bytes
 
 
+Kind: TypeAlias = tuple[str, int]
+"""What environments are alike in whose short groups are put together: the name they asked for and their group size. An
+environment that is started again has another id, and its groups go on where those of its former life wait."""
+
+
 class Exchange:
     """The state. `most_groups` and `most_bytes` bound what may wait; clock readings are the caller's."""
 
@@ -65,7 +71,7 @@ class Exchange:
         self.step = 0
         self.envs: list[Env] = []
         self.queue: list[Waiting] = []
-        self.buffers: dict[int, list[Waiting]] = {}
+        self.buffers: dict[Kind, list[Waiting]] = {}
         self.latest: bytes | None = None
         self.bytes_waiting = 0
         self._received = 0
@@ -75,7 +81,7 @@ class Exchange:
         """Take the event over."""
         match event:
             case TrainerRegistered(registration=registration):
-                if self.trainer is None:
+                if self.trainer is None or _begins_elsewhere(registration, self.trainer):
                     self.trainer, self.step = registration, registration.starting_step
             case TrainerStarted():
                 self.started = True
@@ -87,12 +93,16 @@ class Exchange:
             case GroupReceived():
                 self._receive(event)
             case BatchTaken(serials=serials):
-                gone = set(serials)
-                self.bytes_waiting -= sum(len(each.body) for each in self.queue if each.serial in gone)
-                self.queue = [each for each in self.queue if each.serial not in gone]
-                self.step += 1
+                self._take(set(serials))
             case DataReset():
                 self._forget()
+
+    def _take(self, serials: set[int]) -> None:
+        """Let groups go. Those in a buffer are from a store of a version that put short groups together otherwise."""
+        for waiting in (self.queue, *self.buffers.values()):
+            self.bytes_waiting -= sum(len(each.body) for each in waiting if each.serial in serials)
+            waiting[:] = [each for each in waiting if each.serial not in serials]
+        self.step += 1
 
     def _receive(self, event: GroupReceived) -> None:
         waiting = Waiting(self._received, event.env_id, event.sequences, bytes(event.group))
@@ -101,29 +111,33 @@ class Exchange:
         if event.delivery_id is not None:
             self._deliveries.add(event.delivery_id)
         self.latest = waiting.body
-        unit = self._short_of(event)
-        if event.env_id is None or unit is None:
+        kind = self._short_of(event)
+        if kind is None:
             self.queue.append(waiting)
             return
-        buffer = self.buffers.setdefault(event.env_id, [])
+        buffer = self.buffers.setdefault(kind, [])
         buffer.append(waiting)
-        places = whole([each.sequences for each in buffer], unit) or []
+        places = whole([each.sequences for each in buffer], kind[1]) or []
         self.queue += [buffer[place] for place in places]
-        self.buffers[event.env_id] = [each for place, each in enumerate(buffer) if place not in set(places)]
+        self.buffers[kind] = [each for place, each in enumerate(buffer) if place not in set(places)]
 
-    def _short_of(self, event: GroupReceived) -> int | None:
-        """The size that the group's environment registered, where the group has less."""
-        unit = None if event.env_id is None else self.envs[event.env_id].registration.group_size
-        return unit if unit is not None and event.sequences < unit else None
+    def _short_of(self, event: GroupReceived) -> Kind | None:
+        """The kind of the group's environment, where the group has fewer sequences than that registered."""
+        if event.env_id is None:
+            return None
+        registration = self.envs[event.env_id].registration
+        kind = registration.desired_name, registration.group_size
+        return kind if event.sequences < registration.group_size else None
 
     def buffered(self, event: GroupReceived) -> int | None:
         """How many sequences wait beside a short group to make up a whole one; None for a group that is whole."""
-        if event.env_id is None or self._short_of(event) is None:
-            return None
-        return sum(each.sequences for each in self.buffers[event.env_id])
+        kind = self._short_of(event)
+        return None if kind is None else sum(each.sequences for each in self.buffers[kind])
 
     def register(self, registration: Registration) -> TrainerRegistered:
-        """A trainer, or one more process of it. Raises `Refusal` (409) when it wants other batches than the first."""
+        """A trainer, one more process of it, or the trainer started again, which says so by another `starting_step` or
+        `num_steps`: steps are counted from there. Raises `Refusal` (409) when it wants other batches than the first.
+        """
         if registration.batch_size < 1 or registration.max_token_len < 1:
             field = "batch_size" if registration.batch_size < 1 else "max_token_len"
             raise Refusal(422, f"{field}: must be at least 1", field=field)
@@ -135,18 +149,23 @@ class Exchange:
         return TrainerRegistered(registration=registration)
 
     def register_env(self, registration: EnvRegistration, now_s: float) -> EnvRegistered | None:
-        """An environment; None while there is no trainer that has started. Raises `Refusal` (422)."""
+        """An environment; None while there is no trainer that has started. Raises `Refusal`: 422, or 503 while others
+        hold what it wants of a batch, as its own former life does until it counts as silent."""
         share = registration.min_batch_allocation
         if registration.group_size < 1:
             raise Refusal(422, "group_size: must be at least 1", field="group_size")
-        if share is not None and not 0 <= share <= 1 - self.allocated(now_s):
-            detail = f"min_batch_allocation: {share} of a batch, of which {1 - self.allocated(now_s):.3f} is left"
-            raise Refusal(422, detail, field="min_batch_allocation")
+        if share is not None and not 0 <= share <= 1:
+            raise Refusal(422, f"min_batch_allocation: {share} is no share of a batch", field="min_batch_allocation")
         if self.trainer is None or not self.started:
             return None
         if registration.group_size > self.trainer.batch_size:
             detail = f"group_size: {registration.group_size} never fits a batch of {self.trainer.batch_size} sequences"
             raise Refusal(422, detail, field="group_size")
+        if share is not None and round(share + self.allocated(now_s), 6) > 1:
+            holders = ", ".join(env.name for env in self._holders(now_s))
+            left = f"{1 - self.allocated(now_s):.3f} is left while {holders} hold the rest"
+            detail = f"min_batch_allocation: {share} of a batch, of which {left}"
+            raise Refusal(503, detail, field="min_batch_allocation", retry_s=5.0)
         return EnvRegistered(registration=registration)
 
     def disconnect(self, env_id: int) -> EnvDisconnected:
@@ -198,23 +217,42 @@ class Exchange:
         """The groups of the next batch; None while they do not make one up. Raises `Refusal` (503)."""
         if self.trainer is None:
             raise Refusal(503, "no trainer has registered: POST /register comes first", retry_s=5.0)
-        chosen: dict[int, Waiting] = {}
-        for env_id, least in self._minima(self.trainer.batch_size, now_s):
-            have = 0
-            for each in (each for each in self.queue if each.env_id == env_id):
-                if have >= least:
-                    break
-                chosen[each.serial] = each
-                have += each.sequences
-            if have < least:
-                return None
-        others = [each for each in self.queue if each.serial not in chosen]
+        chosen = self._promised(self.trainer.batch_size, now_s)
+        if chosen is None:
+            return None
         left = self.trainer.batch_size - sum(each.sequences for each in chosen.values())
+        others = [each for each in self.queue if each.serial not in chosen]
         places = exact([each.sequences for each in others], left)
         if places is None:
             return None
         chosen |= {others[place].serial: others[place] for place in places}
         return [chosen[serial] for serial in sorted(chosen)]
+
+    def starving(self, now_s: float) -> bool:
+        """Whether enough waits for a batch and no choice of it makes one up: only other groups can help."""
+        if self.trainer is None or sum(each.sequences for each in self.queue) < self.trainer.batch_size:
+            return False
+        return self._promised(self.trainer.batch_size, now_s) is not None and self.batch(now_s) is None
+
+    def _promised(self, room: int, now_s: float) -> dict[int, Waiting] | None:
+        """The oldest groups that meet the environments' minima, by serial number; None while some are lacking.
+
+        Environments take turns, and what no longer fits is left: minima may be of more groups than a batch has room for
+        where these do not fill them exactly.
+        """
+        lacking = dict(self._minima(room, now_s))
+        waiting = {env_id: [each for each in self.queue if each.env_id == env_id] for env_id in lacking}
+        if any(sum(each.sequences for each in waiting[env_id]) < least for env_id, least in lacking.items()):
+            return None
+        chosen: dict[int, Waiting] = {}
+        while lacking := {env_id: least for env_id, least in lacking.items() if least > 0}:
+            for env_id in lacking:
+                each = waiting[env_id].pop(0)
+                lacking[env_id] -= each.sequences
+                if each.sequences <= room:
+                    chosen[each.serial] = each
+                    room -= each.sequences
+        return chosen
 
     def _minima(self, batch_size: int, now_s: float) -> Iterator[tuple[int, int]]:
         """Each environment's least number of sequences in a batch."""
@@ -229,4 +267,11 @@ class Exchange:
 
     def allocated(self, now_s: float) -> float:
         """How much of a batch is promised to environments."""
-        return sum(env.registration.min_batch_allocation or 0.0 for env in self.envs if self.alive(env, now_s))
+        return sum(env.registration.min_batch_allocation or 0.0 for env in self._holders(now_s))
+
+    def _holders(self, now_s: float) -> list[Env]:
+        return [env for env in self.envs if env.registration.min_batch_allocation and self.alive(env, now_s)]
+
+
+def _begins_elsewhere(now: Registration, before: Registration) -> bool:
+    return (now.starting_step, now.num_steps) != (before.starting_step, before.num_steps)

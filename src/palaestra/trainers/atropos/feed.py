@@ -63,6 +63,7 @@ class Feed:
         self._memory = Memory(settings.group_size)
         self.link = Link(settings, client, self._memory, note=note, clock=self._clock, returned=self._send_again)
         self._flushing = False
+        self._admitted = 0
         self._out = 0
         self._unsent = 0
 
@@ -72,21 +73,33 @@ class Feed:
         async with self.link.changed:
             await self.link.changed.wait_for(lambda: self.link.finished or self._has_room())
             if not self.link.finished:
+                self._admitted += 1
                 self._out += 1
             return not self.link.finished
 
     def _has_room(self) -> bool:
-        """Whether the share of the off-policy limit has room, or the next batch lacks groups whoever makes them."""
+        """Whether the share of the off-policy limit has room, or the next batch lacks groups whoever makes them.
+
+        One more at a time may begin where those that wait make up no batch: else the trainer would wait for ever.
+        """
         standing, settings = self.link.current, self.settings
         if standing is None:
             return False
         size = max(1, settings.group_size)
         share = settings.max_batches_offpolicy * standing.batch_size * standing.weight / size
         lacking = math.ceil(standing.batch_size / size)
-        return self._out + standing.own_queue < share or self._out + standing.queue < lacking
+        room = self._out + standing.own_queue < share or self._out + standing.queue < lacking
+        return room or (standing.starving and not self._out)
 
     def offer(self, delivery_id: str, line: dict[str, JSON] | None) -> None:
-        """Send a finished group in the background; None is a group of which nothing is sent."""
+        """Send a finished group in the background; None is a group of which nothing is sent.
+
+        A group that an earlier part of the run ended was never admitted, and is under way from here on.
+        """
+        if self._admitted:
+            self._admitted -= 1
+        else:
+            self._out += 1
         if line is None or delivery_id in self._deliveries:
             self._tasks.create_task(self._done(sent=False))
             return
@@ -104,11 +117,12 @@ class Feed:
 
     async def _done(self, *, sent: bool) -> None:
         async with self.link.changed:
-            self._out = max(0, self._out - 1)
+            self._out -= 1
             standing = self.link.current
             if sent and standing is not None:
                 standing.queue += 1
                 standing.own_queue += 1
+                standing.starving = False  # until the server says so of this one too
             self.link.changed.notify_all()
 
     async def _deliver(self, delivery_id: str, line: dict[str, JSON]) -> None:

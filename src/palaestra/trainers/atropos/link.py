@@ -53,6 +53,7 @@ class Link:
         self._clock = clock
         self._returned = returned
         self._before: Standing | None = None
+        self._told_starving = False
         self._joining = asyncio.Lock()
         self._asking = asyncio.Lock()
 
@@ -141,6 +142,13 @@ class Link:
             standing.weight = said.env_weight
             standing.queue = said.queue_size
             standing.own_queue = said.self_queue_size
+            if said.starving and not self._told_starving:
+                self._told_starving = True
+                self._note(
+                    f"what waits for the trainer makes up no batch of {standing.batch_size} sequences exactly, since "
+                    "groups came out short or with several rows to a rollout: rolling out more, one group at a time"
+                )
+            standing.starving = said.starving
             standing.alone = standing.weight >= 1 and standing.queue == standing.own_queue
             if not self.finished and 0 < standing.num_steps <= standing.step:
                 self.finished = True

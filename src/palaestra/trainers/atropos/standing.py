@@ -25,7 +25,8 @@ class FeedSettings:
 class Standing:
     """What the server last said. Sizes of queues are in groups of ours, `batch_size` in sequences.
 
-    `keeps` says that the server knows deliveries and keeps them; `alone`, that nobody else's groups are there.
+    `keeps` says that the server knows deliveries and keeps them; `alone`, that nobody else's groups are there;
+    `starving`, that what waits makes up no batch, although it is enough for one.
     """
 
     env_id: int
@@ -39,3 +40,4 @@ class Standing:
     own_queue: int = 0
     keeps: bool = True
     alone: bool = False
+    starving: bool = False

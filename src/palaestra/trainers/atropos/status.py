@@ -1,6 +1,7 @@
 """What an environment is told of the queues and of its share, from which it decides when to begin a group. Pure.
 
-Source of the keys and their meaning: `/status-env` of atroposlib 0.4, without its packing of others' groups.
+Source of the keys and their meaning: `/status-env` of atroposlib 0.4, without its packing of others' groups. `starving`
+is ours.
 """
 
 from __future__ import annotations
@@ -31,5 +32,6 @@ def env_status(exchange: Exchange, env_id: int, now_s: float) -> dict[str, JSON]
         "unallocated_fraction": max(0.0, 1.0 - exchange.allocated(now_s)),
         "self_queue_size": mine // unit,
         "max_group_size": max((each.sequences for each in exchange.queue), default=1),
+        "starving": exchange.starving(now_s),
         "env_weight": min(1.0, max(MIN_ENV_WEIGHT, work[id(own)] / total if total else 0.0)),
     }
