@@ -15,6 +15,7 @@ import pytest
 from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import ExecutionResult, Limits, Slot, SlotSpec
+from palaestra.sandbox.slotd import pipes
 from sandbox.bodies import Body, WithSlot
 from sandbox.processes import descendants
 
@@ -247,6 +248,44 @@ def test_a_forked_child_holds_up_no_command(with_line: WithSlot) -> None:
         finally:
             os.kill(pid, signal.SIGKILL)
             await asyncio.to_thread(os.waitpid, pid, 0)
+
+    with_line(body)
+
+
+def test_a_forked_child_keeps_nothing_of_commands(with_line: WithSlot) -> None:
+    """Neither what a daemon still writes to nor the file of what is too long, which is a file of the slot."""
+
+    def opened() -> set[str]:
+        found = set()
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(f"/proc/self/fd/{fd}"))
+        return found
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        before = opened()
+        await slot.execute("sleep 1000 & disown")
+        written, end = asyncio.Event(), "the end"
+
+        def look(data: bytes) -> None:
+            if end.encode() in data:
+                written.set()
+
+        long = asyncio.ensure_future(slot.execute(f"yes | head -c 100000; echo {end}; sleep 1000", on_output=look))
+        await asyncio.wait_for(written.wait(), 20)
+        held = opened() - before
+        assert len(held) >= 3, held  # a daemon's pipe, a command's and its file
+        told, tell = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(tell, b"%d" % len(held & opened()))
+            os._exit(0)
+        assert await asyncio.to_thread(os.read, told, 100) == b"0"
+        await asyncio.to_thread(os.waitpid, pid, 0)
+        pipes.close(told, tell)
+        long.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await long
 
     with_line(body)
 

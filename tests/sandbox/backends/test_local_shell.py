@@ -213,6 +213,25 @@ def test_a_cancelled_command_is_dead_and_the_shell_is_not(with_slot: WithSlot) -
     with_slot(body)
 
 
+def test_a_callback_that_raises_when_its_command_has_ended_leaves_the_shell_alone(with_slot: WithSlot) -> None:
+    """What is written just before the end is read after it; there is nothing to kill then, now or later."""
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        def refuse(data: bytes) -> None:
+            raise LookupError(data)
+
+        shell = await slot.shell()
+        for _ in range(6):  # some may still run when their output is read
+            with pytest.raises(LookupError):
+                await shell.run("echo said", on_output=refuse)
+            result = await shell.run("sleep 1000 & echo on; sleep 0.02; echo and on")
+            assert (result.output, result.metadata["shell_restarted"]) == ("on\nand on\n", False)
+            await shell.run("exit")
+            assert (await slot.execute("sleep 0.05; pgrep -c sleep; pkill sleep")).output == "1\n"
+
+    with_slot(body)
+
+
 def test_commands_of_one_shell_wait_for_each_other(with_slot: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         shell = await slot.shell()

@@ -280,6 +280,7 @@ class Commands:
         if self.live:
             self.live = False
             self._channel.close()
+            self._leftovers.close()
             everyone: list[Execution | Child] = [*self._executions.values(), *self._children.values()]
             for fds in [*(one.descriptors() for one in everyone), *(fds for _, fds in self._unsent)]:
                 pipes.close(*fds)

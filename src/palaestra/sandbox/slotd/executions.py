@@ -215,7 +215,8 @@ class Execution:
 
     def descriptors(self) -> tuple[int, ...]:
         """What is open here."""
-        return self._output, self._child_output, self._verdict
+        spill = -1 if self._spill is None else self._spill.fd
+        return self._output, self._child_output, self._verdict, spill
 
     def _why_killed(self, oom: bool) -> int:
         return (
@@ -226,12 +227,13 @@ class Execution:
         )
 
     def _begin_kill(self) -> None:
-        if not self.killing:
+        """Nothing that has ended is killed: a shell goes on with its next command, which an interrupt would meet."""
+        if not self.killing and not self.ended:
             self.killing = True
             self._kill()
 
     def _time_out(self) -> None:
-        self._timed_out = True
+        self._timed_out = not self.ended
         self._begin_kill()
 
     def _read_output(self) -> None:
