@@ -98,7 +98,7 @@ class Shell:
         self._say(_RUN % (file, source, errors, self._sequence))
         pipe = (self._output, -1)
         execution = Execution(
-            number, request, self._loop, self._commands.link, self._interrupt, pipe, open_spill=open_spill
+            number, request, self._loop, self._commands.link, self._interrupt, self._hear, pipe, open_spill=open_spill
         )
         self._execution, self._output = execution, -1
         self._commands.talks[number] = self
@@ -217,7 +217,17 @@ class Shell:
             return
         self._commands.signal(self._process, signal.SIGINT)
         self._say(_TELL % self._sequence)  # some shells forget the lines they have read ahead
-        self._patience = self._loop.later(INTERRUPT_EVERY_S, lambda: self._interrupt(times - 1))
+        self._patience = self._loop.later(INTERRUPT_EVERY_S, lambda: self._interrupt_again(times - 1))
+
+    def _interrupt_again(self, times: int) -> None:
+        self._hear()
+        if self._patience is not None:  # it has not come back
+            self._interrupt(times)
+
+    def _hear(self) -> None:
+        """Take what the shell and the init have said already."""
+        self._read_status()
+        self._commands.hear()
 
     def _finish(self) -> None:
         if self._execution is not None and not self._execution.in_question:
