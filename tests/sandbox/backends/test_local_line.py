@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,8 @@ import pytest
 from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import ExecutionResult, Limits, Slot, SlotSpec
+from palaestra.sandbox.slotd import pipes
+from palaestra.sandbox.slotd.commands import _KILL_PATIENCE_S
 from sandbox.bodies import Body, WithSlot
 from sandbox.processes import descendants
 
@@ -247,6 +250,85 @@ def test_a_forked_child_holds_up_no_command(with_line: WithSlot) -> None:
         finally:
             os.kill(pid, signal.SIGKILL)
             await asyncio.to_thread(os.waitpid, pid, 0)
+
+    with_line(body)
+
+
+def test_a_forked_child_keeps_nothing_of_commands(with_line: WithSlot) -> None:
+    """Neither what a daemon still writes to nor the file of what is too long, which is a file of the slot."""
+
+    def opened() -> set[str]:
+        found = set()
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(f"/proc/self/fd/{fd}"))
+        return found
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        before = opened()
+        await slot.execute("sleep 1000 & disown")
+        written, end = asyncio.Event(), "the end"
+
+        def look(data: bytes) -> None:
+            if end.encode() in data:
+                written.set()
+
+        long = asyncio.ensure_future(slot.execute(f"yes | head -c 100000; echo {end}; sleep 1000", on_output=look))
+        await asyncio.wait_for(written.wait(), 20)
+        held = opened() - before
+        assert len(held) >= 3, held  # a daemon's pipe, a command's and its file
+        told, tell = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(tell, b"%d" % len(held & opened()))
+            os._exit(0)
+        assert await asyncio.to_thread(os.read, told, 100) == b"0"
+        await asyncio.to_thread(os.waitpid, pid, 0)
+        pipes.close(told, tell)
+        long.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await long
+
+    with_line(body)
+
+
+@pytest.mark.parametrize("server", [False, True])
+def test_what_ends_in_time_has_not_run_out_of_it_however_late_it_is_heard(with_line: WithSlot, server: bool) -> None:
+    """The event loop may stand still for longer than a command is given: in a step of a training, say."""
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        if server:
+            let_go_of_line(slot)
+        shell = await slot.shell()
+        await shell.run("true")
+        running = [asyncio.ensure_future(slot.execute("exec sleep 0.05", timeout_s=1)) for _ in range(4)]
+        running.append(asyncio.ensure_future(shell.run("sleep 0.05", timeout_s=1)))
+        await asyncio.sleep(0.01)
+        with stopped_server(backend) if server else contextlib.nullcontext():
+            still = time.monotonic()
+            while time.monotonic() < still + 1.5 or any(one.name == "sleep" for one in descendants(backend.server_pid)):
+                time.sleep(0.05)  # noqa: ASYNC251 - so that nobody comes to anything
+        assert [(await one).exit_code for one in running] == [0] * 5
+
+    with_line(body)
+
+
+def test_what_is_dead_in_time_does_not_end_its_slot_however_late_it_is_heard(with_line: WithSlot) -> None:
+    """A command that does not die takes its slot with it; one whose death nobody has come to hear of must not."""
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        shell = await slot.shell()
+        await shell.run("true")
+        running = [asyncio.ensure_future(slot.execute("sleep 1000")) for _ in range(2)]
+        running.append(asyncio.ensure_future(shell.run("sleep 1000")))
+        await slot.execute("until [ $(pgrep -c sleep) = 3 ]; do :; done", timeout_s=20)
+        for one in running:
+            one.cancel()
+        await asyncio.sleep(0)
+        time.sleep(_KILL_PATIENCE_S + 0.5)  # noqa: ASYNC251 - so that nobody comes to anything
+        await asyncio.wait(running)
+        assert (await slot.execute("echo alive")).output == "alive\n"
+        assert (await shell.run("echo alive")).output == "alive\n"
 
     with_line(body)
 

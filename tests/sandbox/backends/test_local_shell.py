@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.base import Shell, Slot, SlotSpec, TerminalSize
 from palaestra.sandbox.proof import prove
 from palaestra.sandbox.slot import SHELL_FILES
+from palaestra.sandbox.slotd import pipes
+from palaestra.sandbox.slotd.shells import LOOK_EVERY_S
 from sandbox.bodies import WithSlot
 from sandbox.processes import descendants
 
@@ -213,6 +216,25 @@ def test_a_cancelled_command_is_dead_and_the_shell_is_not(with_slot: WithSlot) -
     with_slot(body)
 
 
+def test_a_callback_that_raises_when_its_command_has_ended_leaves_the_shell_alone(with_slot: WithSlot) -> None:
+    """What is written just before the end is read after it; there is nothing to kill then, now or later."""
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        def refuse(data: bytes) -> None:
+            raise LookupError(data)
+
+        shell = await slot.shell()
+        for _ in range(6):  # some may still run when their output is read
+            with pytest.raises(LookupError):
+                await shell.run("echo said", on_output=refuse)
+            result = await shell.run("sleep 1000 & echo on; sleep 0.02; echo and on")
+            assert (result.output, result.metadata["shell_restarted"]) == ("on\nand on\n", False)
+            await shell.run("exit")
+            assert (await slot.execute("sleep 0.05; pgrep -c sleep; pkill sleep")).output == "1\n"
+
+    with_slot(body)
+
+
 def test_commands_of_one_shell_wait_for_each_other(with_slot: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         shell = await slot.shell()
@@ -256,6 +278,24 @@ def test_a_background_flood_between_commands_holds_nobody_up(with_slot: WithSlot
         assert result.metadata["output_total_bytes"] < 1_000_000
 
     with_slot(body)
+
+
+def test_a_background_flood_does_not_keep_the_loop_busy(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        def written() -> int:
+            return int(Path(f"/proc/{flood}/io").read_text().partition("wchar: ")[2].split()[0])
+
+        shell = await slot.shell()
+        await shell.run("yes & until [ $(cat /proc/$!/comm) = yes ]; do :; done", timeout_s=20)
+        flood = next(process.pid for process in descendants(backend.server_pid) if process.name == "yes")
+        begun, before = time.monotonic(), written()
+        await asyncio.sleep(0.5)
+        after = written()
+        pauses = (time.monotonic() - begun) / LOOK_EVERY_S
+        assert 0 < after - before < (pauses + 10) * pipes.READ_BYTES
+        assert (await shell.run("kill %1", timeout_s=20)).exit_code == 0
+
+    on_each_rung(body)
 
 
 def test_writing_to_the_status_descriptor_does_not_forge_the_next_status(with_slot: WithSlot) -> None:

@@ -90,7 +90,8 @@ class Commands:
         self.live = True
         self._executions: dict[int, Execution] = {}
         self._children: dict[int, Child] = {}
-        self._dying: set[int] = set()
+        self._dying: dict[int, object] = {}
+        """For each child of which something is being killed, the last order to do so."""
         self._leftovers = Leftovers(loop)
         self._unsent: list[tuple[bytes, list[int]]] = []
         self.has_bash = True
@@ -135,7 +136,7 @@ class Commands:
         finally:
             pipes.close(child_verdict, stdin)
         kill = functools.partial(self._kill_command, number)
-        self.adopt(Execution(number, request, self.loop, self.link, kill, output, verdict, open_spill))
+        self.adopt(Execution(number, request, self.loop, self.link, kill, self.hear, output, verdict, open_spill))
 
     def adopt(self, execution: Execution) -> None:
         """A command has been started: listen to it until it is over."""
@@ -208,9 +209,9 @@ class Commands:
 
     def kill_child(self, child: int, after: killing.Moment = killing.ALWAYS, spare: bool = False) -> None:
         """Kill what a child has started (after a moment), and itself unless it is spared. KILLED follows."""
-        self._dying.add(child)
+        order = self._dying[child] = object()
         self._ask(orders.encode_kill(child, after, spare))
-        self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(child))
+        self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(lambda: self._dying.get(child) is order))
 
     def kill_at_end(self, child: int, after: killing.Moment = killing.ALWAYS) -> None:
         """Kill what a child has started (after a moment) as soon as its main process has ended. KILLED follows its end,
@@ -254,10 +255,15 @@ class Commands:
             self.on_command(self._executions[report.command], report)
             return True
         if report.kind is Kind.KILLED:
-            self._dying.discard(report.command)
+            self._dying.pop(report.command, None)
         if report.command in self._children:
             self._children[report.command].on_report(report)
         return True
+
+    def hear(self) -> None:
+        """Take all that the init has said already, before something is done because it has not said it in time."""
+        while self.live and self.receive():
+            pass
 
     def lost(self) -> None:
         """The slot is dead: whoever waits hears of it, and there are no more orders and reports."""
@@ -280,6 +286,7 @@ class Commands:
         if self.live:
             self.live = False
             self._channel.close()
+            self._leftovers.close()
             everyone: list[Execution | Child] = [*self._executions.values(), *self._children.values()]
             for fds in [*(one.descriptors() for one in everyone), *(fds for _, fds in self._unsent)]:
                 pipes.close(*fds)
@@ -348,11 +355,16 @@ class Commands:
 
     def _kill_command(self, number: int) -> None:
         self._ask(orders.encode(Order.KILL, number))
-        self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(number))
+        self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(lambda: self._lives(number)))
 
-    def _give_up(self, number: int) -> None:
+    def _lives(self, number: int) -> bool:
+        execution = self._executions.get(number)
+        return execution is not None and not execution.in_question
+
+    def _give_up(self, lives: Callable[[], bool]) -> None:
         """What cannot be killed takes its slot with it."""
-        if self.live and (number in self._executions or number in self._dying):
+        self.hear()
+        if self.live and lives():
             self._overseer.end_hung()
 
 

@@ -80,7 +80,7 @@ class Request(NamedTuple):
 
 
 class Execution:
-    """From the spawn message to the RESULT frame. `kill` is how the slot is asked to act.
+    """From the spawn message to the RESULT frame. `kill` asks the slot to act, `hear` takes what it has said.
 
     It is made when the command is on its way to the slot's init already: until it has begun there is time. `pipe` is
     where it writes, without a writing end (negative) for one that runs in a process which was there before; what
@@ -94,12 +94,13 @@ class Execution:
         loop: Rounds,
         link: Asker,
         kill: Callable[[], None],
+        hear: Callable[[], None],
         pipe: tuple[int, int],
         verdict: int = -1,
         open_spill: Callable[[], Spill] | None = None,
     ) -> None:
         self.number, self.request = number, request
-        self._loop, self._link, self._kill = loop, link, kill
+        self._loop, self._link, self._kill, self._hear = loop, link, kill, hear
         self._output, self._child_output = pipe
         self._shared = self._child_output < 0
         self._verdict = verdict
@@ -215,7 +216,8 @@ class Execution:
 
     def descriptors(self) -> tuple[int, ...]:
         """What is open here."""
-        return self._output, self._child_output, self._verdict
+        spill = -1 if self._spill is None else self._spill.fd
+        return self._output, self._child_output, self._verdict, spill
 
     def _why_killed(self, oom: bool) -> int:
         return (
@@ -226,13 +228,17 @@ class Execution:
         )
 
     def _begin_kill(self) -> None:
-        if not self.killing:
+        """Nothing that has ended is killed: a shell goes on with its next command, which an interrupt would meet."""
+        if not self.killing and not self.ended:
             self.killing = True
             self._kill()
 
     def _time_out(self) -> None:
-        self._timed_out = True
-        self._begin_kill()
+        """Where the loop has stood still, what ended in time has only not been heard of yet."""
+        self._hear()
+        if not self.ended and not self.over:
+            self._timed_out = True
+            self._begin_kill()
 
     def _read_output(self) -> None:
         """One piece per round of the loop, so that a flood is one voice among many."""

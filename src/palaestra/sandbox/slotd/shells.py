@@ -38,6 +38,9 @@ _MAX_PID = 1 << 22
 _BETWEEN_BYTES = 64 << 10
 """How much of what background jobs write between two commands is kept for the second."""
 
+LOOK_EVERY_S = 0.005
+"""How long what background jobs write next waits to be read, while no command runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Dialect:
@@ -75,6 +78,8 @@ class Shell:
         self._input, self._command = pipes.Memory(), pipes.Memory()
         self._control = self._status = self._output = -1
         self._between = Capture(_BETWEEN_BYTES)
+        self._pausing = False
+        """Whether what comes between commands is not looked at just now."""
         self._execution: Execution | None = None
         self._lost = False
         self._sequence = 0
@@ -98,7 +103,7 @@ class Shell:
         self._say(_RUN % (file, source, errors, self._sequence))
         pipe = (self._output, -1)
         execution = Execution(
-            number, request, self._loop, self._commands.link, self._interrupt, pipe, open_spill=open_spill
+            number, request, self._loop, self._commands.link, self._interrupt, self._hear, pipe, open_spill=open_spill
         )
         self._execution, self._output = execution, -1
         self._commands.talks[number] = self
@@ -176,7 +181,7 @@ class Shell:
         finally:
             pipes.close(control, status, output)
         self._loop.watch(self._status, self._read_status)
-        self._loop.watch_soon(self._output, self._read_between)
+        self._listen_between()
         self._say((self._dialect.greeting + _REPORT.format(status=report)).encode())
 
     def _say(self, lines: bytes) -> None:
@@ -217,7 +222,17 @@ class Shell:
             return
         self._commands.signal(self._process, signal.SIGINT)
         self._say(_TELL % self._sequence)  # some shells forget the lines they have read ahead
-        self._patience = self._loop.later(INTERRUPT_EVERY_S, lambda: self._interrupt(times - 1))
+        self._patience = self._loop.later(INTERRUPT_EVERY_S, lambda: self._interrupt_again(times - 1))
+
+    def _interrupt_again(self, times: int) -> None:
+        self._hear()
+        if self._patience is not None:  # it has not come back
+            self._interrupt(times)
+
+    def _hear(self) -> None:
+        """Take what the shell and the init have said already."""
+        self._read_status()
+        self._commands.hear()
 
     def _finish(self) -> None:
         if self._execution is not None and not self._execution.in_question:
@@ -235,7 +250,7 @@ class Shell:
                 self._commands.empty(execution.leftover)
             else:
                 self._output = execution.leftover
-                self._loop.watch_soon(self._output, self._read_between)
+                self._listen_between()
 
     def _fail(self, fields: Fields) -> None:
         if self._execution is not None:
@@ -245,12 +260,26 @@ class Shell:
             execution.fail(fields)
 
     def _read_between(self) -> None:
-        """What background jobs write while no command runs belongs to the next command's output, as on a terminal."""
+        """What background jobs write while no command runs belongs to the next command's output, as on a terminal.
+
+        Nobody waits for it, so a flood is not worth the loop's time.
+        """
         data = pipes.read(self._output)
+        if data is None:
+            return
+        self._loop.unwatch(self._output)
         if data:
             self._between.add(data)
-        elif data == b"":
-            self._loop.unwatch(self._output)
+            self._pausing = True
+            self._loop.later(LOOK_EVERY_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._pausing = False
+        self._listen_between()
+
+    def _listen_between(self) -> None:
+        if self._output >= 0 and not self._pausing:
+            self._loop.watch_soon(self._output, self._read_between)
 
     def _stop_waiting(self) -> bool:
         """Whether the shell still had time to come back."""

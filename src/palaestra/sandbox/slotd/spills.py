@@ -57,7 +57,8 @@ class Spill:
 
     def __init__(self, shelf: Shelf, name: str, limit: int) -> None:
         self._shelf, self._name, self._limit = shelf, name, limit
-        self._fd = -1
+        self.fd = -1
+        """Its file, while that is open."""
         self._over = False
         self.path: str | None = None
         self.size = 0
@@ -72,7 +73,7 @@ class Spill:
             if opened is None:
                 self._over = True
                 return
-            self._fd, self.path = opened
+            self.fd, self.path = opened
             for part in before.parts():
                 self._write(part)
         self._write(data)
@@ -80,9 +81,9 @@ class Spill:
     def close(self) -> None:
         """The stream has ended, or the file has. Idempotent."""
         self._over = True
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def fields(self) -> Fields:
         """What a result says of it: nothing where nothing was spilled."""
@@ -92,7 +93,7 @@ class Spill:
         view = memoryview(data)[: MAX_SPILL_BYTES - self.size]
         try:
             while view and not self._over:
-                written = os.write(self._fd, view)
+                written = os.write(self.fd, view)
                 view, self.size = view[written:], self.size + written
         except OSError:
             self.close()  # the slot's disk limit: the file ends here

@@ -121,8 +121,8 @@ class _Shell:
     def go_on(self, number: int, request: Request, open_spill: Callable[[], Spill]) -> None:
         """This is the request of the command that it has been given just now."""
         output, self._output = self._output, (-1, -1)
-        loop, link = self._commands.loop, self._commands.link
-        execution = Execution(number, request, loop, link, self._kill, output, open_spill=open_spill)
+        loop, link, hear = self._commands.loop, self._commands.link, self._commands.hear
+        execution = Execution(number, request, loop, link, self._kill, hear, output, open_spill=open_spill)
         execution.on_over = self._on_over
         self._execution = execution
         self._commands.adopt(execution)
