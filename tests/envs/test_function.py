@@ -247,6 +247,8 @@ from palaestra import Task, environment
 def odd():
     yield Task(id="file", prompt="?", files={"a": "x", "b": 3})
     yield Task(id="toolsets", prompt="?", toolsets="terminal")
+    yield Task(id="setup", prompt="?", setup=b"true")
+    yield Task(id="recipe", prompt="?", recipe=1)
 
 odd.score(lambda task: 1.0)
 """
@@ -262,6 +264,31 @@ def test_a_task_that_cannot_be_meant_names_what_is_wrong(
     shown = capsys.readouterr().err
     assert "task file: its file 'b' is 3, neither text nor bytes" in shown
     assert "task toolsets: toolsets must be a list, such as ['terminal']" in shown
+    assert "task setup: setup is b'true', not a str" in shown
+    assert "task recipe: recipe is 1, not a str" in shown
+
+
+BARE = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def bare():
+    yield Task(id="bare", prompt="?", toolsets=[], solution="echo done > done")
+
+@bare.score
+async def done(sandbox):
+    return await sandbox.stat("done") is not None
+"""
+
+
+@pytest.mark.slots
+def test_a_task_with_an_empty_list_of_toolsets_has_no_tool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bare_env.py").write_text(BARE)
+    assert run_guarded(lambda: cli.main(["run", "bare_env.py", "--policy", "oracle"], standalone_mode=False)) == 3
+    assert "its solution is of commands, for the tool terminal, and the agent has no tool" in capsys.readouterr().err
 
 
 FORGETFUL = """

@@ -245,9 +245,9 @@ class FunctionEnvironment(Environment):
 
     def kit(self, task: Task, rng: random.Random) -> Kit:
         try:
-            return self._kit(task.toolsets or self.form.toolsets, task, rng)
+            return self._kit(self.form.toolsets if task.toolsets is None else task.toolsets, task, rng)
         except ConfigError as error:
-            if not task.toolsets:
+            if task.toolsets is None:
                 raise
             raise TaskError(f"task {task.id}: {error}") from None
 
