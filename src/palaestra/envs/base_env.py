@@ -169,7 +169,7 @@ class BaseEnv(ABC):
         """A readable id for the `number`th item drawn: its own where it has one."""
         if isinstance(item, Mapping):
             for key in ("instance_id", "task_id", "task_name", "id"):
-                if item.get(key):
+                if item.get(key) not in (None, ""):  # 0 is an id
                     return str(item[key])
         return f"item-{number}"
 
