@@ -15,8 +15,10 @@ from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.config import merge
 from palaestra.core.errors import ConfigError, GraderError, TaskError
+from palaestra.envs.flags import CommandLine, Parsed
 from palaestra.envs.function import FunctionForm
 from palaestra.envs.loading import load_environment
+from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.base import Environment
 
 
@@ -223,6 +225,20 @@ def test_a_function_that_breaks_says_at_which_task() -> None:
     toy.score(lambda task: True)
     with pytest.raises(ConfigError, match="environment toy has no task 1: its function failed with KeyError: 'prompt'"):
         tasks_of(toy.build(toy.config_type()()))
+
+
+def test_a_parameter_whose_default_is_a_text_is_one() -> None:
+    @environment
+    def versions(version="3.9", ratio=1, given=None) -> Iterator[Task]:  # type: ignore[no-untyped-def]
+        yield Task(id=version, prompt="?")
+
+    settings = versions.config_type()
+    line = CommandLine("versions", settings, APIServerConfig)
+    words = ["process", "--env.version", "3.10", "--env.ratio", "0.5", "--env.given", "null"]
+    parsed = line.parse(words)
+    assert isinstance(parsed, Parsed)
+    own = parsed.env_config.model_dump(include={"version", "ratio", "given"})
+    assert own == {"version": "3.10", "ratio": 0.5, "given": None}
 
 
 def test_what_a_newcomer_forgets_is_told() -> None:

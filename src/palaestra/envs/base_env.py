@@ -276,7 +276,7 @@ class BaseEnv(ABC):
             general["generation_parameters"] = dict(generation_parameters)
         self._evaluation = {
             "task": task_name or self.name,
-            "metrics": dict(metrics),
+            "metrics": {str(name): value for name, value in metrics.items()},
             "samples": list(samples or ()),
             "general": general,
         }

@@ -169,9 +169,11 @@ class FunctionForm:
                     f"settings have; give it another name"
                 )
             required = parameter.default is inspect.Parameter.empty
-            annotation = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
             default = ... if required else parameter.default
-            fields[parameter.name] = (annotation, Field(default=default, description=f"Parameter of {self.name}."))
+            fields[parameter.name] = (
+                _annotation(parameter),
+                Field(default=default, description=f"Parameter of {self.name}."),
+            )
         return create_model(f"{self.name}_config", __base__=FunctionEnvConfig, **fields)
 
     def build(self, config: FunctionEnvConfig) -> FunctionEnvironment:
@@ -312,6 +314,13 @@ def environment(
         return FunctionForm(given, name=name, toolsets=toolsets)
 
     return make if source is None else make(source)
+
+
+def _annotation(parameter: inspect.Parameter) -> Any:
+    """The type of a setting. One that has none but a text for its default is a text: `3.10` is no number there."""
+    if parameter.annotation is not inspect.Parameter.empty:
+        return parameter.annotation
+    return str if isinstance(parameter.default, str) else Any
 
 
 async def _each(source: TaskSource, settings: Mapping[str, JSON]) -> AsyncIterator[object]:
