@@ -227,6 +227,11 @@ def test_a_function_that_breaks_says_at_which_task() -> None:
         tasks_of(toy.build(toy.config_type()()))
 
 
+def test_a_score_is_recorded_under_its_name_whatever_another_calls_a_metric() -> None:
+    found = scored(form(Score(0.25, {"score_1": 9.0, "more": 2.0}), (0.75, {"score_0": 7.0})))
+    assert (found.reward, found.metrics) == (0.5, {"score_0": 0.25, "score_1": 0.75, "more": 2.0})
+
+
 def test_a_parameter_whose_default_is_a_text_is_one() -> None:
     @environment
     def versions(version="3.9", ratio=1, given=None) -> Iterator[Task]:  # type: ignore[no-untyped-def]

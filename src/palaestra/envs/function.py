@@ -293,9 +293,8 @@ class FunctionEnvironment(Environment):
             return parts[0][2]
         total = sum(weight for _, weight, _ in parts)
         reward = sum(weight * part.reward for _, weight, part in parts) / total
-        metrics = {name: part.reward for name, _, part in parts}
-        for _, _, part in parts:
-            metrics.update(part.metrics)
+        metrics = {name: value for _, _, part in parts for name, value in part.metrics.items()}
+        metrics |= {name: part.reward for name, _, part in parts}  # last: each score is recorded under its name
         return Score(reward, metrics, {key: value for _, _, part in parts for key, value in part.detail.items()})
 
 
