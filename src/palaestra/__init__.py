@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from palaestra.agent.delegates import Delegates
     from palaestra.agent.loop import HermesAgentLoop
     from palaestra.agent.result import AgentResult, AgentStep, ToolError
-    from palaestra.core.types import Outcome, Score, Task, ToolStep
+    from palaestra.core.types import AllowList, Limits, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep
     from palaestra.envs.agent_env import AgentEnv
     from palaestra.envs.agent_env_config import AgentEnvConfig
     from palaestra.envs.base_env import BaseEnv, Item, ScoredDataGroup, ScoredDataItem
@@ -89,6 +89,7 @@ __all__ = [
     "AgentEnvConfig",
     "AgentResult",
     "AgentStep",
+    "AllowList",
     "ArtifactArchiveRequestPayload",
     "ArtifactArchiveResponsePayload",
     "ArtifactListEntryPayload",
@@ -105,8 +106,12 @@ __all__ = [
     "HermesAgentEnvConfig",
     "HermesAgentLoop",
     "Item",
+    "Limits",
+    "Network",
+    "NetworkPolicy",
     "Outcome",
     "ProcessRegistry",
+    "Say",
     "Score",
     "ScoredDataGroup",
     "ScoredDataItem",
@@ -172,6 +177,7 @@ _MODULES = {
     "AgentEnvConfig": "envs.agent_env_config",
     "AgentResult": "agent.result",
     "AgentStep": "agent.result",
+    "AllowList": "core.types",
     "ArtifactArchiveRequestPayload": "tools.serving.payloads",
     "ArtifactArchiveResponsePayload": "tools.serving.payloads",
     "ArtifactListEntryPayload": "tools.serving.payloads",
@@ -188,8 +194,12 @@ _MODULES = {
     "HermesAgentEnvConfig": "envs.config",
     "HermesAgentLoop": "agent.loop",
     "Item": "envs.base_env",
+    "Limits": "core.types",
+    "Network": "core.types",
+    "NetworkPolicy": "core.types",
     "Outcome": "core.types",
     "ProcessRegistry": "processes.registry",
+    "Say": "core.types",
     "Score": "core.types",
     "ScoredDataGroup": "envs.base_env",
     "ScoredDataItem": "envs.base_env",

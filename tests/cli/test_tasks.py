@@ -47,3 +47,15 @@ def test_wrong_options_are_one_message(
 def test_no_folder_to_write_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert build(tmp_path / "absent" / "tasks.jsonl") == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [(".", "--out . is a folder: name a file in it"), ("/proc/tasks.jsonl", "/proc cannot be written to")],
+)
+def test_a_place_that_no_file_can_have_is_told_before_the_work(
+    out: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert build(Path(out), "--n", "1") == 2
+    assert message in capsys.readouterr().err

@@ -410,3 +410,8 @@ def test_settings_of_the_contract() -> None:
     with pytest.raises(ConfigError, match="tool_server_url 'port 9' is neither an http address nor 'inprocess'"):
         Copying(AgentEnvConfig(tool_server_url="port 9"), [])
     assert Copying(config, []).build_agent_config("one").max_steps == 50
+
+
+def test_an_empty_list_of_toolsets_is_no_tools() -> None:
+    assert Copying(AgentEnvConfig(enabled_toolsets=[]), []).tools.list_tools() == []
+    assert "terminal" in Copying(AgentEnvConfig(enabled_toolsets=None), []).tools.list_tools()

@@ -233,3 +233,9 @@ def test_a_shown_rollout_has_thinking_calls_and_the_beginning_of_results() -> No
     user, thought, asked, result = shown.split("\n\n")
     assert (user, thought, asked) == ("[USER]\nList.", "[REASONING] Hm.", '[TOOL CALL] terminal({"command": "ls"})')
     assert result == f"[TOOL RESULT] {'x' * 500}..."
+
+
+def test_an_items_own_id_is_its_name_and_0_is_one() -> None:
+    env = Sums(BaseEnvConfig(), [])
+    items: list[JSON] = [{"id": 0}, {"id": ""}, {"instance_id": None, "id": "a"}, "text"]
+    assert [env.item_id(item, 7) for item in items] == ["0", "item-7", "a", "item-7"]

@@ -47,6 +47,8 @@ def test_a_function_environment_is_evaluated(lines_env: str, capsys: pytest.Capt
         (f"lines-{task}", index, True) for task in range(3) for index in range(2)
     ]
     assert "pass@1 1.000 (" in capsys.readouterr().err
+    (groups,) = Path("runs").glob("*/*/groups.jsonl")  # those whose scores are all equal, too
+    assert [json.loads(line)["scores"] for line in groups.read_text().splitlines()] == [[1.0, 1.0]] * 3
 
 
 def test_no_task_is_both_trained_on_and_evaluated(lines_env: str) -> None:
@@ -225,3 +227,19 @@ def test_samples_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert palaestra("eval", "logging_env.py", "--policy", "noop", "--env.data_dir_to_save_evals", "evals") == 0
     assert figures(Path("evals")) == {"mean": 0.75}
     assert Path("evals/samples.jsonl").read_text() == ""
+
+
+def test_an_evaluation_that_logs_nothing_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("logging_env.py").write_text(LOGGING.partition("        samples = ")[0] + "        return {'mean': 0.75}\n")
+    assert palaestra("eval", "logging_env.py", "--policy", "noop") == 0
+    assert "logged no figures: its evaluate called no evaluate_log" in capsys.readouterr().err
+
+
+def test_names_of_figures_may_be_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("logging_env.py").write_text(LOGGING.replace('"mean": 0.75', '"mean": 0.75, 5: 0.5'))
+    assert palaestra("eval", "logging_env.py", "--policy", "noop", "--env.data_dir_to_save_evals", "evals") == 0
+    assert figures(Path("evals")) == {"mean": 0.75, "5": 0.5}

@@ -149,7 +149,8 @@ def test_precedence_is_default_config_init_file_environment_flag(tmp_path: Path)
 def test_process_keeps_messages_and_equal_scores_and_names_its_file() -> None:
     process, evaluate = parse("process").env_config, parse("evaluate").env_config
     assert (process.include_messages, process.ensure_scores_are_not_same) == (True, False)
-    assert (evaluate.include_messages, evaluate.ensure_scores_are_not_same) == (False, True)
+    assert (evaluate.include_messages, evaluate.ensure_scores_are_not_same) == (False, False)
+    assert parse("serve", "--group", "2").env_config.ensure_scores_are_not_same
     assert process.data_path_to_save_groups == "data/toy.jsonl"
     assert evaluate.data_path_to_save_groups is None
 

@@ -15,8 +15,10 @@ from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.config import merge
 from palaestra.core.errors import ConfigError, GraderError, TaskError
+from palaestra.envs.flags import CommandLine, Parsed
 from palaestra.envs.function import FunctionForm
 from palaestra.envs.loading import load_environment
+from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.base import Environment
 
 
@@ -225,6 +227,25 @@ def test_a_function_that_breaks_says_at_which_task() -> None:
         tasks_of(toy.build(toy.config_type()()))
 
 
+def test_a_score_is_recorded_under_its_name_whatever_another_calls_a_metric() -> None:
+    found = scored(form(Score(0.25, {"score_1": 9.0, "more": 2.0}), (0.75, {"score_0": 7.0})))
+    assert (found.reward, found.metrics) == (0.5, {"score_0": 0.25, "score_1": 0.75, "more": 2.0})
+
+
+def test_a_parameter_whose_default_is_a_text_is_one() -> None:
+    @environment
+    def versions(version="3.9", ratio=1, given=None) -> Iterator[Task]:  # type: ignore[no-untyped-def]
+        yield Task(id=version, prompt="?")
+
+    settings = versions.config_type()
+    line = CommandLine("versions", settings, APIServerConfig)
+    words = ["process", "--env.version", "3.10", "--env.ratio", "0.5", "--env.given", "null"]
+    parsed = line.parse(words)
+    assert isinstance(parsed, Parsed)
+    own = parsed.env_config.model_dump(include={"version", "ratio", "given"})
+    assert own == {"version": "3.10", "ratio": 0.5, "given": None}
+
+
 def test_what_a_newcomer_forgets_is_told() -> None:
     def toy(n: int) -> None:
         Task(id="one", prompt="?")
@@ -247,6 +268,8 @@ from palaestra import Task, environment
 def odd():
     yield Task(id="file", prompt="?", files={"a": "x", "b": 3})
     yield Task(id="toolsets", prompt="?", toolsets="terminal")
+    yield Task(id="setup", prompt="?", setup=b"true")
+    yield Task(id="recipe", prompt="?", recipe=1)
 
 odd.score(lambda task: 1.0)
 """
@@ -262,6 +285,31 @@ def test_a_task_that_cannot_be_meant_names_what_is_wrong(
     shown = capsys.readouterr().err
     assert "task file: its file 'b' is 3, neither text nor bytes" in shown
     assert "task toolsets: toolsets must be a list, such as ['terminal']" in shown
+    assert "task setup: setup is b'true', not a str" in shown
+    assert "task recipe: recipe is 1, not a str" in shown
+
+
+BARE = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def bare():
+    yield Task(id="bare", prompt="?", toolsets=[], solution="echo done > done")
+
+@bare.score
+async def done(sandbox):
+    return await sandbox.stat("done") is not None
+"""
+
+
+@pytest.mark.slots
+def test_a_task_with_an_empty_list_of_toolsets_has_no_tool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bare_env.py").write_text(BARE)
+    assert run_guarded(lambda: cli.main(["run", "bare_env.py", "--policy", "oracle"], standalone_mode=False)) == 3
+    assert "its solution is of commands, for the tool terminal, and the agent has no tool" in capsys.readouterr().err
 
 
 FORGETFUL = """

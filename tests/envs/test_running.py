@@ -150,6 +150,7 @@ def test_ctrl_c_keeps_what_was_finished_and_leaves_nothing_behind(tmp_path: Path
         finally:
             running.kill()
     assert "Traceback" not in rest
+    assert "the run is not at its end; go on with --resume runs/sleeper--oracle/" in rest
     assert [group["task_id"] for group in lines(tmp_path / "data/sleeper.jsonl")] == ["quick"]
     assert not started & everybody(), "processes of the run outlived it"
     assert not commands("sleep 3611")

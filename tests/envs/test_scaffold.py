@@ -9,6 +9,8 @@ import pytest
 
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
+from palaestra.core.errors import ConfigError
+from palaestra.envs.scaffold import write_environment
 
 
 def said(*argv: str) -> int:
@@ -43,6 +45,13 @@ def test_it_lies_among_the_others_and_takes_nobodys_place(
     assert said("env", "new", "words_env.py") == 2
     assert "environments/words_env.py is there already" in capsys.readouterr().err
     assert said("env", "new", "My-Words") == 2
+
+
+def test_a_word_of_pythons_names_no_environment(tmp_path: Path) -> None:
+    for as_class in (False, True):
+        with pytest.raises(ConfigError, match="'class' cannot name an environment"):
+            write_environment("class", tmp_path, as_class=as_class)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,7 @@ def test_an_empty_file_sets_nothing(tmp_path: Path, text: str) -> None:
         ("env: [a]", "env must be a mapping, not list"),
         ("openai: [a]", "openai must be a mapping, not str"),
         ("env: {a: [}", "is not YAML"),
+        ("env: {a: !!bool maybe}", "is not YAML: KeyError: 'maybe'"),
         ("testing: maybe", "testing must be true or false"),
         ("env: {extra_body.x: 1}", "not the name of a setting"),
         ("env: {1: 2}", "not the name of a setting"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 import click
@@ -183,5 +184,12 @@ async def _build_terminal(choice: Choice, count: int, image: str | None, paralle
 
 
 def _check_out(out: Path) -> None:
+    """What would keep the tasks from being written is said before they are made."""
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a folder: name a file in it")
+    try:
+        TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {out.parent} cannot be written to: {error.strerror}") from None

@@ -59,19 +59,43 @@ class AllowList:
     """Hosts that a slot may reach, over HTTP and HTTPS through a proxy, and nothing else.
 
     `example.org` (ports 80 and 443), `example.org:8443`, `*.example.org:*`, `10.0.0.0/8:5432`. Addresses at which
-    clouds tell a machine its credentials are refused whatever the list says.
+    clouds tell a machine its credentials are refused whatever the list says. Raises ValueError for one text, whose
+    letters would be the hosts.
     """
 
     hosts: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        given: JSON = self.hosts
+        if isinstance(given, str):
+            raise ValueError(f"a list of hosts must be a list, such as [{given!r}]")
+        object.__setattr__(self, "hosts", tuple(given))
+
 
 @dataclass(frozen=True, slots=True)
 class NetworkPolicy:
-    """The network of each phase of a rollout. Grading is off unless a task says otherwise."""
+    """The network of each phase of a rollout. Grading is off unless a task says otherwise.
+
+    Raises ValueError for what is no network; the texts `on` and `off` are.
+    """
 
     prepare: Network | AllowList = Network.OFF
     agent: Network | AllowList = Network.OFF
     grade: Network | AllowList = Network.OFF
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            object.__setattr__(self, each.name, network(getattr(self, each.name)))
+
+
+def network(value: JSON) -> Network | AllowList:
+    """What a slot may reach, out of what somebody wrote for it. Raises ValueError."""
+    if isinstance(value, AllowList):
+        return value
+    try:
+        return Network(value)
+    except ValueError:
+        raise ValueError(f"a network is 'on', 'off' or an AllowList of hosts, not {value!r:.100}") from None
 
 
 @dataclass(frozen=True, slots=True)

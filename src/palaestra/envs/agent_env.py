@@ -104,7 +104,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
 
     def build_tools(self) -> ToolRegistry:
         """The tools of every rollout. Raises `ConfigError` for toolsets that there are not."""
-        enabled = self.config.enabled_toolsets or ["default"]
+        enabled = ["default"] if self.config.enabled_toolsets is None else self.config.enabled_toolsets
         return tools_with(self.mcp, enabled, self.config, self.own_tools(), self._tool_server, self.shared)
 
     def build_agent_config(self, item: Item) -> AgentConfig:

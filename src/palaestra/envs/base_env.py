@@ -169,7 +169,7 @@ class BaseEnv(ABC):
         """A readable id for the `number`th item drawn: its own where it has one."""
         if isinstance(item, Mapping):
             for key in ("instance_id", "task_id", "task_name", "id"):
-                if item.get(key):
+                if item.get(key) not in (None, ""):  # 0 is an id
                     return str(item[key])
         return f"item-{number}"
 
@@ -276,7 +276,7 @@ class BaseEnv(ABC):
             general["generation_parameters"] = dict(generation_parameters)
         self._evaluation = {
             "task": task_name or self.name,
-            "metrics": dict(metrics),
+            "metrics": {str(name): value for name, value in metrics.items()},
             "samples": list(samples or ()),
             "general": general,
         }

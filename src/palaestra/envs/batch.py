@@ -18,7 +18,7 @@ from typing import TextIO
 
 from palaestra.core.config import DEFAULT
 from palaestra.core.errors import ConfigError
-from palaestra.envs.class_environment import numbers
+from palaestra.envs.class_environment import ClassEnvironment, numbers
 from palaestra.envs.config import BaseEnvConfig
 from palaestra.envs.evaluation import Evaluation, in_short, save_evaluation
 from palaestra.envs.flags import Parsed
@@ -83,7 +83,7 @@ async def recorded(batch: Batch, stream: TextIO) -> Totals:
         finally:
             if figures:
                 _say_where(batch.output, figures, reason, stream)
-            if stops.reason or reason == "failed" or not figures:
+            if reason != "done" or not figures:
                 why = f"{stops.reason}: {stops.message}" if stops.reason else "the run is not at its end"
                 stream.write(f"{why}; go on with --resume {batch.output.folder.path}\n")
             batch.reporting.tell(say_on(stream))
@@ -175,6 +175,8 @@ class Batch:
         limit = config.total_steps if config.total_steps >= 0 else None
         if command == "serve":
             limit = serve_limit(config.total_steps, self.parsed.sources.get("env.total_steps", DEFAULT))
+        elif command == "evaluate" and isinstance(environment, ClassEnvironment):
+            limit = None  # the class says how much there is
         observer.run_started(limit, config.group_size)
         services = self._services(observer)
         workers = concurrency(config)
@@ -223,6 +225,8 @@ class Batch:
             found = numbers(evaluation.logged["metrics"])
             self.output.own.update({f"eval/{name.removeprefix('eval/')}": value for name, value in found.items()})
             observer.note(f"evaluation in {folder}: {in_short(evaluation.logged['metrics'])}".removesuffix(": "))
+        else:
+            observer.note(f"{self.environment.name} logged no figures: its evaluate called no evaluate_log")
         return totals
 
     def _services(self, observer: Observer) -> Services:

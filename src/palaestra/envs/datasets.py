@@ -109,7 +109,7 @@ def _object(line: bytes) -> Row | str:
         value = json.loads(line.decode())
     except UnicodeDecodeError as problem:
         return f"not UTF-8: {problem.reason} at byte {problem.start} of its line"
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         return f"not JSON: {problem}"
     return value if isinstance(value, dict) else f"not an object: {type(value).__name__}"
 
@@ -117,7 +117,7 @@ def _object(line: bytes) -> Row | str:
 def _read_json(path: Path) -> Iterator[Row | str]:
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         hint = "; a file with a row in each line is a .jsonl file" if "Extra data" in str(problem) else ""
         raise ConfigError(f"{path} is not JSON: {problem}{hint}") from None
     if not isinstance(value, list):

@@ -49,10 +49,14 @@ SHORT_FORMS = {
 """What the short flags abbreviate. `--policy NAME` is short for a scripted server of that model name."""
 
 _OWN = ("--policy", "--resume", "--config", "--mcp", "--slurm", "--testing", "--show-config", "--help", "--help-all")
-UNSAID = (DEFAULT, "config_init", "process")
+UNSAID = (DEFAULT, "config_init", "process", "evaluate")
 """Sources of a setting that no user has said."""
 
-_PROCESS = {"ensure_scores_are_not_same": False, "include_messages": True}
+_SAID_BY_COMMAND: Mapping[str, Mapping[str, JSON]] = {
+    "process": {"ensure_scores_are_not_same": False, "include_messages": True},
+    "evaluate": {"ensure_scores_are_not_same": False},
+}
+"""What a command sets: `ensure_scores_are_not_same` is for a trainer, who learns nothing from a group of equals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +199,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         if command == "process" and self.name and "data_path_to_save_groups" in fields:
             yield Layer("process", {"data_path_to_save_groups": f"data/{self.name}.jsonl"})
         yield Layer("config_init", self.env_values)
-        if command == "process":
-            yield Layer("process", {name: value for name, value in _PROCESS.items() if name in fields})
+        if said := _SAID_BY_COMMAND.get(command):
+            yield Layer(command, {name: value for name, value in said.items() if name in fields})
         yield from (file.env for file in given.files)
         yield from (read_environ(values, "env", self.env_type, where) for where, values in variables)
         yield Layer("command line", given.values["env"], given.spelled["env"])

@@ -169,9 +169,11 @@ class FunctionForm:
                     f"settings have; give it another name"
                 )
             required = parameter.default is inspect.Parameter.empty
-            annotation = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
             default = ... if required else parameter.default
-            fields[parameter.name] = (annotation, Field(default=default, description=f"Parameter of {self.name}."))
+            fields[parameter.name] = (
+                _annotation(parameter),
+                Field(default=default, description=f"Parameter of {self.name}."),
+            )
         return create_model(f"{self.name}_config", __base__=FunctionEnvConfig, **fields)
 
     def build(self, config: FunctionEnvConfig) -> FunctionEnvironment:
@@ -245,9 +247,9 @@ class FunctionEnvironment(Environment):
 
     def kit(self, task: Task, rng: random.Random) -> Kit:
         try:
-            return self._kit(task.toolsets or self.form.toolsets, task, rng)
+            return self._kit(self.form.toolsets if task.toolsets is None else task.toolsets, task, rng)
         except ConfigError as error:
-            if not task.toolsets:
+            if task.toolsets is None:
                 raise
             raise TaskError(f"task {task.id}: {error}") from None
 
@@ -291,9 +293,8 @@ class FunctionEnvironment(Environment):
             return parts[0][2]
         total = sum(weight for _, weight, _ in parts)
         reward = sum(weight * part.reward for _, weight, part in parts) / total
-        metrics = {name: part.reward for name, _, part in parts}
-        for _, _, part in parts:
-            metrics.update(part.metrics)
+        metrics = {name: value for _, _, part in parts for name, value in part.metrics.items()}
+        metrics |= {name: part.reward for name, _, part in parts}  # last: each score is recorded under its name
         return Score(reward, metrics, {key: value for _, _, part in parts for key, value in part.detail.items()})
 
 
@@ -312,6 +313,13 @@ def environment(
         return FunctionForm(given, name=name, toolsets=toolsets)
 
     return make if source is None else make(source)
+
+
+def _annotation(parameter: inspect.Parameter) -> Any:
+    """The type of a setting. One that has none but a text for its default is a text: `3.10` is no number there."""
+    if parameter.annotation is not inspect.Parameter.empty:
+        return parameter.annotation
+    return str if isinstance(parameter.default, str) else Any
 
 
 async def _each(source: TaskSource, settings: Mapping[str, JSON]) -> AsyncIterator[object]:

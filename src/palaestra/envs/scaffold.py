@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from keyword import iskeyword
 from pathlib import Path
 
 from palaestra.core.errors import ConfigError
@@ -94,8 +95,10 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 def write_environment(name: str, folder: Path, *, as_class: bool) -> Path:
     """Write `<name>_env.py` and say where. Raises `ConfigError` for a name that is none, or that is taken."""
     name = name.removesuffix(".py").removesuffix("_env")
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} cannot name an environment: small letters, digits and _, a letter first")
+    if not _NAME.fullmatch(name) or iskeyword(name):
+        raise ConfigError(
+            f"{name!r} cannot name an environment: small letters, digits and _, a letter first, and no word of Python's"
+        )
     path = folder / f"{name}_env.py"
     camel = "".join(word.capitalize() for word in name.split("_"))
     text = (CLASS if as_class else FUNCTION).format(

@@ -16,6 +16,7 @@ from palaestra.core.config import Layer, nearest
 from palaestra.core.errors import ConfigError
 from palaestra.core.literals import read_words
 from palaestra.core.types import JSON
+from palaestra.core.yaml_text import read_yaml
 from palaestra.tools.settings import WEB_KEYS, WEB_URLS
 
 _TOP_KEYS = ("env", "openai", "slurm", "testing")
@@ -131,17 +132,14 @@ def _known(named: Mapping[str, str], model_type: type[BaseModel]) -> dict[str, s
 
 
 def _load(path: Path) -> dict[str, JSON]:
-    import yaml  # here, because most runs have no file
-
     try:
         text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-        twice = _twice(yaml.compose(text, yaml.SafeLoader))
+        content = read_yaml(text)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
-    if twice is not None:
+    if (twice := _twice(text)) is not None:
         raise ConfigError(f"{path}: line {twice[1]}: {twice[0]} is there a second time, and the first would not count")
     if content is None:
         return {}
@@ -150,11 +148,11 @@ def _load(path: Path) -> dict[str, JSON]:
     return content
 
 
-def _twice(document: JSON) -> tuple[str, int] | None:
+def _twice(text: str) -> tuple[str, int] | None:
     """The first key of a YAML document that its mapping has already, and its line."""
-    import yaml
+    import yaml  # here, because most runs have no file
 
-    nodes, known = [document], set()
+    nodes, known = [yaml.compose(text, yaml.SafeLoader)], set()
     while nodes:
         node = nodes.pop(0)
         if id(node) in known or not isinstance(node, yaml.CollectionNode):

@@ -7,7 +7,7 @@ Completions are OpenAI-shaped objects of our own. Every one reads as an object a
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -136,7 +136,8 @@ class TextCompletion(Record, kw_only=True):
 class SessionContext:
     """The rollout that a session is for. Real engines ignore it; scripted ones play its task.
 
-    `branch` is 0 for the rollout's own conversation and the number of the sub-agent otherwise.
+    `branch` is 0 for the rollout's own conversation and the number of the sub-agent otherwise. `tools` names what the
+    agent has; None where nobody said.
     """
 
     rollout_id: str = ""
@@ -144,6 +145,7 @@ class SessionContext:
     index: int = 0
     seeded: Callable[[], random.Random] = random.Random
     branch: int = 0
+    tools: Collection[str] | None = None
 
     @property
     def rng(self) -> random.Random:

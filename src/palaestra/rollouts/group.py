@@ -342,7 +342,9 @@ class GroupRun:
         assert self._kit is not None
         rollout_id = f"{self.group.group_id}/{index}"
         seeded = self._seeded("rollout", index)
-        context = SessionContext(rollout_id=rollout_id, task=self.task, index=index, seeded=seeded)
+        context = SessionContext(
+            rollout_id=rollout_id, task=self.task, index=index, seeded=seeded, tools=self._kit.registry.list_tools()
+        )
         return Rollout(
             rollout_id=rollout_id,
             group_id=self.group.group_id,
@@ -371,11 +373,15 @@ def asked(task: Task) -> str:
     return checksum(task.messages())
 
 
+_KINDS = {"network": NetworkPolicy, "limits": Limits, "files": Mapping, "image": str, "setup": str, "recipe": str}
+_MAY_BE_NONE = frozenset({"image", "setup", "recipe"})
+
+
 def _check(task: Task) -> None:
     """Raises `TaskError` for what no rollout can begin from, as a row of a data set may give it."""
-    for name, kind in (("network", NetworkPolicy), ("limits", Limits), ("files", Mapping), ("image", str)):
+    for name, kind in _KINDS.items():
         value = getattr(task, name)
-        if not isinstance(value, kind) and (name, value) != ("image", None):
+        if not isinstance(value, kind) and not (value is None and name in _MAY_BE_NONE):
             raise TaskError(f"task {task.id}: {name} is {value!r:.100}, not a {kind.__name__}")
     for path, content in task.files.items():
         if not isinstance(content, str | bytes):

@@ -15,7 +15,7 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Protocol, overload, runtime_checkable
 
-from palaestra.core.types import JSON, AllowList, Limits, Network
+from palaestra.core.types import JSON, AllowList, Limits, Network, network
 
 WORKSPACE = "/workspace"
 """Where an agent's commands start, in every backend."""
@@ -133,6 +133,7 @@ class SlotSpec:
     `env` is the whole environment of commands besides PATH, HOME, LANG, TERM, which the backend sets.
     `warm_shell` keeps a bash waiting in the slot for the next command line, which then takes half of the time; it
     costs memory and one of the slot's processes (see `docs/sandboxes.md`). Nothing on the rungs without namespaces.
+    Raises ValueError for a network that is none.
     """
 
     image: str | None = None
@@ -141,6 +142,9 @@ class SlotSpec:
     mounts: tuple[Mount, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     warm_shell: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "network", network(self.network))
 
 
 @dataclass(frozen=True, slots=True)

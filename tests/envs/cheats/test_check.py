@@ -80,6 +80,41 @@ def test_an_environment_that_pays_for_nothing_is_found_out(tmp_path: Path) -> No
     assert [(line.policy, line.ok) for line in proof.lines] == [("noop", False), ("stale-reward", False)]
 
 
+UNPLAYED = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def unplayed(kind="word"):
+    yield Task(id="broken", prompt="?", setup="exit 1", floor=1.0, solution="true")
+    yield Task(id=kind, prompt="?", floor=FLOOR, solution="true")
+
+@unplayed.score
+def paid(task):
+    return 1.0
+"""
+
+
+def test_a_reward_is_held_against_its_own_tasks_floor_and_what_was_not_played_is_no_proof(tmp_path: Path) -> None:
+    path = tmp_path / "unplayed_env.py"
+    path.write_text(UNPLAYED.replace("FLOOR", "0.0"))
+    proof = check_environment(str(path), [], tasks=2, only=["named-files"], quiet=True)
+    assert [(line.rewards, line.ok) for line in proof.lines] == [((1.0,), False)] * 3
+    path.write_text(UNPLAYED.replace("FLOOR", "1.0"))
+    proof = check_environment(str(path), [], tasks=2, only=["named-files"], quiet=True)
+    assert [(line.rewards, line.ok) for line in proof.lines] == [((1.0,), False)] * 3
+    path.write_text(UNPLAYED.replace("FLOOR", "'none'"))
+    with pytest.raises(ConfigError, match="task word: its floor 'none' is no number"):
+        check_environment(str(path), [], tasks=2, only=["named-files"], quiet=True)
+
+
+def test_a_check_knows_the_variables_that_a_run_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("unplayed_env.py").write_text(UNPLAYED.replace("FLOOR", "0.0"))
+    monkeypatch.setenv("PALAESTRA_ENV_KIND", "line")
+    proof = check_environment("unplayed_env.py", [], tasks=2, only=["named-files"], quiet=True)
+    assert proof.tasks == ("broken", "line")
+
+
 MERELY_THERE = """
 from palaestra import Task, environment
 

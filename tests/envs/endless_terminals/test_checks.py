@@ -27,6 +27,8 @@ python3 -c 'print("1" * 5000)' > long.json; python3 -c 'print("a: " + "[x, " * 4
 python3 - > bomb.yaml <<'END'
 print("a: &a0 [x, x]", *(f"b{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)), sep="\n")
 END
+echo "x = 0x$(printf 'f%.0s' $(seq 5000))" > hex.toml; tr = : < hex.toml > hex.yaml; echo 'k: !!bool maybe' > tag.yaml
+echo "k: !!int ''" > empty.yaml; echo 'k: !!timestamp now' > time.yaml
 sha256sum text lines > sums; tar czf t.tgz tree; python3 -m zipfile -c t.zip tree/a.txt; gzip -c exact > t.gz
 python3 -c 'import sqlite3; d = sqlite3.connect("d.db"); d.execute("create table t (a, b)"); \
 d.execute("insert into t values (1, 2), (3, null)"); d.commit()'
@@ -99,6 +101,11 @@ FAULTS: list[Check] = [
     Yaml("bad.any", {}),
     Yaml("huge.yaml", {}),
     Yaml("bomb.yaml", {"a": []}),
+    Yaml("tag.yaml", {"k": True}),
+    Yaml("empty.yaml", {"k": 0}),
+    Yaml("time.yaml", {"k": "now"}),
+    Yaml("hex.yaml", {"x": 1}),
+    Toml("hex.toml", {"x": 1}),
     Json("long.json", 1),
     Archive("t.tgz", "tar", {"tree/a.txt": "x"}),
     Archive("t.zip", "zip", {"a.txt": "z"}),
@@ -110,6 +117,7 @@ FAULTS: list[Check] = [
     Git("repo", ["log", "--format=%s"], "second"),
     Git("tree", ["log", "--format=%s"], "first"),
     Git("nothing", ["log"], ""),
+    Git("text/below", ["log"], ""),
     Runs("p.sh", ["bash"], [Case("ab", ["a"], "c\n")]),
     Runs("p.sh", ["bash"], [Case("ab", ["a", "1"], "b\n")]),
     Runs("nothing", ["bash"], [Case("")]),

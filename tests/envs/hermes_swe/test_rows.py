@@ -70,6 +70,9 @@ def test_tests_by_their_names(code: str, names: tuple[str, ...]) -> None:
         ({"files": "no mapping"}, "column 'files' must give texts by their paths"),
         ({"files": {"../a.py": ""}}, r"'../a.py' is not a path inside the workspace"),
         ({"prompt": f"Pass this:\n{ROW['test']}"}, "its prompt or its files hold its tests"),
+        ({"entry_point": "no name"}, "its entry point 'no name' is no name that Python could import"),
+        ({"entry_point": "class"}, "its entry point 'class' is no name"),
+        ({"test": f"assert {'+'.join('1' * 20000)}"}, r"row 7 \(Python/0\): its Python or JSON is nested too deeply"),
         ({"files": {"test_add.py": ROW["test"]}}, "its prompt or its files hold its tests"),
     ],
 )

@@ -81,6 +81,7 @@ def test_a_smith_row_without_a_commit_starts_from_the_branch_of_its_name() -> No
         ({"FAIL_TO_PASS": ["../x.py::t"]}, "not a pytest node id"),
         ({"FAIL_TO_PASS": "not json"}, "list of test names"),
         ({"PASS_TO_PASS": [1]}, "list of test names"),
+        ({"PASS_TO_PASS": "[" * 100_000}, "maximum recursion depth"),
         ({"repo": "../../etc"}, "owner/name"),
         ({"repo": "--upload-pack=x/y"}, "owner/name"),
         ({"base_commit": "-x"}, "base_commit"),

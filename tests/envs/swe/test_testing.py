@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from palaestra.core.errors import GraderError
-from palaestra.envs.swe.testing import Status, TestRun, run_files, run_tests
+from palaestra.envs.swe.testing import Status, TestRun, read_records, run_files, run_tests
 
 from .conftest import F2P, FILES, P2P, REPO, Bench, RunBench
 
@@ -18,6 +18,12 @@ async def run_changed(bench: Bench, changed: dict[str, str], timeout_s: float = 
         for path, text in {**FILES, **changed}.items():
             await slot.write_text(f"{REPO}/{path}", text)
         return await run_tests(slot, bench.toolchain, REPO, NAMES, timeout_s=timeout_s)
+
+
+def test_lines_that_are_no_records_of_the_run_are_passed_over() -> None:
+    good = b'{"nonce": "n", "kind": "start"}'
+    lines = [b"[" * 100_000, b"{", b"[1]", b'{"nonce": "m", "kind": "test"}', b"9" * 5000, good]
+    assert read_records(b"\n".join(lines), "n") == [{"nonce": "n", "kind": "start"}]
 
 
 def test_every_named_test_is_reported_whatever_its_name(run_bench: RunBench) -> None:

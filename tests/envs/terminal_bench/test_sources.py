@@ -24,12 +24,12 @@ def packed(folder: Path) -> bytes:
     return data.getvalue()
 
 
-def one_file(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> bytes:
+def one_file(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", content: bytes = b"") -> bytes:
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w:gz") as archive:
         info = tarfile.TarInfo(name)
-        info.type, info.linkname = kind, link
-        archive.addfile(info)
+        info.type, info.linkname, info.size = kind, link, len(content)
+        archive.addfile(info, io.BytesIO(content))
     return data.getvalue()
 
 
@@ -97,6 +97,27 @@ def test_rows_with_whole_tasks(tmp_path: Path) -> None:
     assert [task.name for task in loaded.tasks] == ["greeting"]
     assert [each.name for each in loaded.left_out] == ["broken-toml", "noise", ".."]
     assert "is not an archive" in loaded.left_out[1].reason
+
+
+def test_a_row_that_cannot_be_unpacked_is_left_out_alone(tmp_path: Path) -> None:
+    whole = packed(HARBOR / "greeting")
+    torn = bytearray(whole)
+    torn[len(torn) // 4 :] = b"\xff" * len(torn[len(torn) // 4 :])
+    deep = one_file("task.toml", content=b"a = " + b"[" * 5000)
+    rows: list[dict[str, str]] = [
+        {"path": "torn", "task_binary": base64.b64encode(torn).decode()},
+        {"path": "n" * 300, "task_binary": base64.b64encode(whole).decode()},
+        {"path": "deep", "task_binary": base64.b64encode(deep).decode()},
+        parts(HARBOR / "greeting") | {"task_name": "surrogate", "instruction": "\ud800"},
+        {"path": "greeting", "task_binary": base64.b64encode(whole).decode()},
+    ]
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load_tasks(str(path), tmp_path / "cache")
+    assert [task.name for task in loaded.tasks] == ["greeting"]
+    reasons = [each.reason for each in loaded.left_out]
+    told = ["is not an archive", "cannot be the name", "task.toml is not TOML", "surrogates not allowed"]
+    assert [message in reason for message, reason in zip(told, reasons, strict=True)] == [True] * 4
 
 
 @pytest.mark.parametrize(

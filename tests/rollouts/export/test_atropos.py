@@ -155,6 +155,15 @@ def test_a_file_that_exists_is_never_taken(tmp_path):
     assert [path.name for path in claimed] == ["x.jsonl", "x_1.jsonl", "x_2.jsonl"]
 
 
+@pytest.mark.parametrize("name", [".", "there"])
+def test_a_directory_is_no_place_for_a_file(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    with pytest.raises(DiskError, match="it is a directory, so name a file in it"):
+        GroupsFile(Path(name), env="e", model="m")
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "there"]
+
+
 def test_claims_at_the_same_moment_get_different_files(tmp_path):
     gate = threading.Barrier(8)
     claimed = []

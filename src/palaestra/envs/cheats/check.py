@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.figures import number
 from palaestra.core.types import JSON, Message, Task, ToolStep
 from palaestra.envs.cheats.bank import BANK
 from palaestra.envs.cheats.base import Cheat
@@ -28,7 +29,7 @@ from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.group import GroupRun, Services
 from palaestra.rollouts.journal import Journal
 from palaestra.rollouts.progress import NullObserver
-from palaestra.rollouts.trajectory import Trajectory
+from palaestra.rollouts.trajectory import Group
 from palaestra.sandbox.pool import SlotPool
 
 FULL = 1.0
@@ -119,9 +120,7 @@ class Check:
                     engine=engine, slots=slots, journal=journal, observer=NullObserver(), foundations=foundations
                 )
                 groups = [await GroupRun(self.environment, services, n, task).run() for n, task in enumerate(tasks)]
-            errors = [group.error for group in groups if group.error]
-            played = [trajectory for group in groups for trajectory in group.trajectories]
-            line = self._judge(name, played, tasks, errors)
+            line = self._judge(name, list(zip(tasks, groups, strict=True)))
             self._lines[name] = line
             self.progress(line)
 
@@ -137,25 +136,28 @@ class Check:
         oracle: dict[str, Policy] = {"oracle": OraclePolicy()} if solved else {}
         return {**oracle, "noop": NoopPolicy(), **{cheat.name: CheatPolicy(cheat) for cheat in self.cheats}}
 
-    def _judge(self, name: str, played: Sequence[Trajectory], tasks: Sequence[Task], errors: Sequence[str]) -> Line:
-        rewards = tuple(trajectory.reward for trajectory in played)
-        errors = [*errors, *(trajectory.error for trajectory in played if trajectory.error)]
-        error = errors[0] if errors else ""
+    def _judge(self, name: str, groups: Sequence[tuple[Task, Group]]) -> Line:
+        played = [(task, trajectory) for task, group in groups for trajectory in group.trajectories]
+        rewards = tuple(trajectory.reward for _, trajectory in played)
+        errors = [group.error for _, group in groups] + [trajectory.error for _, trajectory in played]
+        error = next(filter(None, errors), "")
+        good = len(played) == len(groups)  # what was not played is no proof
         if name == "oracle":
-            good = len(rewards) == len(tasks) and all(reward is not None and reward >= FULL for reward in rewards)
+            good = good and all(reward is not None and reward >= FULL for reward in rewards)
             return Line(name, "the reference solution", f"{FULL:g}", rewards, good, error)
-        floor = max(task.floor for task in tasks)
-        good = all(reward is None or reward <= task.floor for reward, task in zip(rewards, tasks, strict=False))
+        good = good and all(each.reward is None or each.reward <= task.floor for task, each in played)
         what = next((cheat.what for cheat in self.cheats if cheat.name == name), "doing nothing")
         if name == "noop":
-            good = good and len(rewards) == len(tasks) and None not in rewards
-        return Line(name, what, f"<= {floor:g}", rewards, good, error)
+            good = good and None not in rewards
+        return Line(name, what, f"<= {max(task.floor for task, _ in groups):g}", rewards, good, error)
 
 
 async def first_tasks(environment: Environment, count: int) -> list[Task]:
     """The first tasks of an open environment."""
     tasks: list[Task] = []
     async for task in environment.tasks():
+        if number(task.floor) is None:
+            raise ConfigError(f"task {task.id}: its floor {task.floor!r:.100} is no number")
         tasks.append(task)
         if len(tasks) == count:
             break

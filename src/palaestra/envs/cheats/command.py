@@ -17,6 +17,7 @@ from palaestra.envs.cheats.bank import BANK
 from palaestra.envs.cheats.base import Cheat
 from palaestra.envs.cheats.check import Check, Line, Proof
 from palaestra.envs.config import HermesAgentEnvConfig
+from palaestra.envs.dotenv import read_dotenv
 from palaestra.envs.flags import CommandLine, Parsed, set_fields
 from palaestra.envs.forms import Form, form_of
 from palaestra.envs.loading import load_environment
@@ -39,6 +40,7 @@ def check_environment(
 
 def _parsed(form: Form, reference: str, settings: Sequence[str], own: Mapping[str, JSON]) -> RunLine:
     config, _ = form.defaults()
+    dotenv = read_dotenv(Path.cwd())
     parsed = CommandLine(
         prog=f"palaestra env check {reference}",
         env_type=form.config_type(),
@@ -46,11 +48,11 @@ def _parsed(form: Form, reference: str, settings: Sequence[str], own: Mapping[st
         env_values={**(set_fields(config) if config is not None else {}), **own},
         name=form.name,
         command="process",
-    ).parse(["process", "--policy", "noop", *settings])
+    ).parse(["process", "--policy", "noop", *settings], os.environ, dotenv)
     if not isinstance(parsed, Parsed):
         raise ConfigError("settings only: --help and --show-config belong to palaestra run")
     if isinstance(parsed.env_config, HermesAgentEnvConfig):
-        parsed.env_config.take_variables(os.environ)
+        parsed.env_config.take_variables({**dotenv, **os.environ})
     return parsed
 
 

@@ -18,6 +18,7 @@ from palaestra.core.errors import TaskError
 from palaestra.envs.endless_terminals.compose import Choice, generate
 from palaestra.envs.endless_terminals.tasks import TerminalTask, to_line
 from palaestra.envs.endless_terminals.trial import prove
+from palaestra.rollouts.replacing import replaced
 from palaestra.sandbox.base import SlotSource, SlotSpec
 
 _PROGRESS = 100
@@ -92,7 +93,5 @@ async def _missing(slots: SlotSource, spec: SlotSpec, needs: Iterable[str]) -> f
 
 def write_tasks(out: Path, tasks: Iterable[TerminalTask]) -> None:
     """All tasks or the old file: a build that is broken off leaves no half of one."""
-    temporary = out.with_suffix(".new")
-    with temporary.open("wb") as lines:
+    with replaced(out) as lines:
         lines.writelines(map(to_line, tasks))
-    temporary.replace(out)

@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from keyword import iskeyword
 from pathlib import PurePosixPath
 
 from palaestra.core.errors import TaskError
@@ -59,6 +60,8 @@ def parse_row(row: Row, number: int, prompt_field: str = "prompt") -> Programmin
         return _parse(row, name, prompt_field)
     except TaskError as error:
         raise TaskError(f"row {number} ({name}): {error}") from None
+    except (RecursionError, MemoryError):  # Python's parser and compiler say so in both ways
+        raise TaskError(f"row {number} ({name}): its Python or JSON is nested too deeply to be read") from None
 
 
 def _parse(row: Row, name: str, prompt_field: str) -> ProgrammingTask:
@@ -125,6 +128,8 @@ def make_suite(code: str, entry_point: str = "", known: Collection[str] = (), pr
 
     `known` are modules that the workspace has or is to have; others must be the standard library's, or in the prompt.
     """
+    if entry_point and (not entry_point.isidentifier() or iskeyword(entry_point)):
+        raise TaskError(f"its entry point {entry_point!r:.100} is no name that Python could import")
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError) as error:

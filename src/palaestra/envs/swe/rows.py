@@ -115,7 +115,7 @@ def parse_row(raw: Mapping[str, JSON], number: int = 0) -> SweRow:
     name = str(raw.get("instance_id") or f"row {number}")
     try:
         return _parse(raw)
-    except (KeyError, ValueError, TypeError) as problem:
+    except (KeyError, ValueError, TypeError, RecursionError) as problem:
         what = f"column {problem.args[0]!r} is missing or empty" if isinstance(problem, KeyError) else str(problem)
         raise TaskError(f"row {number} ({name}): {what}") from problem
 

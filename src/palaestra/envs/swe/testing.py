@@ -214,7 +214,7 @@ def read_records(data: bytes, nonce: str) -> list[Mapping[str, JSON]]:
     for line in data.splitlines():
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and record.get("nonce") == nonce:
             records.append(record)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from palaestra.core.errors import ConfigError
+from palaestra.envs.dotenv import read_dotenv
 from palaestra.envs.flags import CommandLine, Parsed
 from palaestra.envs.settings import make_pool
 from palaestra.envs.terminal_bench.config import TerminalBench2EvalConfig
@@ -25,7 +28,7 @@ def import_tasks(
         server_type=APIServerConfig,
         name="terminalbench_2",
         command="process",
-    ).parse(["process", "--policy", "noop", *settings])
+    ).parse(["process", "--policy", "noop", *settings], os.environ, read_dotenv(Path.cwd()))
     if not isinstance(parsed, Parsed):
         raise ConfigError("settings only: --help and --show-config belong to palaestra run")
     config = parsed.env_config.model_copy(update={"dataset_name": source, "total_steps": -1})

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
+from palaestra.core.yaml_text import read_yaml
 from palaestra.envs.images.base import Unsupported
 
 
@@ -19,8 +18,8 @@ def single_service(path: Path) -> dict[str, JSON]:
     if not path.is_file():
         return {}
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise TaskError(f"{path.name} is not YAML: {error}") from None
     services = content.get("services") if isinstance(content, dict) else None
     if not isinstance(services, dict) or not services:

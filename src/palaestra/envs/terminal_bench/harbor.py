@@ -68,7 +68,7 @@ def read_task(folder: Path) -> TerminalTask:
 def _config(path: Path) -> Section:
     try:
         return Section(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TaskError(f"{path.name} is not TOML: {error}") from None
     except OSError as error:
         raise TaskError(f"{path.name} cannot be read: {error.strerror}") from None

@@ -46,7 +46,7 @@ def _from_text(text: str) -> float:
 def _from_json(text: str) -> Mapping[str, float]:
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GraderError(f"the verifier's reward.json is not JSON: {error}") from None
     if not isinstance(values, dict) or not values:
         raise GraderError("the verifier's reward.json must be an object of numbers")

@@ -14,9 +14,11 @@ import binascii
 import hashlib
 import io
 import json
+import lzma
 import shutil
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,9 @@ from palaestra.envs.terminal_bench import harbor, task_yaml
 from palaestra.envs.terminal_bench.tasks import TerminalTask
 
 MAX_UNPACKED_BYTES = 1 << 30
+
+_LONGEST_NAME = 255
+"""Bytes: what file systems take as the name of a folder."""
 
 
 class LeftOut(TaskError):
@@ -114,14 +119,14 @@ def _unpacked_rows(
         name = str(row.get("task_name") or row.get("path") or f"row {number}").rstrip("/").rpartition("/")[2]
         try:
             yield name, _unpacked(row, name, cache)
-        except TaskError as error:
+        except (TaskError, UnicodeEncodeError) as error:
             yield name, TaskError(f"row {number}: {error}")
 
 
 def _unpacked(row: Mapping[str, JSON], name: str, cache: Path) -> Path:
     """The row's folder in the cache, unpacked now where it was not before."""
-    if not name or name in (".", "..") or not name.isprintable():
-        raise TaskError(f"{name!r} cannot be the name of a task")
+    if not name or name in (".", "..") or not name.isprintable() or len(name.encode()) > _LONGEST_NAME:
+        raise TaskError(f"{name!r:.100} cannot be the name of a task")
     digest = hashlib.sha256(repr(sorted(row.items())).encode()).hexdigest()[:16]
     place = cache / "terminal-tasks" / digest / name
     if place.is_dir():
@@ -184,5 +189,5 @@ def _extract(data: bytes, folder: Path, column: str) -> None:
                 archive.extract(member, folder, filter="data")
     except TaskError:
         raise
-    except (tarfile.TarError, EOFError, OSError, ValueError) as error:
+    except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError) as error:
         raise TaskError(f"column {column!r} is not an archive that can be unpacked: {error}") from None

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
 from palaestra.core.errors import TaskError
 from palaestra.core.types import Limits
+from palaestra.core.yaml_text import read_yaml
 from palaestra.envs.images.base import ImageRecipe, Unsupported
 from palaestra.envs.terminal_bench.compose import single_service
 from palaestra.envs.terminal_bench.sections import Section
@@ -74,8 +73,8 @@ def read_task(folder: Path) -> TerminalTask:
 
 def _config(path: Path) -> Section:
     try:
-        return Section(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return Section(read_yaml(path.read_text(encoding="utf-8")))
+    except ValueError as error:
         raise TaskError(f"{path.name} is not YAML: {' '.join(str(error).split())}") from None
     except OSError as error:
         raise TaskError(f"{path.name} cannot be read: {error.strerror}") from None
@@ -104,8 +103,8 @@ def _solution(folder: Path) -> Solution | None:
 def commands(path: Path) -> list[str]:
     """The commands of a `solution.yaml`; none where it types something that is no command line of its own."""
     try:
-        steps = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        steps = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise TaskError(f"{path.name} is not YAML: {error}") from None
     if not isinstance(steps, list):
         return []

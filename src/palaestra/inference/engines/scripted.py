@@ -9,7 +9,7 @@ Tokens are counted by a stand-in: UTF-8 bytes of the text, divided by four and r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,7 +82,7 @@ class ScriptedSession:
 
     def child(self, *, number: int) -> ScriptedSession:
         """The policy playing a sub-agent of the rollout."""
-        return ScriptedSession(self._name, self._policy, replace(self._context, branch=number))
+        return ScriptedSession(self._name, self._policy, replace(self._context, branch=number, tools=None))
 
     async def chat_completion(
         self,
@@ -97,8 +97,8 @@ class ScriptedSession:
     ) -> ChatCompletion:
         """The policy's next turn. Sampling settings change nothing, since nothing is sampled."""
         act = self._policy.act(self._context, messages)
-        if tools is not None and isinstance(self._policy, OraclePolicy):
-            self._check(act, tools)
+        if isinstance(self._policy, OraclePolicy):
+            self._check(act, self._context.tools if tools is None else [tool["function"]["name"] for tool in tools])
         turn = 1 + sum(message.get("role") == "assistant" for message in messages)
         message, finish_reason = _said(act, turn)
         prompt_tokens, completion_tokens = _tokens(messages), _tokens([message.model_dump()])
@@ -116,16 +116,18 @@ class ScriptedSession:
             ),
         )
 
-    def _check(self, act: Act, tools: Sequence[Mapping[str, JSON]]) -> None:
+    def _check(self, act: Act, had: Collection[str] | None) -> None:
         """Raises `TaskError` for a command of a solution where the agent has no `terminal`: it would be answered like a
         model's mistake, and a solution that was never played scored as if it were wrong."""
-        had = sorted(str(tool["function"]["name"]) for tool in tools)
-        if isinstance(act, str | Recorded) or COMMANDS in had or all(step.name != COMMANDS for step in act):
+        if had is None or isinstance(act, str | Recorded) or COMMANDS in had:
+            return
+        if all(step.name != COMMANDS for step in act):
             return
         name = self._context.task.id if self._context.task is not None else ""
+        has = f"only {', '.join(sorted(had))}" if had else "no tool"
         raise TaskError(
-            f"Task '{name}': its solution is of commands, for the tool {COMMANDS}, and the agent "
-            f"has only {', '.join(had) or 'no tool'}. Add its toolset, or give steps as ToolStep with other tools."
+            f"Task '{name}': its solution is of commands, for the tool {COMMANDS}, and the agent has {has}. "
+            f"Add its toolset, or give steps as ToolStep with other tools."
         )
 
 

@@ -11,6 +11,7 @@ and absent lists are empty.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -157,8 +158,11 @@ def encode_line(line: dict[str, JSON]) -> bytes:
 def claim_path(path: Path) -> Path:
     """Create `path`, or the first free one of `path_1`, `path_2`, …, empty and for the caller alone.
 
-    Two processes that ask at the same moment get two files. Directories above it are made.
+    Two processes that ask at the same moment get two files. Directories above it are made. Raises `OSError`, also where
+    a directory is there.
     """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "it is a directory, so name a file in it", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     candidate, count = path, 0
     while True:

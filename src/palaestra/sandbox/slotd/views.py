@@ -23,6 +23,9 @@ from .stores import copy_attributes
 
 _MAX_LINKS = 40
 
+_MAX_PATH_BYTES = 4096
+"""Bytes of a path with the zero that ends it; the kernel takes no longer one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -196,15 +199,20 @@ class Cut:
 
 
 def duplicate(source: str, target: str, depth: int = 0) -> None:
-    """A second tree of the same files (hard links), so that it can be cut while the first is in use."""
-    if depth > MAX_DEPTH:
-        raise OSError(36, "directories are nested too deeply to make a view of them", source)
+    """A second tree of the same files (hard links), so that it can be cut while the first is in use.
+
+    What is nested more deeply than `MAX_DEPTH`, or than a path can say, is not in it: an agent may leave that behind,
+    and it is no reason why its work could not be looked at.
+    """
     os.mkdir(target)
     for entry in os.scandir(source):
-        if entry.is_dir(follow_symlinks=False):
-            duplicate(entry.path, f"{target}/{entry.name}", depth + 1)
-        else:
-            os.link(entry.path, f"{target}/{entry.name}", follow_symlinks=False)
+        other = f"{target}/{entry.name}"
+        if max(len(os.fsencode(entry.path)), len(os.fsencode(other))) >= _MAX_PATH_BYTES:
+            continue
+        if not entry.is_dir(follow_symlinks=False):
+            os.link(entry.path, other, follow_symlinks=False)
+        elif depth < MAX_DEPTH:
+            duplicate(entry.path, other, depth + 1)
     status = os.lstat(source)
     for name in os.listxattr(source, follow_symlinks=False):
         os.setxattr(target, name, os.getxattr(source, name, follow_symlinks=False), follow_symlinks=False)

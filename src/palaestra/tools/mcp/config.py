@@ -22,6 +22,7 @@ from pydantic import Field, PrivateAttr, field_serializer, model_validator
 from palaestra.core.config import Settings
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
+from palaestra.core.yaml_text import read_yaml
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
@@ -136,13 +137,11 @@ class MCPServerConfig(Settings):
 
 def read_servers(path: Path) -> dict[str, JSON]:
     """The servers of a JSON or YAML file, by name and as they are written. Raises `ConfigError`."""
-    import yaml  # here, because most runs have no file; JSON is YAML too
-
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path.read_text(encoding="utf-8"))  # JSON is YAML too
     except OSError as error:
         raise ConfigError(f"cannot read the file of MCP servers {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is neither JSON nor YAML: {error}") from None
     return _by_name(content, str(path))
 

@@ -16,7 +16,7 @@ import msgspec
 
 from palaestra.core.errors import GraderError, InfraError
 from palaestra.core.types import JSON
-from palaestra.sandbox.base import Slot
+from palaestra.sandbox.base import FileInfo, Slot
 
 MOST_BYTES = 1 << 20
 """How large a file may be that a check reads."""
@@ -41,6 +41,16 @@ class BaseCheck(msgspec.Struct, frozen=True, tag_field="check", tag=str.lower, f
 
 class Unreadable(ValueError):
     """A file that a check needs cannot be read as what it should be."""
+
+
+async def look(slot: Slot, path: str) -> FileInfo | None:
+    """What is at a path, or None."""
+    try:
+        return await slot.stat(path)
+    except OSError as error:
+        if isinstance(error, InfraError):
+            raise
+        return None  # a file where a directory should be
 
 
 async def read_bytes(slot: Slot, path: str) -> bytes:
@@ -68,7 +78,16 @@ def plain(text: str) -> list[str]:
 
 def different(path: str, got: JSON, wanted: JSON) -> str:
     """The fault of a value that is not the expected one; short, and it shows what was there, not what should be."""
-    return "" if got == wanted else f"{path} holds something else: {reprlib.repr(got)}"
+    return "" if got == wanted else something_else(path, got)
+
+
+def something_else(path: str, got: JSON) -> str:
+    """The fault of a value that is not the expected one."""
+    try:
+        shown = reprlib.repr(got)
+    except ValueError:  # Python writes no number of more than 4300 digits, which TOML and YAML read in base 16
+        shown = "a number that is too long to show"
+    return f"{path} holds something else: {shown}"
 
 
 _PROBE_START = """

@@ -6,11 +6,11 @@ import configparser
 import csv
 import io
 import json
-import reprlib
 import tomllib
 
 from palaestra.core.types import JSON
-from palaestra.envs.endless_terminals.checks.base import BaseCheck, different, read_text
+from palaestra.core.yaml_text import read_yaml
+from palaestra.envs.endless_terminals.checks.base import BaseCheck, different, read_text, something_else
 from palaestra.sandbox.base import Slot
 
 _MOST_YAML = 1 << 16
@@ -29,7 +29,7 @@ def _same(got: JSON, wanted: JSON) -> bool:
 
 
 def _compare(path: str, got: JSON, wanted: JSON) -> str:
-    return "" if _same(got, wanted) else f"{path} holds something else: {reprlib.repr(got)}"
+    return "" if _same(got, wanted) else something_else(path, got)
 
 
 class Json(BaseCheck, frozen=True, tag="json"):
@@ -108,13 +108,11 @@ class Yaml(BaseCheck, frozen=True):
     value: JSON
 
     async def fault(self, slot: Slot) -> str:
-        import yaml  # here: only these checks need it
-
         text = await read_text(slot, self.path)
         if len(text) > _MOST_YAML:
             return f"{self.path} is far larger than it should be"
         try:
-            got = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError):
+            got = read_yaml(text)
+        except ValueError:
             return f"{self.path} is not YAML"
         return _compare(self.path, got, self.value)

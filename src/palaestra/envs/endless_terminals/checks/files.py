@@ -5,26 +5,16 @@ from __future__ import annotations
 import hashlib
 import posixpath
 
-from palaestra.core.errors import InfraError
 from palaestra.envs.endless_terminals.checks.base import (
     BaseCheck,
     different,
+    look,
     plain,
     probe,
     read_bytes,
     read_text,
 )
-from palaestra.sandbox.base import FileInfo, Slot
-
-
-async def look(slot: Slot, path: str) -> FileInfo | None:
-    """What is at a path, or None."""
-    try:
-        return await slot.stat(path)
-    except OSError as error:
-        if isinstance(error, InfraError):
-            raise
-        return None  # a file where a directory should be
+from palaestra.sandbox.base import Slot
 
 
 class Text(BaseCheck, frozen=True):

@@ -13,7 +13,15 @@ import msgspec
 
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
-from palaestra.envs.endless_terminals.checks.base import TIMEOUT_S, BaseCheck, different, plain, probe, read_text
+from palaestra.envs.endless_terminals.checks.base import (
+    TIMEOUT_S,
+    BaseCheck,
+    different,
+    look,
+    plain,
+    probe,
+    read_text,
+)
 from palaestra.sandbox.base import WORKSPACE, Slot
 
 _ANSWER_S = 5.0
@@ -133,7 +141,7 @@ class Git(BaseCheck, frozen=True):
         harmless = ["safe.directory=*", "core.fsmonitor=false", "core.hooksPath=/dev/null", "core.pager=cat"]
         argv = ["git", *(word for value in harmless for word in ("-c", value)), "--no-pager", *self.arguments]
         place = f"{WORKSPACE}/{self.path}"
-        if await slot.stat(place) is None:
+        if await look(slot, place) is None:
             return f"{self.path} is not there"
         done = await slot.execute(["sh", "-c", f"cd {shlex.quote(place)} && {shlex.join(argv)}"], timeout_s=TIMEOUT_S)
         got, wanted = plain(done.output), plain(self.output)
