@@ -180,7 +180,7 @@ def test_a_run_that_waits_for_its_trainer_ends_at_once_when_it_is_told_to(folder
     async def scenario() -> RunReport:
         async with serving() as url:
             waiting = asyncio.create_task(serve(Naming, folder, tmp_path, url, "--env.drain_s", "600"))
-            while "waiting for the trainer" not in told(tmp_path / "log"):
+            while "waiting for the trainer" not in told(tmp_path / "log"):  # noqa: ASYNC110 - a file tells it
                 await asyncio.sleep(0.01)
             os.kill(os.getpid(), signal.SIGTERM)
             return await asyncio.wait_for(waiting, 60)
