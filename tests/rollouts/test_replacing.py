@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from palaestra.core.errors import DiskError
+from palaestra.rollouts.appending import writing
 from palaestra.rollouts.replacing import replaced
 
 
@@ -31,6 +32,7 @@ def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
-    with pytest.raises(DiskError, match=r"cannot write .*taken"), replaced(tmp_path / "taken") as file:
+    path = tmp_path / "taken"
+    with pytest.raises(DiskError, match=r"cannot write .*taken"), writing(path), replaced(path) as file:
         file.write(b"new")
     assert [each.name for each in tmp_path.iterdir()] == ["taken"]

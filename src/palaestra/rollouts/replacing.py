@@ -8,20 +8,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from palaestra.rollouts.appending import writing
-
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
     """A file to fill, which takes the place of `path` when the block ends. Where the block fails, what was there before
-    stays, and nothing else. Raises `DiskError`."""
+    stays, and nothing else. Raises `OSError`."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with writing(path):
-            with unfinished.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(path)
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

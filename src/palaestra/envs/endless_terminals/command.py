@@ -18,6 +18,7 @@ from palaestra.core.errors import TaskError
 from palaestra.envs.endless_terminals.compose import Choice, generate
 from palaestra.envs.endless_terminals.tasks import TerminalTask, to_line
 from palaestra.envs.endless_terminals.trial import prove
+from palaestra.rollouts.appending import writing
 from palaestra.rollouts.replacing import replaced
 from palaestra.sandbox.base import SlotSource, SlotSpec
 
@@ -93,5 +94,5 @@ async def _missing(slots: SlotSource, spec: SlotSpec, needs: Iterable[str]) -> f
 
 def write_tasks(out: Path, tasks: Iterable[TerminalTask]) -> None:
     """All tasks or the old file: a build that is broken off leaves no half of one."""
-    with replaced(out) as lines:
+    with writing(out), replaced(out) as lines:
         lines.writelines(map(to_line, tasks))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,6 +22,7 @@ from palaestra.core.types import JSON
 from palaestra.rollouts.export.conversation import Block, Entry, Fields, Page, as_json, conversation, inside
 from palaestra.rollouts.export.printable import printable
 from palaestra.rollouts.metrics import Figures
+from palaestra.rollouts.replacing import replaced
 from palaestra.rollouts.tally import duration
 from palaestra.rollouts.trajectory import Group, Trajectory
 
@@ -89,7 +89,9 @@ def write_report(path: Path, groups: Iterable[Group], meta: Mapping[str, JSON], 
         script=Markup(script),  # noqa: S704 - our own file
         policy=f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'",
     )
-    _write_atomically(path, pieces)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as file:
+        file.writelines(piece.encode() for piece in pieces)
 
 
 def _group_view(group: Group, page: Page) -> GroupView:
@@ -191,16 +193,3 @@ def _own(name: str) -> str:
 
 def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _write_atomically(path: Path, pieces: Iterable[str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.writelines(pieces)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -27,6 +27,7 @@ from palaestra.envs.swe.build.tasks import BASE_TIMEOUT_S, Repository, make_row
 from palaestra.envs.swe.build.trial import Trial, open_trial
 from palaestra.envs.swe.install import DependencyCache
 from palaestra.envs.swe.rows import Install
+from palaestra.rollouts.appending import writing
 from palaestra.rollouts.replacing import replaced
 from palaestra.sandbox.base import SlotSource
 
@@ -224,5 +225,5 @@ class _Builder:
 
 def _write(out: Path, rows: Sequence[Mapping[str, JSON]]) -> None:
     """All rows or the old file: a build that is broken off leaves no half of one."""
-    with replaced(out) as lines:
+    with writing(out), replaced(out) as lines:
         lines.writelines((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in rows)
