@@ -82,7 +82,7 @@ class Transport:
         self.requests = self.retries = self.failures = self.in_flight = 0
         self.latencies_s: deque[float] = deque(maxlen=remembered)
         self._headers = {**_HEADERS, **(headers or {})}
-        self._query = query or {}
+        self._query = query
         self._lanes = {name: asyncio.Semaphore(limit) for name, limit in (lanes or {"train": 512}).items()}
         self._clock = clock or SystemClock()
         self._rng = rng or random.Random()
@@ -199,8 +199,9 @@ class Transport:
             data = None if body is None else _SentOnce(body())
             timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
             started_s = self._clock.monotonic()
-            asked = url.extend_query(self._query)
-            async with session.request(method, asked, data=data, timeout=timeout, allow_redirects=False) as reply:
+            async with session.request(
+                method, url, params=self._query, data=data, timeout=timeout, allow_redirects=False
+            ) as reply:
                 try:
                     status, content = reply.status, await (read(reply) if read else reply.read())
                 except FailedWithin as failed:
