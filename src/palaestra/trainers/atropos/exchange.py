@@ -9,7 +9,8 @@ came before is not taken again. Who was heard of when is not part of the record.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import TypeAlias
 
 import msgspec
@@ -218,21 +219,23 @@ class Exchange:
         if self.trainer is None:
             raise Refusal(503, "no trainer has registered: POST /register comes first", retry_s=5.0)
         chosen = self._promised(self.trainer.batch_size, now_s)
-        if chosen is None:
-            return None
-        left = self.trainer.batch_size - sum(each.sequences for each in chosen.values())
-        others = [each for each in self.queue if each.serial not in chosen]
-        places = exact([each.sequences for each in others], left)
-        if places is None:
-            return None
-        chosen |= {others[place].serial: others[place] for place in places}
-        return [chosen[serial] for serial in sorted(chosen)]
+        return None if chosen is None else self._filled_up(chosen, self.trainer.batch_size)
 
     def starving(self, now_s: float) -> bool:
         """Whether enough waits for a batch and no choice of it makes one up: only other groups can help."""
         if self.trainer is None or sum(each.sequences for each in self.queue) < self.trainer.batch_size:
             return False
-        return self._promised(self.trainer.batch_size, now_s) is not None and self.batch(now_s) is None
+        chosen = self._promised(self.trainer.batch_size, now_s)
+        return chosen is not None and self._filled_up(chosen, self.trainer.batch_size) is None
+
+    def _filled_up(self, chosen: Mapping[int, Waiting], batch_size: int) -> list[Waiting] | None:
+        """These groups, with others of the queue that make up a batch exactly; None where none do."""
+        left = batch_size - sum(each.sequences for each in chosen.values())
+        others = [each for each in self.queue if each.serial not in chosen]
+        places = exact([each.sequences for each in others], left)
+        if places is None:
+            return None
+        return sorted([*chosen.values(), *(others[place] for place in places)], key=attrgetter("serial"))
 
     def _promised(self, room: int, now_s: float) -> dict[int, Waiting] | None:
         """The oldest groups that meet the environments' minima, by serial number; None while some are lacking.
