@@ -9,8 +9,8 @@ from pathlib import Path
 
 from _instant_server import token_reply
 
-from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
-from palaestra.inference.tokens import Tokenizer
+from palaestra.inference.tokenizers import Tokenizer
+from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 
 
 def saved_tokenizer(folder: str) -> str:

@@ -10,19 +10,19 @@ from pathlib import Path
 
 from palaestra.core.types import JSON, Score, Task
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.servers import ServerGroup
+from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.admission import AdmittedSlots
-from palaestra.rollouts.base import Environment, Kit
-from palaestra.rollouts.foundations import Foundations
-from palaestra.rollouts.grading import Grading
+from palaestra.rollouts.environment import Environment, Kit
+from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.group import GroupRun, Services
-from palaestra.rollouts.journal import Journal
-from palaestra.rollouts.progress import NullObserver
+from palaestra.rollouts.journal.journal import Journal
+from palaestra.rollouts.observe.console import NullObserver
 from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.shared_setup import Foundations
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.schema import FunctionTool, ToolRun, ToolSchema
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.tool import FunctionTool, ToolRun, ToolSchema
 
 
 class Adding(Environment):

@@ -19,15 +19,15 @@ import time
 
 import _measure as measure
 
-from palaestra.core.bridge import bridged
-from palaestra.rollouts.context import ToolContext
+from palaestra.core.sync_bridge import bridged
+from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import SlotSpec
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.tools.binding import SlotTools
-from palaestra.tools.executor import ToolExecutor
-from palaestra.tools.registry import build_tool_registry
-from palaestra.tools.wire import ToolCall
+from palaestra.sandbox.slot import SlotSpec
+from palaestra.tools.call_text import ToolCall
+from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.executor import ToolExecutor
 
 TRAJECTORIES, CALLS = 200, 6
 THINKS_S = (0.5, 4.0)

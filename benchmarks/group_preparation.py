@@ -54,21 +54,21 @@ async def prepared(folder: Path, rollouts: int, parts: str, store: str) -> float
     """Seconds until every rollout of the group has its slot, with the installed tree in it."""
     from palaestra.core.types import Limits, Score, Task
     from palaestra.inference.config import APIServerConfig
-    from palaestra.inference.servers import ServerGroup
+    from palaestra.inference.server_group import ServerGroup
     from palaestra.rollouts.admission import AdmittedSlots
-    from palaestra.rollouts.base import Environment, Kit
-    from palaestra.rollouts.foundations import Foundations
-    from palaestra.rollouts.grading import Grading
+    from palaestra.rollouts.environment import Environment, Kit
+    from palaestra.rollouts.grading.grader import Grading
     from palaestra.rollouts.group import Services
-    from palaestra.rollouts.journal import Journal
-    from palaestra.rollouts.progress import NullObserver
+    from palaestra.rollouts.journal.journal import Journal
+    from palaestra.rollouts.observe.console import NullObserver
     from palaestra.rollouts.rollout import Rollout
     from palaestra.rollouts.runner import Runner
+    from palaestra.rollouts.shared_setup import Foundations
     from palaestra.sandbox.backends.local import LocalBackend
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-    from palaestra.sandbox.snapshot_store import SnapshotStore
-    from palaestra.sandbox.snapshots import Prepared as PreparedBefore
-    from palaestra.tools.registry import ToolRegistry
+    from palaestra.sandbox.snapshots.cache import Prepared as PreparedBefore
+    from palaestra.sandbox.snapshots.folder import SnapshotStore
+    from palaestra.tools.registry.registry import ToolRegistry
 
     ready: list[float] = []
 

@@ -28,9 +28,9 @@ from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.transformers import TransformersEngine
 from palaestra.inference.ledger import LedgerRecord, record_rows, verify_ledger
-from palaestra.inference.loopback_tokens import TokenLoopback
-from palaestra.inference.servers import ServerGroup
-from palaestra.inference.tiny import make_tiny
+from palaestra.inference.server_group import ServerGroup
+from palaestra.testing.fake_token_server import TokenLoopback
+from palaestra.testing.tiny_model import make_tiny
 
 ROLLOUTS, AT_ONCE, MOST_TURNS, MOST_TOKENS = 200, 16, 6, 80
 PRACTICE_STEPS = 100

@@ -92,9 +92,9 @@ def repeated(start: Callable[[], Chat], turns: int, tools: bool) -> float:
 
 def ours(turns: int, template: str, tools: bool) -> float:
     """Managed chat of this project, with tools and a parser or without either."""
-    from palaestra.inference.managed import ManagedChat
     from palaestra.inference.templates import ChatFormat
-    from palaestra.inference.toy import ToyEngine
+    from palaestra.inference.token_exact.managed_chat import ManagedChat
+    from palaestra.testing.fake_engine import ToyEngine
 
     tokenizer = make_tokenizer()
     chat_format = ChatFormat(tokenizer, template)
@@ -124,7 +124,7 @@ class Instant:
 
 def make_tokenizer():  # type: ignore[no-untyped-def]
     """A byte-level BPE of 4,096 ids trained on the standard library, with ChatML's special tokens."""
-    from palaestra.inference.toy import toy_tokenizer
+    from palaestra.testing.fake_engine import toy_tokenizer
 
     corpus = [Path(module.__file__).read_text(encoding="utf-8") for module in (asyncio, argparse, subprocess)]
     words = [f"<{end}{word}>" for word in ("think", "tool_call", "tool_response") for end in ("", "/")]

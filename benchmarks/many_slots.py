@@ -26,7 +26,7 @@ from pathlib import Path
 import _measure as measure
 
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Slot, SlotSpec
+from palaestra.sandbox.slot import Slot, SlotSpec
 
 SLOTS, ROLLOUTS, TURNS = 1000, 1000, 4
 THINKS_S = (2.0, 20.0)

@@ -27,7 +27,7 @@ import aiohttp
 from _instant_server import chat_reply, serve
 
 if TYPE_CHECKING:  # the bare case must not pay for importing any of it
-    from palaestra.inference.base import ChatCompletion, ChatServer
+    from palaestra.inference.engine import ChatCompletion, ChatServer
 
 TURNS = 5
 PROSE = 19 * "write the number of lines of the file to the answer "
@@ -91,9 +91,9 @@ async def bare(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
 
 async def palaestra(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
     """The agent loop over the chat completions engine."""
-    from palaestra.inference.base import SessionContext
     from palaestra.inference.config import APIServerConfig
-    from palaestra.inference.servers import ServerGroup
+    from palaestra.inference.engine import SessionContext
+    from palaestra.inference.server_group import ServerGroup
 
     servers = ServerGroup(APIServerConfig(base_url=url, model_name="m", health_check=False))
     await servers.start()
@@ -125,7 +125,7 @@ async def model_server() -> None:
     """The replies as chat completions, and as tokens of the tiny model's tokenizer."""
     from _exact import said, saved_tokenizer, turn_counter
 
-    from palaestra.inference.tokens import load_tokenizer
+    from palaestra.inference.tokenizers import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = load_tokenizer(saved_tokenizer(folder))
@@ -136,7 +136,7 @@ async def model_server() -> None:
 
 async def no_http(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
     """The agent loop over a server object that decodes the same bytes without a connection."""
-    from palaestra.inference.wire import decode_completion, encode_json
+    from palaestra.inference.http.chat_completions import decode_completion, encode_json
 
     class InProcess:
         async def chat_completion(self, **request: object) -> ChatCompletion:

@@ -14,11 +14,11 @@ import os
 import resource
 import time
 
-from palaestra.envs.config import HermesAgentEnvConfig
-from palaestra.envs.endless_terminals.command import build
-from palaestra.envs.endless_terminals.compose import Choice, generate
-from palaestra.envs.endless_terminals.tasks import to_line
-from palaestra.envs.settings import make_pool
+from palaestra.envs.config.build import make_pool
+from palaestra.envs.config.fields import HermesAgentEnvConfig
+from palaestra.suites.endless_terminals.build_command import build
+from palaestra.suites.endless_terminals.compose_tasks import Choice, generate
+from palaestra.suites.endless_terminals.generated_task import to_line
 
 
 class Stopwatch:

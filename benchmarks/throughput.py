@@ -60,13 +60,13 @@ async def palaestra(url: str, concurrency: int, rollouts: int, *, exact: bool = 
 
     from palaestra import Task, environment
     from palaestra.inference.config import APIServerConfig
-    from palaestra.inference.servers import ServerGroup
+    from palaestra.inference.server_group import ServerGroup
     from palaestra.rollouts.admission import AdmittedSlots
-    from palaestra.rollouts.foundations import Foundations
     from palaestra.rollouts.group import Services
-    from palaestra.rollouts.journal import Journal
-    from palaestra.rollouts.progress import NullObserver
+    from palaestra.rollouts.journal.journal import Journal
+    from palaestra.rollouts.observe.console import NullObserver
     from palaestra.rollouts.runner import Runner
+    from palaestra.rollouts.shared_setup import Foundations
     from palaestra.sandbox.backends.local import LocalBackend
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 
@@ -103,7 +103,7 @@ async def model_server() -> None:
     """The six replies, as chat completions and as tokens of the tiny model's tokenizer."""
     from _exact import said, saved_tokenizer, turn_counter
 
-    from palaestra.inference.tokens import load_tokenizer
+    from palaestra.inference.tokenizers import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = load_tokenizer(saved_tokenizer(folder))

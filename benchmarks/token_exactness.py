@@ -31,10 +31,10 @@ import msgspec
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Message
 from palaestra.inference.ledger import LedgerRecord, Row, verify_ledger
-from palaestra.inference.managed import HistoryMode, ManagedChat
 from palaestra.inference.templates import ChatFormat, TurnRenderer
-from palaestra.inference.tokens import FastTokenizer
-from palaestra.inference.toy import ToyEngine, toy_logprob, toy_tokenizer
+from palaestra.inference.token_exact.managed_chat import HistoryMode, ManagedChat
+from palaestra.inference.tokenizers import FastTokenizer
+from palaestra.testing.fake_engine import ToyEngine, toy_logprob, toy_tokenizer
 
 TURNS = 100_000
 QUICK_TURNS = 3_000

@@ -6,7 +6,7 @@ palaestra run environments/count_lines_env.py --policy oracle --env.n 20
 from collections.abc import Iterator
 
 from palaestra import Task, environment
-from palaestra.sandbox.base import Slot
+from palaestra.sandbox.slot import Slot
 
 
 @environment(toolsets=["terminal"])

@@ -16,15 +16,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from palaestra.envs.flags import CommandLine, Parsed
-from palaestra.envs.forms import form_of
-from palaestra.envs.running import RunLine, RunReport, run
-from palaestra.envs.settings import make_pool
-from palaestra.envs.swe.build.command import BuildOptions, build
-from palaestra.envs.swe.env import SweSmithOracleEnv, SweSmithOracleEnvConfig
+from palaestra.envs.adapters.forms import form_of
+from palaestra.envs.config.build import make_pool
+from palaestra.envs.config.command_line import CommandLine, Parsed
+from palaestra.envs.run.run import RunLine, RunReport, run
 from palaestra.inference.config import APIServerConfig
-from palaestra.rollouts.journal import read_groups
-from palaestra.rollouts.trajectory import Group, Trajectory
+from palaestra.rollouts.journal.journal import read_groups
+from palaestra.rollouts.records import Group, Trajectory
+from palaestra.suites.swe.authoring.build_command import BuildOptions, build
+from palaestra.suites.swe.swe_env import SweSmithOracleEnv, SweSmithOracleEnvConfig
 
 TASKS = Path("data/demo/tasks.jsonl")
 GROUP_SIZE = 4

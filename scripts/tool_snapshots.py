@@ -11,9 +11,9 @@ import json
 from pathlib import Path
 
 from palaestra.core.types import JSON
-from palaestra.tools.distributions import list_distributions
-from palaestra.tools.registry import builtin_tools
-from palaestra.tools.toolsets import ALIASES, TOOL_ALIASES, TOOLSETS, resolve_toolsets
+from palaestra.tools.registry.distributions import list_distributions
+from palaestra.tools.registry.registry import builtin_tools
+from palaestra.tools.registry.toolsets import ALIASES, TOOL_ALIASES, TOOLSETS, resolve_toolsets
 
 TESTS = Path(__file__).parents[1] / "tests" / "tools"
 SCHEMAS = TESTS / "golden"

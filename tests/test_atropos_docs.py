@@ -13,10 +13,10 @@ import pytest
 
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
-from palaestra.inference.loopback_tokens import TokenLoopback
-from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
-from palaestra.inference.tokens import load_tokenizer
-from palaestra.inference.toy import ToyEngine
+from palaestra.inference.tokenizers import load_tokenizer
+from palaestra.testing.fake_engine import ToyEngine
+from palaestra.testing.fake_token_server import TokenLoopback
+from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "atropos.md").read_text("utf-8")

@@ -9,8 +9,8 @@ import pytest
 
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
-from palaestra.envs.catalog import known_environments
-from palaestra.rollouts.journal import read_groups
+from palaestra.envs.discovery import known_environments
+from palaestra.rollouts.journal.journal import read_groups
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/environments"

@@ -12,10 +12,10 @@ import pytest
 import yaml
 from recorded import sky, write_run
 
-from palaestra.envs.config import HermesAgentEnvConfig
-from palaestra.rollouts.prometheus import exposition
-from palaestra.rollouts.stages import IDLE_LIMITS
-from palaestra.rollouts.status import Latency, RunReader
+from palaestra.envs.config.fields import HermesAgentEnvConfig
+from palaestra.rollouts.observe.prometheus import exposition
+from palaestra.rollouts.observe.status import Latency, RunReader
+from palaestra.rollouts.watchdog import IDLE_LIMITS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "operations.md").read_text()
 

@@ -18,8 +18,8 @@ from recorded import META, groups, sky
 
 from palaestra.core.types import JSON
 from palaestra.rollouts.export.formats import FORMATS, exporter_named
-from palaestra.rollouts.export.rows import ExportedRow
-from palaestra.rollouts.trajectory import Group
+from palaestra.rollouts.export.token_rows import ExportedRow
+from palaestra.rollouts.records import Group
 
 PAGE = (Path(__file__).parents[1] / "docs" / "training.md").read_text("utf-8")
 

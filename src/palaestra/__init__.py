@@ -10,25 +10,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent
-    from palaestra.agent.delegates import Delegates
+    from palaestra.agent.detached_subagents import Delegates
     from palaestra.agent.loop import HermesAgentLoop
     from palaestra.agent.result import AgentResult, AgentStep, ToolError
     from palaestra.core.types import AllowList, Limits, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep
-    from palaestra.envs.agent_env import AgentEnv
-    from palaestra.envs.agent_env_config import AgentEnvConfig
-    from palaestra.envs.base_env import BaseEnv, Item, ScoredDataGroup, ScoredDataItem
-    from palaestra.envs.config import BaseEnvConfig, HermesAgentEnvConfig
-    from palaestra.envs.function import environment
-    from palaestra.envs.hermes_base_env import HermesAgentBaseEnv
+    from palaestra.envs.api.agent_env import AgentEnv, AgentEnvConfig
+    from palaestra.envs.api.base_env import BaseEnv, Item, ScoredDataGroup, ScoredDataItem
+    from palaestra.envs.api.function_env import environment
+    from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
+    from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
     from palaestra.inference.config import APIServerConfig, ServerBaseline
     from palaestra.inference.parsers import get_parser, list_parsers, register_parser
-    from palaestra.inference.servers import ServerManager
+    from palaestra.inference.server_group import ServerManager
     from palaestra.processes.registry import ProcessRegistry
-    from palaestra.rollouts.context import ToolContext
-    from palaestra.rollouts.world.modes import open_world
-    from palaestra.sandbox.base import ExecutionResult, Slot
+    from palaestra.rollouts.grading.tool_context import ToolContext
+    from palaestra.rollouts.recorded_tools.recording_policy import open_world
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-    from palaestra.tools.catalog import (
+    from palaestra.sandbox.slot import ExecutionResult, Slot
+    from palaestra.tools.call_text import ToolCall, ToolResult
+    from palaestra.tools.decorator import tool
+    from palaestra.tools.registry.catalog import (
         TOOL_TO_TOOLSET_MAP,
         TOOLSET_REQUIREMENTS,
         check_tool_availability,
@@ -37,18 +38,27 @@ if TYPE_CHECKING:
         get_available_toolsets,
         get_toolset_for_tool,
     )
-    from palaestra.tools.distributions import (
+    from palaestra.tools.registry.distributions import (
         get_distribution,
         list_distributions,
         print_distribution_info,
         sample_toolsets_from_distribution,
         validate_distribution,
     )
-    from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
-    from palaestra.tools.functions import tool
-    from palaestra.tools.process_registry import process_registry
-    from palaestra.tools.registry import ToolRegistry, build_tool_registry, get_tool_definitions
-    from palaestra.tools.schema import Tool, ToolMistake, ToolRun, ToolSchema
+    from palaestra.tools.registry.registry import ToolRegistry, build_tool_registry, get_tool_definitions
+    from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
+    from palaestra.tools.runtime.function_calls import (
+        ToolSession,
+        cleanup_all_environments,
+        cleanup_vm,
+        clear_task_env_overrides,
+        get_active_environments_info,
+        handle_function_call,
+        handle_function_call_async,
+        register_task_env_overrides,
+        use_session,
+    )
+    from palaestra.tools.runtime.sync_process_registry import process_registry
     from palaestra.tools.serving.payloads import (
         ArtifactArchiveRequestPayload,
         ArtifactArchiveResponsePayload,
@@ -64,19 +74,8 @@ if TYPE_CHECKING:
         ToolServerExecuteRequest,
     )
     from palaestra.tools.serving.tool_server import ToolServer
-    from palaestra.tools.session import (
-        ToolSession,
-        cleanup_all_environments,
-        cleanup_vm,
-        clear_task_env_overrides,
-        get_active_environments_info,
-        handle_function_call,
-        handle_function_call_async,
-        register_task_env_overrides,
-        use_session,
-    )
     from palaestra.tools.settings import ToolSettings
-    from palaestra.tools.wire import ToolCall, ToolResult
+    from palaestra.tools.tool import Tool, ToolMistake, ToolRun, ToolSchema
 
 __version__ = "0.1.0"
 
@@ -173,8 +172,8 @@ __all__ = [
 _MODULES = {
     "APIServerConfig": "inference.config",
     "AgentConfig": "agent.atropos_agent",
-    "AgentEnv": "envs.agent_env",
-    "AgentEnvConfig": "envs.agent_env_config",
+    "AgentEnv": "envs.api.agent_env",
+    "AgentEnvConfig": "envs.api.agent_env",
     "AgentResult": "agent.result",
     "AgentStep": "agent.result",
     "AllowList": "core.types",
@@ -186,14 +185,14 @@ _MODULES = {
     "ArtifactReadRequestPayload": "tools.serving.payloads",
     "ArtifactReadResponsePayload": "tools.serving.payloads",
     "AtroposAgent": "agent.atropos_agent",
-    "BaseEnv": "envs.base_env",
-    "BaseEnvConfig": "envs.config",
-    "Delegates": "agent.delegates",
-    "ExecutionResult": "sandbox.base",
-    "HermesAgentBaseEnv": "envs.hermes_base_env",
-    "HermesAgentEnvConfig": "envs.config",
+    "BaseEnv": "envs.api.base_env",
+    "BaseEnvConfig": "envs.config.fields",
+    "Delegates": "agent.detached_subagents",
+    "ExecutionResult": "sandbox.slot",
+    "HermesAgentBaseEnv": "envs.api.hermes_env",
+    "HermesAgentEnvConfig": "envs.config.fields",
     "HermesAgentLoop": "agent.loop",
-    "Item": "envs.base_env",
+    "Item": "envs.api.base_env",
     "Limits": "core.types",
     "Network": "core.types",
     "NetworkPolicy": "core.types",
@@ -201,63 +200,63 @@ _MODULES = {
     "ProcessRegistry": "processes.registry",
     "Say": "core.types",
     "Score": "core.types",
-    "ScoredDataGroup": "envs.base_env",
-    "ScoredDataItem": "envs.base_env",
+    "ScoredDataGroup": "envs.api.base_env",
+    "ScoredDataItem": "envs.api.base_env",
     "ServerBaseline": "inference.config",
-    "ServerManager": "inference.servers",
-    "Slot": "sandbox.base",
+    "ServerManager": "inference.server_group",
+    "Slot": "sandbox.slot",
     "SlotPool": "sandbox.pool",
     "SlotPoolConfig": "sandbox.pool",
-    "TOOLSET_REQUIREMENTS": "tools.catalog",
-    "TOOL_TO_TOOLSET_MAP": "tools.catalog",
+    "TOOLSET_REQUIREMENTS": "tools.registry.catalog",
+    "TOOL_TO_TOOLSET_MAP": "tools.registry.catalog",
     "Task": "core.types",
-    "Tool": "tools.schema",
-    "ToolCall": "tools.wire",
+    "Tool": "tools.tool",
+    "ToolCall": "tools.call_text",
     "ToolCallPayload": "tools.serving.payloads",
-    "ToolContext": "rollouts.context",
+    "ToolContext": "rollouts.grading.tool_context",
     "ToolError": "agent.result",
-    "ToolExecutor": "tools.executor",
-    "ToolExecutorConfig": "tools.executor",
+    "ToolExecutor": "tools.runtime.executor",
+    "ToolExecutorConfig": "tools.runtime.executor",
     "ToolExecutorExecuteRequest": "tools.serving.payloads",
     "ToolExecutorReleaseRequest": "tools.serving.payloads",
-    "ToolMistake": "tools.schema",
-    "ToolRegistry": "tools.registry",
-    "ToolResult": "tools.wire",
+    "ToolMistake": "tools.tool",
+    "ToolRegistry": "tools.registry.registry",
+    "ToolResult": "tools.call_text",
     "ToolResultPayload": "tools.serving.payloads",
-    "ToolRun": "tools.schema",
-    "ToolSchema": "tools.schema",
+    "ToolRun": "tools.tool",
+    "ToolSchema": "tools.tool",
     "ToolServer": "tools.serving.tool_server",
     "ToolServerExecuteRequest": "tools.serving.payloads",
-    "ToolSession": "tools.session",
+    "ToolSession": "tools.runtime.function_calls",
     "ToolSettings": "tools.settings",
     "ToolStep": "core.types",
-    "build_tool_registry": "tools.registry",
-    "check_tool_availability": "tools.catalog",
-    "check_toolset_requirements": "tools.catalog",
-    "cleanup_all_environments": "tools.session",
-    "cleanup_vm": "tools.session",
-    "clear_task_env_overrides": "tools.session",
-    "environment": "envs.function",
-    "get_active_environments_info": "tools.session",
-    "get_all_tool_names": "tools.catalog",
-    "get_available_toolsets": "tools.catalog",
-    "get_distribution": "tools.distributions",
+    "build_tool_registry": "tools.registry.registry",
+    "check_tool_availability": "tools.registry.catalog",
+    "check_toolset_requirements": "tools.registry.catalog",
+    "cleanup_all_environments": "tools.runtime.function_calls",
+    "cleanup_vm": "tools.runtime.function_calls",
+    "clear_task_env_overrides": "tools.runtime.function_calls",
+    "environment": "envs.api.function_env",
+    "get_active_environments_info": "tools.runtime.function_calls",
+    "get_all_tool_names": "tools.registry.catalog",
+    "get_available_toolsets": "tools.registry.catalog",
+    "get_distribution": "tools.registry.distributions",
     "get_parser": "inference.parsers",
-    "get_tool_definitions": "tools.registry",
-    "get_toolset_for_tool": "tools.catalog",
-    "handle_function_call": "tools.session",
-    "handle_function_call_async": "tools.session",
-    "list_distributions": "tools.distributions",
+    "get_tool_definitions": "tools.registry.registry",
+    "get_toolset_for_tool": "tools.registry.catalog",
+    "handle_function_call": "tools.runtime.function_calls",
+    "handle_function_call_async": "tools.runtime.function_calls",
+    "list_distributions": "tools.registry.distributions",
     "list_parsers": "inference.parsers",
-    "open_world": "rollouts.world.modes",
-    "print_distribution_info": "tools.distributions",
-    "process_registry": "tools.process_registry",
+    "open_world": "rollouts.recorded_tools.recording_policy",
+    "print_distribution_info": "tools.registry.distributions",
+    "process_registry": "tools.runtime.sync_process_registry",
     "register_parser": "inference.parsers",
-    "register_task_env_overrides": "tools.session",
-    "sample_toolsets_from_distribution": "tools.distributions",
-    "tool": "tools.functions",
-    "use_session": "tools.session",
-    "validate_distribution": "tools.distributions",
+    "register_task_env_overrides": "tools.runtime.function_calls",
+    "sample_toolsets_from_distribution": "tools.registry.distributions",
+    "tool": "tools.decorator",
+    "use_session": "tools.runtime.function_calls",
+    "validate_distribution": "tools.registry.distributions",
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from palaestra.core.types import Limits
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import ExecutionResult, Rung, Slot, SlotSpec
+from palaestra.sandbox.slot import ExecutionResult, Rung, Slot, SlotSpec
 
 SMALL = Limits(memory_bytes=96 << 20, pids=48, disk_bytes=32 << 20, open_files=64)
 """What a hostile slot may use: enough for bash and Python, far too little for the machine to notice."""

@@ -8,7 +8,7 @@ import pytest
 
 from abuse.arena import Arena, Ground
 from palaestra.core.errors import IsolationUnavailable
-from palaestra.sandbox.base import Rung
+from palaestra.sandbox.slot import Rung
 
 RUNGS = (Rung.FULL, Rung.USERNS, Rung.CONFINED)
 

@@ -8,7 +8,7 @@ import platform
 import pytest
 
 from abuse.arena import Arena, python
-from palaestra.sandbox.base import Slot
+from palaestra.sandbox.slot import Slot
 
 pytestmark = [pytest.mark.slots, pytest.mark.long]
 

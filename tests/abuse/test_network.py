@@ -11,8 +11,8 @@ import pytest
 
 from abuse.arena import Arena, python
 from palaestra.core.types import Network
-from palaestra.sandbox.base import Slot, SlotSpec
-from palaestra.sandbox.slotd import cgroups
+from palaestra.sandbox.slot import Slot, SlotSpec
+from palaestra.sandbox.slotd.namespaced import cgroups
 
 pytestmark = [pytest.mark.slots, pytest.mark.long]
 

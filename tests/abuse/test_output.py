@@ -11,8 +11,8 @@ import pytest
 
 from abuse.arena import Arena, python
 from palaestra.core.errors import StaleLease
-from palaestra.sandbox.base import Slot, SlotSpec
-from palaestra.sandbox.slot import LocalSlot
+from palaestra.sandbox.local.local_slot import LocalSlot
+from palaestra.sandbox.slot import Slot, SlotSpec
 
 pytestmark = [pytest.mark.slots, pytest.mark.long]
 

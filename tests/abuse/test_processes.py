@@ -6,7 +6,7 @@ import pytest
 
 from abuse.arena import Arena, python
 from palaestra.core.errors import SlotLost
-from palaestra.sandbox.base import Rung, Slot, SlotSpec
+from palaestra.sandbox.slot import Rung, Slot, SlotSpec
 
 pytestmark = [pytest.mark.slots, pytest.mark.long]
 

@@ -16,14 +16,14 @@ from palaestra.agent.replies import RequestedCall
 from palaestra.core.clock import ManualClock
 from palaestra.core.errors import ConfigError, EngineUnavailable, SlotLost
 from palaestra.core.types import JSON, Blame, Message, Outcome
-from palaestra.inference.base import Sampled
-from palaestra.inference.managed import ManagedChat
+from palaestra.inference.engine import Sampled
 from palaestra.inference.parsers import get_parser
 from palaestra.inference.templates import ChatFormat
-from palaestra.inference.toy import ToyEngine, toy_tokenizer
-from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.schema import FunctionTool, ToolReply, ToolRun, ToolSchema
-from palaestra.tools.wire import ToolCall, ToolResult
+from palaestra.inference.token_exact.managed_chat import ManagedChat
+from palaestra.testing.fake_engine import ToyEngine, toy_tokenizer
+from palaestra.tools.call_text import ToolCall, ToolResult
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.tool import FunctionTool, ToolReply, ToolRun, ToolSchema
 
 
 async def _never(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from palaestra.agent.calls import CallAnswer, ToolCalls
 from palaestra.agent.replies import RequestedCall
+from palaestra.agent.tool_calls import CallAnswer, ToolCalls
 from palaestra.core.types import JSON
-from palaestra.tools.registry import builtin_tools
+from palaestra.tools.registry.registry import builtin_tools
 
 CALLS, PER_TURN = 10_000, 8
 SCHEMAS = [tool.schema.to_dict() for tool in builtin_tools()]

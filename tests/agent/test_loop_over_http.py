@@ -12,7 +12,7 @@ from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Outcome
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.openai import OpenAIEngine
-from palaestra.inference.loopback import Answer, LoopbackServer, completion
+from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
 
 READ = {
     "type": "function",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from palaestra.agent.replies import read_reply, text_of
 from palaestra.core.errors import EngineReplyError
 from palaestra.core.types import JSON
-from palaestra.inference.base import (
+from palaestra.inference.engine import (
     AssistantMessage,
     ChatCompletion,
     Choice,

@@ -9,7 +9,7 @@ import pytest
 
 from palaestra.agent.wall_clock import WallClock
 from palaestra.core.clock import ManualClock, SystemClock
-from palaestra.core.uncharged import take_turn, uncharged
+from palaestra.core.uncharged_time import take_turn, uncharged
 
 
 def test_no_time_passes_while_it_stands() -> None:

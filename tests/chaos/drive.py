@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung
-from palaestra.sandbox.slotd import cgroups
+from palaestra.sandbox.slot import Rung
+from palaestra.sandbox.slotd.namespaced import cgroups
 from sandbox.processes import HostProcess, descendants
 
 ROLES = ("client", "reaper", "server", "init", "command")

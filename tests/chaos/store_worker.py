@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, SlotSpec
-from palaestra.sandbox.snapshot_store import SnapshotStore
-from palaestra.sandbox.snapshots import Prepared, Put, Recipe, Run
+from palaestra.sandbox.slot import Rung, SlotSpec
+from palaestra.sandbox.snapshots.cache import Prepared, Put, Recipe, Run
+from palaestra.sandbox.snapshots.folder import SnapshotStore
 
 KINDS, ROOM_BYTES = 6, 1_000_000
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from chaos.store_worker import ROOM_BYTES
-from palaestra.sandbox.snapshot_store import SnapshotStore
+from palaestra.sandbox.snapshots.folder import SnapshotStore
 
 pytestmark = [pytest.mark.slots, pytest.mark.long]
 

@@ -13,8 +13,8 @@ import sys
 
 from palaestra.core.errors import SandboxError
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, Slot, View
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.sandbox.slot import Rung, Slot, View
 
 LOOK = """
 set -o pipefail

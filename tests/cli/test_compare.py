@@ -12,9 +12,9 @@ from recorded import write_run
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.types import Blame, Outcome
-from palaestra.rollouts.comparing import compare
-from palaestra.rollouts.intervals import student
-from palaestra.rollouts.trajectory import Group, Trajectory
+from palaestra.rollouts.observe.compare_runs import compare
+from palaestra.rollouts.observe.intervals import student
+from palaestra.rollouts.records import Group, Trajectory
 
 
 def group(number: int, task: str, *rewards: float | None) -> Group:

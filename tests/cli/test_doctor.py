@@ -7,7 +7,7 @@ import pytest
 from palaestra.cli.doctor import machine_facts, verdict
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
-from palaestra.sandbox.base import Rung, Step
+from palaestra.sandbox.slot import Rung, Step
 
 
 def test_the_facts_are_all_there() -> None:

@@ -15,9 +15,9 @@ from recorded import MALFORMED, broken, rollout, sky, write_run
 
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
-from palaestra.rollouts.export.base import ExportMeta, ExportReport
+from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
 from palaestra.rollouts.export.formats import FORMATS
-from palaestra.rollouts.trajectory import Group
+from palaestra.rollouts.records import Group
 
 
 def run(*argv: object) -> int:
@@ -139,7 +139,7 @@ def test_a_format_of_ones_own(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "my_export_format.py").write_text(
-        "from palaestra.rollouts.export.base import ExportReport\n"
+        "from palaestra.rollouts.export.exporter import ExportReport\n"
         "class Ids:\n"
         "    name, ending, everything = 'ids', '.txt', False\n"
         "    def export(self, groups, out, meta):\n"

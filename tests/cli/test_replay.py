@@ -14,9 +14,9 @@ from envs import agent_script, scripts
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.types import Blame, Outcome
-from palaestra.envs.loading import load_environment
-from palaestra.envs.running import main
-from palaestra.rollouts.journal import AnyEvent, RolloutEnded, read_journal
+from palaestra.envs.discovery import load_environment
+from palaestra.envs.run.run import main
+from palaestra.rollouts.journal.journal import AnyEvent, RolloutEnded, read_journal
 
 NOISY = """
 from palaestra import Task, environment

@@ -13,8 +13,8 @@ from pathlib import Path
 from talking import Talk, group
 
 from palaestra.trainers.atropos.feed import feeding
-from palaestra.trainers.atropos.outgoing import Deliveries
-from palaestra.trainers.atropos.standing import FeedSettings
+from palaestra.trainers.atropos.feed_settings import FeedSettings
+from palaestra.trainers.atropos.groups import Deliveries
 
 
 @contextmanager

@@ -18,11 +18,11 @@ from palaestra.cli import serve_tools
 from palaestra.cli.serve_tools import _token, executor_settings
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.inference.loopback import Answer, LoopbackServer, completion
-from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.serving.link import ToolServerLink
+from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
+from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.serving.payloads import ToolExecutorExecuteRequest
 from palaestra.tools.serving.tool_server import ToolServer
+from palaestra.tools.serving.tool_server_client import ToolServerLink
 from tools.serving.asking import Client
 
 DOCS = Path(__file__).parents[2] / "docs" / "tools.md"

@@ -13,9 +13,9 @@ from palaestra.cli.main import cli
 from palaestra.core.errors import IsolationUnavailable
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, SlotSpec
-from palaestra.sandbox.snapshot_store import SnapshotStore
-from palaestra.sandbox.snapshots import Prepared, Put, Recipe
+from palaestra.sandbox.slot import Rung, SlotSpec
+from palaestra.sandbox.snapshots.cache import Prepared, Put, Recipe
+from palaestra.sandbox.snapshots.folder import SnapshotStore
 
 pytestmark = pytest.mark.slots
 

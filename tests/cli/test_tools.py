@@ -8,9 +8,9 @@ import pytest
 
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
-from palaestra.tools.distributions import DISTRIBUTIONS
-from palaestra.tools.registry import builtin_tools
-from palaestra.tools.toolsets import TOOLSETS
+from palaestra.tools.registry.distributions import DISTRIBUTIONS
+from palaestra.tools.registry.registry import builtin_tools
+from palaestra.tools.registry.toolsets import TOOLSETS
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
-from palaestra.rollouts.export.recording import open_recording
+from palaestra.rollouts.journal.reader import open_recording
 from palaestra.tools.settings import WEB_KEYS, WEB_URLS
 from tools.web.site import DOCUMENTS, Site, pages, searxng
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from palaestra.core.types import AllowList, Network, NetworkPolicy
-from palaestra.sandbox.base import SlotSpec
+from palaestra.sandbox.slot import SlotSpec
 
 
 def test_a_network_may_be_said_as_text() -> None:

@@ -28,8 +28,8 @@ from crash.by_prompt import served
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.inference.engines.scripted import ScriptedSession
-from palaestra.rollouts.journal import Journal, RolloutEnded, RolloutTakenUp, read_journal
-from palaestra.sandbox.client import SlotServer
+from palaestra.rollouts.journal.journal import Journal, RolloutEnded, RolloutTakenUp, read_journal
+from palaestra.sandbox.local.client import SlotServer
 
 STEPS = ("wc -l < a.txt > lines.txt", "cat a.txt lines.txt", "cp lines.txt answer.txt; cat answer.txt")
 ENVIRONMENT = f"""

@@ -19,13 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from palaestra.core.types import JSON
-from palaestra.inference.base import Sampled
-from palaestra.inference.managed import ManagedChat
-from palaestra.inference.model_server import ModelServer
+from palaestra.inference.engine import Sampled
 from palaestra.inference.templates import ChatFormat
-from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
-from palaestra.inference.tokens import FastTokenizer, load_tokenizer
-from palaestra.inference.toy import Misspeller, toy_logprob
+from palaestra.inference.token_exact.managed_chat import ManagedChat
+from palaestra.inference.tokenizers import FastTokenizer, load_tokenizer
+from palaestra.testing.fake_engine import Misspeller, toy_logprob
+from palaestra.testing.model_server import ModelServer
+from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 
 TURN = "<|im_start|>assistant"
 

@@ -15,8 +15,8 @@ import pytest
 
 from envs import scripts
 from palaestra.core.errors import ConfigError
-from palaestra.rollouts.journal import RolloutEnded, read_journal
-from palaestra.rollouts.resume import read_finished, repair
+from palaestra.rollouts.journal.journal import RolloutEnded, read_journal
+from palaestra.rollouts.resume.state import read_finished, repair
 
 pytestmark = pytest.mark.long
 

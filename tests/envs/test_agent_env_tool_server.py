@@ -13,12 +13,12 @@ import pytest
 
 from palaestra import AgentEnv, AgentEnvConfig, APIServerConfig, tool
 from palaestra.core.types import JSON
-from palaestra.envs.flags import CommandLine, Parsed
-from palaestra.envs.forms import form_of
-from palaestra.envs.running import run
-from palaestra.inference.loopback import Answer, LoopbackServer, completion
-from palaestra.rollouts.exec_tool import ExecTool
-from palaestra.tools.schema import Tool
+from palaestra.envs.adapters.forms import form_of
+from palaestra.envs.config.command_line import CommandLine, Parsed
+from palaestra.envs.run.run import run
+from palaestra.rollouts.grading.exec_tool import ExecTool
+from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
+from palaestra.tools.tool import Tool
 from tools.serving.asking import Client
 
 SERVED = """

@@ -13,7 +13,7 @@ import pytest
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.types import Blame
-from palaestra.rollouts.journal import read_groups
+from palaestra.rollouts.journal.journal import read_groups
 
 pytestmark = pytest.mark.slots
 

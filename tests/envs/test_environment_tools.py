@@ -13,7 +13,7 @@ from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.envs.agent_env_config import AgentEnvConfig
+from palaestra.envs.api.agent_env import AgentEnvConfig
 
 QUIZ = '''
 from palaestra import Score, Task, ToolStep, environment

@@ -12,7 +12,7 @@ import pytest
 
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
-from palaestra.rollouts.journal import Journal, RolloutEnded, read_groups, read_journal
+from palaestra.rollouts.journal.journal import Journal, RolloutEnded, read_groups, read_journal
 
 PLAIN = """
 from palaestra import Task, ToolStep, environment

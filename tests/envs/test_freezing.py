@@ -11,9 +11,9 @@ import pytest
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.types import JSON, Message
-from palaestra.inference.base import ChatCompletion, ChatServer
+from palaestra.inference.engine import ChatCompletion, ChatServer
 from palaestra.inference.engines.scripted import ScriptedEngine
-from palaestra.rollouts.journal import read_groups
+from palaestra.rollouts.journal.journal import read_groups
 
 pytestmark = pytest.mark.slots
 

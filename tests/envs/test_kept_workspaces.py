@@ -20,21 +20,21 @@ import pytest
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.types import Task
-from palaestra.envs.swe.env import SweSmithOracleEnv, SweSmithOracleEnvConfig, Work
-from palaestra.envs.swe.install import Toolchain
-from palaestra.envs.swe.rows import Install, RowKind, SweRow
-from palaestra.rollouts.journal import GroupStarted, RolloutEnded, read_journal
-from palaestra.rollouts.trajectory import Group
+from palaestra.rollouts.journal.journal import GroupStarted, RolloutEnded, read_journal
+from palaestra.rollouts.records import Group
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung
-from palaestra.sandbox.snapshot_store import Entry, SnapshotStore
+from palaestra.sandbox.slot import Rung
+from palaestra.sandbox.snapshots.folder import Entry, SnapshotStore
+from palaestra.suites.swe.install import Toolchain
+from palaestra.suites.swe.swe_env import SweSmithOracleEnv, SweSmithOracleEnvConfig, Work
+from palaestra.suites.swe.swe_rows import Install, RowKind, SweRow
 
 pytestmark = pytest.mark.slots
 
 ENV = """
 from pathlib import Path
 from palaestra import Score, Task, environment
-from palaestra.sandbox.snapshot_store import SnapshotStore
+from palaestra.sandbox.snapshots.folder import SnapshotStore
 
 SETUP = "sleep SLEEP; cat /proc/sys/kernel/random/uuid > made; mkdir deep; seq 1000 > deep/numbers"
 

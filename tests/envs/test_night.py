@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from palaestra.core.types import Outcome
-from palaestra.rollouts.journal import RolloutEnded, RunEnded, read_journal
-from palaestra.rollouts.status import RunReader
+from palaestra.rollouts.journal.journal import RolloutEnded, RunEnded, read_journal
+from palaestra.rollouts.observe.status import RunReader
 
 pytestmark = pytest.mark.slots
 

@@ -8,7 +8,7 @@ import pytest
 
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
-from palaestra.rollouts.journal import read_groups
+from palaestra.rollouts.journal.journal import read_groups
 
 pytestmark = pytest.mark.slots
 

@@ -9,8 +9,8 @@ import pytest
 from envs.agent_script import WITH_META
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
-from palaestra.rollouts.journal import Messages, RolloutTakenUp, read_journal
-from palaestra.rollouts.recall import Anew
+from palaestra.rollouts.journal.journal import Messages, RolloutTakenUp, read_journal
+from palaestra.rollouts.resume.recorded_chat import Anew
 
 pytestmark = pytest.mark.slots
 

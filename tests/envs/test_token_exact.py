@@ -15,21 +15,21 @@ from palaestra import HermesAgentBaseEnv, HermesAgentLoop
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.envs.config import HermesAgentEnvConfig
-from palaestra.envs.flags import CommandLine, Parsed
-from palaestra.envs.forms import form_of
-from palaestra.envs.running import run
-from palaestra.envs.settings import server_settings
+from palaestra.envs.adapters.forms import form_of
+from palaestra.envs.config.build import server_settings
+from palaestra.envs.config.command_line import CommandLine, Parsed
+from palaestra.envs.config.fields import HermesAgentEnvConfig
+from palaestra.envs.run.run import run
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.loopback_tokens import TokenLoopback
 from palaestra.inference.parsers import get_parser
-from palaestra.inference.servers import ServerGroup
-from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
-from palaestra.inference.tokens import load_tokenizer
-from palaestra.inference.toy import ToyEngine
-from palaestra.rollouts.context import ToolContext
+from palaestra.inference.server_group import ServerGroup
+from palaestra.inference.tokenizers import load_tokenizer
+from palaestra.rollouts.grading.tool_context import ToolContext
+from palaestra.rollouts.journal.verify import verify_run
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.verification import verify_run
+from palaestra.testing.fake_engine import ToyEngine
+from palaestra.testing.fake_token_server import TokenLoopback
+from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 
 CALL = '<tool_call>\n{"name": "list_nothing", "arguments": {}}\n</tool_call>'
 

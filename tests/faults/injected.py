@@ -16,20 +16,20 @@ from palaestra.agent.result import AgentResult
 from palaestra.core.errors import GraderError
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Blame, Limits, Score, Task
-from palaestra.inference.base import Sampled, SessionContext
 from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engine import Sampled, SessionContext
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.engines.policies import OraclePolicy
 from palaestra.inference.engines.scripted import ScriptedEngine
-from palaestra.inference.loopback import Answer, LoopbackServer, completion
-from palaestra.inference.managed import ManagedChat
 from palaestra.inference.templates import ChatFormat
-from palaestra.inference.toy import toy_tokenizer
-from palaestra.rollouts.base import Environment, Kit
-from palaestra.rollouts.grading import Grading
+from palaestra.inference.token_exact.managed_chat import ManagedChat
+from palaestra.rollouts.environment import Environment, Kit
+from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
-from palaestra.sandbox.base import Slot
-from palaestra.tools.registry import build_tool_registry
+from palaestra.sandbox.slot import Slot
+from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
+from palaestra.testing.fake_engine import toy_tokenizer
+from palaestra.tools.registry.registry import build_tool_registry
 
 ENGINE_FAULTS: Mapping[str, Answer] = {
     "429": Answer({"error": {"message": "slow down"}}, status=429),

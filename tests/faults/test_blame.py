@@ -10,14 +10,14 @@ import pytest
 
 from faults.injected import FAULTS, IDLE_LIMITS, OWN_LIMITS, BrokenWorld
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.servers import ServerGroup
+from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.admission import AdmittedSlots
-from palaestra.rollouts.foundations import Foundations
 from palaestra.rollouts.group import Services
-from palaestra.rollouts.journal import AttemptDiscarded, Journal, RolloutEnded, read_groups, read_journal
-from palaestra.rollouts.progress import NullObserver
+from palaestra.rollouts.journal.journal import AttemptDiscarded, Journal, RolloutEnded, read_groups, read_journal
+from palaestra.rollouts.observe.console import NullObserver
+from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.runner import Runner
-from palaestra.rollouts.trajectory import Group, Trajectory
+from palaestra.rollouts.shared_setup import Foundations
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 

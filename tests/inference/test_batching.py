@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palaestra.core.errors import EngineUnavailable
-from palaestra.inference.base import Sampled
-from palaestra.inference.engines.batching import Batcher
+from palaestra.inference.engine import Sampled
+from palaestra.inference.engines.batcher import Batcher
 from palaestra.inference.engines.sampling import Sampling
 
 PATIENCE_S = 20.0

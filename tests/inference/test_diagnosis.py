@@ -14,17 +14,17 @@ from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.errors import ConfigError, EngineUnavailable
 from palaestra.core.types import JSON
-from palaestra.inference.base import Sampled
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.diagnosis import Check, Diagnosis, State, Target, diagnose
-from palaestra.inference.diagnosis.tokens import LOGPROBS, STOP, TOKENS, token_checks
-from palaestra.inference.diagnosis.writing import PREFIX, ROUND_TRIP, TEMPLATE, writing_checks
+from palaestra.inference.doctor import Check, Diagnosis, State, Target, diagnose
+from palaestra.inference.doctor.template_checks import PREFIX, ROUND_TRIP, TEMPLATE, writing_checks
+from palaestra.inference.doctor.token_checks import LOGPROBS, STOP, TOKENS, token_checks
+from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.openai import OpenAIEngine
-from palaestra.inference.loopback import Answer, LoopbackServer, completion
-from palaestra.inference.loopback_tokens import Reply, TokenLoopback
-from palaestra.inference.tiny.tokens import chat_template, save_tokenizer, train_tokenizer
-from palaestra.inference.tokens import FastTokenizer, load_tokenizer
-from palaestra.inference.toy import toy_tokenizer
+from palaestra.inference.tokenizers import FastTokenizer, load_tokenizer
+from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
+from palaestra.testing.fake_engine import toy_tokenizer
+from palaestra.testing.fake_token_server import Reply, TokenLoopback
+from palaestra.testing.tiny_model import chat_template, save_tokenizer, train_tokenizer
 
 MODELS = {"object": "list", "data": [{"id": "m", "object": "model"}]}
 

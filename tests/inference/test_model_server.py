@@ -14,17 +14,16 @@ import pytest
 from palaestra.core.clock import ManualClock
 from palaestra.core.errors import ContextExceeded, EngineRefused, EngineUnavailable
 from palaestra.core.types import JSON
-from palaestra.inference.base import Sampled
 from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.engines.sglang import SGLangEngine
-from palaestra.inference.engines.token_chat import TokenChat
-from palaestra.inference.engines.token_server import TokenServer
+from palaestra.inference.engines.token_engine import TokenChat, TokenServer
 from palaestra.inference.engines.vllm import VLLMEngine
-from palaestra.inference.model_server import ModelServer, serve_model
-from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
-from palaestra.inference.tokens import load_tokenizer
-from palaestra.inference.toy import ToyEngine
+from palaestra.inference.tokenizers import load_tokenizer
+from palaestra.testing.fake_engine import ToyEngine
+from palaestra.testing.model_server import ModelServer, serve_model
+from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 
 TOOL: dict[str, JSON] = {
     "type": "function",

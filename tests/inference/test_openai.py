@@ -14,10 +14,10 @@ import pytest
 from palaestra.core.clock import ManualClock
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineReplyError, EngineUnavailable
 from palaestra.core.types import JSON, Message
-from palaestra.inference.base import ChatCompletion, SessionContext
 from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engine import ChatCompletion, SessionContext
 from palaestra.inference.engines.openai import OpenAIEngine, parse_base_url
-from palaestra.inference.loopback import Answer, LoopbackServer, completion
+from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
 
 T = TypeVar("T")
 HI: list[Message] = [{"role": "user", "content": "hi"}]

@@ -12,8 +12,8 @@ import pytest
 from palaestra.agent import AgentResult, HermesAgentLoop
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, Message, Outcome, Solution, Task, ToolStep
-from palaestra.inference.base import SessionContext
 from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engine import SessionContext
 from palaestra.inference.engines.scripted import ScriptedEngine
 
 TOOLS = {

@@ -14,12 +14,11 @@ from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.diagnosis.base import State
-from palaestra.inference.diagnosis.writing import writing_checks
+from palaestra.inference.doctor.checks import State
+from palaestra.inference.doctor.template_checks import writing_checks
 from palaestra.inference.templates import ChatTemplate
-from palaestra.inference.tiny import make_tiny
-from palaestra.inference.tiny.tokens import SPECIAL, TAGS, chat_template, save_tokenizer, train_tokenizer
-from palaestra.inference.tokens import load_tokenizer
+from palaestra.inference.tokenizers import load_tokenizer
+from palaestra.testing.tiny_model import SPECIAL, TAGS, chat_template, make_tiny, save_tokenizer, train_tokenizer
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs the extra 'train': make test-torch")

@@ -20,17 +20,17 @@ from palaestra.core.errors import (
     EngineUnavailable,
 )
 from palaestra.core.types import JSON, Message
-from palaestra.inference.base import Sampled, SessionContext
 from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engine import Sampled, SessionContext
 from palaestra.inference.engines.sglang import SGLangEngine
-from palaestra.inference.engines.token_server import TokenServer
+from palaestra.inference.engines.token_engine import TokenServer
 from palaestra.inference.engines.vllm import VLLMEngine
 from palaestra.inference.ledger import verify_ledger
-from palaestra.inference.loopback import Answer, LoopbackServer
-from palaestra.inference.loopback_tokens import TokenLoopback
-from palaestra.inference.managed import ManagedChat
-from palaestra.inference.servers import ServerGroup
-from palaestra.inference.toy import ToyEngine, toy_logprob, toy_tokenizer
+from palaestra.inference.server_group import ServerGroup
+from palaestra.inference.token_exact.managed_chat import ManagedChat
+from palaestra.testing.fake_chat_server import Answer, LoopbackServer
+from palaestra.testing.fake_engine import ToyEngine, toy_logprob, toy_tokenizer
+from palaestra.testing.fake_token_server import TokenLoopback
 
 T = TypeVar("T")
 TOKENIZER = toy_tokenizer(["hello there world, the answer is 42"] * 3)

@@ -16,15 +16,15 @@ import pytest
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
 from palaestra.core.types import JSON
-from palaestra.inference.base import Sampled, SessionContext
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.diagnosis import State, Target, diagnose
+from palaestra.inference.doctor import State, Target, diagnose
+from palaestra.inference.engine import Sampled, SessionContext
 from palaestra.inference.engines.sampling import Sampling
 from palaestra.inference.engines.transformers import TransformersEngine
 from palaestra.inference.ledger import Reason, record_rows, verify_ledger
-from palaestra.inference.loopback_tokens import TokenLoopback
-from palaestra.inference.servers import ServerGroup
-from palaestra.inference.tiny import make_tiny
+from palaestra.inference.server_group import ServerGroup
+from palaestra.testing.fake_token_server import TokenLoopback
+from palaestra.testing.tiny_model import make_tiny
 
 pytestmark = [
     pytest.mark.torch,

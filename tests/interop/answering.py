@@ -17,10 +17,10 @@ from typing import Self
 from aiohttp import web
 
 from palaestra.core.types import JSON
-from palaestra.inference.base import Sampled
-from palaestra.inference.loopback_tokens import TokenLoopback
-from palaestra.inference.tokens import Tokenizer
-from palaestra.inference.toy import toy_logprob
+from palaestra.inference.engine import Sampled
+from palaestra.inference.tokenizers import Tokenizer
+from palaestra.testing.fake_engine import toy_logprob
+from palaestra.testing.fake_token_server import TokenLoopback
 
 ITEM = re.compile(r"This is item (\d+)\.")
 QUESTION = re.compile(r"What is (\d+) \+ (\d+)\?")

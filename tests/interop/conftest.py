@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from interop.peer import THEIRS
-from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
-from palaestra.inference.tokens import Tokenizer, load_tokenizer
+from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
+from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 
 HERE = Path(__file__).parent
 

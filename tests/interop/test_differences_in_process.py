@@ -12,7 +12,7 @@ from interop.answering import Gauge, answering
 from interop.peer import DEADLINE_S, SUMS, Ended, ended, flags, kill, lines, running, until
 from interop.sides import SIDES, groups_file, process, process_stock, processed
 from palaestra.core.types import JSON
-from palaestra.inference.tokens import Tokenizer
+from palaestra.inference.tokenizers import Tokenizer
 
 pytestmark = pytest.mark.slots
 

@@ -24,7 +24,7 @@ from interop.peer import (
     until,
 )
 from palaestra.core.types import JSON
-from palaestra.inference.tokens import Tokenizer
+from palaestra.inference.tokenizers import Tokenizer
 
 Conversation = Callable[[Talk, Server], Awaitable[JSON]]
 

@@ -10,7 +10,7 @@ import pytest
 from interop.peer import lines
 from interop.sides import SIDES, groups_file, process_stock, processed
 from palaestra.core.types import JSON
-from palaestra.inference.tokens import Tokenizer
+from palaestra.inference.tokenizers import Tokenizer
 
 TOKENS = ("tokens", "masks", "scores", "messages")
 

@@ -12,7 +12,7 @@ from interop.answering import answering
 from interop.batches import begin, delivered, take
 from interop.peer import STOCK, THEIRS, PalaestraApi, flags, running, until
 from palaestra.core.types import JSON
-from palaestra.inference.tokens import Tokenizer
+from palaestra.inference.tokenizers import Tokenizer
 
 
 @pytest.mark.parametrize("size", [4, 16])

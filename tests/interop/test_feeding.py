@@ -13,8 +13,8 @@ from interop.answering import answering
 from interop.batches import Row, begin, delivered, take
 from interop.peer import DEADLINE_S, OURS, SCRIPTS, SUMS, THEIRS, RunApi, ended, flags, running, until
 from palaestra.core.types import JSON
-from palaestra.inference.tokens import Tokenizer
-from palaestra.rollouts.resume import read_finished
+from palaestra.inference.tokenizers import Tokenizer
+from palaestra.rollouts.resume.state import read_finished
 
 
 def journalled(folder: Path) -> list[list[Row]]:

@@ -10,7 +10,7 @@ import pytest
 from palaestra.core.errors import IsolationUnavailable
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import SlotSpec
+from palaestra.sandbox.slot import SlotSpec
 from processes.scenes import OnBackend, Scene, WithRegistry
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from palaestra.processes.base import ProcessSession
 from palaestra.processes.registry import ProcessRegistry
+from palaestra.processes.session import ProcessSession
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Slot
+from palaestra.sandbox.slot import Slot
 
 Scene = Callable[[ProcessRegistry, Slot], Awaitable[None]]
 WithRegistry = Callable[[Scene], None]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.processes.base import EventKind, Watch
 from palaestra.processes.registry import ProcessRegistry
+from palaestra.processes.session import EventKind, Watch
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import SlotSpec
+from palaestra.sandbox.slot import SlotSpec
 from processes.scenes import OnBackend
 from sandbox.processes import descendants
 

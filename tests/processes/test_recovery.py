@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable
-from palaestra.processes.base import EventKind, Watch
 from palaestra.processes.registry import ProcessRegistry
+from palaestra.processes.session import EventKind, Watch
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, Slot, SlotSpec
+from palaestra.sandbox.slot import Rung, Slot, SlotSpec
 from processes.scenes import OnBackend
 
 

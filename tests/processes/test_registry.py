@@ -9,10 +9,10 @@ import pytest
 
 from palaestra.core.clock import ManualClock
 from palaestra.core.errors import StaleLease
-from palaestra.processes.base import MAX_PROCESSES
 from palaestra.processes.registry import ProcessRegistry
+from palaestra.processes.session import MAX_PROCESSES
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Slot, SlotSpec
+from palaestra.sandbox.slot import Slot, SlotSpec
 from processes.scenes import OnBackend, WithRegistry, wrote
 
 pytestmark = pytest.mark.slots

@@ -9,11 +9,11 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from palaestra.core.types import JSON, Blame, Message, Outcome
-from palaestra.inference.base import Sampled
+from palaestra.inference.engine import Sampled
 from palaestra.inference.ledger import Ledger, Piece, Reason
-from palaestra.rollouts.export.base import ExportMeta
-from palaestra.rollouts.journal import GroupEnded, GroupStarted, Journal, RolloutEnded, RunEnded, RunStarted
-from palaestra.rollouts.trajectory import Group, TokenRow, Trajectory, TurnRecord
+from palaestra.rollouts.export.exporter import ExportMeta
+from palaestra.rollouts.journal.journal import GroupEnded, GroupStarted, Journal, RolloutEnded, RunEnded, RunStarted
+from palaestra.rollouts.records import Group, TokenRow, Trajectory, TurnRecord
 
 META = ExportMeta(run_id="run-1", env="weather", model="m", seed=7, started_at=1.5)
 

@@ -13,11 +13,11 @@ from aiohttp import web
 
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
-from palaestra.tools.browser import launching
+from palaestra.tools.browser import launch
 
 ENV = """
 from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig, ToolStep
-from palaestra.tools.browser.engine import SharedBrowser
+from palaestra.tools.browser.shared_browser import SharedBrowser
 
 SITE = "{site}"
 
@@ -92,7 +92,7 @@ def site() -> Iterator[str]:
 
 @pytest.mark.slots
 def test_an_agent_and_its_reward_browse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: str) -> None:
-    if (reason := launching.problem()) is not None:
+    if (reason := launch.problem()) is not None:
         pytest.skip(reason)
     monkeypatch.chdir(tmp_path)
     Path("shop_env.py").write_text(ENV.format(site=site))

@@ -18,16 +18,16 @@ from toy import ADD, Sums, services, sum_task
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import SlotLost
 from palaestra.core.types import JSON, Blame, Outcome, Score, Task
-from palaestra.rollouts.base import Kit, Projection
+from palaestra.rollouts.environment import Kit, Projection
 from palaestra.rollouts.export.atropos import encode_line, group_line
-from palaestra.rollouts.grading import Grading
-from palaestra.rollouts.journal import Messages, plain, read_groups
+from palaestra.rollouts.grading.grader import Grading
+from palaestra.rollouts.journal.journal import Messages, plain, read_groups
+from palaestra.rollouts.records import Group, TokenRow
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
-from palaestra.rollouts.stages import IDLE_LIMITS
-from palaestra.rollouts.trajectory import Group, TokenRow
-from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.schema import FunctionTool
+from palaestra.rollouts.watchdog import IDLE_LIMITS
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.tool import FunctionTool
 
 
 def run(env: Sums, folder: Path, **limits: float) -> list[Group]:

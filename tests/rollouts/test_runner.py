@@ -19,18 +19,18 @@ from palaestra.agent.budget import Budget
 from palaestra.core.errors import ConfigError, EngineUnavailable, GraderError, ImageError
 from palaestra.core.types import JSON, Blame, Outcome, Score, Task
 from palaestra.rollouts.admission import AdmittedSlots
-from palaestra.rollouts.base import AgentSettings, Kit
-from palaestra.rollouts.grading import Grading
+from palaestra.rollouts.environment import AgentSettings, Kit
+from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.group import Services
-from palaestra.rollouts.journal import RunStarted, read_groups, read_journal
-from palaestra.rollouts.resume import read_finished
+from palaestra.rollouts.journal.journal import RunStarted, read_groups, read_journal
+from palaestra.rollouts.observe.console import describe
+from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.resume.state import read_finished
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner, Totals
-from palaestra.rollouts.tally import describe
-from palaestra.rollouts.trajectory import Group, Trajectory
-from palaestra.sandbox.base import Slot
-from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.schema import FunctionTool, ToolRun
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.tool import FunctionTool, ToolRun
 
 
 def run(env: Sums, shared: Services, *, concurrency: int = 2, limit: int | None = None) -> tuple[Totals, list[Group]]:
@@ -186,7 +186,7 @@ def test_cancelling_keeps_what_was_finished_and_records_the_rest(tmp_path: Path)
 def test_a_model_server_that_is_gone_stops_the_run(tmp_path: Path, unused_tcp_port: int) -> None:
     shared = services(tmp_path, group_size=1)
     from palaestra.inference.config import APIServerConfig
-    from palaestra.inference.servers import ServerGroup
+    from palaestra.inference.server_group import ServerGroup
 
     url = f"http://127.0.0.1:{unused_tcp_port}/v1"
     server = ServerGroup([APIServerConfig(base_url=url, model_name="m", timeout=1, health_check=False)])

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_recall import cut, middle, part, taken_up
 from toy import ADD, Sums, services
 
 from palaestra.agent.budget import Budget
@@ -22,7 +21,8 @@ from palaestra.agent.subagents import SYSTEM_PROMPT
 from palaestra.core.clock import ManualClock
 from palaestra.core.errors import EngineUnavailable
 from palaestra.core.types import JSON, Blame, Message, Outcome, Prices, Task
-from palaestra.inference.base import (
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engine import (
     ChatCompletion,
     ChatServer,
     Choice,
@@ -31,36 +31,36 @@ from palaestra.inference.base import (
     Sampled,
     SessionContext,
 )
-from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.scripted import ScriptedEngine
-from palaestra.inference.managed import ManagedChat
-from palaestra.inference.said import Speech
 from palaestra.inference.templates import ChatFormat
-from palaestra.inference.toy import toy_logprob, toy_tokenizer
-from palaestra.rollouts.base import AgentSettings, Kit
-from palaestra.rollouts.export.atif import AtifExporter, atif_document
+from palaestra.inference.token_exact.managed_chat import ManagedChat
+from palaestra.inference.token_exact.reply_reader import Speech
+from palaestra.rollouts.environment import AgentSettings, Kit
+from palaestra.rollouts.export.atif.write import AtifExporter, atif_document
 from palaestra.rollouts.export.atropos import GroupsFile
-from palaestra.rollouts.export.base import ExportMeta
-from palaestra.rollouts.export.conversation import Page, inside
+from palaestra.rollouts.export.exporter import ExportMeta
+from palaestra.rollouts.export.html import Page, inside
 from palaestra.rollouts.export.openai import OpenAIExporter
-from palaestra.rollouts.export.recording import Recording
-from palaestra.rollouts.export.rows import exported_rows
 from palaestra.rollouts.export.sharegpt import ShareGPTExporter
-from palaestra.rollouts.journal import Messages, Replied, RolloutEnded, RunStarted, read_groups, read_journal
-from palaestra.rollouts.progress import NullObserver
-from palaestra.rollouts.recall import Recall
-from palaestra.rollouts.replay import Comparison, Playback
-from palaestra.rollouts.resume import read_finished
+from palaestra.rollouts.export.token_rows import exported_rows
+from palaestra.rollouts.journal.journal import Messages, Replied, RolloutEnded, RunStarted, read_groups, read_journal
+from palaestra.rollouts.journal.reader import Recording
+from palaestra.rollouts.journal.verify import RunVerdict, verify_run
+from palaestra.rollouts.observe.console import NullObserver
+from palaestra.rollouts.observe.status import RunReader
+from palaestra.rollouts.records import Beside, Trajectory, TurnRecord
+from palaestra.rollouts.resume.recorded_chat import Recall
+from palaestra.rollouts.resume.replay import Comparison, Playback
+from palaestra.rollouts.resume.state import read_finished
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
-from palaestra.rollouts.status import RunReader
-from palaestra.rollouts.trajectory import Beside, Trajectory, TurnRecord
-from palaestra.rollouts.verification import RunVerdict, verify_run
-from palaestra.tools.binding import SlotTools
+from palaestra.testing.fake_engine import toy_logprob, toy_tokenizer
 from palaestra.tools.builtin.delegate_task import DELEGATE_TASK
 from palaestra.tools.builtin.todo import TODO
-from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.schema import FunctionTool, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.tool import FunctionTool, ToolReply, ToolRun, ToolSchema
+from rollouts.resume.test_recorded_chat import cut, middle, part, taken_up
 
 Speaks = Callable[[str, int], str | None]
 """What is said in a conversation that began with the user's text, after so many replies; None is no answer ever."""

@@ -13,12 +13,12 @@ import pytest
 
 from palaestra.core.errors import ConfigError, ToolUnavailable
 from palaestra.core.types import JSON, Blame
-from palaestra.rollouts.world.modes import RunWorld, open_world, world_of_run
-from palaestra.rollouts.world.recording import WORLD_NAME, Reader
-from palaestra.sandbox.base import Slot
-from palaestra.tools.binding import SlotTools
-from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME, Reader
+from palaestra.rollouts.recorded_tools.recording_policy import RunWorld, open_world, world_of_run
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 _TEXT = {"type": "string"}
 

@@ -10,18 +10,18 @@ from pathlib import Path
 from palaestra.core.errors import SandboxError
 from palaestra.core.types import JSON, Score, Task, ToolStep
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.servers import ServerGroup
+from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.admission import AdmittedSlots
-from palaestra.rollouts.base import Environment, Kit
-from palaestra.rollouts.foundations import Foundations
-from palaestra.rollouts.grading import Grading
+from palaestra.rollouts.environment import Environment, Kit
+from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.group import Services
-from palaestra.rollouts.journal import Journal
-from palaestra.rollouts.progress import NullObserver
+from palaestra.rollouts.journal.journal import Journal
+from palaestra.rollouts.observe.console import NullObserver
 from palaestra.rollouts.rollout import Rollout
-from palaestra.sandbox.base import Change, Slot, SlotSpec, Snapshot, View
-from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.schema import FunctionTool, ToolRun, ToolSchema
+from palaestra.rollouts.shared_setup import Foundations
+from palaestra.sandbox.slot import Change, Slot, SlotSpec, Snapshot, View
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.tool import FunctionTool, ToolRun, ToolSchema
 
 
 async def add(arguments: Mapping[str, JSON], run: ToolRun) -> Mapping[str, JSON]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Slot
+from palaestra.sandbox.slot import Slot
 
 Body = Callable[[LocalBackend, Slot], Awaitable[None]]
 WithSlot = Callable[[Body], None]

@@ -8,7 +8,7 @@ import pytest
 
 from palaestra.core.errors import IsolationUnavailable
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, SlotSpec
+from palaestra.sandbox.slot import Rung, SlotSpec
 from sandbox.bodies import Body, WithSlot
 
 

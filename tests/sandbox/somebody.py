@@ -14,7 +14,7 @@ import pytest
 SOMEBODY = 12345
 ROOT = Path(__file__).parents[2]
 
-_PROBE = "import asyncio; from palaestra.sandbox.ladder import probe; print(asyncio.run(probe())[1].available)"
+_PROBE = "import asyncio; from palaestra.sandbox.isolation.probe import probe; print(asyncio.run(probe())[1].available)"
 
 
 def interpreter() -> str | None:

@@ -13,7 +13,7 @@ import pytest
 from palaestra.core.errors import ConfigError, ImageError, SandboxError, StaleLease
 from palaestra.core.types import Limits
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Mount, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.slot import Mount, Slot, SlotSpec, Snapshot, View
 from sandbox.bodies import WithSlot
 
 pytestmark = pytest.mark.slots
@@ -140,7 +140,7 @@ START = """
 import asyncio, sys
 from palaestra.core.errors import PalaestraError
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, SlotSpec
+from palaestra.sandbox.slot import Rung, SlotSpec
 async def main():
     try:
         async with LocalBackend(rung=Rung[sys.argv[1]]) as backend:
@@ -226,7 +226,7 @@ import asyncio, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from palaestra.core.errors import SandboxError
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, SlotSpec
+from palaestra.sandbox.slot import Rung, SlotSpec
 async def main():
     async with LocalBackend(rung=Rung[sys.argv[1]]) as backend:
         slots = []
@@ -260,7 +260,7 @@ import asyncio, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 from palaestra.core.errors import IsolationUnavailable
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung
+from palaestra.sandbox.slot import Rung
 try:
     asyncio.run(LocalBackend(rung=Rung[sys.argv[1]]).start())
 except IsolationUnavailable as error:

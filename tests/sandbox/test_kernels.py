@@ -10,8 +10,9 @@ from errno import ENOSYS, EPERM
 
 import pytest
 
-from palaestra.sandbox.reasons import explain
-from palaestra.sandbox.slotd import seccomp, syscalls
+from palaestra.sandbox.isolation.hints import explain
+from palaestra.sandbox.slotd import syscalls
+from palaestra.sandbox.slotd.namespaced import privileges
 
 pytestmark = [
     pytest.mark.slots,
@@ -27,7 +28,7 @@ for number, answer in denied:
     lines += [(0x15, 0, 1, number), (0x06, 0, 0, 0x50000 | answer)]
 lines.append((0x06, 0, 0, 0x7fff0000))
 syscalls.install_filter(b"".join(struct.pack("=HBBI", *line) for line in lines))
-from palaestra.sandbox.ladder import probe
+from palaestra.sandbox.isolation.probe import probe
 print(json.dumps({step.rung.label: step.reason if not step.available else "" for step in asyncio.run(probe())}))
 """
 
@@ -86,4 +87,4 @@ def test_what_was_refused_is_explained(message: str, words: str) -> None:
 
 def test_what_is_not_known_is_left_as_it_is() -> None:
     assert explain("the moon is in the way") == "the moon is in the way"
-    assert seccomp.supported()
+    assert privileges.supported()

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from palaestra.core.errors import AcquireTimeout, SandboxError, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Slot, SlotSpec, View
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig, default_max_slots
+from palaestra.sandbox.slot import Slot, SlotSpec, View
 
 pytestmark = pytest.mark.slots
 

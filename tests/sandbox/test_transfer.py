@@ -12,7 +12,7 @@ import pytest
 
 from palaestra.core.errors import IsolationUnavailable
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, Slot, SlotSpec
+from palaestra.sandbox.slot import Rung, Slot, SlotSpec
 from palaestra.sandbox.transfer import download_dir, upload_dir
 from sandbox.bodies import Body
 

@@ -15,8 +15,8 @@ import pytest
 from palaestra.core.errors import SandboxError
 from palaestra.core.types import Limits
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Slot, SlotSpec
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.sandbox.slot import Slot, SlotSpec
 from palaestra.sandbox.warm import SPECS
 
 pytestmark = pytest.mark.slots

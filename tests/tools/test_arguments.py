@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from palaestra.core.errors import ConfigError
 from palaestra.tools.arguments import InvalidArguments, compiled, parse_arguments
-from palaestra.tools.schema import ToolSchema
+from palaestra.tools.tool import ToolSchema
 
 COMMAND = {
     "type": "object",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from palaestra.core.types import JSON
-from palaestra.tools.registry import ToolRegistry, build_tool_registry, builtin_tools
-from palaestra.tools.schema import Tool
+from palaestra.tools.registry.registry import ToolRegistry, build_tool_registry, builtin_tools
+from palaestra.tools.tool import Tool
 
 from .conftest import AtDesk, Desk
 from .contract import FROM_REPLY, PARAMETERS, SCENES

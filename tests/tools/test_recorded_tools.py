@@ -12,12 +12,12 @@ import pytest
 from palaestra import ToolCall, ToolExecutor, ToolSession, ToolSettings, handle_function_call, open_world, use_session
 from palaestra.core.errors import ConfigError, IsolationUnavailable, ToolUnavailable
 from palaestra.core.types import JSON
-from palaestra.rollouts.world.modes import RunWorld
-from palaestra.rollouts.world.recording import WORLD_NAME
+from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME
+from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.tools.browser import launching
-from palaestra.tools.registry import build_tool_registry
+from palaestra.tools.browser import launch
+from palaestra.tools.registry.registry import build_tool_registry
 from tools.web.site import Site, pages, searxng
 
 
@@ -105,7 +105,7 @@ def test_programs_of_the_slot_are_told_the_same(tmp_path: Path, engine: Site, si
 
 
 def test_a_browsers_session_is_played_without_a_browser(tmp_path: Path, site: Site) -> None:
-    if (reason := launching.problem()) is not None:
+    if (reason := launch.problem()) is not None:
         pytest.skip(reason)
     here = site.url.removeprefix("http://")
 

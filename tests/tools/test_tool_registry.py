@@ -10,12 +10,18 @@ import pytest
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.sandbox.base import Slot
+from palaestra.sandbox.slot import Slot
 from palaestra.tools.arguments import compiled
-from palaestra.tools.binding import SlotTools
-from palaestra.tools.registry import ToolRegistry, build_tool_registry, builtin_tools, get_tool_definitions, schema_hash
-from palaestra.tools.schema import FunctionTool, Tool, ToolCall, ToolReply, ToolResult, ToolRun, ToolSchema
-from palaestra.tools.toolsets import TOOLSETS
+from palaestra.tools.registry.registry import (
+    ToolRegistry,
+    build_tool_registry,
+    builtin_tools,
+    get_tool_definitions,
+    schema_hash,
+)
+from palaestra.tools.registry.toolsets import TOOLSETS
+from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.tool import FunctionTool, Tool, ToolCall, ToolReply, ToolResult, ToolRun, ToolSchema
 
 
 async def echo(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:

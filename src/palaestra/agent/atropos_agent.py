@@ -20,9 +20,9 @@ from palaestra.agent.subagents import SYSTEM_PROMPT, Post
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.base import ChatServer
-from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.wire import ToolCall, result_of
+from palaestra.inference.engine import ChatServer
+from palaestra.tools.call_text import ToolCall, result_of
+from palaestra.tools.registry.registry import ToolRegistry
 
 AGENT_SYSTEM_PROMPT = (
     "You are a capable agent that solves tasks with tools. Work in small steps: look before you change something, act, "

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from palaestra.agent.replies import Reply, RequestedCall, read_reply
 from palaestra.core.types import JSON, Message
-from palaestra.inference.base import (
+from palaestra.inference.engine import (
     AssistantMessage,
     ChatCompletion,
     ChatServer,
@@ -26,7 +26,7 @@ from palaestra.inference.base import (
     ToolCallMessage,
 )
 from palaestra.inference.parsers import get_parser
-from palaestra.tools.wire import ToolResult, encodable
+from palaestra.tools.call_text import ToolResult, encodable
 
 _TAGS = ("tool_call>", "think>")
 _ANSWER, _ANSWERED = "<tool_response>", "</tool_response>"

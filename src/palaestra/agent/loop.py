@@ -14,15 +14,15 @@ from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from palaestra.agent.budget import Budget, Used, estimated_tokens
-from palaestra.agent.calls import ToolCalls, ToolHandler
 from palaestra.agent.replies import Reply, read_reply
 from palaestra.agent.result import AgentResult, Turn
+from palaestra.agent.tool_calls import ToolCalls, ToolHandler
 from palaestra.agent.wall_clock import WallClock
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ContextExceeded, EngineError, InfraError
-from palaestra.core.foreign import ForeignError, foreign
 from palaestra.core.types import JSON, Blame, Message, Outcome
-from palaestra.inference.base import ChatServer
+from palaestra.core.user_code import ForeignError, foreign
+from palaestra.inference.engine import ChatServer
 
 OnTurn: TypeAlias = Callable[[Turn, list[Message]], Awaitable[None] | None]
 """Called after every turn with the turn and the messages that it added. Not called for a turn that cancellation cut."""
@@ -42,7 +42,7 @@ def _failed(outcome: Outcome, error: InfraError) -> _End:
 
 async def _own_slot(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
     """The handler of a loop that was given none: the tools of the package, in a slot of the task's own."""
-    from palaestra.tools.session import handle_function_call_async  # it brings the sandbox along
+    from palaestra.tools.runtime.function_calls import handle_function_call_async  # it brings the sandbox along
 
     return await handle_function_call_async(name, arguments, task_id)
 

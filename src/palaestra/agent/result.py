@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from palaestra.core.types import JSON, Blame, Message, Outcome, Usage
-from palaestra.tools.inside import InnerCall
-from palaestra.tools.wire import ToolCall, ToolResult
+from palaestra.tools.call_text import ToolCall, ToolResult
+from palaestra.tools.runtime.inner_calls import InnerCall
 
 
 @dataclass(slots=True)

@@ -23,16 +23,16 @@ from palaestra.agent.loop import HermesAgentLoop, OnTurn
 from palaestra.agent.result import AgentResult, Subagent
 from palaestra.core.errors import ConfigError, ContextExceeded
 from palaestra.core.types import Message, Outcome
-from palaestra.inference.base import ChatServer
+from palaestra.inference.engine import ChatServer
 from palaestra.processes.registry import ProcessRegistry
-from palaestra.tools.approval import Approvals
-from palaestra.tools.binding import SlotTools
 from palaestra.tools.builtin.execute_code import Programs
-from palaestra.tools.delegation import Assignment, Delegation, Report
-from palaestra.tools.inside import Inside
-from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.schema import ToolMistake
-from palaestra.tools.toolsets import TOOLSETS, resolve_toolsets
+from palaestra.tools.human.approval import Approvals
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.registry.toolsets import TOOLSETS, resolve_toolsets
+from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.delegation import Assignment, Delegation, Report
+from palaestra.tools.runtime.inner_calls import Inside
+from palaestra.tools.tool import ToolMistake
 
 MAX_DEPTH = 1
 """How many sub-agents may stand below each other; one that stands lowest has no `delegate_task`."""

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from palaestra.core.clock import Clock
-from palaestra.core.threads import running_loop
-from palaestra.core.uncharged import ChargedTo
+from palaestra.core.io.threads import running_loop
+from palaestra.core.uncharged_time import ChargedTo
 
 
 class WallClock:

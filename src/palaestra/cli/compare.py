@@ -29,8 +29,8 @@ _SHOWN = 20
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable, with every task.")
 def command(run: Path, other: Path, as_json: bool) -> None:
     from palaestra.core.errors import ConfigError
-    from palaestra.rollouts.comparing import compare
-    from palaestra.rollouts.export.recording import open_recording
+    from palaestra.rollouts.journal.reader import open_recording
+    from palaestra.rollouts.observe.compare_runs import compare
 
     first, second = open_recording(run), open_recording(other)
     try:

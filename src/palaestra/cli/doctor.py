@@ -1,8 +1,9 @@
 """`palaestra doctor`: what this machine can isolate, or what a model server can do, and why not more.
 
-The machine's facts come from really making a throw-away slot on every rung (`palaestra.sandbox.ladder`), never from
-versions or names. Exit code 5 when not even the lowest protecting rung is there. Of a model server, only the address
-that was named is asked (`palaestra.inference.diagnosis`); exit code 4 when it cannot be reached, 1 when a check failed.
+The machine's facts come from really making a throw-away slot on every rung (`palaestra.sandbox.isolation.probe`),
+never from versions or names. Exit code 5 when not even the lowest protecting rung is there. Of a model server, only
+the address that was named is asked (`palaestra.inference.doctor`); exit code 4 when it cannot be reached, 1 when a
+check failed.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from palaestra.cli.exits import report
 from palaestra.core.errors import IsolationUnavailable
 from palaestra.core.exits import FAILED
 from palaestra.core.types import JSON
-from palaestra.sandbox.base import Rung, Step
+from palaestra.sandbox.slot import Rung, Step
 
 if TYPE_CHECKING:
-    from palaestra.inference.diagnosis import Diagnosis
+    from palaestra.inference.doctor import Diagnosis
 
 
 @click.command(
@@ -71,7 +72,7 @@ def command(
     if target is None:
         _machine(as_json)
         return
-    from palaestra.inference.diagnosis import Target, diagnose
+    from palaestra.inference.doctor import Target, diagnose
 
     found = asyncio.run(diagnose(Target(target, model, api_key, tokenizer, parser, server_type)))
     _show_diagnosis(found, as_json)
@@ -98,7 +99,7 @@ def _show_diagnosis(found: Diagnosis, as_json: bool) -> None:
 
 
 def _machine(as_json: bool) -> None:
-    from palaestra.sandbox.ladder import probe
+    from palaestra.sandbox.isolation.probe import probe
 
     ladder = sorted(asyncio.run(probe()), key=lambda step: -step.rung)
     facts = machine_facts()

@@ -12,7 +12,7 @@ import click
 
 if TYPE_CHECKING:
     from palaestra.envs.cheats.check import Proof
-    from palaestra.envs.terminal_bench.proving import Report
+    from palaestra.suites.terminal_bench.check_tasks import Report
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
@@ -47,7 +47,7 @@ def command() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def list_environments(as_json: bool) -> None:
-    from palaestra.envs.catalog import known_environments
+    from palaestra.envs.discovery import known_environments
 
     found = known_environments(Path.cwd())
     if as_json:
@@ -74,7 +74,7 @@ def list_environments(as_json: bool) -> None:
 @click.option("--class", "as_class", is_flag=True, help="The class form, rather than a function.")
 @click.argument("name")
 def new(as_class: bool, name: str) -> None:
-    from palaestra.envs.catalog import FOLDER
+    from palaestra.envs.discovery import FOLDER
     from palaestra.envs.scaffold import write_environment
 
     path = write_environment(name, Path(FOLDER) if Path(FOLDER).is_dir() else Path(), as_class=as_class)
@@ -95,7 +95,7 @@ def new(as_class: bool, name: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.argument("environment", metavar="ENV")
 def show(as_json: bool, environment: str) -> None:
-    from palaestra.envs.showing import show_environment
+    from palaestra.envs.describe import show_environment
 
     shown = show_environment(environment, Path.cwd())
     click.echo(json.dumps(shown.to_json(), indent=2) if as_json else shown.to_text())
@@ -119,7 +119,7 @@ def show(as_json: bool, environment: str) -> None:
 @click.pass_context
 def port(context: click.Context, write: bool, as_json: bool, file: Path) -> None:
     from palaestra.core.errors import ConfigError
-    from palaestra.envs.porting import port as ported_from
+    from palaestra.envs.port_script import port as ported_from
 
     try:
         source = file.read_text(encoding="utf-8")
@@ -213,7 +213,7 @@ def _show_proof(proof: Proof) -> None:
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def import_folder(context: click.Context, as_json: bool, source: str, settings: tuple[str, ...]) -> None:
-    from palaestra.envs.terminal_bench.command import import_tasks
+    from palaestra.suites.terminal_bench.import_command import import_tasks
 
     report = import_tasks(
         source, settings, progress=lambda line: click.echo(f"{line.name}: {line.finding.value}", err=True)

@@ -14,9 +14,9 @@ from typing import IO, TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from palaestra.rollouts.export.base import Exporter, ExportReport
-    from palaestra.rollouts.export.recording import Recording
-    from palaestra.rollouts.trajectory import Group
+    from palaestra.rollouts.export.exporter import Exporter, ExportReport
+    from palaestra.rollouts.journal.reader import Recording
+    from palaestra.rollouts.records import Group
 
 
 class _Help(click.Command):
@@ -63,7 +63,7 @@ def command(
     run: Path, name: str, out: Path | None, scored_only: bool | None, placeholders: bool, as_json: bool
 ) -> None:
     from palaestra.rollouts.export.formats import exporter_named
-    from palaestra.rollouts.export.recording import open_recording
+    from palaestra.rollouts.journal.reader import open_recording
 
     exporter = exporter_named(name)
     recording = open_recording(run)
@@ -132,7 +132,7 @@ def _progress(recording: Recording) -> Iterator[Iterable[Group]]:
 
 def _say(exporter: Exporter, report: ExportReport, path: Path | None, recording: Recording, as_json: bool) -> None:
     """The path, or the report, on stdout, unless the export itself went there; the summary on stderr."""
-    from palaestra.rollouts.export.base import UNSCORED
+    from palaestra.rollouts.export.exporter import UNSCORED
 
     facts = report.to_dict() | {"format": exporter.name, "path": str(path) if path else None}
     facts["unfinished_groups"] = recording.unfinished

@@ -45,7 +45,7 @@ def command() -> None:
 @click.option("--force", is_flag=True, help="Write into a folder that is not empty.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def tiny(out: Path, seed: int, hidden: int, layers: int, practice: int, force: bool, as_json: bool) -> None:
-    from palaestra.inference.tiny import make_tiny
+    from palaestra.testing.tiny_model import make_tiny
 
     made = make_tiny(out, seed=seed, hidden=hidden, layers=layers, practice=practice, force=force)
     facts = {"path": str(made.path), "parameters": made.parameters, "vocabulary": made.vocabulary}

@@ -13,8 +13,8 @@ import click
 from palaestra.core.exits import FAILED
 
 if TYPE_CHECKING:
-    from palaestra.rollouts.export.recording import Recording
-    from palaestra.rollouts.replay import Comparison
+    from palaestra.rollouts.journal.reader import Recording
+    from palaestra.rollouts.resume.replay import Comparison
 
 _SHOWN = 20
 
@@ -52,9 +52,9 @@ def command(
     network: bool,
     as_json: bool,
 ) -> None:
-    from palaestra.envs.replaying import ReplaySettings, replay
-    from palaestra.rollouts.export.recording import open_recording
-    from palaestra.rollouts.progress import make_progress
+    from palaestra.envs.run.replay_run import ReplaySettings, replay
+    from palaestra.rollouts.journal.reader import open_recording
+    from palaestra.rollouts.observe.console import make_progress
 
     recording = open_recording(run.resolve())
     settings = ReplaySettings(environment, tasks, concurrency, network)
@@ -69,7 +69,7 @@ def command(
 
 
 def _lines(comparison: Comparison, recording: Recording) -> list[str]:
-    from palaestra.rollouts.export.printable import printable
+    from palaestra.core.printable import printable
 
     rate = "none to compare" if comparison.rate is None else f"{100 * comparison.rate:.2f} % equal"
     kinds = ", ".join(f"{kind} {count}" for kind, count in comparison.kinds.most_common())

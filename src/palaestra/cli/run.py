@@ -25,7 +25,7 @@ def front_door(verb: str, help_text: str, *words: str) -> click.Command:
     def command(context: click.Context, environment: str, settings: tuple[str, ...]) -> None:
         if environment.startswith("-"):
             raise ConfigError(f"settings come after the environment: palaestra {verb} ENV {environment} …")
-        from palaestra.envs.running import run_environment
+        from palaestra.envs.run.run import run_environment
 
         context.exit(run_environment(environment, [*words, *settings], prog=f"palaestra {verb} {environment}"))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from palaestra.cli.serve_tools import executor, tools
-from palaestra.cli.stopping import told_to_stop
+from palaestra.cli.server_shutdown import told_to_stop
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
@@ -52,7 +52,7 @@ def api(host: str, port: int, store: Path | None, max_groups: int, max_mib: int)
 
 
 async def _serve(host: str, port: int, store: Path | None, most_groups: int, most_mib: int) -> None:
-    from palaestra.trainers.atropos.server import serving
+    from palaestra.trainers.atropos.trajectory_server import serving
 
     stop = told_to_stop()
     async with serving(host, port, store=store, most_groups=most_groups, most_bytes=most_mib << 20) as url:
@@ -91,7 +91,7 @@ async def _serve_model(
 ) -> None:
     from palaestra.inference.config import APIServerConfig
     from palaestra.inference.engines.transformers import TransformersEngine
-    from palaestra.inference.model_server import serve_model
+    from palaestra.testing.model_server import serve_model
 
     stop = told_to_stop()
     config = APIServerConfig(server_type="transformers", model_name=model, tool_parser=tool_parser)

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from palaestra.cli.stopping import told_to_stop
+from palaestra.cli.server_shutdown import told_to_stop
 from palaestra.core.config import Layer, Settings, has_effect, later, merge, nearest, sent_secret
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
-    from palaestra.agent.delegates import Delegates
-    from palaestra.tools.registry import ToolRegistry
-    from palaestra.tools.schema import Tool, ToolSchema
+    from palaestra.agent.detached_subagents import Delegates
+    from palaestra.tools.registry.registry import ToolRegistry
+    from palaestra.tools.tool import Tool, ToolSchema
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _PREFIX = "TOOL_EXECUTOR_"
@@ -84,8 +84,8 @@ async def _serve_tools(
     files: Sequence[Path],
 ) -> None:
     from palaestra.cli.tools import configured_servers, tool_settings
-    from palaestra.tools.mcp.servers import MCPServers
-    from palaestra.tools.registry import build_tool_registry
+    from palaestra.tools.mcp.run_servers import MCPServers
+    from palaestra.tools.registry.registry import build_tool_registry
     from palaestra.tools.serving.tool_server import ToolServer, external
 
     stop = told_to_stop()
@@ -109,8 +109,8 @@ async def _serve_tools(
 
 def _tools_of(file: Path) -> list[Tool]:
     """The tools that a Python file makes or imports."""
-    from palaestra.envs.loading import load_file
-    from palaestra.tools.schema import Tool
+    from palaestra.envs.discovery import load_file
+    from palaestra.tools.tool import Tool
 
     found = {id(value): value for value in vars(load_file(file)).values() if isinstance(value, Tool)}
     if not found:
@@ -223,15 +223,15 @@ async def _serve_executor(
     settings: ExecutorSettings,
 ) -> None:
     from palaestra.cli.tools import tool_settings
-    from palaestra.rollouts.world.modes import open_world
+    from palaestra.rollouts.recorded_tools.recording_policy import open_world
     from palaestra.sandbox.backends.local import LocalBackend
-    from palaestra.sandbox.base import SlotSpec
-    from palaestra.sandbox.ladder import warning
+    from palaestra.sandbox.isolation.probe import warning
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-    from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
-    from palaestra.tools.registry import build_tool_registry
+    from palaestra.sandbox.slot import SlotSpec
+    from palaestra.tools.registry.registry import build_tool_registry
+    from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
     from palaestra.tools.serving.executor_service import ExecutorService
-    from palaestra.tools.serving.link import elsewhere
+    from palaestra.tools.serving.tool_server_client import elsewhere
 
     stop = told_to_stop()
     limits: dict[str, JSON] = {} if slots is None else {"max_slots": slots}
@@ -271,7 +271,7 @@ async def _serve_executor(
 
 def _with_more(registry: ToolRegistry, names: Collection[str], replayed: bool) -> ToolRegistry:
     """Besides, tools that a model is not shown unasked; and of all that is missing why, so that calls are told."""
-    from palaestra.tools.registry import ToolRegistry, builtin_tools
+    from palaestra.tools.registry.registry import ToolRegistry, builtin_tools
 
     others = {tool.name: tool for tool in builtin_tools(registry.settings) if registry.get(tool.name) is None}
     missing = {
@@ -287,7 +287,7 @@ def _delegates(settings: ExecutorSettings) -> Delegates | None:
     """Who does delegated work, where a model server was named."""
     if settings.base_url is None:
         return None
-    from palaestra.agent.delegates import Delegates
+    from palaestra.agent.detached_subagents import Delegates
     from palaestra.inference.config import APIServerConfig
 
     return Delegates(APIServerConfig(base_url=settings.base_url, model_name=settings.model, api_key=settings.api_key))
@@ -295,9 +295,9 @@ def _delegates(settings: ExecutorSettings) -> Delegates | None:
 
 async def _offered(settings: ExecutorSettings) -> list[ToolSchema]:
     """What the tool server says that it has. It is kept beside a recording: a replay does not ask the server."""
-    from palaestra.rollouts.world.recording import recording_in
-    from palaestra.tools.schema import ToolSchema
-    from palaestra.tools.serving.link import ToolServerLink
+    from palaestra.rollouts.recorded_tools.recording_file import recording_in
+    from palaestra.tools.serving.tool_server_client import ToolServerLink
+    from palaestra.tools.tool import ToolSchema
 
     if settings.tool_server_url is None:
         return []

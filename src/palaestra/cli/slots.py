@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 
+from palaestra.core.printable import printable
 from palaestra.core.types import JSON
-from palaestra.rollouts.export.printable import printable
-from palaestra.sandbox.snapshot_store import SnapshotStore, default_folder
+from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _directory = click.option(
@@ -101,14 +101,15 @@ def clean(
 
 
 async def _found(directory: Path | None, store: Path | None) -> dict[str, list[JSON]]:
-    from palaestra.sandbox import census, service
+    from palaestra.sandbox.local import running_servers
+    from palaestra.sandbox.service import service_client
 
-    running = [await service.look(path) for path in _sockets(directory)]
+    running = [await service_client.look(path) for path in _sockets(directory)]
     workspaces = _open(store)
     entries = [] if workspaces is None else workspaces.entries()
     now = time.time()
     return {
-        "servers": [asdict(server) for server in census.running_servers()],
+        "servers": [asdict(server) for server in running_servers.running_servers()],
         "services": [asdict(each) for each in running if each is not None],
         "workspaces": [
             {
@@ -123,16 +124,16 @@ async def _found(directory: Path | None, store: Path | None) -> dict[str, list[J
 
 
 async def _clean(services: bool, workspaces: bool, directory: Path | None, store: Path | None) -> dict[str, list[str]]:
-    from palaestra.sandbox import service
-    from palaestra.sandbox.slotd import cgroups
+    from palaestra.sandbox.service import service_client
+    from palaestra.sandbox.slotd.namespaced import cgroups
 
     gone: dict[str, list[str]] = {"control groups": cgroups.sweep(cgroups.find()), "services": [], "workspaces": []}
     for path in _sockets(directory) if services else ():
-        seen = await service.look(path)
+        seen = await service_client.look(path)
         if seen is not None and not seen.attached:
-            await service.end(path)
+            await service_client.end(path)
             gone["services"].append(seen.name)
-    gone["services"] += await service.sweep(directory or service.default_directory())
+    gone["services"] += await service_client.sweep(directory or service_client.default_directory())
     kept = _open(store)
     if kept is not None:
         gone["workspaces"] = [f"{kept.sweep()} half-made"] if kept.halves() else []
@@ -141,9 +142,9 @@ async def _clean(services: bool, workspaces: bool, directory: Path | None, store
 
 
 def _sockets(directory: Path | None) -> list[Path]:
-    from palaestra.sandbox import service
+    from palaestra.sandbox.service import service_client
 
-    folder = directory or service.default_directory()
+    folder = directory or service_client.default_directory()
     return sorted(folder.glob("*.sock")) if folder.is_dir() else []
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from palaestra.rollouts.status import RunStatus
+    from palaestra.rollouts.observe.status import RunStatus
 
 _SHOWN = 5
 
@@ -38,8 +38,8 @@ _SHOWN = 5
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable; with --watch, one line per look.")
 def command(run: Path, watch: bool, every: float, as_json: bool) -> None:
     from palaestra.core.errors import ConfigError
-    from palaestra.rollouts.export.recording import journal_of
-    from palaestra.rollouts.status import RUNNING, RunReader
+    from palaestra.rollouts.journal.reader import journal_of
+    from palaestra.rollouts.observe.status import RUNNING, RunReader
 
     reader = RunReader(journal_of(run))
     while True:
@@ -58,7 +58,7 @@ def command(run: Path, watch: bool, every: float, as_json: bool) -> None:
 
 
 def _lines(status: RunStatus, now: float) -> list[str]:
-    from palaestra.rollouts.tally import duration
+    from palaestra.rollouts.observe.console import duration
 
     until = now if status.state == "running" else status.last_at
     failed = f", {status.groups_failed} failed" if status.groups_failed else ""

@@ -14,9 +14,9 @@ from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from palaestra.envs.endless_terminals.command import BuildReport as TerminalReport
-    from palaestra.envs.endless_terminals.compose import Choice
-    from palaestra.envs.swe.build.command import BuildOptions, BuildReport
+    from palaestra.suites.endless_terminals.build_command import BuildReport as TerminalReport
+    from palaestra.suites.endless_terminals.compose_tasks import Choice
+    from palaestra.suites.swe.authoring.build_command import BuildOptions, BuildReport
 
 CACHE = "~/.cache/palaestra"
 """Where downloads and installed test requirements are kept: the same place that the SWE environment uses."""
@@ -87,8 +87,8 @@ def build_swe(
     cache: Path,
     index_url: str | None,
 ) -> None:
-    from palaestra.envs.swe.build.command import BuildOptions
-    from palaestra.envs.swe.build.manifest import dump_manifest
+    from palaestra.suites.swe.authoring.build_command import BuildOptions
+    from palaestra.suites.swe.authoring.manifest import dump_manifest
 
     _check_out(out)
     options = BuildOptions(
@@ -108,9 +108,9 @@ def build_swe(
 
 
 async def _build(packages: Sequence[str], manifest: Path | None, options: BuildOptions) -> BuildReport:
-    from palaestra.envs.config import HermesAgentEnvConfig
-    from palaestra.envs.settings import make_pool
-    from palaestra.envs.swe.build.command import build
+    from palaestra.envs.config.build import make_pool
+    from palaestra.envs.config.fields import HermesAgentEnvConfig
+    from palaestra.suites.swe.authoring.build_command import build
 
     async with make_pool(HermesAgentEnvConfig()) as pool:
         return await build(packages, manifest, pool, options, progress=lambda line: click.echo(line, err=True))
@@ -152,9 +152,9 @@ def build_terminal(
     parallel: int | None,
     check: bool,
 ) -> None:
-    from palaestra.envs.endless_terminals.command import BuildReport as TerminalReport
-    from palaestra.envs.endless_terminals.command import write_tasks
-    from palaestra.envs.endless_terminals.compose import Choice, generate
+    from palaestra.suites.endless_terminals.build_command import BuildReport as TerminalReport
+    from palaestra.suites.endless_terminals.build_command import write_tasks
+    from palaestra.suites.endless_terminals.compose_tasks import Choice, generate
 
     _check_out(out)
     choice = Choice(seed, levels, families, areas)
@@ -172,9 +172,9 @@ def build_terminal(
 
 
 async def _build_terminal(choice: Choice, count: int, image: str | None, parallel: int | None) -> TerminalReport:
-    from palaestra.envs.config import HermesAgentEnvConfig
-    from palaestra.envs.endless_terminals.command import build
-    from palaestra.envs.settings import make_pool
+    from palaestra.envs.config.build import make_pool
+    from palaestra.envs.config.fields import HermesAgentEnvConfig
+    from palaestra.suites.endless_terminals.build_command import build
 
     async with make_pool(HermesAgentEnvConfig()) as pool:
         at_once = parallel or max(1, pool.total_slots // 2)  # a task under check has one slot, and soon the next

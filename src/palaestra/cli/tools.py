@@ -14,8 +14,8 @@ import click
 from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
-    from palaestra.tools.installed import Installed
-    from palaestra.tools.mcp.config import MCPServerConfig
+    from palaestra.tools.mcp.mcp_config import MCPServerConfig
+    from palaestra.tools.registry.entry_points import Installed
     from palaestra.tools.settings import ToolSettings
 
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 @click.option("--mcp", "files", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help="MCP servers too.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable, with the full schemas.")
 def command(files: tuple[Path, ...], as_json: bool) -> None:
-    from palaestra.tools.catalog import get_available_toolsets
-    from palaestra.tools.distributions import list_distributions
-    from palaestra.tools.installed import installed_tools
-    from palaestra.tools.registry import all_tools
+    from palaestra.tools.registry.catalog import get_available_toolsets
+    from palaestra.tools.registry.distributions import list_distributions
+    from palaestra.tools.registry.entry_points import installed_tools
+    from palaestra.tools.registry.registry import all_tools
 
     others = (*installed_tools(), *(asyncio.run(_of_servers(files)) if files else ()))
     settings = tool_settings()
@@ -60,9 +60,9 @@ def command(files: tuple[Path, ...], as_json: bool) -> None:
 def tool_settings() -> ToolSettings:
     """What variables of the environment say about tools, as for a run. Raises `ConfigError`."""
     from palaestra.core.config import merge
-    from palaestra.envs.config import HermesAgentEnvConfig
-    from palaestra.envs.dotenv import NAME, read_dotenv
-    from palaestra.envs.sources import read_environ
+    from palaestra.envs.config.dotenv import NAME, read_dotenv
+    from palaestra.envs.config.fields import HermesAgentEnvConfig
+    from palaestra.envs.config.layers import read_environ
 
     told = ((NAME, read_dotenv(Path.cwd())), ("environment", os.environ))
     layers = [read_environ(variables, "env", HermesAgentEnvConfig, where) for where, variables in told]
@@ -71,7 +71,7 @@ def tool_settings() -> ToolSettings:
 
 async def _of_servers(files: Iterable[Path]) -> tuple[Installed, ...]:
     """What the MCP servers of these files offer."""
-    from palaestra.tools.mcp.servers import MCPServers
+    from palaestra.tools.mcp.run_servers import MCPServers
 
     async with MCPServers(configured_servers(files), forgiving=True) as servers:
         return servers.installed()
@@ -79,8 +79,8 @@ async def _of_servers(files: Iterable[Path]) -> tuple[Installed, ...]:
 
 def configured_servers(files: Iterable[Path]) -> dict[str, MCPServerConfig]:
     """The MCP servers of these files, with the variables they name. Raises `ConfigError`."""
-    from palaestra.envs.dotenv import read_dotenv
-    from palaestra.tools.mcp.config import configured, hand_over, read_servers
+    from palaestra.envs.config.dotenv import read_dotenv
+    from palaestra.tools.mcp.mcp_config import configured, hand_over, read_servers
 
     servers = configured({name: each for file in files for name, each in read_servers(file).items()})
     hand_over({**read_dotenv(Path.cwd()), **os.environ}, servers)

@@ -34,8 +34,8 @@ from palaestra.core.exits import FAILED
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.pass_context
 def command(context: click.Context, run: Path, groups: Path | None, as_json: bool) -> None:
-    from palaestra.rollouts.export.recording import journal_of
-    from palaestra.rollouts.verification import verify_run
+    from palaestra.rollouts.journal.reader import journal_of
+    from palaestra.rollouts.journal.verify import verify_run
 
     journal = journal_of(run)
     beside = journal.with_name("groups.jsonl")

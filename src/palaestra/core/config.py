@@ -2,8 +2,8 @@
 
 For: classes whose unknown keys are refused, and pure merging (defaults, then file, then environment, then flags) that
 remembers the layer of every value. Not for: reading files, the environment or the command line (see
-`palaestra.envs.flags`). Invariant: whatever is wrong with a setting is one `ConfigError` that names the key as the user
-wrote it, the value, where it came from and, for an unknown key, the nearest known one.
+`palaestra.envs.config.command_line`). Invariant: whatever is wrong with a setting is one `ConfigError` that names the
+key as the user wrote it, the value, where it came from and, for an unknown key, the nearest known one.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from palaestra.core.errors import PalaestraError
-from palaestra.core.foreign import leaves
+from palaestra.core.user_code import leaves
 
 DONE = 0
 FAILED = 1

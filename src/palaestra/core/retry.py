@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from palaestra.core.clock import Clock
-from palaestra.core.uncharged import uncharged
+from palaestra.core.uncharged_time import uncharged
 
 T = TypeVar("T")
 

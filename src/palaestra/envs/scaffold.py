@@ -17,7 +17,7 @@ palaestra env check {path}
 from collections.abc import Iterator
 
 from palaestra import Task, environment
-from palaestra.sandbox.base import Slot
+from palaestra.sandbox.slot import Slot
 
 
 @environment(toolsets=["terminal"])

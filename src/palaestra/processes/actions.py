@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 
 from palaestra.core.types import JSON
 from palaestra.processes import output
-from palaestra.processes.base import FORGOTTEN, KILL_GRACE_S, MAX_OUTPUT_CHARS, ProcessSession, SessionLost
-from palaestra.sandbox.base import ProcessStatus
+from palaestra.processes.session import FORGOTTEN, KILL_GRACE_S, MAX_OUTPUT_CHARS, ProcessSession, SessionLost
+from palaestra.sandbox.slot import ProcessStatus
 
 PREVIEW_CHARS, LISTED_CHARS, WAITED_CHARS = 1000, 200, 2000
 MAX_NEW_BYTES = 20_000

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.processes.base import ProcessSession, Watch
-from palaestra.sandbox.base import Process, ProcessStatus, Slot
+from palaestra.processes.session import ProcessSession, Watch
+from palaestra.sandbox.slot import Process, ProcessStatus, Slot
 
 SCHEMA, VERSION = "palaestra.processes", 1
 _KEPT = ("id", "command", "task_id", "session_key", "cwd", "slot_id", "started_at", "lost", "followed")

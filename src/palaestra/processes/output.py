@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from palaestra.sandbox.base import Output, Process
-from palaestra.sandbox.screens import plain
+from palaestra.sandbox.slot import Output, Process
+from palaestra.sandbox.terminal.screen import plain
 
 LONGEST_CHARACTER = 4
 

@@ -26,7 +26,8 @@ from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.processes import actions, checkpoint
 from palaestra.processes.actions import Reply
-from palaestra.processes.base import (
+from palaestra.processes.notifications import Told
+from palaestra.processes.session import (
     FINISHED_TTL_SECONDS,
     MAX_PROCESSES,
     ProcessEvent,
@@ -34,9 +35,8 @@ from palaestra.processes.base import (
     SessionLost,
     Watch,
 )
-from palaestra.processes.told import Told
-from palaestra.processes.watching import Follower
-from palaestra.sandbox.base import WORKSPACE, Process, ProcessStatus, Slot, TerminalSize
+from palaestra.processes.watcher import Follower
+from palaestra.sandbox.slot import WORKSPACE, Process, ProcessStatus, Slot, TerminalSize
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 
 from palaestra.core.errors import ConfigError, SandboxError, TaskError
-from palaestra.sandbox.base import Change, Slot, SlotSource, SlotSpec, Snapshot, View
+from palaestra.sandbox.slot import Change, Slot, SlotSource, SlotSpec, Snapshot, View
 
 logger = logging.getLogger(__name__)
 

@@ -23,14 +23,13 @@ from palaestra.core.errors import (
     PrepareError,
     TaskError,
 )
-from palaestra.core.figures import number
-from palaestra.core.foreign import ForeignError, foreign, place, told
+from palaestra.core.numeric import number
 from palaestra.core.types import Blame, Outcome, Score
-from palaestra.rollouts.base import Environment, Phase, Projection
-from palaestra.rollouts.grading import Grading
-from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.stops import CutShort
-from palaestra.rollouts.trajectory import (
+from palaestra.core.user_code import ForeignError, foreign, place, told
+from palaestra.rollouts.environment import Environment, Phase, Projection
+from palaestra.rollouts.grading.grader import Grading
+from palaestra.rollouts.limits import CutShort
+from palaestra.rollouts.records import (
     Beside,
     InnerCallRecord,
     SubagentRecord,
@@ -38,7 +37,8 @@ from palaestra.rollouts.trajectory import (
     Trajectory,
     TurnRecord,
 )
-from palaestra.tools.inside import InnerCall
+from palaestra.rollouts.rollout import Rollout
+from palaestra.tools.runtime.inner_calls import InnerCall
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from palaestra.agent.replies import Reply, read_reply
 from palaestra.core.types import JSON, Message
-from palaestra.inference.base import ChatCompletion, ChatServer
+from palaestra.inference.engine import ChatCompletion, ChatServer
 from palaestra.inference.ledger import SampledTurn
-from palaestra.rollouts.recall import Recall, checksum
+from palaestra.rollouts.resume.recorded_chat import Recall, checksum
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 from palaestra.core.errors import SandboxError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.base import ChatCompletion, ChatServer
-from palaestra.sandbox.base import Slot
+from palaestra.inference.engine import ChatCompletion, ChatServer
+from palaestra.sandbox.slot import Slot
 
 logger = logging.getLogger(__name__)
 

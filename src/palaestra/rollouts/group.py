@@ -1,7 +1,8 @@
 """One group: prepare the task's workspace once, then let `group_size` rollouts start from forks of it.
 
-Where the environment says what its preparation depends on, a workspace that another run has prepared is used as it is,
-and one that is prepared here is kept for others (`sandbox/snapshots.py`). Not so with a network, whatever is said.
+Where the environment says what its preparation depends on, a workspace that another run has prepared is used as it
+is, and one that is prepared here is kept for others (`sandbox/snapshots/cache.py`). Not so with a network, whatever
+is said.
 
 A preparation that fails ends the group with an error and no trajectory: nothing was rolled out, so nothing is scored.
 A prepared workspace that is lost with its backend is prepared again.
@@ -20,29 +21,29 @@ from functools import partial
 import msgspec
 
 from palaestra.core.errors import InfraError, PrepareError, SandboxError, TaskError
-from palaestra.core.foreign import told
-from palaestra.core.seeded import Seeded
+from palaestra.core.seeded_random import Seeded
 from palaestra.core.types import JSON, Blame, Limits, Network, NetworkPolicy, Task
-from palaestra.inference.base import Engine, SessionContext
+from palaestra.core.user_code import told
+from palaestra.inference.engine import Engine, SessionContext
 from palaestra.rollouts.admission import AdmittedSlots
 from palaestra.rollouts.attempt import Attempt, blaming
-from palaestra.rollouts.base import Environment, Kit, Phase
+from palaestra.rollouts.environment import Environment, Kit, Phase
 from palaestra.rollouts.export.atropos import check_own
-from palaestra.rollouts.foundations import Foundations
-from palaestra.rollouts.journal import AttemptDiscarded, GroupEnded, GroupStarted, Journal, RolloutEnded
-from palaestra.rollouts.progress import Observer
-from palaestra.rollouts.recall import Recall, checksum
-from palaestra.rollouts.resume import CutOff
+from palaestra.rollouts.journal.journal import AttemptDiscarded, GroupEnded, GroupStarted, Journal, RolloutEnded
+from palaestra.rollouts.limits import Stops
+from palaestra.rollouts.observe.console import Observer
+from palaestra.rollouts.observe.tracing.spans import NO_TRACING, Tracing
+from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
+from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.resume.recorded_chat import Recall, checksum
+from palaestra.rollouts.resume.state import CutOff
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.stages import IDLE_LIMITS, Stages
-from palaestra.rollouts.stops import Stops
-from palaestra.rollouts.tracing.base import NO_TRACING, Tracing
-from palaestra.rollouts.trajectory import Group, Trajectory
-from palaestra.rollouts.turns import Turns
-from palaestra.rollouts.world.modes import RunWorld
-from palaestra.sandbox.base import Slot, Snapshot
-from palaestra.sandbox.snapshots import Prepared, Put, Recipe, Run
-from palaestra.tools.registry import schema_hash
+from palaestra.rollouts.shared_setup import Foundations
+from palaestra.rollouts.turn_journal import Turns
+from palaestra.rollouts.watchdog import IDLE_LIMITS, Stages
+from palaestra.sandbox.slot import Slot, Snapshot
+from palaestra.sandbox.snapshots.cache import Prepared, Put, Recipe, Run
+from palaestra.tools.registry.registry import schema_hash
 
 logger = logging.getLogger(__name__)
 

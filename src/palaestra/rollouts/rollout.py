@@ -18,27 +18,27 @@ from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult, Turn
 from palaestra.agent.subagents import Agent, Subagents
 from palaestra.agent.wall_clock import WallClock
-from palaestra.core.seeded import Seeded
+from palaestra.core.seeded_random import Seeded
 from palaestra.core.types import JSON, Message, Task
-from palaestra.core.uncharged import uncharged
-from palaestra.inference.base import ChatServer
+from palaestra.core.uncharged_time import uncharged
+from palaestra.inference.engine import ChatServer
 from palaestra.inference.ledger import Ledger, SampledTurn
 from palaestra.rollouts.admission import AdmittedSlots
-from palaestra.rollouts.base import AgentSettings, Kit
 from palaestra.rollouts.branches import BranchChat, Branches, BranchReply
+from palaestra.rollouts.environment import AgentSettings, Kit
 from palaestra.rollouts.freezing import FreezingServer
-from palaestra.rollouts.recall import Anew, Recall
-from palaestra.rollouts.stages import Stages, Tell
-from palaestra.rollouts.stops import CutShort, Stops
-from palaestra.rollouts.tracing.base import NO_TRACING, Tracing
-from palaestra.rollouts.world.rollout import RolloutWorld
-from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot, View
-from palaestra.tools.binding import SlotTools
-from palaestra.tools.delegation import Delegation
-from palaestra.tools.inside import InnerCall, Inside
-from palaestra.tools.notes import Notes
-from palaestra.tools.schema import ToolReply
-from palaestra.tools.sessions import Sessions
+from palaestra.rollouts.limits import CutShort, Stops
+from palaestra.rollouts.observe.tracing.spans import NO_TRACING, Tracing
+from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
+from palaestra.rollouts.resume.recorded_chat import Anew, Recall
+from palaestra.rollouts.watchdog import Stages, Tell
+from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
+from palaestra.tools.memory.notes import Notes
+from palaestra.tools.memory.past_conversations import Sessions
+from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.delegation import Delegation
+from palaestra.tools.runtime.inner_calls import InnerCall, Inside
+from palaestra.tools.tool import ToolReply
 
 
 @dataclass(slots=True)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from palaestra.core.errors import ConfigError, EngineUnavailable, PalaestraError
 from palaestra.core.types import Task
-from palaestra.rollouts.base import Environment
+from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.group import GroupRun, Services, asked, failed_for_the_engine
-from palaestra.rollouts.ordering import Numbered, numbered, slowest_first
-from palaestra.rollouts.trajectory import Group
+from palaestra.rollouts.records import Group
+from palaestra.rollouts.schedule import Numbered, numbered, slowest_first
 
 GIVE_UP_AFTER = 3
 """How many groups in a row may fail for the engine alone before the run stops."""

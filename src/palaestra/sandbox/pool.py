@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import AcquireTimeout, SandboxError, SlotLost
 from palaestra.core.types import JSON
-from palaestra.sandbox.base import Backend, Change, Rung, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.slot import Backend, Change, Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.sandbox.warm import WarmSlots
 
 _log = logging.getLogger(__name__)

@@ -1,203 +1,301 @@
-"""A leased slot of the local backend: the `Slot` that everything above this layer works with."""
+"""Slots and what provides them: the types and Protocols of the sandbox layer. No I/O.
+
+A *backend* creates slots; a *slot* is one isolated workspace; a *snapshot* is a sealed workspace from which any number
+of slots start. `pool.py` leases slots; everything above this layer sees only `Slot`, `Snapshot` and the pool.
+
+Paths are paths inside the slot. Relative ones start at `WORKSPACE`, which is also the directory where commands start.
+
+What a slot was made from, as JSON and back: a service keeps it beside each lease for whoever attaches next.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import functools
-import os
-import secrets
-import stat
-import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum, StrEnum
 from pathlib import Path
+from typing import Protocol, overload, runtime_checkable
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON, AllowList
-from palaestra.sandbox.base import (
-    DEFAULT_OUTPUT_BYTES,
-    MAX_FILE_BYTES,
-    WORKSPACE,
-    Change,
-    ExecutionResult,
-    FileInfo,
-    Rung,
-    Slot,
-    SlotSpec,
-    TerminalSize,
-)
-from palaestra.sandbox.calls import MAX_OUTPUT_BYTES, Lease, limit, program, require
-from palaestra.sandbox.client import SlotServer
-from palaestra.sandbox.in_flight import CommandNotStarted, Reply
-from palaestra.sandbox.line import Line, NoRoom
-from palaestra.sandbox.process import LocalProcess
-from palaestra.sandbox.reach import AskServer, Reach
-from palaestra.sandbox.shell import LocalShell
-from palaestra.sandbox.slotd.allowlist import PROXY_PORT
-from palaestra.sandbox.texts import TextFiles
+from palaestra.core.types import JSON, AllowList, Limits, Network, network
 
-SHELL_FILES = 107
-"""What a shell takes to start: descriptors up to 99, and one beside each of its seven (`slotd/shells.py`)."""
+WORKSPACE = "/workspace"
+"""Where an agent's commands start, in every backend."""
 
-_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+DEFAULT_OUTPUT_BYTES = 50_000
+"""How much of a command's output is kept by default, head and tail together."""
+
+MAX_FILE_BYTES = 64 << 20
+"""How much one file call carries by default; larger files are refused with the limit in the message."""
 
 
-def environment(spec: SlotSpec, bin_dir: str) -> dict[str, JSON]:
-    """What the commands of a slot have besides what a call adds; `bin_dir` comes first in PATH where it is given."""
-    path = f"{bin_dir}:{_SYSTEM_PATH}" if bin_dir and bin_dir not in _SYSTEM_PATH.split(":") else _SYSTEM_PATH
-    return {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **_proxies(spec), **dict(spec.env)}
+class Rung(IntEnum):
+    """How well a slot is isolated; higher is better. DESIGN: the ladder."""
 
-
-def _proxies(spec: SlotSpec) -> dict[str, str]:
-    """How programs learn of the one way out of a slot with a list of hosts."""
-    if not isinstance(spec.network, AllowList):
-        return {}
-    names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
-    own = dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1,::1")
-    return {**dict.fromkeys(names, f"http://127.0.0.1:{PROXY_PORT}"), **own}
-
-
-Forking = Callable[["LocalSlot"], AbstractAsyncContextManager[Slot]]
-"""How the backend forks a slot of its own."""
-
-
-class LocalSlot(TextFiles):
-    """One slot of one server, for as long as its lease lasts. Made by `LocalBackend.create`."""
-
-    def __init__(
-        self,
-        server: SlotServer,
-        spec: SlotSpec,
-        trajectory_id: str,
-        rung: Rung,
-        lease: tuple[str, int],
-        fork: Forking,
-        reach: Reach | None = None,
-    ) -> None:
-        self.server, self.spec, self._trajectory_id, self._fork = server, spec, trajectory_id, fork
-        self.lost = False
-        """Whether the server has reported that the slot died."""
-        self._lease = Lease(server, *lease, rung)
-        self._reach, self._frozen, self._surveys = reach, False, 0
-        self._still: set[asyncio.Future[None]] = set()
+    NONE = 0
+    CONFINED = 1
+    USERNS = 2
+    FULL = 3
 
     @property
-    def slot_id(self) -> str:
-        return self._lease.slot_id
+    def label(self) -> str:
+        """The name that flags, metadata and messages use."""
+        return self.name.lower()
+
+
+class Fork(StrEnum):
+    """How a backend starts many slots from one prepared workspace."""
+
+    NATIVE = "native"
+    COPY = "copy"
+    REPREPARE = "reprepare"
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionResult:
+    """What one command did.
+
+    `output` is stdout and stderr as they were interleaved, decoded as UTF-8 with replacement; when it was longer than
+    the bound it holds head and tail with a line between that says how much is missing. `metadata` always holds
+    `exit_code` and `returncode` (equal; 124 after a timeout, 128+n after signal n), `timeout` (bool), `rung`,
+    `output_total_bytes`, `truncated` (bool), `duration_s`; where the backend knows, `cpu_s`, `max_rss_bytes`, `oom`.
+    `full_output_path` is there when output was left out and the slot has it (its first 4 MiB) in a file;
+    `full_output_bytes` says how much that is. `shell_restarted` (bool) is there after a command of a stateful shell.
+    `verdict` holds the bytes that the command wrote to descriptor 3 when the call asked for that channel.
+
+    `success` is `exit_code == 0`. `error` is empty on success, else one line ("Exit code: 2", "Command timed out
+    after 5s").
+    A slot that dies raises `SlotLost` and never looks like a failed command.
+    """
+
+    success: bool
+    output: str = ""
+    error: str = ""
+    execution_id: str = ""
+    slot_id: str = ""
+    metadata: Mapping[str, JSON] = field(default_factory=dict)
+    verdict: bytes = b""
 
     @property
-    def epoch(self) -> int:
-        return self._lease.epoch
+    def exit_code(self) -> int:
+        """The command's exit status."""
+        return int(self.metadata.get("exit_code", 0 if self.success else 1))
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """One directory entry. `kind` is file, dir, symlink or other; `size` in bytes; `mode` the permission bits.
+
+    `target` is where a symlink leads, as it is written in it.
+    """
+
+    path: str
+    kind: str
+    size: int
+    mode: int
+    mtime: float
+    target: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One path that differs from the snapshot a workspace started from. `kind`: file, dir, symlink, other, deleted.
+
+    A directory that replaced what was below it is one Change with `opaque` set, besides the Changes of its entries.
+    """
+
+    path: str
+    kind: str
+    opaque: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A sealed workspace. `layers` name the immutable layers, topmost first, inside the backend that made them."""
+
+    snapshot_id: str
+    layers: tuple[str, ...]
+    spec: SlotSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A host directory that a slot can read, never write, at `target`: interpreters, wheels, test tools."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSpec:
+    """What a slot is made from. Slots of equal specs are interchangeable.
+
+    `image` is a root file system on the host: a directory, a tar file (`docker export`, `docker save`) or an OCI
+    layout; None is the allow-list of the host's system directories.
+    `env` is the whole environment of commands besides PATH, HOME, LANG, TERM, which the backend sets.
+    `warm_shell` keeps a bash waiting in the slot for the next command line, which then takes half of the time; it
+    costs memory and one of the slot's processes (see `docs/sandboxes.md`). Nothing on the rungs without namespaces.
+    Raises ValueError for a network that is none.
+    """
+
+    image: str | None = None
+    network: Network | AllowList = Network.OFF
+    limits: Limits = Limits()
+    mounts: tuple[Mount, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    warm_shell: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "network", network(self.network))
+
+
+@dataclass(frozen=True, slots=True)
+class TerminalSize:
+    """The window of a terminal, in character cells."""
+
+    rows: int = 24
+    columns: int = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A piece of a process's output, from the cursor `start` on.
+
+    `lost` is how many bytes after the cursor that was asked for are no longer kept.
+    """
+
+    data: bytes
+    start: int
+    lost: int = 0
 
     @property
-    def trajectory_id(self) -> str:
-        return self._trajectory_id
+    def end(self) -> int:
+        """The cursor after the piece."""
+        return self.start + len(self.data)
 
-    @trajectory_id.setter
-    def trajectory_id(self, value: str) -> None:
-        self._trajectory_id = value
+
+@dataclass(frozen=True, slots=True)
+class ProcessStatus:
+    """What there is to say of a background process. `exit_code` is None while it runs, 128+n after signal n.
+
+    `pid` is the slot's number for it, `started_s` when it was started, in seconds since the host's boot: together with
+    `process_id` they tell it from every other one, also after the slot's server was started anew. `full_output_path`
+    is a file in the slot with its output from the start, once that is more than what is kept for readers.
+    """
+
+    process_id: int
+    pid: int
+    running: bool
+    exit_code: int | None
+    started_s: float
+    duration_s: float
+    output_total_bytes: int
+    terminal: bool = False
+    cpu_s: float | None = None
+    max_rss_bytes: int | None = None
+    full_output_path: str | None = None
+    full_output_bytes: int = 0
+
+
+class Process(Protocol):
+    """A process of a slot that outlives the call that started it; it ends with the slot at the latest.
+
+    Methods raise `StaleLease` and `SlotLost` as the slot's do, and ProcessLookupError when the process was forgotten.
+    """
 
     @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that it can be used on."""
-        return self.server.loop
+    def process_id(self) -> int: ...
 
     @property
-    def released(self) -> bool:
-        """Whether the lease has ended; nothing is asked of the server any more then."""
-        return self._lease.released
+    def pid(self) -> int:
+        """The process as the slot sees it."""
+        ...
 
-    @released.setter
-    def released(self, value: bool) -> None:
-        self._lease.released = value
-        self._let_go()
+    async def status(self) -> ProcessStatus: ...
 
-    def lose(self) -> None:
-        """The slot has died, or its server."""
-        self.lost = True
-        self._let_go()
+    async def read(self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0) -> Output:
+        """Output from `cursor` on (negative: so many bytes before the end), without taking it away from others.
 
-    def _let_go(self) -> None:
-        if self._reach is not None:
-            self._reach.close()
-            self._reach = None
-
-    def _at_hand(self) -> Reach:
-        """For a call that may do without the server, which lets a slot that stands still go on at the next one.
-
-        Raises `AskServer` where it may not.
+        Where there is none yet, waits `wait_s` at most for some, or for the end. The last 256 KiB at least are kept.
         """
-        if self._reach is None or self._frozen:
-            self._frozen = False
-            raise AskServer
-        return self._reach
+        ...
 
-    @contextlib.contextmanager
-    def surveyed(self) -> Iterator[None]:
-        """For a request that goes through many files: what is written meanwhile is so by the server, between its steps,
-        so that no file is found half made."""
-        self._surveys += 1
-        try:
-            yield
-        finally:
-            self._surveys -= 1
+    def output(self, cursor: int = 0) -> AsyncIterator[Output]:
+        """Follow the output from `cursor` on until the process has ended."""
+        ...
 
-    @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
-        """For a request that stops the slot's processes: commands wait meanwhile, so that none begins beside them."""
-        end = asyncio.get_running_loop().create_future()
-        self._still.add(end)
-        try:
-            yield
-        finally:
-            self._still.discard(end)
-            end.set_result(None)
+    async def write(self, data: bytes) -> None:
+        """Write to its input, at the pace at which it reads. BrokenPipeError when it has closed it or has ended."""
+        ...
 
-    def command(
+    async def close_input(self) -> None:
+        """End its input; on a terminal, send the end-of-input character."""
+        ...
+
+    async def signal(self, number: int) -> None:
+        """Send a signal to its process group."""
+        ...
+
+    async def resize(self, size: TerminalSize) -> None:
+        """Another window size; its foreground processes are told. OSError (ENOTTY) without a terminal."""
+        ...
+
+    async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
+        """Its status when it has ended, or after `timeout_s`: look at `running`."""
+        ...
+
+    async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
+        """End it and everything it has started: SIGTERM, up to `grace_s` for that, then SIGKILL until nothing lives."""
+        ...
+
+    async def forget(self) -> None:
+        """Kill it, if it runs, and drop its output."""
+        ...
+
+
+class Shell(Protocol):
+    """A shell that goes on: directory, variables and functions of one command are there for the next."""
+
+    async def run(
         self,
-        op: str,
-        fields: dict[str, JSON],
-        data: bytes = b"",
-        on_data: Callable[[bytes], None] | None = None,
-        line: Line | None = None,
-    ) -> Coroutine[None, None, Reply]:
-        """A request for commands (`slotd/command_requests.py`), over the line where it is one's own.
+        command: str,
+        *,
+        stdin: bytes = b"",
+        timeout_s: float = 60.0,
+        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
+        on_output: Callable[[bytes], None] | None = None,
+    ) -> ExecutionResult:
+        """Run a command; calls wait for each other.
 
-        Raises `StaleLease` after release.
+        A timeout interrupts the command and kills what it has started. When the shell had to die for that, ended itself
+        (`exit`, `exec`, `set -e`) or had died before, `metadata["shell_restarted"]` is true: directory, variables and
+        functions are those of a new shell from then on.
         """
-        if line is None or self._lease.released:
-            return self.server.call(op, {**self._lease.fields(), **fields}, data, on_data)
-        if self._still or self._frozen:
-            return self._when_it_goes_on(line.request(op, fields, data, on_data))
-        return line.request(op, fields, data, on_data)
+        ...
 
-    async def _when_it_goes_on(self, request: Coroutine[None, None, Reply]) -> Reply:
-        """Nothing is started in a slot that stands still."""
-        try:
-            while self._still:
-                await asyncio.wait(self._still)
-            await self._entry("/")  # the server lets what stands still go on
-        except BaseException:
-            request.close()
-            raise
-        return await request
+    async def state(self) -> bytes:
+        """Directory, variables, functions, aliases and options, for the `state` of another shell. Bash only."""
+        ...
+
+    async def aclose(self) -> None:
+        """End the shell; its background jobs stay. Idempotent."""
+        ...
+
+
+class Slot(Protocol):
+    """One leased workspace. Every method raises `StaleLease` after release and `SlotLost` when the slot died."""
 
     @property
-    def line(self) -> Line | None:
-        """To the slot's init, where there is one."""
-        return None if self._reach is None else self._reach.line
+    def slot_id(self) -> str: ...
 
     @property
-    def rung(self) -> Rung:
-        return self._lease.rung
+    def epoch(self) -> int: ...
 
-    def __repr__(self) -> str:
-        return f"<LocalSlot {self.slot_id} of {self._trajectory_id!r}{' (released)' if self.released else ''}>"
+    @property
+    def trajectory_id(self) -> str: ...
 
-    def lease(self) -> dict[str, JSON]:
-        """What names this lease in a request. Raises `StaleLease` after release."""
-        return self._lease.fields()
+    @property
+    def rung(self) -> Rung: ...
 
     async def execute(
         self,
@@ -212,41 +310,17 @@ class LocalSlot(TextFiles):
         verdict: bool = False,
         spill: bool = True,
     ) -> ExecutionResult:
-        """Run a command; see `Slot.execute`. A missing `cwd` raises FileNotFoundError; no such program is exit 127."""
-        fields = program(command)
-        limit(fields, timeout_s, max_output_bytes, stdin)
-        if cwd != WORKSPACE:
-            fields["cwd"] = cwd
-        if env:
-            fields["env"] = dict(env)
-        if on_output is not None:
-            fields["stream"] = True
-        if verdict:
-            fields["verdict"] = True
-        if not spill:
-            fields["no_spill"] = True
-        try:
-            try:
-                line = None if self._reach is None else self._reach.line
-                reply = await self.command("exec", fields, stdin, on_output, line)
-            except NoRoom:
-                reply = await self.command("exec", fields, stdin, on_output)
-        except CommandNotStarted as error:
-            return self._lease.not_started(command, error)
-        return self._lease.result(reply.fields, reply.data, timeout_s)
+        """Run `bash -c command`, or an argv as it is, to its end or its timeout, which kills the whole process tree.
 
-    async def shell(
-        self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b""
-    ) -> LocalShell:
-        """A stateful shell; see `Slot.shell`. Raises `TaskError` where its limits allow too few open files for one."""
-        files = self.spec.limits.open_files
-        if files is not None and files < SHELL_FILES:
-            raise TaskError(
-                f"{self!r} may have {files} open files, and a stateful shell needs {SHELL_FILES} to start: "
-                f"set limits.open_files of the task to that or more"
-            )
-        line = self.line if self.line is not None and self.line.has_room() else None
-        return await LocalShell.open(functools.partial(self.command, line=line), self._lease, cwd, env, state)
+        `spill` keeps output that is longer than `max_output_bytes` in a file of the slot. `verdict` opens descriptor 3
+        of the command as a channel of its own: what is written there is returned apart from the output (at most
+        16 MiB). Cancelling the call kills the command.
+        """
+        ...
+
+    async def shell(self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b"") -> Shell:
+        """A stateful shell, which starts with its first command; `state` is what `Shell.state` of another one gave."""
+        ...
 
     async def spawn(
         self,
@@ -256,113 +330,235 @@ class LocalSlot(TextFiles):
         env: Mapping[str, str] | None = None,
         stdin: bool = True,
         terminal: TerminalSize | None = None,
-    ) -> LocalProcess:
-        """Start a background process; see `Slot.spawn`."""
-        return await LocalProcess.start(self._lease, command, cwd, env, stdin, terminal)
+    ) -> Process:
+        """Start a background process; with `terminal` it has one of its own, else a pipe for input if `stdin` is set.
 
-    async def processes(self) -> list[LocalProcess]:
-        """The background processes of this slot, oldest first."""
-        reply = await self.server.call("processes", self.lease())
-        return [LocalProcess(self._lease, fields) for fields in reply.fields["processes"]]
+        A program that is not there raises FileNotFoundError, one that cannot run PermissionError.
+        """
+        ...
 
-    async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes:
-        """The file from `offset` to its end; OSError (EFBIG) where that is more than `max_bytes`."""
-        require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")
-        if isinstance(path, str):
-            with contextlib.suppress(AskServer):
-                return await self._at_hand().read(path, offset, max_bytes)
-        fields = {**self._lease.fields(), "path": path, "offset": offset, "max_bytes": max_bytes}
-        return await self.server.read("read", fields)
+    async def processes(self) -> Sequence[Process]:
+        """The background processes of this slot, those that have ended included, oldest first."""
+        ...
+
+    async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes: ...
 
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
-        """Write atomically, creating parent directories. A link is followed, inside the slot."""
-        if isinstance(path, str) and isinstance(data, bytes) and not self._surveys:
-            with contextlib.suppress(AskServer):
-                await self._at_hand().write(path, data, mode)
-                return
-        fields = {**self._lease.fields(), "path": path}
-        if mode is not None:
-            fields["mode"] = mode
-        await self.server.upload(fields, data)
+        """Write atomically, creating parent directories. `mode` None keeps an existing file's, else 0o644."""
+        ...
 
-    async def list_dir(self, path: str = ".") -> list[FileInfo]:
-        """The entries of a directory, sorted by name; their paths are absolute."""
-        with self.surveyed():
-            found = await self.server.listing("list", {**self.lease(), "path": path})
-        return [FileInfo(**entry) for entry in found]
+    @overload
+    async def read_text(self, path: str) -> str: ...
+    @overload
+    async def read_text(self, path: str, *, missing: str) -> str: ...
+    async def read_text(self, path: str, *, missing: str | None = None) -> str:
+        """The file as UTF-8, undecodable bytes replaced. `missing`, if given, stands for whatever cannot be read as
+        one: nothing, a directory, a fifo, a link in a circle, more than a call may read."""
+        ...
+
+    async def write_text(self, path: str, text: str, *, mode: int | None = None) -> None: ...
+
+    async def list_dir(self, path: str = ".") -> list[FileInfo]: ...
 
     async def stat(self, path: str) -> FileInfo | None:
-        """What is at a path, links not followed; None when there is nothing."""
-        entry = await self._entry(path)
-        return None if entry is None else FileInfo(**entry)
-
-    async def _entry(self, path: str) -> dict[str, JSON] | None:
-        if isinstance(path, str):
-            with contextlib.suppress(AskServer):
-                return await self._at_hand().describe(path)
-        reply = await self.server.call("stat", {**self.lease(), "path": path})
-        found: dict[str, JSON] | None = reply.fields["entry"]
-        return found
+        """None when nothing is there. Symlinks are not followed."""
+        ...
 
     async def make_dir(self, path: str) -> None:
-        await self.server.call("mkdir", {**self.lease(), "path": path})
+        """A directory with its parents. One that is there already is fine."""
+        ...
 
     async def make_link(self, path: str, target: str) -> None:
-        await self.server.call("link", {**self.lease(), "path": path, "target": target})
+        """A symlink, in place of a file or symlink that is there. Its target need not be."""
+        ...
 
     async def upload(self, local: Path, path: str) -> int:
-        with await asyncio.to_thread(local.open, "rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            return await self.server.upload_file({**self.lease(), "path": path, "mode": mode}, file)
+        """Write a file of this machine, of any size, with its permission bits: the bytes of it. Atomic, as writing is.
+
+        For whole directories: `transfer.upload_dir`.
+        """
+        ...
 
     async def download(self, path: str, local: Path) -> int:
-        part = local.with_name(f".{secrets.token_hex(12)}")  # without the name, which may be as long as names can be
-        fields = {**self.lease(), "path": path, "offset": 0, "max_bytes": sys.maxsize}
-        try:
-            with await asyncio.to_thread(part.open, "xb") as file:
-                await self.server.download(fields, file)
-                size = file.tell()
-            part.rename(local)
-        finally:
-            part.unlink(missing_ok=True)
-        return size
+        """Write a file of the slot, of any size, to one of this machine, which appears whole: the bytes of it."""
+        ...
 
     async def remove(self, path: str) -> None:
         """Remove a file or a whole directory. Nothing there is not an error."""
-        with self.surveyed():
-            await self.server.call("remove", {**self.lease(), "path": path})
+        ...
+
+    async def arguments(self, pid: int) -> Sequence[str] | None:
+        """The arguments of a process by the number that the slot gives it, as the kernel says; None where none lives.
+
+        A process that is just being started has none yet. No program or file of the slot has a part in this, nor in
+        `ask`.
+        """
+        ...
+
+    async def ask(self, port: int, request: bytes, *, timeout_s: float = 10.0, max_bytes: int = 1 << 20) -> bytes:
+        """What a service at 127.0.0.1 in the slot answers to these bytes until it closes the connection.
+
+        OSError where nobody listens, or the answer has no end in time; what is longer than `max_bytes` is cut off.
+        """
+        ...
+
+    async def changes(self) -> list[Change]:
+        """What differs from the snapshot (or image) this slot started from. Cost grows with the change alone."""
+        ...
 
     async def freeze(self) -> int:
         """Stop every process of the slot until the next call to it, and say how many: while nobody acts, say."""
-        self._frozen = True
-        try:
-            with self.stopped():
-                reply = await self.server.call("freeze", self.lease())
-        finally:
-            self._frozen = True  # a call meanwhile came before everything stood still
-        return int(reply.fields["processes"])
-
-    async def arguments(self, pid: int) -> list[str] | None:
-        """The arguments of a process of the slot, as the kernel says; see `Slot.arguments`."""
-        reply = await self.server.call("arguments", {**self.lease(), "pid": pid})
-        found: list[str] | None = reply.fields["arguments"]
-        return found
-
-    async def ask(self, port: int, request: bytes, *, timeout_s: float = 10.0, max_bytes: int = 1 << 20) -> bytes:
-        """What a service of the slot answers; see `Slot.ask`."""
-        require(0 < port < 1 << 16, "a port is a number from 1 to 65535")
-        fields = {**self.lease(), "port": port, "timeout_s": timeout_s, "max_bytes": max_bytes}
-        return (await self.server.call("ask", fields, request)).data
-
-    async def changes(self) -> list[Change]:
-        """What differs from where this slot started, as seen while looking: commands may be running."""
-        with self.surveyed():
-            found = await self.server.listing("changes", self.lease())
-        return [Change(**change) for change in found]
+        ...
 
     def fork(self) -> AbstractAsyncContextManager[Slot]:
-        """Another slot from what this one's files are now; see `Slot.fork`."""
-        return self._fork(self)
+        """Another slot with the files of this one as they are now, for as long as the block lasts; this one goes on.
+
+        So what may be done next can be tried at any step. It is not counted as one of the pool's: who holds a slot must
+        not wait for another. Processes, `/tmp` and `/dev/shm` are not in it. Raises `SandboxError` on a rung without
+        layers.
+        """
+        ...
 
 
-__all__ = ["MAX_OUTPUT_BYTES", "LocalSlot"]
+@dataclass(frozen=True, slots=True)
+class View:
+    """Which part of a sealed workspace's change a new slot sees: everything under `only`, without `without`.
+
+    Paths left out show the snapshot that the sealed slot had started from. This is how grading drops an agent's plants.
+    """
+
+    only: tuple[str, ...] = ("/",)
+    without: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One line of the ladder: whether `rung` can be had here, and if not, why and what would change that."""
+
+    rung: Rung
+    available: bool
+    reason: str
+    covers: tuple[str, ...] = ()
+
+
+class Backend(Protocol):
+    """What provides slots. Implementations document what they isolate and what they do not."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fork(self) -> Fork: ...
+
+    async def start(self) -> None:
+        """Raises `IsolationUnavailable`, before any slot exists, when the rung asked for cannot be had."""
+        ...
+
+    async def aclose(self) -> None:
+        """End every slot and leave nothing behind. Idempotent."""
+        ...
+
+    @property
+    def rung(self) -> Rung: ...
+
+    @property
+    def capacity(self) -> int | None:
+        """How many slots there can be at a time, once it is started; None is no limit of the backend's."""
+        ...
+
+    async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot: ...
+
+    def adopt(self, slot: Slot, trajectory_id: str) -> Slot | None:
+        """The lease of a slot that was made ahead, for a trajectory; None when it is no longer alive."""
+        ...
+
+    async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
+        """End the slot and its processes (proved by pidfd); its change becomes an immutable layer."""
+        ...
+
+    async def checkpoint(self, slot: Slot) -> Snapshot:
+        """What the slot's files are now; the slot goes on. Cost grows with the change since the last checkpoint.
+
+        Processes are not in a snapshot. Raises `SandboxError` where a backend cannot do it.
+        """
+        ...
+
+    async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
+        """A snapshot that shows only a part of the topmost layer's change."""
+        ...
+
+    async def changes(self, snapshot: Snapshot) -> list[Change]:
+        """What the topmost layer of a snapshot changed."""
+        ...
+
+    async def destroy(self, slot: Slot) -> None: ...
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        """Drop the snapshot's topmost layer. Slots that started from it keep it until they end."""
+        ...
+
+    def stats(self) -> Mapping[str, JSON]: ...
+
+
+@runtime_checkable
+class Lasting(Protocol):
+    """What a backend has besides whose slots can outlive the process that leased them."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether they do: then closing the backend leaves them."""
+        ...
+
+    def leases(self) -> Sequence[Slot]:
+        """The slots that were there when it was started, under new leases."""
+        ...
+
+
+class SlotSource(Protocol):
+    """What hands out slots to the layers above: the pool."""
+
+    async def acquire(
+        self,
+        trajectory_id: str,
+        *,
+        spec: SlotSpec | None = None,
+        snapshot: Snapshot | None = None,
+        timeout_s: float | None = None,
+    ) -> Slot: ...
+
+    async def release(self, slot: Slot) -> None: ...
+
+    async def seal(self, slot: Slot, view: View | None = None) -> Snapshot: ...
+
+    async def view(self, snapshot: Snapshot, view: View) -> Snapshot: ...
+
+    async def changes(self, snapshot: Snapshot) -> list[Change]: ...
+
+    async def forget(self, snapshot: Snapshot) -> None: ...
+
+
+Ladder = Sequence[Step]
+OutputStream = AsyncIterator[bytes]
+
+
+def encode_lease(trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
+    """As plain JSON."""
+    network = spec.network.value if isinstance(spec.network, Network) else list(spec.network.hosts)
+    mounts = [[mount.source, mount.target] for mount in spec.mounts]
+    about: dict[str, JSON] = {"trajectory_id": trajectory_id, "image": spec.image, "network": network}
+    about["warm_shell"] = spec.warm_shell
+    return about | {"limits": asdict(spec.limits), "mounts": mounts, "env": [list(pair) for pair in spec.env]}
+
+
+def decode_lease(about: dict[str, JSON]) -> tuple[str, SlotSpec]:
+    """The inverse of `encode_lease`."""
+    network = about["network"]
+    spec = SlotSpec(
+        image=about["image"],
+        network=Network(network) if isinstance(network, str) else AllowList(tuple(network)),
+        limits=Limits(**about["limits"]),
+        mounts=tuple(Mount(*mount) for mount in about["mounts"]),
+        env=tuple((name, value) for name, value in about["env"]),
+        warm_shell=about["warm_shell"],
+    )
+    return about["trajectory_id"], spec

@@ -15,7 +15,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from palaestra.sandbox.base import Slot
+from palaestra.sandbox.slot import Slot
 
 AT_ONCE = 16
 """Files under way at a time."""

@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Coroutine
 
 from palaestra.core.errors import SandboxError
-from palaestra.sandbox.base import Backend, Slot, SlotSpec
+from palaestra.sandbox.slot import Backend, Slot, SlotSpec
 
 SPECS = 4
 

@@ -21,7 +21,7 @@ import fastjsonschema
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.tools.schema import ToolSchema
+from palaestra.tools.tool import ToolSchema
 
 _CACHED_SCHEMAS = 512
 _CACHED_OBJECTS = 64

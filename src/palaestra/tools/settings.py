@@ -14,7 +14,7 @@ from pydantic import Field, PrivateAttr, field_validator
 
 from palaestra.core.config import Settings
 from palaestra.core.errors import ConfigError
-from palaestra.tools.reach import Reach
+from palaestra.tools.net.host_policy import Reach
 
 WEB_KEYS: Mapping[str, str] = {
     "tavily": "TAVILY_API_KEY",

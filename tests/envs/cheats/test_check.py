@@ -12,9 +12,9 @@ import pytest
 from palaestra.core.errors import ConfigError
 from palaestra.envs.cheats.bank import BANK
 from palaestra.envs.cheats.command import cheats_named, check_environment
-from palaestra.envs.settings import make_pool
-from palaestra.envs.swe.build.command import BuildOptions, build
-from palaestra.envs.swe.env import SweSmithOracleEnvConfig
+from palaestra.envs.config.build import make_pool
+from palaestra.suites.swe.authoring.build_command import BuildOptions, build
+from palaestra.suites.swe.swe_env import SweSmithOracleEnvConfig
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.slots
@@ -23,7 +23,7 @@ NAIVE = '''
 """Pays what a grader pays that looks at the agent's own slot: its files, its shell, its output."""
 import dataclasses
 from palaestra import Score
-from palaestra.envs.swe.env import SweEnvironment, SweSmithOracleEnv
+from palaestra.suites.swe.swe_env import SweEnvironment, SweSmithOracleEnv
 
 class Naive(SweEnvironment):
     async def resolve(self, task):

@@ -7,7 +7,7 @@ from array import array
 import msgspec
 import pytest
 
-from palaestra.inference.base import Sampled
+from palaestra.inference.engine import Sampled
 from palaestra.inference.ledger import Ledger, LedgerRecord, Piece, Reason, pieces_of, verify_ledger
 
 

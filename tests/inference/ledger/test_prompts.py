@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.inference.base import Sampled
+from palaestra.inference.engine import Sampled
 from palaestra.inference.ledger import Ledger, Piece, Reason
 from palaestra.inference.ledger.prompts import LONG, Prompt, ids_json
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaestra.inference.base import Sampled
+from palaestra.inference.engine import Sampled
 from palaestra.inference.ledger import Ledger, LedgerRecord, Piece, Reason, Span, verify_ledger
 
 STOP = 9

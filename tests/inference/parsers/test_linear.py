@@ -15,9 +15,9 @@ import pytest
 from inference.parsers.corpus import TOOLS
 from inference.parsers.forms import FORMS, MARK, Form
 from palaestra.inference.parsers import get_parser
-from palaestra.inference.parsers.json_text import scan_brackets, scan_value
-from palaestra.inference.parsers.python_text import scan_parentheses
-from palaestra.inference.parsers.source import Source
+from palaestra.inference.parsers.syntax.json_text import scan_brackets, scan_value
+from palaestra.inference.parsers.syntax.python_calls import scan_parentheses
+from palaestra.inference.parsers.text_source import Source
 
 SMALL, LARGE = 500, 4_000
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palaestra.core.types import JSON
-from palaestra.inference.parsers.base import Malformed, Reason
-from palaestra.inference.parsers.json_text import decode, decode_members, decode_object
-from palaestra.inference.parsers.python_text import keyword_arguments
-from palaestra.inference.parsers.schemas import ArgumentTypes, typed
-from palaestra.inference.parsers.source import Markers, Source
+from palaestra.inference.parsers.argument_types import ArgumentTypes, typed
+from palaestra.inference.parsers.parser import Malformed, Reason
+from palaestra.inference.parsers.syntax.json_text import decode, decode_members, decode_object
+from palaestra.inference.parsers.syntax.python_calls import keyword_arguments
+from palaestra.inference.parsers.text_source import Markers, Source
 
 literals = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),

@@ -10,7 +10,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
 from palaestra.inference.templates import ChatTemplate
 from palaestra.inference.templates.jinja import WrittenOnce, template_of
-from palaestra.inference.toy import CHATML, toy_tokenizer
+from palaestra.testing.fake_engine import CHATML, toy_tokenizer
 
 HI: list[Message] = [{"role": "user", "content": "<é> & 'x'"}]
 

@@ -11,9 +11,9 @@ from pydantic import Field
 
 try:
     from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
-    from palaestra.rollouts.base import Kit
-    from palaestra.tools.registry import ToolRegistry
-    from palaestra.tools.schema import FunctionTool, ToolSchema
+    from palaestra.rollouts.environment import Kit
+    from palaestra.tools.registry.registry import ToolRegistry
+    from palaestra.tools.tool import FunctionTool, ToolSchema
 
     OURS, Config = True, HermesAgentEnvConfig
 except ImportError:

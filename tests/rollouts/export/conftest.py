@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from palaestra.core.types import JSON, Outcome
-from palaestra.rollouts.trajectory import Group, Trajectory
+from palaestra.rollouts.records import Group, Trajectory
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from palaestra.core.errors import DiskError
 from palaestra.core.types import Blame, Outcome
 from palaestra.rollouts.export.atropos import GroupsFile, claim_path, encode_line, group_line
-from palaestra.rollouts.trajectory import Group, TokenRow, ToolErrorRecord, TurnRecord
+from palaestra.rollouts.records import Group, TokenRow, ToolErrorRecord, TurnRecord
 
 ENGINE_ROW = TokenRow(tokens=[5, 6, 7], masks=[-100, 6, 7], logprobs=[1.0, -0.5, -0.25], source="engine")
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.rollouts.export.conversation import Page, conversation, diff_spans
-from palaestra.rollouts.export.printable import Span
+from palaestra.core.printable import Span
+from palaestra.rollouts.export.html import Page, conversation, diff_spans
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.rollouts.export.base import ExportReport
+from palaestra.rollouts.export.exporter import ExportReport
 from palaestra.rollouts.export.formats import FORMATS, exporter_named
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from palaestra.core.types import Blame, Outcome
-from palaestra.rollouts.export.conversation import Page
-from palaestra.rollouts.export.html import write_report
-from palaestra.rollouts.trajectory import Beside, TokenRow, Trajectory, TurnRecord
+from palaestra.rollouts.export.html import Page, write_report
+from palaestra.rollouts.records import Beside, TokenRow, Trajectory, TurnRecord
 
 HOSTILE = (
     "</script></pre></style></textarea>--><img src=x onerror=alert(1)><script>alert(2)</script>"

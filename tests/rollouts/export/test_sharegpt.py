@@ -11,10 +11,10 @@ from hypothesis import given
 from recorded import MALFORMED, META, TOOL, TWO_CALLS, call, histories, reply, result, rollout
 
 from palaestra.core.types import JSON, Message
+from palaestra.rollouts.export.messages import Call, heard
 from palaestra.rollouts.export.openai import OpenAIExporter
 from palaestra.rollouts.export.sharegpt import Unfit, alternating
-from palaestra.rollouts.export.speech import Call, heard
-from palaestra.rollouts.trajectory import Group
+from palaestra.rollouts.records import Group
 
 FOLLOWS = {"": {"system", "human"}, "system": {"human"}, "human": {"gpt"}, "gpt": {"human", "tool"}, "tool": {"gpt"}}
 USER: Message = {"role": "user", "content": "go"}

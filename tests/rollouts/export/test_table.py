@@ -10,7 +10,7 @@ from recorded import META, broken, rollout, sky
 
 from palaestra.core.types import Outcome
 from palaestra.rollouts.export.table import MarkdownExporter, TableExporter
-from palaestra.rollouts.trajectory import Group
+from palaestra.rollouts.records import Group
 
 ALL = replace(META, everything=True)
 

@@ -13,16 +13,16 @@ import pytest
 from toy import Sums, services
 
 from palaestra.core.types import JSON
-from palaestra.inference.base import SessionContext
-from palaestra.inference.managed import ManagedChat
+from palaestra.inference.engine import SessionContext
 from palaestra.inference.templates import ChatFormat
-from palaestra.inference.toy import ToyEngine, toy_logprob, toy_tokenizer
-from palaestra.rollouts.export.atif import AtifExporter
-from palaestra.rollouts.export.base import Exporter
-from palaestra.rollouts.export.recording import Recording, open_recording
-from palaestra.rollouts.export.rows import RowsExporter
-from palaestra.rollouts.journal import RunStarted
+from palaestra.inference.token_exact.managed_chat import ManagedChat
+from palaestra.rollouts.export.atif.write import AtifExporter
+from palaestra.rollouts.export.exporter import Exporter
+from palaestra.rollouts.export.token_rows import RowsExporter
+from palaestra.rollouts.journal.journal import RunStarted
+from palaestra.rollouts.journal.reader import Recording, open_recording
 from palaestra.rollouts.runner import Runner
+from palaestra.testing.fake_engine import ToyEngine, toy_logprob, toy_tokenizer
 
 pytest.importorskip("tokenizers", reason="needs the extra 'tokens'")
 

@@ -24,14 +24,13 @@ from toy import Sums, services
 
 from palaestra.core.types import JSON
 from palaestra.inference.ledger import Ledger
-from palaestra.rollouts.base import Environment
+from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.group import Services
+from palaestra.rollouts.observe.tracing.exporter import traced, traces_url
+from palaestra.rollouts.observe.tracing.otel import OtelTracing, TracedServer, messages_text
+from palaestra.rollouts.observe.tracing.spans import NO_TRACING, Tracing
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
-from palaestra.rollouts.tracing.base import NO_TRACING, Tracing
-from palaestra.rollouts.tracing.content import messages_text
-from palaestra.rollouts.tracing.exporting import traced, traces_url
-from palaestra.rollouts.tracing.otel import OtelTracing, TracedServer
 
 Spans = Sequence[ReadableSpan]
 

@@ -18,8 +18,8 @@ _LADDER = """
 import asyncio
 from palaestra.core.errors import IsolationUnavailable
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import SlotSpec
-from palaestra.sandbox.ladder import probe
+from palaestra.sandbox.slot import SlotSpec
+from palaestra.sandbox.isolation.probe import probe
 
 async def main():
     for step in await probe():

@@ -9,9 +9,9 @@ import pytest
 
 from palaestra.core.errors import IsolationUnavailable, SandboxError, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.local.local_slot import LocalSlot
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import LocalSlot
+from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
 from sandbox.bodies import WithSlot
 from sandbox.processes import descendants
 

@@ -11,7 +11,7 @@ import pytest
 
 from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import ExecutionResult, Slot, SlotSpec
+from palaestra.sandbox.slot import ExecutionResult, Slot, SlotSpec
 from sandbox.bodies import WithSlot
 from sandbox.processes import descendants, ignoring
 

@@ -21,10 +21,10 @@ import pytest
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
 from palaestra.core.types import AllowList, Limits, Network
-from palaestra.sandbox import proof_confined
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Fork, Mount, Rung, Slot, SlotSpec, View
+from palaestra.sandbox.isolation import self_test_confined
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.sandbox.slot import Fork, Mount, Rung, Slot, SlotSpec, View
 from sandbox.processes import descendants, ignoring, table
 from sandbox.somebody import SOMEBODY, as_somebody, interpreter
 
@@ -313,9 +313,9 @@ def test_a_workspace_that_was_closed_can_be_begun_in_by_the_next() -> None:
 
 def test_the_proof_is_held_by_any_shell() -> None:
     async def body(_: LocalBackend, slot: Slot) -> None:
-        lines = (await slot.execute(["sh", "-c", proof_confined.SCRIPT])).output.splitlines()
+        lines = (await slot.execute(["sh", "-c", self_test_confined.SCRIPT])).output.splitlines()
         facts = {word: [line.partition(" ")[2].strip()] for line in lines for word in line.split()[:1]}
-        assert all(proof_confined.claims(facts, server_is_root=ROOT).values()), facts
+        assert all(self_test_confined.claims(facts, server_is_root=ROOT).values()), facts
 
     confined(body)
 
@@ -475,7 +475,7 @@ def test_the_rung_none_runs_commands_as_the_caller_and_says_so() -> None:
 _OUT_OF_REACH = """
 import asyncio, sys
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, SlotSpec
+from palaestra.sandbox.slot import Rung, SlotSpec
 
 async def main():
     command = sys.argv[1] + " -c 'import os, time; os.setresuid(0, 0, 0); print(0, flush=True); time.sleep(30)'"
@@ -516,15 +516,15 @@ def test_on_the_rung_none_what_has_become_root_costs_no_more_than_its_slot() -> 
 
 _BESIDE = """
 import asyncio
-from palaestra.sandbox import snapshot_store
+from palaestra.sandbox.snapshots import folder
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung
-from palaestra.sandbox.service import socket_path
+from palaestra.sandbox.slot import Rung
+from palaestra.sandbox.service.service_client import socket_path
 
 async def main():
     for _ in range(2):
         async with LocalBackend(rung=Rung.CONFINED):
-            snapshot_store.SnapshotStore(snapshot_store.default_folder()).open()
+            folder.SnapshotStore(folder.default_folder()).open()
             socket_path("beside")
 
 asyncio.run(main())

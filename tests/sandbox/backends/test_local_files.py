@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import FileInfo, Slot
-from palaestra.sandbox.slot import LocalSlot
+from palaestra.sandbox.local.local_slot import LocalSlot
+from palaestra.sandbox.slot import FileInfo, Slot
 from palaestra.sandbox.slotd.files import MAX_NESTED
 from sandbox.bodies import WithSlot
 
@@ -216,7 +216,7 @@ def test_a_file_that_is_too_large_is_refused_with_the_limit(with_slot: WithSlot)
 def test_a_full_disk_is_an_error_and_leaves_no_piece(with_slot: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         from palaestra.core.types import Limits
-        from palaestra.sandbox.base import SlotSpec
+        from palaestra.sandbox.slot import SlotSpec
 
         small = await backend.create(SlotSpec(limits=Limits(disk_bytes=4 << 20)), "small")
         with pytest.raises(OSError, match="No space") as raised:

@@ -12,8 +12,8 @@ import pytest
 
 from palaestra.core.errors import ImageError, IsolationUnavailable
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, SlotSpec
 from palaestra.sandbox.images.store import ImageStore
+from palaestra.sandbox.slot import Rung, SlotSpec
 
 pytestmark = pytest.mark.slots
 

@@ -12,7 +12,7 @@ import pytest
 from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.types import Limits, Network
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Mount, Rung, Slot, SlotSpec
+from palaestra.sandbox.slot import Mount, Rung, Slot, SlotSpec
 from sandbox.bodies import WithSlot
 
 pytestmark = pytest.mark.slots

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from palaestra.core.errors import IsolationUnavailable, SandboxError, SlotLost, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, Slot, SlotSpec, Snapshot, View
-from palaestra.sandbox.slot import LocalSlot
+from palaestra.sandbox.local.local_slot import LocalSlot
+from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
 
 pytestmark = pytest.mark.slots
 

@@ -15,8 +15,8 @@ import pytest
 
 from palaestra.core.errors import SandboxError, SlotLost
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import SlotSpec
-from palaestra.sandbox.slotd import cgroups
+from palaestra.sandbox.slot import SlotSpec
+from palaestra.sandbox.slotd.namespaced import cgroups
 from sandbox.processes import descendants, table
 
 pytestmark = pytest.mark.slots
@@ -26,7 +26,7 @@ GONE_WITHIN_S = 2.0
 CLIENT = """
 import asyncio, os, sys
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import SlotSpec
+from palaestra.sandbox.slot import SlotSpec
 async def main():
     async with LocalBackend() as backend:
         slots = [await backend.create(SlotSpec(), str(i)) for i in range(3)]

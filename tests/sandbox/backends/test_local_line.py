@@ -15,9 +15,9 @@ import pytest
 
 from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import ExecutionResult, Limits, Slot, SlotSpec
-from palaestra.sandbox.slotd import pipes
-from palaestra.sandbox.slotd.commands import _KILL_PATIENCE_S
+from palaestra.sandbox.slot import ExecutionResult, Limits, Slot, SlotSpec
+from palaestra.sandbox.slotd.exec import pipes
+from palaestra.sandbox.slotd.exec.supervisor import _KILL_PATIENCE_S
 from sandbox.bodies import Body, WithSlot
 from sandbox.processes import descendants
 

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Slot, SlotSpec
-from palaestra.sandbox.slotd.frames import MAX_FRAME
-from palaestra.sandbox.slotd.listings import MAX_BYTES
+from palaestra.sandbox.slot import Slot, SlotSpec
+from palaestra.sandbox.slotd.protocol.frames import MAX_FRAME
+from palaestra.sandbox.slotd.requests.streams import MAX_BYTES
 from sandbox.bodies import WithSlot
 
 pytestmark = pytest.mark.slots

@@ -15,7 +15,7 @@ import pytest
 from palaestra.core.errors import ConfigError, IsolationUnavailable
 from palaestra.core.types import AllowList
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, Slot, SlotSpec
+from palaestra.sandbox.slot import Rung, Slot, SlotSpec
 from sandbox.processes import descendants
 
 pytestmark = pytest.mark.slots

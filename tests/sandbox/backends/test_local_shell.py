@@ -11,11 +11,11 @@ import pytest
 from palaestra.core.errors import SlotLost, StaleLease, TaskError
 from palaestra.core.types import Limits
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Shell, Slot, SlotSpec, TerminalSize
-from palaestra.sandbox.proof import prove
-from palaestra.sandbox.slot import SHELL_FILES
-from palaestra.sandbox.slotd import pipes
-from palaestra.sandbox.slotd.shells import LOOK_EVERY_S
+from palaestra.sandbox.isolation.self_test import prove
+from palaestra.sandbox.local.local_slot import SHELL_FILES
+from palaestra.sandbox.slot import Shell, Slot, SlotSpec, TerminalSize
+from palaestra.sandbox.slotd.exec import pipes
+from palaestra.sandbox.slotd.exec.stateful_shell import LOOK_EVERY_S
 from sandbox.bodies import WithSlot
 from sandbox.processes import descendants
 

@@ -9,7 +9,7 @@ import pytest
 from palaestra.core.errors import IsolationUnavailable
 from palaestra.core.types import Limits
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, Slot, SlotSpec
+from palaestra.sandbox.slot import Rung, Slot, SlotSpec
 from sandbox.bodies import WithSlot
 
 pytestmark = pytest.mark.slots

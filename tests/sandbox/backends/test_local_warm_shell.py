@@ -13,7 +13,7 @@ import pytest
 
 from palaestra.core.errors import IsolationUnavailable, SlotLost
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import WORKSPACE, ExecutionResult, Rung, Slot, SlotSpec
+from palaestra.sandbox.slot import WORKSPACE, ExecutionResult, Rung, Slot, SlotSpec
 from sandbox.bodies import WithSlot
 from sandbox.processes import descendants
 

@@ -28,4 +28,4 @@ def test_the_confined_rung_without_root() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="already runs without root")
 @pytest.mark.timeout(180)
 def test_the_store_of_prepared_workspaces_without_root() -> None:
-    run_suite(Path(__file__).parents[1] / "test_snapshots.py", "")
+    run_suite(Path(__file__).parents[1] / "snapshots/test_cache.py", "")

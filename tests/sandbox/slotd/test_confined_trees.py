@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaestra.sandbox.slotd.confined import base, landlock, trees, users
+from palaestra.sandbox.slotd.unprivileged import copy_workspace, landlock, server_directory, users
 
 Tree = Mapping[str, str]
 """Paths and what is there: the text of a file, or `-> ` and the target of a link."""
@@ -62,7 +62,7 @@ def test_a_path_left_out_shows_the_base(base_tree: Tree, tree: Tree, path: str) 
         write(root / "tree", tree)
         (root / "trash").mkdir()
         before, agent = read(root / "base"), read(root / "tree")
-        trees.Cut(str(root / "tree"), str(root / "base"), str(root / "trash")).leave_out(path)
+        copy_workspace.Cut(str(root / "tree"), str(root / "base"), str(root / "trash")).leave_out(path)
         after = read(root / "tree")
         assert under(after, path) == under(before, path)
         way = {str(parent) for parent in Path(path).parents}
@@ -80,7 +80,7 @@ def test_a_path_alone_is_the_trees_and_the_rest_the_bases(base_tree: Tree, tree:
         write(root / "tree", tree)
         (root / "trash").mkdir()
         before, agent = read(root / "base"), read(root / "tree")
-        trees.Cut(str(root / "tree"), str(root / "base"), str(root / "trash")).keep_only([path])
+        copy_workspace.Cut(str(root / "tree"), str(root / "base"), str(root / "trash")).keep_only([path])
         after = read(root / "tree")
         assert under(after, path) == under(agent, path)
         way = {str(parent) for parent in Path(path).parents}
@@ -99,7 +99,7 @@ def test_the_differences_are_what_the_trees_do_not_share(base_tree: Tree, tree: 
         before, now = read(root / "base"), read(root / "tree")
         changes = {
             change["path"]: change["kind"]
-            for change in trees.differences(str(root / "tree"), str(root / "base"))
+            for change in copy_workspace.differences(str(root / "tree"), str(root / "base"))
             if change is not None
         }
         for name in before.keys() | now.keys():
@@ -118,16 +118,16 @@ def test_a_copy_has_modes_times_and_links_and_nothing_special(tmp_path: Path) ->
     os.utime(source / "a", ns=(3, 4))
     os.mkfifo(source / "fifo")
     (tmp_path / "target").mkdir()
-    trees.copy_for(-1, str(source), str(tmp_path / "target"))
+    copy_workspace.copy_for(-1, str(source), str(tmp_path / "target"))
     target = tmp_path / "target"
     assert read(target) == {"a/f": "x", "l": "-> /etc/passwd", "d/g": "y"}
     assert (target / "a/f").stat().st_mode & 0o7777 == 0o751
     assert ((target / "a/f").stat().st_mtime_ns, (target / "a").stat().st_mtime_ns) == (2, 4)
     assert (target / "d").stat().st_mode & 0o777 == 0o555
     assert (target / "a/f").stat().st_ino != (source / "a/f").stat().st_ino
-    trees.duplicate(str(source), str(tmp_path / "twin"))
+    copy_workspace.duplicate(str(source), str(tmp_path / "twin"))
     assert (tmp_path / "twin/a/f").stat().st_ino == (source / "a/f").stat().st_ino
-    base.remove(str(target))
+    server_directory.remove(str(target))
     assert not target.exists()
 
 
@@ -139,7 +139,7 @@ def test_a_copy_has_its_holes_and_one_file_for_all_its_names(tmp_path: Path) -> 
         file.seek(32 << 20)
         file.write(b"data")
     os.link(tmp_path / "old/sparse", tmp_path / "old/again")
-    trees.copy_for(-1, str(tmp_path / "old"), str(tmp_path / "new"))
+    copy_workspace.copy_for(-1, str(tmp_path / "old"), str(tmp_path / "new"))
     sparse, again = (os.stat(tmp_path / "new" / name) for name in ("sparse", "again"))
     assert (sparse.st_ino, sparse.st_size) == (again.st_ino, 64 << 20)
     assert sparse.st_blocks * 512 < 1 << 20
@@ -161,14 +161,14 @@ def test_a_directory_is_removed_however_deep(tmp_path: Path) -> None:
     os.close(fd)
     (top / "out").symlink_to(tmp_path / "kept")
     (tmp_path / "kept").mkdir()
-    base.remove(str(top))
+    server_directory.remove(str(top))
     assert os.listdir(tmp_path) == ["kept"]
 
 
 def test_a_copy_belongs_to_its_user_and_the_original_does_not(tmp_path: Path) -> None:
     write(tmp_path / "source", {"a/f": "x", "l": "-> a"})
     (tmp_path / "target").mkdir()
-    trees.copy_for(70001, str(tmp_path / "source"), str(tmp_path / "target"))
+    copy_workspace.copy_for(70001, str(tmp_path / "source"), str(tmp_path / "target"))
     for name in ("a", "a/f", "l"):
         assert (tmp_path / "target" / name).lstat().st_uid == 70001
         assert (tmp_path / "source" / name).lstat().st_uid == 0

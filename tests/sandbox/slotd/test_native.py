@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 import palaestra
-from palaestra.sandbox.slotd import native, orders, syscalls
+from palaestra.sandbox.slotd import native, syscalls
+from palaestra.sandbox.slotd.protocol import init_messages
 
 PACKAGE = Path(palaestra.__file__).parent
 STARTED_TWICE = """
 import asyncio
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung
-from palaestra.sandbox.ladder import probe
+from palaestra.sandbox.slot import Rung
+from palaestra.sandbox.isolation.probe import probe
 
 async def main():
     for _ in range(2):
@@ -53,7 +54,7 @@ def _built() -> int:
 def test_what_was_built_speaks_the_servers_version() -> None:
     program = _built()
     pid = os.posix_spawn(f"/proc/self/fd/{program}", ["init", "--version"], {})
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 100 + orders.VERSION
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 100 + init_messages.VERSION
     os.close(program)
 
 
@@ -70,7 +71,7 @@ def test_nobody_can_change_or_read_it() -> None:
 
 
 def test_the_source_says_the_version_of_the_orders() -> None:
-    assert f"enum {{ VERSION = {orders.VERSION},".encode() in SOURCES[0]
+    assert f"enum {{ VERSION = {init_messages.VERSION},".encode() in SOURCES[0]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_the_source_says_the_version_of_the_orders() -> None:
     [
         ("#!/bin/sh\nexit 250\n", SOURCES, "does not run here"),  # of another version
         ("not a program", SOURCES, "does not run here"),
-        (f"#!/bin/sh\nexit {100 + orders.VERSION}\n", [b"an older source"], "another version of its source"),
+        (f"#!/bin/sh\nexit {100 + init_messages.VERSION}\n", [b"an older source"], "another version of its source"),
     ],
 )
 def test_one_that_does_not_fit_is_not_used(tmp_path: Path, script: str, sources: list[bytes], why: str) -> None:

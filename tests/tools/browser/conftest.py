@@ -10,12 +10,12 @@ from typing import TypeAlias
 import pytest
 
 from palaestra.core.types import JSON
-from palaestra.sandbox.base import Slot
-from palaestra.tools.binding import SlotTools
-from palaestra.tools.browser import launching
-from palaestra.tools.registry import build_tool_registry
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.browser import launch
+from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.settings import ToolSettings
-from palaestra.tools.states import States
 
 from .site import Site
 
@@ -56,7 +56,7 @@ Visiting: TypeAlias = Callable[..., None]
 @pytest.fixture(scope="module")
 def running() -> Iterator[tuple[asyncio.Runner, Site, States]]:
     """A loop with the site and what all visitors share. Skips where no Chromium starts."""
-    if (reason := launching.problem()) is not None:
+    if (reason := launch.problem()) is not None:
         pytest.skip(reason)
     with asyncio.Runner() as runner:
         site, shared = Site(), States()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from palaestra.tools.browser.engine import SharedBrowser
-from palaestra.tools.browser.session import BrowserSession
+from palaestra.tools.browser.browser_session import BrowserSession
+from palaestra.tools.browser.shared_browser import SharedBrowser
 
 from ..vision.seeing import SeeingServer
 from .conftest import Visiting, Visitor

@@ -12,11 +12,11 @@ import pytest
 from palaestra.core.errors import IsolationUnavailable, SlotLost
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Rung, SlotSpec
+from palaestra.sandbox.slot import Rung, SlotSpec
 from palaestra.tools.builtin.execute_code import FOLDER, MAX_CALLS
-from palaestra.tools.functions import tool
-from palaestra.tools.inside import Inside
-from palaestra.tools.programs.channel import BrokenChannel, Channel
+from palaestra.tools.decorator import tool
+from palaestra.tools.programs.host_channel import BrokenChannel, Channel
+from palaestra.tools.runtime.inner_calls import Inside
 
 from ..conftest import AtDesk, Desk
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palaestra.tools.builtin.globs import name_filter, simple_names
-from palaestra.tools.schema import ToolMistake
+from palaestra.tools.tool import ToolMistake
 
 
 @pytest.mark.parametrize(

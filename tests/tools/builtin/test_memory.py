@@ -13,13 +13,13 @@ import pytest
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.inference.base import AssistantMessage, ChatCompletion, Choice, FunctionCall, ToolCallMessage
-from palaestra.sandbox.base import Slot
-from palaestra.tools.binding import SlotTools
+from palaestra.inference.engine import AssistantMessage, ChatCompletion, Choice, FunctionCall, ToolCallMessage
+from palaestra.sandbox.slot import Slot
 from palaestra.tools.builtin.clarify import User
-from palaestra.tools.notes import MAX_CHARS, Notes
-from palaestra.tools.registry import build_tool_registry
-from palaestra.tools.sessions import Session, Sessions
+from palaestra.tools.memory.notes import MAX_CHARS, Notes
+from palaestra.tools.memory.past_conversations import Session, Sessions
+from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.runtime.bound_tools import SlotTools
 
 
 async def no_slot() -> Slot:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from palaestra.processes.base import MAX_PROCESSES
 from palaestra.processes.registry import ProcessRegistry
-from palaestra.tools.binding import SlotTools
-from palaestra.tools.registry import build_tool_registry
+from palaestra.processes.session import MAX_PROCESSES
+from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.runtime.bound_tools import SlotTools
 
 if TYPE_CHECKING:
     from tests.tools.conftest import AtDesk, Desk

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from palaestra.core.types import JSON
-from palaestra.sandbox.base import Rung
+from palaestra.sandbox.slot import Rung
 
 if TYPE_CHECKING:
     from tests.tools.conftest import AtDesk, Desk

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from palaestra.rollouts.exec_tool import ExecTool
-from palaestra.tools.binding import SlotTools
+from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.tools.builtin.terminal import MAX_OUTPUT_CHARS
-from palaestra.tools.registry import build_tool_registry
+from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.runtime.bound_tools import SlotTools
 
 if TYPE_CHECKING:
     from tests.tools.conftest import AtDesk, Desk

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from palaestra.tools.binding import SlotTools
-from palaestra.tools.registry import build_tool_registry
+from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.runtime.bound_tools import SlotTools
 
 if TYPE_CHECKING:
     from tests.tools.conftest import AtDesk, Desk

@@ -6,9 +6,9 @@ import asyncio
 import json
 
 from palaestra.core.types import JSON
-from palaestra.sandbox.base import Slot
-from palaestra.tools.binding import SlotTools
-from palaestra.tools.registry import build_tool_registry
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.runtime.bound_tools import SlotTools
 
 
 async def no_slot() -> Slot:

@@ -17,12 +17,12 @@ import pytest
 
 from palaestra.core.errors import ToolServerRefused, ToolServerUnavailable
 from palaestra.core.types import JSON
-from palaestra.sandbox.base import Slot
-from palaestra.tools.binding import SlotTools
-from palaestra.tools.mcp import leash
-from palaestra.tools.mcp.config import MCPServerConfig
-from palaestra.tools.mcp.servers import MCPServers
-from palaestra.tools.registry import build_tool_registry
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.mcp import supervised_command
+from palaestra.tools.mcp.mcp_config import MCPServerConfig
+from palaestra.tools.mcp.run_servers import MCPServers
+from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.runtime.bound_tools import SlotTools
 from tools.mcp.serving import command, http_server, living
 
 pytest.importorskip("mcp", reason="needs the extra 'mcp'")
@@ -184,7 +184,7 @@ def test_the_leash_ends_a_server_when_we_are_killed() -> None:
     )
     ours = (
         "import os, subprocess, sys, time; "
-        f"leash = [sys.executable, '-I', '-S', {leash.__file__!r}, str(os.getpid())]; "
+        f"leash = [sys.executable, '-I', '-S', {supervised_command.__file__!r}, str(os.getpid())]; "
         f"subprocess.Popen([*leash, sys.executable, '-S', '-c', {parent!r}]); "
         "time.sleep(600)"
     )

@@ -8,9 +8,9 @@ import pytest
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.tools.mcp.config import MCPServerConfig, checked_names, configured, hand_over, read_servers
-from palaestra.tools.mcp.server import tool_names
-from palaestra.tools.mcp.servers import MCPServers
+from palaestra.tools.mcp.mcp_config import MCPServerConfig, checked_names, configured, hand_over, read_servers
+from palaestra.tools.mcp.mcp_server import tool_names
+from palaestra.tools.mcp.run_servers import MCPServers
 
 
 def test_names_are_what_model_servers_take_and_differ() -> None:

@@ -15,10 +15,10 @@ import pytest
 from palaestra.core.errors import IsolationUnavailable
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Slot
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.tools.executor import ToolExecutor
-from palaestra.tools.registry import build_tool_registry
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.runtime.executor import ToolExecutor
 from palaestra.tools.serving.executor_service import ExecutorService
 from tools.serving.asking import Client
 from tools.serving.held_clock import HeldClock

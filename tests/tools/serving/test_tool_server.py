@@ -15,15 +15,15 @@ from palaestra.core.errors import (
     ToolServerReplyError,
     ToolServerUnavailable,
 )
-from palaestra.core.listening import listening
+from palaestra.core.io.http_server import listening
 from palaestra.core.types import JSON
-from palaestra.sandbox.base import Slot
-from palaestra.tools.executor import ToolExecutor, ToolExecutorConfig
-from palaestra.tools.functions import tool
-from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.schema import ToolMistake, ToolRun
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.call_text import ToolCall, ToolResult
+from palaestra.tools.decorator import tool
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.serving.tool_server import ToolServer
-from palaestra.tools.wire import ToolCall, ToolResult
+from palaestra.tools.tool import ToolMistake, ToolRun
 from tools.serving.asking import Client
 from tools.serving.held_clock import HeldClock
 

@@ -12,9 +12,9 @@ import pytest
 from palaestra.core.errors import IsolationUnavailable, ToolUnavailable
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.base import Slot, SlotSpec
-from palaestra.tools.binding import SlotTools
-from palaestra.tools.registry import build_tool_registry, unrestricted
+from palaestra.sandbox.slot import Slot, SlotSpec
+from palaestra.tools.registry.registry import build_tool_registry, unrestricted
+from palaestra.tools.runtime.bound_tools import SlotTools
 from palaestra.tools.settings import ToolSettings
 
 from .seeing import SeeingServer, png

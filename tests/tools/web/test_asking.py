@@ -12,9 +12,9 @@ from palaestra.core.clock import ManualClock
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Blame
-from palaestra.inference.loopback import Answer, LoopbackServer
-from palaestra.tools.asking import Server, rows, text
-from palaestra.tools.schema import ToolMistake
+from palaestra.testing.fake_chat_server import Answer, LoopbackServer
+from palaestra.tools.net.json_client import Server, rows, text
+from palaestra.tools.tool import ToolMistake
 
 OK = Answer({"ok": True})
 

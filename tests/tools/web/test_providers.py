@@ -11,9 +11,9 @@ from aiohttp import web
 
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.types import JSON
-from palaestra.tools.schema import ToolMistake
 from palaestra.tools.settings import ToolSettings
-from palaestra.tools.web.providers.choosing import choose_reader, choose_searcher, reader, searcher
+from palaestra.tools.tool import ToolMistake
+from palaestra.tools.web.providers.select import choose_reader, choose_searcher, reader, searcher
 
 from .site import DOCUMENTS, KEY, PROVIDERS, Site
 

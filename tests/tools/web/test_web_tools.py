@@ -11,10 +11,10 @@ from aiohttp import web
 
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.types import JSON
-from palaestra.rollouts.context import ToolContext
-from palaestra.sandbox.base import Slot
-from palaestra.tools.binding import SlotTools
-from palaestra.tools.registry import build_tool_registry, unrestricted
+from palaestra.rollouts.grading.tool_context import ToolContext
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.registry.registry import build_tool_registry, unrestricted
+from palaestra.tools.runtime.bound_tools import SlotTools
 from palaestra.tools.settings import ToolSettings
 
 from .site import DOCUMENTS, KEY, Site, firecrawl, pages, searxng

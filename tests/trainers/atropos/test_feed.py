@@ -16,8 +16,8 @@ from talking import Talk, environment, group, trainer
 
 from palaestra.core.errors import TrainerRefused, TrainerUnavailable
 from palaestra.trainers.atropos.exchange import Exchange
-from palaestra.trainers.atropos.server import TrajectoryServer, serving
-from palaestra.trainers.atropos.standing import FeedSettings
+from palaestra.trainers.atropos.feed_settings import FeedSettings
+from palaestra.trainers.atropos.trajectory_server import TrajectoryServer, serving
 
 IMPATIENT = FeedSettings(name="words", group_size=2, max_token_length=32, poll_s=0.01, patience_s=0.05)
 

@@ -15,21 +15,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.figures import number
+from palaestra.core.numeric import number
 from palaestra.core.types import JSON, Message, Task, ToolStep
 from palaestra.envs.cheats.bank import BANK
-from palaestra.envs.cheats.base import Cheat
-from palaestra.inference.base import SessionContext
+from palaestra.envs.cheats.cheat import Cheat
 from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engine import SessionContext
 from palaestra.inference.engines.policies import Act, NoopPolicy, OraclePolicy, Policy
 from palaestra.inference.engines.scripted import ScriptedEngine
 from palaestra.rollouts.admission import AdmittedSlots
-from palaestra.rollouts.base import Environment
-from palaestra.rollouts.foundations import Foundations
+from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.group import GroupRun, Services
-from palaestra.rollouts.journal import Journal
-from palaestra.rollouts.progress import NullObserver
-from palaestra.rollouts.trajectory import Group
+from palaestra.rollouts.journal.journal import Journal
+from palaestra.rollouts.observe.console import NullObserver
+from palaestra.rollouts.records import Group
+from palaestra.rollouts.shared_setup import Foundations
 from palaestra.sandbox.pool import SlotPool
 
 FULL = 1.0

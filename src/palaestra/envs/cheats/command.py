@@ -11,20 +11,19 @@ from pathlib import Path
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.envs import flags
-from palaestra.envs.batch import RunLine
+from palaestra.envs.adapters.forms import Form, form_of
 from palaestra.envs.cheats.bank import BANK
-from palaestra.envs.cheats.base import Cheat
+from palaestra.envs.cheats.cheat import Cheat
 from palaestra.envs.cheats.check import Check, Line, Proof
-from palaestra.envs.config import HermesAgentEnvConfig
-from palaestra.envs.dotenv import read_dotenv
-from palaestra.envs.flags import CommandLine, Parsed, set_fields
-from palaestra.envs.forms import Form, form_of
-from palaestra.envs.loading import load_environment
-from palaestra.envs.running import opened, started
-from palaestra.envs.settings import make_pool
+from palaestra.envs.config.build import make_pool
+from palaestra.envs.config.command_line import UNSAID, CommandLine, Parsed, set_fields
+from palaestra.envs.config.dotenv import read_dotenv
+from palaestra.envs.config.fields import HermesAgentEnvConfig
+from palaestra.envs.discovery import load_environment
+from palaestra.envs.run.batch import RunLine
+from palaestra.envs.run.run import opened, started
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.servers import ServerGroup
+from palaestra.inference.server_group import ServerGroup
 
 
 def check_environment(
@@ -33,7 +32,7 @@ def check_environment(
     """Check the environment that `reference` names. Raises `ConfigError` for a cheat or setting there is not."""
     form = form_of(load_environment(reference, Path.cwd()))
     parsed = _parsed(form, reference, settings, {})
-    if not any(parsed.sources[f"env.{name}"] not in flags.UNSAID for name in form.check_values()):
+    if not any(parsed.sources[f"env.{name}"] not in UNSAID for name in form.check_values()):
         parsed = _parsed(form, reference, settings, form.check_values())
     return asyncio.run(_check(form, parsed, tasks, cheats_named(only), quiet))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from palaestra.envs.cheats.base import Cheat
+from palaestra.envs.cheats.cheat import Cheat
 
 _REWARD_LOOP = (
     "(setsid sh -c 'while :; do mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; "

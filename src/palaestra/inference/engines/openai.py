@@ -20,13 +20,13 @@ from palaestra.core.clock import Clock
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Message
-from palaestra.inference.base import ChatCompletion, ChatServer, SessionContext, TextCompletion, plain_messages
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.listing import listed_models, server_kind
-from palaestra.inference.refusals import shown
-from palaestra.inference.streaming import Delta, DeltaHook, ReplyReader
-from palaestra.inference.transport import Transport
-from palaestra.inference.wire import decode_completion, decode_text, plainer_history
+from palaestra.inference.engine import ChatCompletion, ChatServer, SessionContext, TextCompletion, plain_messages
+from palaestra.inference.http.chat_completions import decode_completion, decode_text, plainer_history
+from palaestra.inference.http.error_messages import shown
+from palaestra.inference.http.model_list import listed_models, server_kind
+from palaestra.inference.http.sse import Delta, DeltaHook, ReplyReader
+from palaestra.inference.http.transport import Transport
 
 logger = logging.getLogger(__name__)
 

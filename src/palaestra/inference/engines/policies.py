@@ -17,8 +17,8 @@ from typing import Protocol, TypeAlias
 
 from palaestra.core.errors import EngineUnavailable, TaskError
 from palaestra.core.types import JSON, Message, Say, Task, ToolStep
-from palaestra.inference.base import SessionContext
-from palaestra.inference.engines.recording import Recorded, read_policy_file, read_recording
+from palaestra.inference.engine import SessionContext
+from palaestra.inference.engines.recorded_policy import Recorded, read_policy_file, read_recording
 
 COMMANDS = "terminal"
 """The tool that runs the commands of a solution."""

@@ -17,7 +17,8 @@ import msgspec
 
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, Message, ToolStep
-from palaestra.inference.base import (
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engine import (
     AssistantMessage,
     ChatCompletion,
     ChatServer,
@@ -27,7 +28,6 @@ from palaestra.inference.base import (
     SessionContext,
     ToolCallMessage,
 )
-from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.policies import (
     COMMANDS,
     Act,
@@ -37,7 +37,7 @@ from palaestra.inference.engines.policies import (
     Policy,
     ReplayPolicy,
 )
-from palaestra.inference.engines.recording import Recorded
+from palaestra.inference.engines.recorded_policy import Recorded
 
 BYTES_PER_TOKEN = 4
 

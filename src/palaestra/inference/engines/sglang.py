@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from palaestra.core.types import JSON
-from palaestra.inference.base import Sampled
-from palaestra.inference.engines.token_server import TokenServer
-from palaestra.inference.wire import encode_json
+from palaestra.inference.engine import Sampled
+from palaestra.inference.engines.token_engine import TokenServer
+from palaestra.inference.http.chat_completions import encode_json
 
 _NAMES: Mapping[str, str] = {
     "max_tokens": "max_new_tokens",

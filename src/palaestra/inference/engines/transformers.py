@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ContextExceeded, EngineRefused
 from palaestra.core.types import JSON
-from palaestra.inference.base import Sampled
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engines.batching import Batcher
+from palaestra.inference.engine import Sampled
+from palaestra.inference.engines.batcher import Batcher
 from palaestra.inference.engines.sampling import Sampling
-from palaestra.inference.engines.token_chat import TokenChat
-from palaestra.inference.tokens import Tokenizer
+from palaestra.inference.engines.token_engine import TokenChat
+from palaestra.inference.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from palaestra.core.types import JSON
-from palaestra.inference.base import Sampled
-from palaestra.inference.engines.token_server import TokenServer
+from palaestra.inference.engine import Sampled
+from palaestra.inference.engines.token_engine import TokenServer
+from palaestra.inference.http.chat_completions import NOT_JSON, encode_json
 from palaestra.inference.ledger.prompts import ids_json
-from palaestra.inference.wire import NOT_JSON, encode_json
 
 _SPELLED = "token_id:"
 _NOT_SAID = b"null"

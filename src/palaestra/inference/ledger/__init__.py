@@ -1,6 +1,7 @@
 """The append-only record of the exact tokens of a rollout: written by `Ledger`, judged by `verify_ledger`."""
 
-from palaestra.inference.ledger.base import (
+from palaestra.inference.ledger.ledger import Ledger, Piece, RowView, pieces_of
+from palaestra.inference.ledger.records import (
     LEDGER_SCHEMA,
     LedgerRecord,
     Reason,
@@ -9,9 +10,8 @@ from palaestra.inference.ledger.base import (
     SegmentRecord,
     Span,
     Turn,
+    record_rows,
 )
-from palaestra.inference.ledger.ledger import Ledger, Piece, RowView, pieces_of
-from palaestra.inference.ledger.rows import record_rows
 from palaestra.inference.ledger.verify import Verdict, Violation, verify_ledger
 
 __all__ = [

@@ -16,8 +16,9 @@ from typing import cast
 
 import msgspec
 
-from palaestra.inference.base import Sampled
-from palaestra.inference.ledger.base import (
+from palaestra.inference.engine import Sampled
+from palaestra.inference.ledger.prompts import Prompt, WrittenIds, sent_checksum
+from palaestra.inference.ledger.records import (
     PROMPT_LOGPROB,
     UNTRAINED,
     Kind,
@@ -32,7 +33,6 @@ from palaestra.inference.ledger.base import (
     packed,
     unpacked,
 )
-from palaestra.inference.ledger.prompts import Prompt, WrittenIds, sent_checksum
 
 DIGEST_BYTES = 8
 

@@ -15,7 +15,7 @@ from typing import overload
 
 import msgspec
 
-from palaestra.inference.ledger.base import packed
+from palaestra.inference.ledger.records import packed
 
 LONG = 2048
 """From how many ids on their JSON is kept: it takes more room than they do, and so many are written in 0.03 ms."""

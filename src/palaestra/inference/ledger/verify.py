@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
-from palaestra.inference.ledger.base import (
+from palaestra.inference.ledger.ledger import DIGEST_BYTES, feed
+from palaestra.inference.ledger.records import (
     LEDGER_SCHEMA,
     PROMPT_LOGPROB,
     SEGMENT_REASONS,
@@ -26,7 +27,6 @@ from palaestra.inference.ledger.base import (
     packed,
     unpacked,
 )
-from palaestra.inference.ledger.ledger import DIGEST_BYTES, feed
 
 HIGHEST_LOGPROB = 1e-3
 """Above 0 by what rounding can do."""

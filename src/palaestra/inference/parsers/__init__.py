@@ -1,6 +1,6 @@
 """Tool calls in raw model text: one file per format, looked up by name."""
 
-from palaestra.inference.parsers.base import (
+from palaestra.inference.parsers.parser import (
     BrokenCall,
     Call,
     Event,

@@ -12,14 +12,14 @@ from importlib import import_module
 from typing import TypeVar, cast
 
 from palaestra.core.errors import ConfigError
-from palaestra.inference.parsers.base import Parser, ToolCallParser
-from palaestra.inference.parsers.grammar import Grammar, GrammarParser
+from palaestra.inference.parsers.parser import Parser, ToolCallParser
+from palaestra.inference.parsers.reader import Grammar, GrammarParser
 
 _GRAMMARS = {
     "deepseek_v3": "deepseek:DeepSeekV3",
     "deepseek_v3_1": "deepseek:DeepSeekV31",
-    "deepseek_v3_2": "dsml:DeepSeekV32",
-    "deepseek_v4": "dsml:DeepSeekV4",
+    "deepseek_v3_2": "deepseek_dsml:DeepSeekV32",
+    "deepseek_v4": "deepseek_dsml:DeepSeekV4",
     "glm45": "glm:Glm45",
     "glm47": "glm:Glm47",
     "gpt_oss": "gpt_oss:GptOss",
@@ -62,7 +62,7 @@ def get_parser(name: str) -> Parser:
         hint = f"; did you mean '{near[0]}'?" if near else "."
         raise UnknownParser(f"No tool-call parser is named '{name}'{hint} There are: {', '.join(list_parsers())}")
     module, _, grammar = place.partition(":")
-    found: type[Grammar] = getattr(import_module(f"palaestra.inference.parsers.{module}"), grammar)
+    found: type[Grammar] = getattr(import_module(f"palaestra.inference.parsers.formats.{module}"), grammar)
     return GrammarParser(name, found())
 
 

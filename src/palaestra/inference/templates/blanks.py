@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeAlias
 
 from palaestra.core.types import JSON
-from palaestra.inference.templates.marks import NONCE
+from palaestra.inference.templates.probe import NONCE
 
 _MARK = re.compile(rf"(B{NONCE}\d+z)")
 

@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.tokens import Tokenizer
+from palaestra.inference.tokenizers import Tokenizer
 
 _REFUSALS = (
     jinja2.TemplateError,

@@ -16,7 +16,7 @@ from jinja2.runtime import Context, Macro
 from palaestra.core.types import JSON
 from palaestra.inference.templates.blanks import Blank, Opaque
 from palaestra.inference.templates.jinja import ChatTemplate, Sandbox, tojson
-from palaestra.inference.templates.marks import NONCE
+from palaestra.inference.templates.probe import NONCE
 
 _PASSING = frozenset({"trim", "string", "length", "count", "default", "d", "upper", "lower"})
 """Filters that do nothing with a text but ask its methods, or hand it on."""

@@ -23,10 +23,10 @@ from typing import IO
 
 import msgspec
 
+from palaestra.core.io.append_file import writing
 from palaestra.core.types import JSON, Message
-from palaestra.rollouts.appending import writing
-from palaestra.rollouts.export.base import verdict
-from palaestra.rollouts.trajectory import Group, TokenRow, Trajectory
+from palaestra.rollouts.export.exporter import verdict
+from palaestra.rollouts.records import Group, TokenRow, Trajectory
 
 GROUP_LINE_SCHEMA = "palaestra.atropos_group/1"
 

@@ -9,14 +9,17 @@ from importlib import import_module
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
-from palaestra.rollouts.export.base import Exporter
+from palaestra.rollouts.export.exporter import Exporter
 
 FORMATS = {
-    "atropos": ("palaestra.rollouts.export.groups:AtroposExporter", "groups with tokens and scores, as a run writes"),
+    "atropos": (
+        "palaestra.rollouts.export.atropos_groups:AtroposExporter",
+        "groups with tokens and scores, as a run writes",
+    ),
     "openai": ("palaestra.rollouts.export.openai:OpenAIExporter", "messages and tools, as chat trainers read"),
     "sharegpt": ("palaestra.rollouts.export.sharegpt:ShareGPTExporter", "from/value turns with tags, in Hermes form"),
-    "atif": ("palaestra.rollouts.export.atif:AtifExporter", "ATIF v1.7 trajectories, one per line"),
-    "rows": ("palaestra.rollouts.export.rows:RowsExporter", "exact tokens for reinforcement learning"),
+    "atif": ("palaestra.rollouts.export.atif.write:AtifExporter", "ATIF v1.7 trajectories, one per line"),
+    "rows": ("palaestra.rollouts.export.token_rows:RowsExporter", "exact tokens for reinforcement learning"),
     "table": ("palaestra.rollouts.export.table:TableExporter", "one line per task: rewards and outcomes (CSV)"),
     "markdown": ("palaestra.rollouts.export.table:MarkdownExporter", "the same table, to paste into a page"),
 }

@@ -15,9 +15,9 @@ from typing import IO
 
 from palaestra.core.types import JSON, Message
 from palaestra.rollouts.export.atropos import encode_line
-from palaestra.rollouts.export.base import ExportMeta, ExportReport, apart
-from palaestra.rollouts.export.speech import Call, Said, calls_in_text, heard, unanswered
-from palaestra.rollouts.trajectory import Group, Trajectory
+from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, apart
+from palaestra.rollouts.export.messages import Call, Said, calls_in_text, heard, unanswered
+from palaestra.rollouts.records import Group, Trajectory
 
 MALFORMED = "has malformed arguments, kept as text"
 UNANSWERED = "has a call without a result"

@@ -16,10 +16,10 @@ from typing import IO
 
 from palaestra.core.types import JSON
 from palaestra.rollouts.export.atropos import encode_line
-from palaestra.rollouts.export.base import ExportMeta, ExportReport, apart
+from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, apart
+from palaestra.rollouts.export.messages import Call, Said, calls_in_text, heard
 from palaestra.rollouts.export.openai import facts, remarks_on
-from palaestra.rollouts.export.speech import Call, Said, calls_in_text, heard
-from palaestra.rollouts.trajectory import Group
+from palaestra.rollouts.records import Group
 
 _TOOLS_TEXT = """\
 You can call functions. Their signatures, as JSON schemas, stand between <tools> tags:

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO
 
-from palaestra.rollouts.export.base import ExportMeta, ExportReport
-from palaestra.rollouts.export.printable import printable
-from palaestra.rollouts.trajectory import Group
+from palaestra.core.printable import printable
+from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
+from palaestra.rollouts.records import Group
 
 COLUMNS = ("task", "rollouts", "scored", "mean", "best", "rewards", "outcomes", "error")
 _ERROR_CHARS = 200

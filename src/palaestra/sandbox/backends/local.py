@@ -50,15 +50,15 @@ from pathlib import Path
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError
 from palaestra.core.types import JSON, AllowList, Network
-from palaestra.sandbox import service as services
-from palaestra.sandbox import specs
-from palaestra.sandbox.base import Change, Fork, Rung, Slot, SlotSpec, Snapshot, View
-from palaestra.sandbox.client import SlotServer
 from palaestra.sandbox.images.store import ImageStore
-from palaestra.sandbox.proof import prove
-from palaestra.sandbox.reasons import explain
-from palaestra.sandbox.slot import LocalSlot, environment
-from palaestra.sandbox.slotd import allowlist, orders
+from palaestra.sandbox.isolation.hints import explain
+from palaestra.sandbox.isolation.self_test import prove
+from palaestra.sandbox.local.client import SlotServer
+from palaestra.sandbox.local.local_slot import LocalSlot, environment
+from palaestra.sandbox.service import service_client
+from palaestra.sandbox.slot import Change, Fork, Rung, Slot, SlotSpec, Snapshot, View, decode_lease, encode_lease
+from palaestra.sandbox.slotd.network import allowlist
+from palaestra.sandbox.slotd.protocol import init_messages
 
 BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)
 """The rungs this backend has, best first. The last only for who asks for it by name."""
@@ -96,7 +96,7 @@ class LocalBackend:
     ) -> None:
         self._wanted, self._required, self._native_init = rung, require, native_init
         self._images = images or ImageStore()
-        self._service = None if service is None else services.socket_path(service, service_directory)
+        self._service = None if service is None else service_client.socket_path(service, service_directory)
         self._server: SlotServer | None = None
         self._rung: Rung | None = None
         self._slots: dict[int, LocalSlot] = {}
@@ -162,7 +162,7 @@ class LocalBackend:
         if self._service is None:
             self._server = await SlotServer.start(rung.label, settings, self._on_lost)
         else:
-            self._server = await services.attach(self._service, rung.label, settings, self._on_lost)
+            self._server = await service_client.attach(self._service, rung.label, settings, self._on_lost)
 
     async def aclose(self) -> None:
         """End the server, every slot and every layer; leave a service, which keeps its slots. Idempotent."""
@@ -178,7 +178,7 @@ class LocalBackend:
         """Close, and end the service with all it holds, where this is one."""
         await self.aclose()
         if self._service is not None:
-            await services.end(self._service)
+            await service_client.end(self._service)
 
     @property
     def stays(self) -> bool:
@@ -189,7 +189,7 @@ class LocalBackend:
         """The slots that a service held when this backend attached to it, under new leases."""
         server, found = self._running(), []
         for lease in server.hello.get("leases", ()):
-            trajectory_id, spec = specs.decode(lease["about"])
+            trajectory_id, spec = decode_lease(lease["about"])
             slot = LocalSlot(server, spec, trajectory_id, self.rung, (lease["slot"], lease["epoch"]), self._forked)
             found.append(self._slots.setdefault(slot.epoch, slot))
         return list(found)
@@ -243,7 +243,7 @@ class LocalBackend:
             "warm_shell": spec.warm_shell and self.rung >= Rung.USERNS,
         }
         if self._service is not None:
-            fields["about"] = specs.encode(trajectory_id, spec)
+            fields["about"] = encode_lease(trajectory_id, spec)
         server = await self._living()
         reply = await server.make("create", fields, functools.partial(_unmake, server))
         if reply["exposed"]:
@@ -251,7 +251,7 @@ class LocalBackend:
                 f"slots with the network on reach cloud metadata addresses here: {reply['exposed']}; {_NARROWER}"
             )
         lease = (reply["slot"], reply["epoch"])
-        reach = server.reach(*lease, orders.environment(fields["env"]), fields["warm_shell"])
+        reach = server.reach(*lease, init_messages.environment(fields["env"]), fields["warm_shell"])
         slot = LocalSlot(server, spec, trajectory_id, self.rung, lease, self._forked, reach)
         self._slots[slot.epoch] = slot
         self._last_epoch = max(self._last_epoch, slot.epoch)

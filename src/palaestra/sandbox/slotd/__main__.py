@@ -7,6 +7,6 @@ import sys
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     layered = sys.argv[2] in ("full", "userns")
-    launch = importlib.import_module("slotd.launch" if layered else "slotd.confined.launch")
+    launch = importlib.import_module("slotd.bootstrap" if layered else "slotd.unprivileged.unprivileged_bootstrap")
     del sys.path[0]
     sys.exit(launch.main(sys.argv[1:]))

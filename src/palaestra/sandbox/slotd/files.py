@@ -19,7 +19,7 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 from . import syscalls
-from .stack import UNFINISHED, kind_of
+from .layers.overlay import UNFINISHED, kind_of
 
 WORKSPACE = "/workspace"
 MAX_ENTRIES = 200_000

@@ -15,21 +15,24 @@ import resource
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from . import cgroups, command_requests, files, frames, handing, listings
-from .background_requests import BackgroundRequests
-from .command_requests import FIRST_CHILD, CommandRequests
-from .frames import CHUNK, Fields, Frame, Kind
-from .gates import Gates
-from .keep_requests import Books, KeepRequests
-from .keeping import Keeper
-from .link import Link
-from .looking import Looking
-from .loop import Job, Loop
-from .orders import environment
-from .slots import Lease, Slot, State
-from .spills import Shelf
-from .transfers import Conversation, Download, Upload
-from .workshop import CannotMake, Layer, Place, Workshop
+from . import files
+from .event_loop import Job, Loop
+from .exec.output import Shelf
+from .layers.checkpoint import Keeper
+from .namespaced import cgroups
+from .network.egress import Gates
+from .protocol import frames
+from .protocol.connection import Link
+from .protocol.frames import CHUNK, Fields, Frame, Kind
+from .protocol.init_messages import environment
+from .requests import command_requests, handover, streams
+from .requests.background_requests import BackgroundRequests
+from .requests.command_requests import FIRST_CHILD, CommandRequests
+from .requests.inspect import Looking
+from .requests.snapshot_requests import Books, KeepRequests
+from .requests.streams import Conversation, Download, Upload
+from .rung import CannotMake, Layer, Place, Workshop
+from .server_slot import Lease, Slot, State
 
 _log = logging.getLogger("slotd")
 
@@ -60,7 +63,7 @@ class RequestError(Exception):
 class Server:
     """One per run. `open_workshop` makes the rung's ways ready, from the settings of the client's HELLO.
 
-    `hands` is where a client that may have them gets the roots of its slots (`handing.py`).
+    `hands` is where a client that may have them gets the roots of its slots (`handover.py`).
     """
 
     def __init__(
@@ -202,7 +205,7 @@ class Server:
         line = None
         if self._hands is not None:
             place, line = self._locate(slot, "/"), slot.open_line()
-            handing.give(self._hands, slot.lease.epoch, place.owner, place.root, line)
+            handover.give(self._hands, slot.lease.epoch, place.owner, place.root, line)
         self._reply(frame, {"slot": slot.lease.name, "epoch": slot.lease.epoch, "exposed": exposed})
         if line is None:
             slot.requests.warm_up()
@@ -343,7 +346,7 @@ class Server:
 
     def _give(self, frame: Frame, entries: Iterable[Fields | None]) -> Job:
         """Answer with a list of any length; None among the entries is a pause."""
-        listing = listings.Listing()
+        listing = streams.Listing()
         try:
             yield from listing.fill(entries)
             listing.send(frame.request, self._link, self._talks)

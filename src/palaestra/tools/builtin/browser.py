@@ -14,13 +14,13 @@ from dataclasses import replace
 from functools import partial
 
 from palaestra.core.types import JSON
-from palaestra.tools.browser import launching
-from palaestra.tools.browser.pages import Shown
-from palaestra.tools.browser.session import BrowserSession
-from palaestra.tools.schema import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.browser import launch
+from palaestra.tools.browser.accessibility_tree import Shown
+from palaestra.tools.browser.browser_session import BrowserSession
 from palaestra.tools.settings import ToolSettings
-from palaestra.tools.vision.asking import look, vision_problem
-from palaestra.tools.vision.images import Image
+from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.vision.ask_model import look, vision_problem
+from palaestra.tools.vision.image_format import Image
 
 MAX_IMAGES = 100
 _SHOWN_URL_CHARS = 500
@@ -37,7 +37,7 @@ def browser_tools(settings: ToolSettings) -> tuple[Tool, ...]:
     """The tools, told what they may reach."""
 
     def missing() -> str | None:
-        return launching.absent(settings.browser_executable)
+        return launch.absent(settings.browser_executable)
 
     def missing_eyes() -> str | None:
         return missing() or vision_problem(settings)
@@ -56,7 +56,7 @@ def browser_tools(settings: ToolSettings) -> tuple[Tool, ...]:
 
 
 async def _run(action: _Action, settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    if (reason := launching.absent(settings.browser_executable)) is not None:
+    if (reason := launch.absent(settings.browser_executable)) is not None:
         raise ToolMistake(f"There is no browser here: {reason}")
     session = run.state(BrowserSession)
     async with session.turn:

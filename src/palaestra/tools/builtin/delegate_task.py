@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from palaestra.core.types import JSON, Outcome
-from palaestra.tools.delegation import Assignment, Delegation, Report
-from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.runtime.delegation import Assignment, Delegation, Report
+from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_TASKS = 3
 """How many sub-agents one call may start; they work at the same time."""

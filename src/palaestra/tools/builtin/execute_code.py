@@ -19,12 +19,12 @@ from importlib.resources import files
 
 from palaestra.core.errors import SandboxError
 from palaestra.core.types import JSON
-from palaestra.sandbox.base import WORKSPACE, Process, Slot
+from palaestra.sandbox.slot import WORKSPACE, Process, Slot
 from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, bounded, clamp_timeout
-from palaestra.tools.inside import Inside
-from palaestra.tools.programs.channel import MAX_REQUEST_BYTES, BrokenChannel, Channel
-from palaestra.tools.programs.modules import MODULE, module_text
-from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.programs.generated_module import MODULE, module_text
+from palaestra.tools.programs.host_channel import MAX_REQUEST_BYTES, BrokenChannel, Channel
+from palaestra.tools.runtime.inner_calls import Inside
+from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_CALLS = 50
 """How many calls one program may make."""
@@ -143,7 +143,7 @@ async def run_execute_code(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
 async def _write(slot: Slot, folder: str, code: str, run: ToolRun) -> None:
     """Put the program into the slot, with the module and what runs it. Raises `ToolMistake` where that cannot be."""
     callable_ones = [schema for schema in run.schemas() if schema.name not in NOT_FROM_PROGRAMS]
-    supervisor = files("palaestra.tools.programs").joinpath("supervisor.py").read_text(encoding="utf-8")
+    supervisor = files("palaestra.tools.programs").joinpath("program_supervisor.py").read_text(encoding="utf-8")
     module = module_text(callable_ones)
     try:
         for name, text in (("program.py", code), (f"{MODULE}.py", module), ("supervisor.py", supervisor)):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 
-from palaestra.tools.schema import ToolMistake
+from palaestra.tools.tool import ToolMistake
 
 _MAX_ALTERNATIVES = 64
 _MAX_CHARS = 4096

@@ -1,4 +1,4 @@
-"""The `memory` tool: notes that later sessions see. Where they are kept is `tools/notes.py`.
+"""The `memory` tool: notes that later sessions see. Where they are kept is `tools/memory/notes.py`.
 
 Rollouts have none unless their environment says so: the agent loop answers the call itself there.
 """
@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Mapping
 
 from palaestra.core.types import JSON
-from palaestra.tools.notes import MAX_CHARS, Notes, written
-from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.memory.notes import MAX_CHARS, Notes, written
+from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 SCHEMA = ToolSchema(
     name="memory",

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 
 from palaestra.core.types import JSON
-from palaestra.processes.base import MAX_OUTPUT_CHARS
 from palaestra.processes.registry import ProcessRegistry
-from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.processes.session import MAX_OUTPUT_CHARS
+from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 LOG_LINES = 200
 

@@ -12,11 +12,11 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from palaestra.core.types import JSON
-from palaestra.sandbox.base import WORKSPACE, Slot
+from palaestra.sandbox.slot import WORKSPACE, Slot
 from palaestra.tools.builtin.globs import name_filter
-from palaestra.tools.builtin.search_engines import Query, count_matches, list_files, matching_lines
-from palaestra.tools.builtin.text import KINDS, file_info, in_full, not_found
-from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.builtin.search_backends import Query, count_matches, list_files, matching_lines
+from palaestra.tools.builtin.text_files import KINDS, file_info, in_full, not_found
+from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_LIMIT = 500
 MAX_LINE_CHARS = 500

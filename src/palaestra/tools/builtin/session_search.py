@@ -1,4 +1,4 @@
-"""The `session_search` tool: what was said in earlier conversations. Where they are kept is `tools/sessions.py`.
+"""The `session_search` tool: search earlier conversations (`tools/memory/past_conversations.py`).
 
 It shows what was said and does not have a model sum it up: the same question gets the same answer, at no cost. Rollouts
 have none unless their environment says so: the agent loop answers the call itself there.
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from palaestra.core.types import JSON
-from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
-from palaestra.tools.sessions import Found, Sessions
+from palaestra.tools.memory.past_conversations import Found, Sessions
+from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 SCHEMA = ToolSchema(
     name="session_search",

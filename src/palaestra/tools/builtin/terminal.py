@@ -1,6 +1,6 @@
 """The `terminal` tool: one shell command in the rollout's slot, run to its end or its time limit.
 
-Commands that go on in the background are started by `background.py`, which has their parameters too.
+Commands that go on in the background are started by `terminal_background.py`, which has their parameters too.
 
 Invariant (S5): the reply is bounded whatever a command prints and tells the true total. Where the middle was cut out
 a file in the slot holds all of it, or its first megabytes, and the reply says how much. A command is never run twice.
@@ -13,11 +13,11 @@ from collections.abc import Mapping
 
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
-from palaestra.sandbox.base import WORKSPACE, ExecutionResult, Slot
-from palaestra.tools.approval import Approvals
-from palaestra.tools.builtin import background
-from palaestra.tools.builtin.text import in_full, reason
-from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.sandbox.slot import WORKSPACE, ExecutionResult, Slot
+from palaestra.tools.builtin import terminal_background
+from palaestra.tools.builtin.text_files import in_full, reason
+from palaestra.tools.human.approval import Approvals
+from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1.0, 600.0
 MAX_OUTPUT_CHARS = 50_000
@@ -52,7 +52,7 @@ SCHEMA = ToolSchema(
             "type": "string",
             "description": f"Directory to run in, absolute or relative to {WORKSPACE}, which is the default.",
         },
-        **background.PARAMETERS,
+        **terminal_background.PARAMETERS,
     },
     required=("command",),
 )
@@ -84,8 +84,8 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
     if (refusal := await run.state(Approvals).refusal(arguments["command"], run.task_id)) is not None:
         return {**_reply("", -1, refusal), "status": "blocked"}
     if arguments.get("background"):
-        return await background.start(arguments, run)
-    misplaced = [name for name in background.ONLY_WITH_BACKGROUND if arguments.get(name)]
+        return await terminal_background.start(arguments, run)
+    misplaced = [name for name in terminal_background.ONLY_WITH_BACKGROUND if arguments.get(name)]
     if misplaced:
         raise ToolMistake(f"{misplaced[0]} needs background=true; nothing was run")
     timeout_s = clamp_timeout(arguments.get("timeout", run.timeout_s))

@@ -12,10 +12,10 @@ import asyncio
 from collections.abc import Mapping
 
 from palaestra.core.types import JSON
-from palaestra.sandbox.base import WORKSPACE, Shell, Slot
-from palaestra.tools.approval import Approvals
+from palaestra.sandbox.slot import WORKSPACE, Shell, Slot
 from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, check_command, clamp_timeout, reply_to
-from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.human.approval import Approvals
+from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 SCHEMA = ToolSchema(
     name="terminal_stateful",

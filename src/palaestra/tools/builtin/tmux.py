@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
 from palaestra.processes import output
-from palaestra.processes.base import MAX_OUTPUT_CHARS
-from palaestra.sandbox.base import TerminalSize
-from palaestra.sandbox.terminal import ScreenShot, Terminal
-from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.processes.session import MAX_OUTPUT_CHARS
+from palaestra.sandbox.slot import TerminalSize
+from palaestra.sandbox.terminal.terminal import ScreenShot, Terminal
+from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 ROWS, COLUMNS = 40, 160
 DEFAULT_MAX_WAIT_S, MIN_QUIET_S, LONGEST_WAIT_S = 10.0, 0.1, 30.0

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from functools import partial
 
 from palaestra.core.types import JSON
-from palaestra.tools.builtin.text import file_info, in_full, read_file_bytes
-from palaestra.tools.schema import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.builtin.text_files import file_info, in_full, read_file_bytes
+from palaestra.tools.net.host_policy import Reachable
 from palaestra.tools.settings import ToolSettings
-from palaestra.tools.vision.asking import look, vision_problem
-from palaestra.tools.vision.images import Image, from_data_url, recognised
-from palaestra.tools.web.addresses import Reachable
-from palaestra.tools.web.fetching import Unreadable, fetch
+from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.vision.ask_model import look, vision_problem
+from palaestra.tools.vision.image_format import Image, from_data_url, recognised
+from palaestra.tools.web.fetch import Unreadable, fetch
 
 SCHEMA = ToolSchema(
     name="vision_analyze",

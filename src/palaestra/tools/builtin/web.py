@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from functools import partial
 
 from palaestra.core.types import JSON
-from palaestra.tools.schema import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.net.host_policy import Reachable
 from palaestra.tools.settings import ToolSettings
-from palaestra.tools.web.addresses import Reachable
-from palaestra.tools.web.base import Page, PageReader, Searcher
-from palaestra.tools.web.providers.choosing import Choice, choose_reader, choose_searcher, reader, searcher
-from palaestra.tools.web.reading import Fetcher, Screened
+from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.web.page_text import Fetcher, Screened
+from palaestra.tools.web.provider import Page, PageReader, Searcher
+from palaestra.tools.web.providers.select import Choice, choose_reader, choose_searcher, reader, searcher
 
 MAX_RESULTS = 20
 MAX_PAGES = 5

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 
 from palaestra.core.types import JSON
 from palaestra.tools.builtin.web import shown
-from palaestra.tools.schema import FunctionTool, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.net.host_policy import Reachable
 from palaestra.tools.settings import ToolSettings
-from palaestra.tools.web.addresses import Reachable
-from palaestra.tools.web.crawling import Crawled, Crawler
-from palaestra.tools.web.providers.choosing import choose_reader
-from palaestra.tools.web.reading import Fetcher
+from palaestra.tools.tool import FunctionTool, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.web.crawl import Crawled, Crawler
+from palaestra.tools.web.page_text import Fetcher
+from palaestra.tools.web.providers.select import choose_reader
 
 MAX_PAGES, MAX_DEPTH = 20, 3
 PAGE_CHARS = 3_000

@@ -11,8 +11,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
-from palaestra.tools.patching.places import places
-from palaestra.tools.patching.v4a import FileChange, Hunk, PatchError
+from palaestra.tools.patching.suggest import places
+from palaestra.tools.patching.v4a_parse import FileChange, Hunk, PatchError
 
 _MAX_LINES_LOOKED_AT = 20_000_000
 """Lines of the file times changes of the patch: so much is looked through at most."""

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable
 from typing import TypeVar
 
 from palaestra.core.errors import InfraError
-from palaestra.sandbox.base import MAX_FILE_BYTES, WORKSPACE, FileInfo, Slot
+from palaestra.sandbox.slot import MAX_FILE_BYTES, WORKSPACE, FileInfo, Slot
 from palaestra.tools.serving.payloads import (
     ArtifactArchiveRequestPayload,
     ArtifactArchiveResponsePayload,

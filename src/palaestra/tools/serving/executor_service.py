@@ -20,13 +20,14 @@ from pydantic import BaseModel
 
 from palaestra.core.clock import Clock
 from palaestra.core.errors import InfraError
-from palaestra.core.listening import listening
+from palaestra.core.io.http_server import listening
 from palaestra.core.types import JSON
-from palaestra.sandbox.base import Slot
 from palaestra.sandbox.pool import SlotPool
-from palaestra.tools.executor import ToolExecutor
-from palaestra.tools.leases import Leases
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.runtime.executor import ToolExecutor
+from palaestra.tools.runtime.ttl import Leases
 from palaestra.tools.serving import artifacts
+from palaestra.tools.serving.http_common import MOST_REQUEST_BYTES, Refusal, beside, read, route
 from palaestra.tools.serving.payloads import (
     ArtifactArchiveRequestPayload,
     ArtifactArchiveResponsePayload,
@@ -38,7 +39,6 @@ from palaestra.tools.serving.payloads import (
     ToolExecutorReleaseRequest,
     ToolResultPayload,
 )
-from palaestra.tools.serving.web import MOST_REQUEST_BYTES, Refusal, beside, read, route
 
 DEFAULT_LEASE_S = 1800.0
 DEFAULT_DRAIN_S = 60.0

@@ -10,7 +10,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, Field
 
 from palaestra.core.types import JSON
-from palaestra.tools.wire import ToolCall, ToolResult
+from palaestra.tools.call_text import ToolCall, ToolResult
 
 
 class ToolCallPayload(BaseModel):

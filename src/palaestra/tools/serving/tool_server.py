@@ -18,20 +18,16 @@ from aiohttp import web
 
 from palaestra.core.clock import Clock
 from palaestra.core.errors import PalaestraError
-from palaestra.core.listening import listening
+from palaestra.core.io.http_server import listening
 from palaestra.core.types import JSON
-from palaestra.sandbox.base import Slot
-from palaestra.tools.binding import SlotTools
+from palaestra.sandbox.slot import Slot
 from palaestra.tools.builtin.terminal import clamp_timeout
-from palaestra.tools.leases import Leases
-from palaestra.tools.registry import ToolRegistry
-from palaestra.tools.schema import FunctionTool, ToolMistake
-from palaestra.tools.serving.payloads import (
-    ToolExecutorReleaseRequest,
-    ToolServerExecuteRequest,
-    ToolServerResultPayload,
-)
-from palaestra.tools.serving.web import (
+from palaestra.tools.call_text import ToolResult, result_of
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.scoped_objects import States
+from palaestra.tools.runtime.ttl import Leases
+from palaestra.tools.serving.http_common import (
     MOST_REQUEST_BYTES,
     Answer,
     Handle,
@@ -41,8 +37,12 @@ from palaestra.tools.serving.web import (
     respond,
     route,
 )
-from palaestra.tools.states import States
-from palaestra.tools.wire import ToolResult, result_of
+from palaestra.tools.serving.payloads import (
+    ToolExecutorReleaseRequest,
+    ToolServerExecuteRequest,
+    ToolServerResultPayload,
+)
+from palaestra.tools.tool import FunctionTool, ToolMistake
 
 DEFAULT_TIMEOUT_S = 120.0
 DEFAULT_LEASE_S = 3600.0

@@ -15,7 +15,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from palaestra.trainers.atropos.events import (
+from palaestra.trainers.atropos.batch_packing import exact, whole
+from palaestra.trainers.atropos.server_events import (
     AnyEvent,
     BatchTaken,
     DataReset,
@@ -25,7 +26,6 @@ from palaestra.trainers.atropos.events import (
     TrainerRegistered,
     TrainerStarted,
 )
-from palaestra.trainers.atropos.packing import exact, whole
 from palaestra.trainers.atropos.wire import EnvRegistration, Refusal, Registration, ScoredData
 
 MIN_ENV_WEIGHT = 0.01

@@ -22,11 +22,11 @@ from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import TrainerRefused, TrainerUnavailable
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON
-from palaestra.trainers.atropos.client import Answer, TrajectoryClient
-from palaestra.trainers.atropos.link import Link
-from palaestra.trainers.atropos.outgoing import Deliveries
-from palaestra.trainers.atropos.standing import FeedSettings, Standing
-from palaestra.trainers.atropos.volatile import Memory
+from palaestra.trainers.atropos.connection_state import Link
+from palaestra.trainers.atropos.feed_settings import FeedSettings, Standing
+from palaestra.trainers.atropos.groups import Deliveries
+from palaestra.trainers.atropos.http_client import Answer, TrajectoryClient
+from palaestra.trainers.atropos.unsaved_groups import Memory
 
 logger = logging.getLogger(__name__)
 

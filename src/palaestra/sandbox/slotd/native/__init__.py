@@ -12,7 +12,8 @@ import hashlib
 import os
 from collections.abc import Sequence
 
-from .. import orders, syscalls
+from .. import syscalls
+from ..protocol import init_messages
 
 SOURCES = ("init.c", "steps.c", "steps.h")
 """What the binary depends on, in the order of its digest."""
@@ -85,4 +86,4 @@ def _answers(program: int) -> bool:
     except OSError:
         return False
     _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status) == _ANSWER + orders.VERSION
+    return os.waitstatus_to_exitcode(status) == _ANSWER + init_messages.VERSION

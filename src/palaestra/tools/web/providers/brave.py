@@ -6,8 +6,8 @@ import html
 import re
 from dataclasses import dataclass
 
-from palaestra.tools.asking import Server, rows, text
-from palaestra.tools.web.base import Found
+from palaestra.tools.net.json_client import Server, rows, text
+from palaestra.tools.web.provider import Found
 
 BASE_URL = "https://api.search.brave.com"
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.types import JSON
-from palaestra.tools.asking import text
-from palaestra.tools.web.base import Found
+from palaestra.tools.net.json_client import text
+from palaestra.tools.web.provider import Found
 
 TIMEOUT_S = 20
 

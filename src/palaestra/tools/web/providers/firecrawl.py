@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from palaestra.core.types import JSON
-from palaestra.tools.asking import Server, rows, text
-from palaestra.tools.schema import ToolMistake
-from palaestra.tools.web.base import Found, Page
+from palaestra.tools.net.json_client import Server, rows, text
+from palaestra.tools.tool import ToolMistake
+from palaestra.tools.web.provider import Found, Page
 
 BASE_URL = "https://api.firecrawl.dev"
 

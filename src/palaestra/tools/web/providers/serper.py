@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from palaestra.tools.asking import Server, rows, text
-from palaestra.tools.web.base import Found
+from palaestra.tools.net.json_client import Server, rows, text
+from palaestra.tools.web.provider import Found
 
 BASE_URL = "https://google.serper.dev"
 

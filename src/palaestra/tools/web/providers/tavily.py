@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from palaestra.tools.asking import Server, rows, text
-from palaestra.tools.web.base import Found, Page
+from palaestra.tools.net.json_client import Server, rows, text
+from palaestra.tools.web.provider import Found, Page
 
 BASE_URL = "https://api.tavily.com"
 

@@ -1,0 +1,108 @@
+"""Sub-agents for tool calls that no agent loop of ours makes: whom `delegate_task` asks then, and within what limits.
+
+    ToolSession(delegates=Delegates(APIServerConfig(base_url="http://127.0.0.1:8000/v1", model_name="m")))
+
+For a `ToolExecutor` and a `ToolSession`, whose callers bring calls and no model. Rollouts have sub-agents of their own
+agent. Invariant: nothing is asked before the first work, and what a task's sub-agents use counts for the task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from palaestra.agent.budget import Budget
+from palaestra.agent.loop import HermesAgentLoop
+from palaestra.agent.result import Subagent
+from palaestra.agent.subagents import Subagents
+from palaestra.core.types import JSON
+from palaestra.inference.config import ServerBaseline
+from palaestra.inference.engine import Engine, SessionContext
+from palaestra.inference.server_group import ServerGroup
+from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.delegation import Assignment, Report, Work
+
+
+class Delegates:
+    """Sub-agents that ask `servers`, for the tasks of one executor or session. Implements `DelegationSource`.
+
+    `max_turns` and the sampling settings are those of each sub-agent; `budget` is for all of one task, but its seconds
+    for each piece of work. `on_end` is told of every sub-agent with the id of its task, however it ended: its `result`
+    has the conversation and, from a token-exact server, the tokens.
+
+    Raises `ConfigError` for servers that there cannot be, `EngineError` in a call for one that cannot be had.
+    """
+
+    def __init__(
+        self,
+        servers: ServerBaseline | Sequence[ServerBaseline],
+        *,
+        max_turns: int = 30,
+        temperature: float = 1.0,
+        max_tokens: int | None = None,
+        max_context_tokens: int | None = None,
+        extra_body: Mapping[str, JSON] | None = None,
+        budget: Budget | None = None,
+        on_end: Callable[[str, Subagent], None] | None = None,
+    ) -> None:
+        ServerGroup(servers)  # says now what is wrong with them; one that is used belongs to the loop that opens it
+        self._servers = servers
+        self._max_turns = max_turns
+        self._temperature = temperature
+        self._max_tokens = max_tokens
+        self._max_context_tokens = max_context_tokens
+        self._extra_body = extra_body
+        self._budget = budget or Budget()
+        self._on_end = on_end
+        self._opening = asyncio.Lock()
+        self._engine: Engine | None = None
+
+    def work(self, tools: SlotTools) -> Work:
+        """Who works for the task that has these tools."""
+        subagents: Subagents | None = None
+
+        async def work(assignments: Sequence[Assignment]) -> list[Report]:
+            nonlocal subagents
+            if subagents is None:
+                subagents = Subagents(await self._above(tools.task_id), tools, wall_s=self._budget.wall_s)
+            try:
+                return await subagents.work(assignments)
+            finally:
+                self._tell(tools.task_id, subagents.loop.result.subagents)
+
+        return work
+
+    async def aclose(self) -> None:
+        """Close the connections, when no work is under way. Later work opens them anew. Idempotent."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.aclose()
+
+    async def _above(self, task_id: str) -> HermesAgentLoop:
+        """The loop that stands for a task's caller: it never runs, and has the limits and what is used of them."""
+        return HermesAgentLoop(
+            (await self._opened()).session(SessionContext(task_id)),
+            (),
+            (),
+            max_turns=self._max_turns,
+            task_id=task_id,
+            temperature=self._temperature,
+            max_tokens=self._max_tokens,
+            extra_body=self._extra_body,
+            max_context_tokens=self._max_context_tokens,
+            budget=self._budget,
+        )
+
+    async def _opened(self) -> Engine:
+        async with self._opening:
+            if self._engine is None:
+                engine = ServerGroup(self._servers)
+                await engine.start()
+                self._engine = engine
+            return self._engine
+
+    def _tell(self, task_id: str, ended: list[Subagent]) -> None:
+        if self._on_end is not None:
+            for each in ended:
+                self._on_end(task_id, each)
+        ended.clear()

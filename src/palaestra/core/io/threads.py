@@ -1,0 +1,114 @@
+"""Plain functions that are not ours, called in threads: they may take as long as they like, or never come back.
+
+Not for blocking work of our own, which ends (`asyncio.to_thread`). Invariant: such a function holds up neither the loop
+nor the process: a call that nobody waits for any more has no place, and no thread is waited for at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+from palaestra.core.uncharged_time import take_turn
+
+T = TypeVar("T")
+
+MAX_THREADS = 64
+"""How many calls of one loop may be waited for at the same time."""
+
+_places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+_idle: list[OneThread] = []
+os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of them
+
+
+async def in_own_thread(function: Callable[[], T]) -> T:
+    """What the function returns or raises, called in a thread that does nothing else meanwhile, with the context of who
+    awaits it.
+
+    Cancelling leaves the thread to itself. `StopIteration` comes as `RuntimeError`, as out of any coroutine.
+    """
+    places = _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
+    await take_turn(places)
+    thread = _idle.pop() if _idle else OneThread("function")
+    ended = False
+
+    def work() -> T:
+        nonlocal ended
+        try:
+            return function()
+        finally:
+            ended = True
+
+    try:
+        return await thread.call(work)
+    finally:
+        places.release()
+        if ended:
+            _idle.append(thread)
+        else:
+            thread.close()
+
+
+class OneThread:
+    """A thread for calls that must all be made in the same one, one after the other, as the steps of a generator.
+
+    It begins with the first call and ends after `close`; nobody waits for it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """What the function returns or raises; as `in_own_thread` otherwise."""
+        loop, context = asyncio.get_running_loop(), copy_context()
+        ended: asyncio.Future[None] = loop.create_future()
+        returned: list[T] = []
+        raised: list[BaseException] = []
+
+        def tell() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        def work() -> None:
+            try:
+                returned.append(context.run(function))
+            except BaseException as error:  # whoever waits for it decides
+                raised.append(error)
+            with contextlib.suppress(RuntimeError):  # the loop has ended in the meantime
+                loop.call_soon_threadsafe(tell)
+
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._calls.put(work)
+        await ended
+        if raised:
+            raise raised[0]
+        return returned[0]
+
+    def close(self) -> None:
+        """Let the thread end after the call that is under way. Idempotent."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (work := self._calls.get()) is not None:
+            work()
+            del work  # and with it what the call was given, while the next one is waited for
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The loop that runs in this thread."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -1,0 +1,114 @@
+"""Synchronous calls inside an async function, on the one event loop, without blocking it.
+
+`await bridged(coroutine)` runs the coroutine in a greenlet. Inside it, `wait_for_sync(awaitable)` looks like a
+blocking call: it switches to the parent greenlet, which awaits on the loop, and comes back with the value. This is
+how a reward function written as `async def` may call `ctx.terminal(...)` without `await`. The mechanism is the one
+SQLAlchemy uses for its asyncio extension.
+
+It keeps: the loop runs on while a sync call waits; cancellation reaches the waiting call; context variables are shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine, Generator
+from typing import Any, TypeVar
+
+from greenlet import getcurrent, greenlet
+
+from palaestra.core.io.threads import running_loop
+
+T = TypeVar("T")
+
+
+class _Yield:
+    """The bridged coroutine awaits a future: hand it to the loop."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: object) -> None:
+        self.future = future
+
+
+class _Wait:
+    """A synchronous call inside the bridged coroutine wants this awaited."""
+
+    __slots__ = ("awaitable",)
+
+    def __init__(self, awaitable: Awaitable[object]) -> None:
+        self.awaitable = awaitable
+
+
+class _Driver(greenlet):  # type: ignore[misc]
+    """Runs one coroutine in a greenlet of its own, sharing its parent's context variables."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        parent = getcurrent()
+        super().__init__(self._drive, parent)
+        self.coroutine = coroutine
+        self.gr_context = parent.gr_context
+
+    def _drive(self) -> object:
+        value: object = None
+        error: BaseException | None = None
+        while True:
+            try:
+                future = self.coroutine.send(value) if error is None else self.coroutine.throw(error)
+            except StopIteration as stop:
+                return stop.value
+            value, error = None, None
+            try:
+                value = self.hand_over(_Yield(future))
+            except BaseException as thrown:
+                error = thrown
+
+    def hand_over(self, request: object) -> object:
+        """Give control to the parent until it has an answer."""
+        assert self.parent is not None
+        return self.parent.switch(request)
+
+
+class _Bridged(Awaitable[T]):
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._driver = _Driver(coroutine)
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        driver = self._driver
+        request = driver.switch()
+        while not driver.dead:
+            try:
+                if isinstance(request, _Wait):
+                    answer = yield from request.awaitable.__await__()
+                else:
+                    answer = yield request.future
+            except BaseException as error:
+                request = driver.throw(error)
+            else:
+                request = driver.switch(answer)
+        result: T = request
+        return result
+
+
+async def bridged(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await the coroutine such that `wait_for_sync` works in it and in everything it calls synchronously."""
+    return await _Bridged(coroutine)
+
+
+def wait_for_sync(coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEventLoop, twin: str) -> T:
+    """Wait for `coroutine` from synchronous code, without blocking `loop`.
+
+    Inside `bridged` it switches to the loop; from another thread it posts to the loop and blocks that thread only. On
+    the loop's own thread outside the bridge (a task the caller started itself) it would deadlock, so it raises
+    `RuntimeError` naming `twin`, the async method to await instead.
+    """
+    current = getcurrent()
+    if isinstance(current, _Driver):
+        answer: T = current.hand_over(_Wait(coroutine))  # type: ignore[assignment]
+        return answer
+    if running_loop() is not None:
+        coroutine.close()
+        raise RuntimeError(
+            f"a synchronous tool call was made from a task of the event loop that Palaestra does not drive; "
+            f"await {twin} there instead"
+        )
+    return asyncio.run_coroutine_threadsafe(coroutine, loop).result()

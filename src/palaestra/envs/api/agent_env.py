@@ -1,0 +1,295 @@
+"""`AgentEnvConfig`: the settings of environments whose agent writes its tool calls as text.
+
+The contract's fields and defaults; those of a backend or a service that this version does not have are kept, so that
+existing scripts run, and a run that sets one says so. What would weaken isolation if ignored is not ignored.
+
+`AgentEnv`: the class form of an environment whose agent writes its tool calls as Hermes XML in its text.
+
+A subclass turns an item into a task and scores the last answer; workspace hooks are optional. It has the run-time of
+the other class form (`hermes_base_env.py`) and holds no loop and no output of its own: `agent_contract.py` adapts it,
+`AtroposAgent` runs it. Invariant: failed and over-long rollouts keep their record, and slots are always given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Generic, Self, TypeVar
+
+from pydantic import Field, field_validator, model_validator
+
+from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent, CallResult
+from palaestra.agent.loop import HermesAgentLoop
+from palaestra.agent.result import AgentResult
+from palaestra.agent.subagents import Subagents
+from palaestra.core.config import later
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.core.user_code import settled
+from palaestra.envs.api.base_env import Item, ScoredDataGroup, ScoredDataItem
+from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
+from palaestra.envs.config.build import make_pool, tools_with
+from palaestra.envs.config.fields import AVAILABLE_POOL_MODES, HermesAgentEnvConfig
+from palaestra.inference.config import APIServerConfig
+from palaestra.rollouts.environment import Environment, Kit
+from palaestra.rollouts.grading.exec_tool import ExecTool
+from palaestra.rollouts.grading.tool_context import ToolContext
+from palaestra.rollouts.records import Trajectory
+from palaestra.sandbox.pool import SlotPool
+from palaestra.tools.call_text import ToolCall
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
+from palaestra.tools.serving.tool_server_client import ToolServerLink
+
+CONTRACT_POOL_MODES = ("nomad", "modal", "docker_direct")
+"""What scripts of the contract may name. Refused when a run starts, so that a flag can still say `local`."""
+
+
+class AgentEnvConfig(HermesAgentEnvConfig):
+    """What an `AgentEnv` can be told."""
+
+    agent_max_steps: int = Field(default=50, ge=1, description="Model calls per rollout, at most.")
+    agent_temperature: float = Field(default=0.7, ge=0, description="Sampling temperature of rollouts.")
+    agent_max_tokens: int | None = Field(
+        default=None, ge=1, description="Most tokens of one reply; None leaves it to the model server."
+    )
+    agent_tool_delay_s: float = Field(default=0.0, ge=0, description="Seconds between one tool call and the next.")
+    enabled_toolsets: list[str] | None = Field(
+        default_factory=lambda: ["default"], description="Toolsets the agent has; `default` is terminal and file."
+    )
+    disabled_toolsets: list[str] | None = Field(default_factory=list, description="Toolsets taken away from those.")
+    require_stateful_sandbox: bool = Field(
+        default=False, description="Refuse slots without process isolation: the same as require_sandbox here."
+    )
+    tool_server_url: str | None = Field(
+        default=None, description="Where external tools run: an address of `palaestra serve tools`, or inprocess."
+    )
+    tool_server_token: str | None = Field(default=None, description="The bearer token of the tool server.")
+
+    max_agent_turns: int = later(50, "Use agent_max_steps.")
+    max_token_length: int = later(2048, "Use agent_max_tokens.")
+    tool_batch_window_ms: int = later(20, "Milliseconds to wait for a batch; calls are sent one by one, at once.")
+    tool_max_batch_size: int = later(200, "Calls in one batch.")
+    sandbox_job_id: str = later("atropos-sandbox-agent-env", "Nomad: the job's name.")
+
+    @field_validator("tool_pool_mode")
+    @classmethod
+    def _pool_mode_is_available(cls, mode: str) -> str:
+        known = (*AVAILABLE_POOL_MODES, *CONTRACT_POOL_MODES)
+        if mode not in known:
+            raise ConfigError(f"not one of {', '.join(known)}")
+        return mode
+
+    @model_validator(mode="after")
+    def _stateful_tools_are_isolated_too(self) -> Self:
+        if self.require_stateful_sandbox:
+            self.__dict__["require_sandbox"] = (
+                True  # not an assignment: what was set stays told apart from what was not
+            )
+        return self
+
+    def check_runnable(self) -> None:
+        """Raises `ConfigError` for a place of slots that this version does not have."""
+        if self.tool_pool_mode not in AVAILABLE_POOL_MODES:
+            raise ConfigError(
+                f"tool_pool_mode {self.tool_pool_mode!r} is not available in this version, which has "
+                f"{' and '.join(AVAILABLE_POOL_MODES)}: pass --env.tool_pool_mode local"
+            )
+
+
+AgentEnvConfigT = TypeVar("AgentEnvConfigT", bound=AgentEnvConfig)
+
+
+class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
+    """Subclass this, implement `build_task`, `score_trajectory`, `setup_agent_env` and `get_next_item`, call `cli()`.
+
+    Rollouts run at the same time, so hooks must not keep a rollout's state on `self`.
+    """
+
+    name: ClassVar[str | None] = None
+    env_config_cls: ClassVar[type[HermesAgentEnvConfig]] = AgentEnvConfig
+    config: AgentEnvConfigT
+
+    def __init__(
+        self,
+        config: AgentEnvConfigT,
+        server_configs: Sequence[APIServerConfig],
+        slurm: bool = False,
+        testing: bool = False,
+    ) -> None:
+        config.check_runnable()
+        super().__init__(config, server_configs, slurm, testing)
+        self._tool_server: ToolServerLink | None = None
+        if config.tool_server_url is not None:
+            self._tool_server = ToolServerLink(config.tool_server_url, config.tool_server_token)
+        self.tools = self.build_tools()
+        self._pool: SlotPool | None = None
+        self._tool_executor: ToolExecutor | None = None
+        self._starting = asyncio.Lock()
+        self._agents = itertools.count()
+
+    # What a subclass must say, besides `get_next_item`
+
+    @abstractmethod
+    def build_task(self, item: Item) -> str:
+        """The task of an item, as the agent is told it."""
+
+    @abstractmethod
+    async def score_trajectory(self, item: Item, final_response: str) -> float:
+        """The reward, from the agent's last answer."""
+
+    @abstractmethod
+    async def setup_agent_env(self) -> None:
+        """Load the data set. Called once."""
+
+    # What a subclass may say, besides `prepare_group` and `setup_trajectory_workspace`
+
+    async def verify_and_score_trajectory(  # type: ignore[override]  # the contract gave this hook two shapes
+        self,
+        item: Item,
+        final_response: str,
+        *,
+        trajectory_id: str,
+        exec_tool: ExecTool,
+        agent_result: AgentResult | None = None,
+        workspace_meta: dict[str, JSON] | None = None,
+    ) -> tuple[float, dict[str, JSON]]:
+        """The reward and what is worth recording; `exec_tool` looks at the sealed workspace.
+
+        All of the latter, `verification_messages` too, is evidence beside the conversation and never a part of it.
+
+        An override may leave out `workspace_meta`, what `setup_trajectory_workspace` returned. Also called for rollouts
+        that ended at a limit: `agent_result.success` says so.
+        """
+        return await settled(self.score_trajectory(item, final_response)), {}
+
+    def build_tools(self) -> ToolRegistry:
+        """The tools of every rollout. Raises `ConfigError` for toolsets that there are not."""
+        enabled = ["default"] if self.config.enabled_toolsets is None else self.config.enabled_toolsets
+        return tools_with(self.mcp, enabled, self.config, self.own_tools(), self._tool_server, self.shared)
+
+    def build_agent_config(self, item: Item) -> AgentConfig:
+        """How the agent of an item samples and how long it may go on."""
+        return AgentConfig(
+            temperature=self.config.agent_temperature,
+            max_tokens=self.config.agent_max_tokens,
+            max_steps=self.config.agent_max_steps,
+            system_prompt=self.config.system_prompt,
+            tool_delay_s=self.config.agent_tool_delay_s,
+        )
+
+    async def evaluate(self, *args: JSON, **kwargs: JSON) -> JSON:
+        """Evaluate the model; the default rolls nothing out."""
+        return {}
+
+    # What a subclass can use
+
+    async def run_agent(self, task: str, *, trajectory_id: str | None = None) -> tuple[str, dict[str, JSON]]:
+        """Run the agent on one task outside any rollout: the last answer, and `success`, `error`, `tool_calls`.
+
+        Its slot comes from a pool of this environment's own, made at the first call, and is given back at the end. In a
+        run its tools are told what `--env.world` says, as those of rollouts.
+        """
+        executor = await self._start_tool_backend()
+        name = trajectory_id or f"agent-{next(self._agents)}"
+
+        async def execute(call: ToolCall) -> CallResult:
+            return await executor.execute(name, call)
+
+        def delegate(loop: HermesAgentLoop, agent: AtroposAgent) -> None:
+            Subagents(loop, executor.tools_of(name), agent=agent).offer()
+
+        config = self.build_agent_config(None)
+        agent = AtroposAgent(self.server, self.tools, config, execute_tool=execute, task_id=name, on_loop=delegate)
+        try:
+            result = await agent.run(task)
+        finally:
+            await asyncio.shield(executor.release_trajectory(name, reset_workspace=True))
+        debug = {"success": result.success, "error": result.error, "tool_calls": result.total_tool_calls}
+        return result.final_response, debug
+
+    async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
+        """Roll one item out and score it, from `evaluate`: its row, or None where the world failed; and no backlog."""
+        (trajectory,) = await self.evaluate_items([item])
+        return (_scored_item(trajectory) if trajectory.scored else None), []
+
+    async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
+        """The same for a group of the configured size: the rows of those that were scored, None where none was."""
+        done = await self.evaluate_items([item], self.config.group_size)
+        rows = [_scored_item(trajectory) for trajectory in done if trajectory.scored]
+        if not rows:
+            return None, []
+        group = ScoredDataGroup(
+            tokens=[row["tokens"] for row in rows],
+            masks=[row["masks"] for row in rows],
+            scores=[row["scores"] for row in rows],
+            messages=[row["messages"] or [] for row in rows],
+        )
+        return group, []
+
+    # How it is run
+
+    async def setup(self) -> None:
+        """What the run calls once, first."""
+        await settled(self.setup_agent_env())
+
+    def format_prompt(self, item: Item) -> str:
+        return self.build_task(item)
+
+    async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
+        return await settled(self.score_trajectory(item, result.final_response))
+
+    def tool_kit(self, rng: random.Random) -> Kit:
+        if self.config.distribution is not None:
+            return super().tool_kit(rng)
+        return Kit(self.tools, tuple(self.config.enabled_toolsets or ()))
+
+    def as_environment(self) -> Environment:
+        from palaestra.envs.adapters.agent_adapter import AgentEnvironment
+        from palaestra.envs.adapters.collected_adapter import CollectedEnvironment, collects
+
+        return CollectedEnvironment(self) if collects(type(self)) else AgentEnvironment(self)
+
+    async def _start_tool_backend(self) -> ToolExecutor:
+        """The executor of `run_agent`, over a pool of its own. Rollouts have the run's pool and do not need it."""
+        async with self._starting:
+            if self._tool_executor is None:
+                pool = make_pool(self.config)
+                await pool.start()
+                policy = ToolExecutorConfig(
+                    allow_network=self.config.allow_network, require_sandbox=self.config.require_sandbox
+                )
+                executor = ToolExecutor(pool, self.tools, policy, world=self.tool_world)
+                self._pool, self._tool_executor = pool, executor
+            return self._tool_executor
+
+    async def shutdown_tool_backend(self) -> None:
+        """Give back what `run_agent` used. Idempotent; called at the end of the run."""
+        executor, self._tool_executor = self._tool_executor, None
+        pool, self._pool = self._pool, None
+        try:
+            if executor is not None:
+                await executor.close()
+        finally:
+            await self.shared.aclose()
+            if pool is not None:
+                await pool.stop()
+            if self._tool_server is not None:
+                await self._tool_server.aclose()
+
+
+def _scored_item(trajectory: Trajectory) -> ScoredDataItem:
+    """The latest row of a scored rollout; one whose history was rewritten, or that has sub-agents, has several."""
+    row = trajectory.latest_row
+    assert row is not None
+    return ScoredDataItem(
+        tokens=row.tokens,
+        masks=row.masks,
+        inference_logprobs=row.logprobs,
+        scores=trajectory.reward or 0.0,
+        messages=trajectory.messages,
+        token_source=row.source,
+    )

@@ -1,0 +1,133 @@
+"""`ListedEnv`: a class environment whose items are known before the run, as those of a data set are.
+
+A subclass loads them; what cannot be used is left out by name, the rest is given in order, again and again. `evaluate`
+rolls out the part that is held out, `group_size` times each, and logs rates with their intervals.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import ClassVar
+
+from pydantic import Field
+
+from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.types import JSON
+from palaestra.envs.api.base_env import Item
+from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
+from palaestra.envs.run import pass_at_k
+from palaestra.envs.splits import HeldOutConfig, serves
+from palaestra.inference.config import APIServerConfig
+from palaestra.rollouts.records import Trajectory
+
+logger = logging.getLogger(__name__)
+
+MOST_SHOWN = 20
+"""How many items that were left out are named one by one."""
+
+
+class ListedEnvConfig(HeldOutConfig):
+    """Settings of such environments."""
+
+    dataset_fields: dict[str, str] = Field(
+        default={}, description="Columns that a data set calls otherwise, FIELD=COLUMN: prompt=question."
+    )
+
+
+class ListedEnv(HermesAgentBaseEnv):
+    """Implement `load`, `item_id`, `format_prompt` and the scoring."""
+
+    env_config_cls: ClassVar[type[ListedEnvConfig]] = ListedEnvConfig
+    config: ListedEnvConfig
+
+    def __init__(
+        self,
+        config: ListedEnvConfig,
+        server_configs: Sequence[APIServerConfig],
+        slurm: bool = False,
+        testing: bool = False,
+    ) -> None:
+        super().__init__(config, server_configs, slurm, testing)
+        self.items: list[Item] = []
+        self.left_out: list[TaskError] = []
+        self._training: list[Item] = []
+        self._given = 0
+
+    @abstractmethod
+    async def load(self) -> Iterable[Item | TaskError]:
+        """The chosen items in order, and an error in place of each that cannot be used. Raises `ConfigError`."""
+
+    @abstractmethod
+    def item_id(self, item: Item, number: int) -> str:
+        """The id of an item: the same one each time it is drawn."""
+
+    def labels(self, item: Item) -> Collection[str]:
+        """What an evaluation tells apart, such as `category/NAME`."""
+        return ()
+
+    async def sort_out(self) -> None:
+        """Load: what can be used into `items`, the rest into `left_out`."""
+        known: set[str] = set()
+        for item in await self.load():
+            if isinstance(item, TaskError):
+                self.left_out.append(item)
+            elif (name := self.item_id(item, 0)) in known:
+                self.left_out.append(TaskError(f"{name}: there is another task of this name"))
+            else:
+                known.add(name)
+                self.items.append(item)
+
+    async def setup(self) -> None:
+        await self.sort_out()
+        for error in self.left_out[:MOST_SHOWN]:
+            logger.warning("left out: %s", error)
+        if len(self.left_out) > MOST_SHOWN:
+            logger.warning("left out: %d more that cannot be used", len(self.left_out) - MOST_SHOWN)
+        if not self.items:
+            said = f"; all {len(self.left_out)} of it are left out, for the reasons above" if self.left_out else ""
+            raise ConfigError(f"{self.source} has no task that can be used and is chosen{said}")
+
+    @property
+    def source(self) -> str:
+        """Where the items come from, for messages."""
+        return self.config.dataset_name or str(self.name)
+
+    def chosen(self, *, evaluating: bool) -> list[Item]:
+        """The items of `evaluate`, or those of the other commands. Raises `ConfigError` where there is none."""
+        items = [item for item in self.items if serves(self.item_id(item, 0), self.config, evaluating=evaluating)]
+        if not items:
+            raise ConfigError(
+                f"held_out {self.config.held_out:g} leaves no task of {len(self.items)} to "
+                f"{'evaluate' if evaluating else 'train on'}; say another share, or another seed"
+            )
+        return items
+
+    async def get_next_item(self) -> Item:
+        """The items in order, again and again; once only when `total_steps` is -1."""
+        if not self._given:
+            self._training = self.chosen(evaluating=False)
+        if self._given >= len(self._training) and self.config.total_steps < 0:
+            return None
+        item = self._training[self._given % len(self._training)]
+        self._given += 1
+        return item
+
+    async def evaluate(self, *args: JSON, **kwargs: JSON) -> Mapping[str, JSON]:
+        """Roll every item that is held out (all, where none is) out `group_size` times and log what it came to."""
+        items, attempts = self.chosen(evaluating=True), self.config.group_size
+        done = await self.evaluate_items(items, attempts)
+        labels = {self.item_id(item, 0): self.labels(item) for item in items}
+        metrics = pass_at_k.figures(done, attempts, tasks=len(items), labels=labels)
+        metrics |= {"tasks_left_out": len(self.left_out), **self.own_figures(metrics)}
+        await self.evaluate_log(metrics, samples=map(self.sample, done))
+        return metrics
+
+    def own_figures(self, metrics: Mapping[str, JSON]) -> Mapping[str, JSON]:
+        """Further figures of an evaluation: those that readers of this environment look for."""
+        return {}
+
+    def sample(self, trajectory: Trajectory) -> Mapping[str, JSON]:
+        """One attempt, as the evaluation's samples show it."""
+        return pass_at_k.sample(trajectory)

@@ -1,0 +1,352 @@
+"""The function form of an environment: one generator of tasks, and hooks as decorators on it.
+
+    @environment(toolsets=["terminal"])
+    def count_lines(n: int = 100):
+        for i in range(n):
+            yield Task(id=f"lines-{i}", prompt=..., files=..., solution=..., answer=str(i))
+
+    @count_lines.score
+    async def correct(task, sandbox):
+        return (await sandbox.read_text("answer.txt", missing="")).strip() == task.answer
+
+The generator's parameters become settings (`--env.n 20`). Each task is rolled out once unless `--group` says
+otherwise. The network is off unless a task's policy or `--env.allow_network true` turns it on. Hooks ask for `task,
+rollout, sandbox, rng` by name. A `tool` hook gives the agent a tool of the environment's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self, TypeVar, overload
+
+from pydantic import Field, create_model
+
+from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.io.threads import OneThread
+from palaestra.core.numeric import number
+from palaestra.core.types import JSON, NetworkPolicy, Score, Task
+from palaestra.envs import fingerprint
+from palaestra.envs.api.hooks import Hook, HookFunction, Source, declare, score_of
+from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
+from palaestra.envs.splits import HeldOutConfig, serves
+from palaestra.rollouts.attempt import blaming
+from palaestra.rollouts.environment import AgentSettings, Environment, Kit
+from palaestra.rollouts.grading.grader import Grading
+from palaestra.rollouts.rollout import Rollout
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.decorator import TypedTool, UserFunction
+from palaestra.tools.decorator import declare as declare_tool
+
+F = TypeVar("F", bound=HookFunction)
+
+TaskSource = Callable[..., Iterable[Task] | AsyncIterator[Task]]
+
+_FREE = frozenset({"construct", "copy", "dict", "from_orm", "json", "schema", "schema_json", "validate"})
+"""Names of pydantic's that nothing uses any more, and that a parameter may have."""
+
+
+class FunctionEnvConfig(HeldOutConfig):
+    """Settings of a function environment: those of every agent environment, with each task once and no network."""
+
+    group_size: int = Field(default=1, ge=1, description="Rollouts per task.")
+    total_steps: int = Field(default=-1, ge=-1, description="Groups to process, at most; -1 means every task once.")
+    include_messages: bool = Field(default=True, description="Keep each rollout's messages in the JSONL file.")
+    allow_network: bool = Field(default=False, description="Whether the agent's commands reach the network.")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreHook:
+    """One score and its weight in the reward."""
+
+    hook: Hook
+    weight: float
+
+
+class FunctionForm:
+    """What `@environment` makes of a function: collects the hooks, and builds the environment of a run."""
+
+    def __init__(self, source: TaskSource, *, name: str | None, toolsets: Sequence[str]) -> None:
+        self.source = source
+        self.name = name if name is not None else str(getattr(source, "__name__", "environment"))
+        if isinstance(toolsets, str):
+            raise ConfigError(f"environment {self.name}: toolsets must be a list, such as [{toolsets!r}]")
+        self.toolsets = tuple(toolsets)
+        self.scores: list[ScoreHook] = []
+        self.preparation: Hook | None = None
+        self.tools: list[TypedTool] = []
+        self.__doc__ = source.__doc__
+
+    @overload
+    def score(self, function: F) -> F: ...
+    @overload
+    def score(self, *, weight: float) -> Callable[[F], F]: ...
+    def score(self, function: F | None = None, *, weight: float = 1.0) -> F | Callable[[F], F]:
+        """Declare a score: a number, bool, `Score` or (number, metrics). The reward is the weighted mean of all.
+
+        Raises `ConfigError` for a weight below 0, of which there is no mean; what is to cost something gives less.
+        """
+        if number(weight) is None or not 0 <= weight < math.inf:
+            raise ConfigError(
+                f"environment {self.name}: a score's weight must be a number from 0 up, not {weight!r:.100}"
+            )
+
+        def keep(given: F) -> F:
+            hook = declare(given, "score", ("task", "rollout", "sandbox", "rng"))
+            if any(hook.name == each.hook.name for each in self.scores):
+                raise ConfigError(
+                    f"environment {self.name} has two scores called {hook.name}, and each is recorded under its name: "
+                    f"call one otherwise"
+                )
+            self.scores.append(ScoreHook(hook, weight))
+            return given
+
+        return keep if function is None else keep(function)
+
+    def prepare(self, function: F) -> F:
+        """Declare how a task's workspace is prepared, once per group, after its `files` and `setup`."""
+        if self.preparation is not None:
+            raise ConfigError(f"environment {self.name} has two prepare hooks: {self.preparation.name} is the first")
+        self.preparation = declare(function, "prepare", ("task", "sandbox", "rng"))
+        return function
+
+    @overload
+    def tool(self, function: UserFunction, /) -> TypedTool: ...
+    @overload
+    def tool(
+        self, /, *, name: str | None = None, parallel_safe: bool = False, touches_world: bool = False
+    ) -> Callable[[UserFunction], TypedTool]: ...
+    def tool(
+        self,
+        function: UserFunction | None = None,
+        /,
+        *,
+        name: str | None = None,
+        parallel_safe: bool = False,
+        touches_world: bool = False,
+    ) -> TypedTool | Callable[[UserFunction], TypedTool]:
+        """Declare a tool of this environment: a typed function with a docstring, which may also ask for the `task`.
+
+        Calls of one that `touches_world` are recorded and can be played without a network.
+        """
+
+        def keep(given: UserFunction) -> TypedTool:
+            made = declare_tool(given, name=name, toolset=self.name, parallel_safe=parallel_safe)
+            made = replace(made, touches_world=touches_world)
+            self.tools.append(made)
+            return made
+
+        return keep if function is None else keep(function)
+
+    def config_type(self) -> type[FunctionEnvConfig]:
+        """The settings of this environment: the common ones and the function's own parameters."""
+        fields: dict[str, Any] = {}
+        try:
+            parameters = inspect.signature(self.source, eval_str=True).parameters.values()
+        except (NameError, TypeError) as error:
+            raise ConfigError(f"environment {self.name}: its parameters cannot be read: {error}") from None
+        for parameter in parameters:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            if parameter.kind is parameter.POSITIONAL_ONLY or parameter.name.startswith("_"):
+                raise ConfigError(
+                    f"environment {self.name}: its parameter {parameter.name!r} can be no setting: "
+                    f"it must be one that is given by name, and begin with a letter"
+                )
+            if parameter.name in FunctionEnvConfig.model_fields:
+                raise ConfigError(
+                    f"environment {self.name}: its parameter {parameter.name!r} is a setting of every environment; "
+                    f"give it another name"
+                )
+            if hasattr(FunctionEnvConfig, parameter.name) and parameter.name not in _FREE:
+                raise ConfigError(
+                    f"environment {self.name}: its parameter {parameter.name!r} has the name of something that all "
+                    f"settings have; give it another name"
+                )
+            required = parameter.default is inspect.Parameter.empty
+            default = ... if required else parameter.default
+            fields[parameter.name] = (
+                _annotation(parameter),
+                Field(default=default, description=f"Parameter of {self.name}."),
+            )
+        return create_model(f"{self.name}_config", __base__=FunctionEnvConfig, **fields)
+
+    def build(self, config: FunctionEnvConfig) -> FunctionEnvironment:
+        """The environment of one run. Raises `ConfigError` when there is nothing to score with."""
+        if not self.scores:
+            raise ConfigError(f"environment {self.name} has no score: add one with @{self.name}.score")
+        if not any(each.weight for each in self.scores):
+            raise ConfigError(
+                f"environment {self.name} has no score that counts: every weight is 0, which only records"
+            )
+        return FunctionEnvironment(self, config)
+
+
+class FunctionEnvironment(Environment):
+    """One run's view of a function environment."""
+
+    def __init__(self, form: FunctionForm, config: FunctionEnvConfig) -> None:
+        self.form = form
+        self.config = config
+        self._settings = agent_settings(config)
+        self._policy = network_policy(config.allow_network)
+        self._mcp = mcp_servers(config)
+        self._evaluating = False
+
+    def evaluating(self) -> Self:
+        """The same environment, over the tasks of `evaluate`."""
+        other = copy(self)
+        other._evaluating = True
+        return other
+
+    async def open(self) -> None:
+        await self._mcp.open()
+        self._kit(self.form.toolsets, Task(id="", prompt=""), random.Random(0))  # said before the run has a folder
+
+    async def aclose(self) -> None:
+        await self._mcp.aclose()
+
+    @property
+    def name(self) -> str:
+        return self.form.name
+
+    @property
+    def agent(self) -> AgentSettings:
+        return self._settings
+
+    async def tasks(self) -> AsyncIterator[Task]:
+        own = type(self.config).model_fields.keys() - FunctionEnvConfig.model_fields.keys()
+        produced = _each(self.form.source, {name: getattr(self.config, name) for name in own})
+        seen: set[str] = set()
+        end = object()
+        while True:
+            doing = f"environment {self.name} has no task {len(seen)}: its function"
+            task = await blaming(ConfigError, anext(produced, end), doing)
+            if task is end:
+                return
+            checked = self._checked(task, seen)
+            if serves(checked.id, self.config, evaluating=self._evaluating):
+                yield checked
+
+    def _checked(self, task: object, seen: set[str]) -> Task:
+        if not isinstance(task, Task):
+            raise TaskError(
+                f"environment {self.name} yielded {type(task).__name__} where a Task belongs: {task!r:.200}"
+            )
+        if task.id in seen:
+            raise TaskError(f"environment {self.name} yielded two tasks with the id {task.id!r}; ids must differ")
+        seen.add(task.id)
+        if self.config.allow_network and task.network == NetworkPolicy():
+            return replace(task, network=self._policy)
+        return task
+
+    def kit(self, task: Task, rng: random.Random) -> Kit:
+        try:
+            return self._kit(self.form.toolsets if task.toolsets is None else task.toolsets, task, rng)
+        except ConfigError as error:
+            if task.toolsets is None:
+                raise
+            raise TaskError(f"task {task.id}: {error}") from None
+
+    def _kit(self, toolsets: Sequence[str], task: Task, rng: random.Random) -> Kit:
+        own = [tool.for_task(task) for tool in self.form.tools]
+        return kit(self.config, toolsets, rng, own, self._mcp, self.shared)
+
+    def prepares(self, task: Task) -> bool:
+        return self.form.preparation is not None or super().prepares(task)
+
+    async def prepare(self, task: Task, sandbox: Slot) -> None:
+        if self.form.preparation is not None:
+            rng = random.Random(f"{self.config.seed}:{task.id}:prepare")
+            await self.form.preparation({"task": _known(task), "sandbox": _known(sandbox), "rng": _known(rng)})
+
+    def recipe(self, task: Task) -> JSON:
+        """What the task declares, and with a prepare hook all that the hook is given and where its code is."""
+        hook = self.form.preparation
+        if task.recipe is None or hook is None:
+            return task.recipe
+        return [
+            task.recipe,
+            fingerprint.code([hook.function, self.form.source], task.id),
+            fingerprint.own_settings(self.config, FunctionEnvConfig),
+            self.config.seed,
+            fingerprint.named(task, task.id),
+        ]
+
+    async def score(self, rollout: Rollout, grading: Grading) -> Score:
+        sources: dict[str, Source] = {
+            "task": _known(rollout.task),
+            "rollout": _known(rollout),
+            "sandbox": grading.slot,
+            "rng": _known(rollout.rng),
+        }
+        parts = [
+            (each.hook.name, each.weight, score_of(await each.hook(sources), f"the score {each.hook.name}"))
+            for each in self.form.scores
+        ]
+        if len(parts) == 1:
+            return parts[0][2]
+        total = sum(weight for _, weight, _ in parts)
+        reward = sum(weight * part.reward for _, weight, part in parts) / total
+        metrics = {name: value for _, _, part in parts for name, value in part.metrics.items()}
+        metrics |= {name: part.reward for name, _, part in parts}  # last: each score is recorded under its name
+        return Score(reward, metrics, {key: value for _, _, part in parts for key, value in part.detail.items()})
+
+
+@overload
+def environment(source: TaskSource) -> FunctionForm: ...
+@overload
+def environment(
+    *, name: str | None = None, toolsets: Sequence[str] = ("default",)
+) -> Callable[[TaskSource], FunctionForm]: ...
+def environment(
+    source: TaskSource | None = None, *, name: str | None = None, toolsets: Sequence[str] = ("default",)
+) -> FunctionForm | Callable[[TaskSource], FunctionForm]:
+    """Make an environment of a function that yields tasks."""
+
+    def make(given: TaskSource) -> FunctionForm:
+        return FunctionForm(given, name=name, toolsets=toolsets)
+
+    return make if source is None else make(source)
+
+
+def _annotation(parameter: inspect.Parameter) -> Any:
+    """The type of a setting. One that has none but a text for its default is a text: `3.10` is no number there."""
+    if parameter.annotation is not inspect.Parameter.empty:
+        return parameter.annotation
+    return str if isinstance(parameter.default, str) else Any
+
+
+async def _each(source: TaskSource, settings: Mapping[str, JSON]) -> AsyncIterator[object]:
+    """What a function produces. One that is not async has a thread of its own, for it may read or compute for long,
+    and the rollouts under way, whose time is limited, must not wait for it."""
+    if inspect.isasyncgenfunction(source):
+        async for task in source(**settings):
+            yield task
+        return
+    end, thread = object(), OneThread("tasks")
+    try:
+        produced = await thread.call(partial(source, **settings))
+        if isinstance(produced, AsyncIterator):
+            async for task in produced:
+                yield task
+            return
+        if not isinstance(produced, Iterable):
+            raise TypeError(f"it gave {type(produced).__name__} where tasks belong; yield each Task")
+        tasks = await thread.call(partial(iter, produced))
+        while (task := await thread.call(partial(next, tasks, end))) is not end:
+            yield task
+    finally:
+        thread.close()
+
+
+def _known(value: object) -> Source:
+    async def source() -> object:
+        return value
+
+    return source

@@ -1,0 +1,177 @@
+"""From an environment's configuration to what a run takes: the agent's settings, tools, network and slots."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from palaestra.agent.budget import Budget
+from palaestra.core.config import local_path
+from palaestra.core.types import Network, NetworkPolicy, Prices
+from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
+from palaestra.inference.config import APIServerConfig
+from palaestra.rollouts.environment import AgentSettings, Kit
+from palaestra.rollouts.journal.reader import open_recording
+from palaestra.rollouts.recorded_tools.recording_policy import RunWorld, open_world
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.sandbox.slot import Backend
+from palaestra.sandbox.snapshots.cache import Prepared
+from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
+from palaestra.tools.mcp.mcp_server import toolset_of
+from palaestra.tools.mcp.run_servers import MCPServers
+from palaestra.tools.registry.distributions import sample_toolsets_from_distribution
+from palaestra.tools.registry.entry_points import installed_tools
+from palaestra.tools.registry.registry import ToolRegistry, build_tool_registry
+from palaestra.tools.runtime.scoped_objects import States
+from palaestra.tools.serving.tool_server_client import ToolServerLink
+from palaestra.tools.tool import Tool
+
+
+def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
+    """How the configuration wants the agent run."""
+    return AgentSettings(
+        max_turns=config.max_agent_turns,
+        temperature=config.agent_temperature,
+        max_tokens=config.max_token_length,
+        system_prompt=config.system_prompt,
+        extra_body=config.extra_body,
+        tool_timeout_s=float(config.terminal_timeout),
+        budget=budget(config),
+        prices=prices(config),
+        memory=Path(config.memory_dir) if config.memory_dir else None,
+        sessions=Path(config.sessions_dir) if config.sessions_dir else None,
+        freeze=config.freeze_slots,
+    )
+
+
+def budget(config: HermesAgentEnvConfig) -> Budget:
+    """What one rollout may use. Its turns are `max_agent_turns`, whose end has an outcome of its own."""
+    return Budget(
+        tokens=config.max_rollout_tokens,
+        completion_tokens=config.max_rollout_completion_tokens,
+        output_bytes=config.max_rollout_output_bytes,
+        cost=config.max_rollout_cost,
+        wall_s=config.worker_timeout if config.worker_timeout > 0 else None,
+        prices=prices(config),
+    )
+
+
+def prices(config: BaseEnvConfig) -> Prices | None:
+    """What the model's tokens cost; None where nobody said."""
+    if config.prompt_price is None or config.completion_price is None:
+        return None
+    return Prices(config.prompt_price, config.completion_price)
+
+
+def mcp_servers(config: BaseEnvConfig) -> MCPServers:
+    """The MCP servers of a run, not yet open; those whose toolset is disabled are none of them.
+
+    Where the world is a recording, they are what the recorded run's journal tells of them. Raises `ConfigError`.
+    """
+    if not isinstance(config, HermesAgentEnvConfig) or not config.mcp_servers:
+        return MCPServers({})
+    without = config.disabled_toolsets or ()
+    if config.world != "replay" or config.world_file is None:
+        return MCPServers(config.mcp_servers, without=without)
+    recording = Path(config.world_file)
+    folder = recording if recording.is_dir() else recording.parent
+    return MCPServers.recorded(config.mcp_servers, open_recording(folder).tools(), without=without)
+
+
+def kit(
+    config: HermesAgentEnvConfig,
+    toolsets: Sequence[str] | None,
+    rng: random.Random,
+    extra: Iterable[Tool] = (),
+    servers: MCPServers | None = None,
+    shared: States | None = None,
+) -> Kit:
+    """The tools of one group: a draw from the configuration's distribution, its toolsets, or else those given.
+
+    `rng` is the group's own and makes the draw; `extra` are the environment's own tools. The tools of `servers` are
+    there besides. `shared` is what the tools of all groups have together.
+    """
+    if config.distribution is not None:
+        enabled: Sequence[str] | None = sample_toolsets_from_distribution(config.distribution, rng)
+    else:
+        enabled = config.enabled_toolsets if config.enabled_toolsets is not None else toolsets
+    registry = tools_with(servers, enabled, config, extra, shared=shared)
+    return Kit(registry, () if enabled is None else (*enabled, *(servers.toolsets() if servers is not None else ())))
+
+
+def tools_with(
+    servers: MCPServers | None,
+    enabled: Sequence[str] | None,
+    config: HermesAgentEnvConfig,
+    extra: Iterable[Tool],
+    tool_server: ToolServerLink | None = None,
+    shared: States | None = None,
+) -> ToolRegistry:
+    """The tools of the enabled toolsets and those of the run's MCP servers, without what is disabled."""
+    offered = servers.installed() if servers is not None else ()
+    own = {toolset_of(name) for name in config.mcp_servers}
+    disabled = [name for name in config.disabled_toolsets or () if name not in own]
+    if enabled is not None:
+        enabled = list(dict.fromkeys([*enabled, *(each.toolset for each in offered)]))
+    # As tools that the run brings along: whoever names a server wants it, whatever network the slots have.
+    brought = [*extra, *(tool for each in offered for tool in each.tools)]
+    installed = (*installed_tools(), *(replace(each, tools=()) for each in offered)) if offered else None
+    return build_tool_registry(
+        enabled,
+        disabled,
+        tool_server,
+        brought,
+        strict=config.strict_tools,
+        installed=installed,
+        settings=config,
+        world=config.allow_network,
+        replayed=config.world == "replay",
+        shared=shared,
+    )
+
+
+def server_settings(config: BaseEnvConfig, servers: Sequence[APIServerConfig]) -> list[APIServerConfig]:
+    """The servers with what the environment says about the model's tokens, where they do not say it themselves."""
+    told: dict[str, str] = {}
+    if config.tokenizer_name != "none":
+        told["tokenizer_name"] = config.tokenizer_name
+    if isinstance(config, HermesAgentEnvConfig) and "tool_call_parser" in config.model_fields_set:
+        told["tool_parser"] = config.tool_call_parser
+    return [
+        server.model_copy(update={name: value for name, value in told.items() if name not in server.model_fields_set})
+        for server in servers
+    ]
+
+
+def network_policy(allowed: bool) -> NetworkPolicy:
+    """The same network for preparation and agent; grading never has one unless its task says so."""
+    network = Network.ON if allowed else Network.OFF
+    return NetworkPolicy(prepare=network, agent=network, grade=Network.OFF)
+
+
+def make_world(config: BaseEnvConfig) -> RunWorld:
+    """What answers for the tools that touch the world. Raises `ConfigError` for a recording that cannot be read."""
+    recording = config.world_file if config.world in ("replay", "fill") else None  # else the run's folder has it
+    return open_world(config.world, recording, strict=config.world_miss == "fail")
+
+
+def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
+    """The workspaces that are prepared already on this machine; None where the settings want none of them.
+
+    Raises `ConfigError` for a folder, named by somebody, that cannot be used.
+    """
+    if not config.keep_workspaces or not isinstance(backend, LocalBackend):
+        return None
+    named = config.workspace_store
+    folder = default_folder() if named is None else local_path(named)
+    store = SnapshotStore(folder, max_bytes=config.workspace_store_bytes)
+    return Prepared(backend, store if named is None else store.open())
+
+
+def make_pool(config: BaseEnvConfig) -> SlotPool:
+    """The slots of a run, on this machine. Raises `ConfigError` for a rung that is none."""
+    backend = LocalBackend.from_isolation(config.isolation, require_sandbox=config.require_sandbox)
+    return SlotPool(SlotPoolConfig(acquire_timeout=config.acquire_timeout_s), backend)

@@ -1,0 +1,297 @@
+"""The command line of environment scripts: `x_env.py process|evaluate|serve [--env.FIELD V] [--openai.FIELD V] …`.
+
+For: turning arguments, files and environment variables into validated configurations with the source of every value.
+Not for: loading environments or running them. Precedence: field default < the environment's own `config_init` <
+`--config` files in order < `.env` < environment variables < flags. Invariant: no word of a command line is ignored;
+what cannot be used is a `ConfigError` (exit code 2) that says what would work.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeAlias, TypeVar
+
+from pydantic import BaseModel
+
+from palaestra.core.config import DEFAULT, Layer, Merged, has_effect, merge, nearest
+from palaestra.core.errors import ConfigError
+from palaestra.core.literals import Annotation, read_words, takes_mapping, takes_sequence
+from palaestra.core.types import JSON
+from palaestra.envs.config import help_text
+from palaestra.envs.config.dotenv import NAME
+from palaestra.envs.config.layers import FileSettings, read_environ, read_file
+from palaestra.tools.mcp.mcp_config import read_servers
+
+EnvT_co = TypeVar("EnvT_co", bound=BaseModel, covariant=True)
+ServerT_co = TypeVar("ServerT_co", bound=BaseModel, covariant=True)
+
+COMMANDS = ("process", "evaluate", "serve")
+
+Variables: TypeAlias = Sequence[tuple[str, Mapping[str, str]]]
+"""Variables by the place that they stand in, the one that counts more later."""
+
+SHORT_FORMS = {
+    "--model": "openai.model_name",
+    "--base-url": "openai.base_url",
+    "--tasks": "env.total_steps",
+    "--group": "env.group_size",
+    "--samples": "env.group_size",
+    "--to": "env.rollout_server_url",
+    "--concurrency": "env.max_num_workers",
+    "--backend": "env.tool_pool_mode",
+    "--max-cost": "env.max_cost",
+    "--max-infra-rate": "env.max_infra_rate",
+    "--metrics-port": "env.metrics_port",
+}
+"""What the short flags abbreviate. `--policy NAME` is short for a scripted server of that model name."""
+
+_OWN = ("--policy", "--resume", "--config", "--mcp", "--slurm", "--testing", "--show-config", "--help", "--help-all")
+UNSAID = (DEFAULT, "config_init", "process", "evaluate")
+"""Sources of a setting that no user has said."""
+
+_SAID_BY_COMMAND: Mapping[str, Mapping[str, JSON]] = {
+    "process": {"ensure_scores_are_not_same": False, "include_messages": True},
+    "evaluate": {"ensure_scores_are_not_same": False},
+}
+"""What a command sets: `ensure_scores_are_not_same` is for a trainer, who learns nothing from a group of equals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The command line asked a question (`--help`, `--show-config`): write this to stdout and stop with exit code 0."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed(Generic[EnvT_co, ServerT_co]):
+    """A command line that can be run. `sources` maps `env.group_size` and `openai.base_url` to where they came from.
+
+    `notices` are sentences for stderr: settings that were given and have no effect in this version.
+    """
+
+    command: str
+    env_config: EnvT_co
+    server_configs: list[ServerT_co]
+    policy: str | None = None
+    resume: Path | None = None
+    slurm: bool = False
+    testing: bool = False
+    sources: Mapping[str, str] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine(Generic[EnvT_co, ServerT_co]):
+    """What can be set for one environment, and what it sets itself.
+
+    `env_values` and `server_values` (one mapping per server) are what the environment's `config_init` gave; see
+    `set_fields`. `command` is used when the line names none; without it a command is required. `name` is the
+    environment's, for the default path of its output.
+    """
+
+    prog: str
+    env_type: type[EnvT_co]
+    server_type: type[ServerT_co]
+    env_values: Mapping[str, JSON] = field(default_factory=dict)
+    server_values: Sequence[Mapping[str, JSON]] = ()
+    name: str | None = None
+    command: str | None = None
+    about: str = ""
+
+    def parse(
+        self,
+        argv: Sequence[str],
+        environ: Mapping[str, str] | None = None,
+        dotenv: Mapping[str, str] | None = None,
+    ) -> Parsed[EnvT_co, ServerT_co] | Answer:
+        """Read `argv` (without the program's name), the process's variables and those of a `.env` file below them.
+        Raises `ConfigError`."""
+        command, flags = self._split(argv)
+        if any(written in ("--help", "-h", "--help-all") for written, _ in flags):
+            return Answer(help_text.usage(self, everything=any(written == "--help-all" for written, _ in flags)))
+        given = _Given()
+        for written, words in flags:
+            self._take(given, written, words)
+        variables = ((NAME, dotenv or {}), ("environment", environ or {}))
+        env = merge(self.env_type, self._env_layers(command, given, variables))
+        servers = [merge(self.server_type, layers) for layers in self._server_layers(given, variables)]
+        if given.show_config:
+            return Answer(help_text.merged(env, servers))
+        return self._parsed(command, given, env, servers)
+
+    def _split(self, argv: Sequence[str]) -> tuple[str, list[tuple[str, list[str]]]]:
+        """The command, and each flag as written with the words that follow it."""
+        rest = list(argv)
+        command = self.command
+        if rest and not _is_flag(rest[0]):
+            command = rest.pop(0)
+        flags: list[tuple[str, list[str]]] = []
+        for word in rest:
+            if _is_flag(word):
+                written, equals, value = word.partition("=")
+                flags.append((written, [value] if equals else []))
+            elif flags:
+                flags[-1][1].append(word)
+            else:
+                raise ConfigError(f"unexpected word {word!r} after {command}: settings start with --")
+        if any(written in ("--help", "-h", "--help-all") for written, _ in flags):
+            return command or "", flags
+        if command is None or command not in COMMANDS:
+            problem = "say what to do" if command is None else f"unknown command {command!r}"
+            raise ConfigError(f"{problem}: process, evaluate or serve.{nearest(command or '', COMMANDS)}")
+        return command, flags
+
+    def _take(self, given: _Given, written: str, words: list[str]) -> None:
+        """Add one flag to what was given."""
+        match written:
+            case "--show-config":
+                given.show_config = bool(self._read(bool, written, words))
+            case "--slurm" | "--testing":
+                given.switches[written[2:]] = bool(self._read(bool, written, words))
+            case "--config":
+                given.files += [read_file(Path(word)) for word in words or [self._read(str, written, words)]]
+            case "--mcp" if "mcp_servers" in self.env_type.model_fields:
+                for word in words or [self._read(str, written, words)]:
+                    self._set_env(given, written, "mcp_servers", read_servers(Path(word)))
+            case "--policy":
+                given.policy = self._read(str, written, words)
+            case "--resume":
+                given.resume = Path(self._read(str, written, words))
+            case _:
+                self._set(given, written, words)
+
+    def _set(self, given: _Given, written: str, words: list[str]) -> None:
+        """Add a flag that sets a field, dotted or in its short form."""
+        group, _, key = SHORT_FORMS.get(written, written.removeprefix("--")).partition(".")
+        name, dot, rest = key.partition(".")
+        model_type = {"env": self.env_type, "openai": self.server_type}.get(group)
+        name = name if model_type is None or name in model_type.model_fields else name.replace("-", "_")
+        if model_type is None or name not in model_type.model_fields:
+            raise ConfigError(f"unknown flag {written}.{nearest(written, self.known_flags())}")
+        annotation: Annotation = model_type.model_fields[name].annotation
+        if dot and not takes_mapping(annotation):
+            raise ConfigError(f"{written}: {group}.{name} is not a mapping, so nothing can be set below it")
+        key = name + dot + rest
+        given.add(group, key, self._read(JSON if dot else annotation, written, words), written, annotation)
+
+    def _set_env(self, given: _Given, written: str, name: str, value: JSON) -> None:
+        """Add what a flag that is no field of its own says about one."""
+        given.add("env", name, value, written, self.env_type.model_fields[name].annotation)
+
+    def _read(self, annotation: Annotation, written: str, words: Sequence[str]) -> JSON:
+        try:
+            return read_words(annotation, words)
+        except ValueError as error:
+            raise ConfigError(f"{written}: {error}") from None
+
+    def known_flags(self) -> Iterator[str]:
+        """Every flag there is, for suggestions."""
+        yield from (*_OWN, *SHORT_FORMS)
+        yield from (f"--env.{name}" for name in self.env_type.model_fields)
+        yield from (f"--openai.{name}" for name in self.server_type.model_fields)
+
+    def _env_layers(self, command: str, given: _Given, variables: Variables) -> Iterator[Layer]:
+        fields = self.env_type.model_fields
+        if command == "process" and self.name and "data_path_to_save_groups" in fields:
+            yield Layer("process", {"data_path_to_save_groups": f"data/{self.name}.jsonl"})
+        yield Layer("config_init", self.env_values)
+        if said := _SAID_BY_COMMAND.get(command):
+            yield Layer(command, {name: value for name, value in said.items() if name in fields})
+        yield from (file.env for file in given.files)
+        yield from (read_environ(values, "env", self.env_type, where) for where, values in variables)
+        yield Layer("command line", given.values["env"], given.spelled["env"])
+
+    def _server_layers(self, given: _Given, variables: Variables) -> list[list[Layer]]:
+        """The layers of each server. A policy or an address from above the files leaves one server."""
+        servers = [[Layer("config_init", values)] for values in self.server_values] or [[]]
+        for file in given.files:
+            if file.shared:
+                servers = [[*layers, *file.servers] for layers in servers]
+            else:
+                lower = _padded(servers, len(file.servers))
+                servers = [[*layers, own] for layers, own in zip(lower, file.servers, strict=True)]
+        flags = Layer("command line", given.values["openai"], given.spelled["openai"])
+        top = [*(read_environ(values, "openai", self.server_type, where) for where, values in variables), flags]
+        if given.policy is not None:
+            clash = {"server_type", "model_name", "base_url"} & flags.values.keys()
+            if clash:
+                raise ConfigError(f"--policy and {flags.spelled[min(clash)]} exclude each other")
+            scripted = {"server_type": "scripted", "model_name": given.policy}
+            top.append(Layer("command line", scripted, dict.fromkeys(scripted, "--policy")))
+        if given.policy is not None or any("base_url" in layer.values for layer in top):
+            servers = servers[:1]
+        return [[*layers, *top] for layers in servers]
+
+    def _parsed(
+        self, command: str, given: _Given, env: Merged[EnvT_co], servers: list[Merged[ServerT_co]]
+    ) -> Parsed[EnvT_co, ServerT_co]:
+        sources = {f"env.{name}": source for name, source in env.sources.items()}
+        for index, server in enumerate(servers):
+            group = "openai" if len(servers) == 1 else f"openai[{index}]"
+            sources |= {f"{group}.{name}": source for name, source in server.sources.items()}
+        switches = {key: value for file in given.files for key, value in file.switches.items()} | given.switches
+        return Parsed(
+            command=command,
+            env_config=env.value,
+            server_configs=[server.value for server in servers],
+            policy=given.policy,
+            resume=given.resume,
+            slurm=switches.get("slurm", False),
+            testing=switches.get("testing", False),
+            sources=sources,
+            notices=tuple(_notices("env", env)) + tuple(n for server in servers for n in _notices("openai", server)),
+        )
+
+
+@dataclass(slots=True)
+class _Given:
+    """What the flags said so far."""
+
+    values: dict[str, dict[str, JSON]] = field(default_factory=lambda: {"env": {}, "openai": {}})
+    spelled: dict[str, dict[str, str]] = field(default_factory=lambda: {"env": {}, "openai": {}})
+    files: list[FileSettings] = field(default_factory=list)
+    switches: dict[str, bool] = field(default_factory=dict)
+    policy: str | None = None
+    resume: Path | None = None
+    show_config: bool = False
+
+    def add(self, group: str, key: str, value: JSON, written: str, annotation: Annotation) -> None:
+        """Take what a flag says about a field, or about an entry below it."""
+        target = self.values[group]
+        target[key] = _joined(target.get(key), value, annotation)
+        self.spelled[group][key] = self.spelled[group][key.partition(".")[0]] = written
+
+
+def set_fields(config: BaseModel) -> dict[str, JSON]:
+    """The fields that were set when `config` was made, for `env_values` and `server_values`."""
+    return {name: getattr(config, name) for name in config.model_fields_set}
+
+
+def _notices(group: str, config: Merged[BaseModel]) -> Iterator[str]:
+    """A sentence for each setting that a user turned on and that does nothing yet."""
+    for name, source in config.sources.items():
+        asked = source not in UNSAID and getattr(config.value, name) not in (None, False)
+        if asked and not has_effect(type(config.value), name):
+            yield f"{group}.{name} ({source}) has no effect in this version"
+
+
+def _is_flag(word: str) -> bool:
+    """`--name…` or `-h`; `-1` and `- text` are values."""
+    return word == "-h" or re.match(r"--[A-Za-z]", word) is not None
+
+
+def _joined(old: JSON, new: JSON, annotation: Annotation) -> JSON:
+    """A list or mapping flag that is given twice adds up; of any other the last one counts."""
+    if takes_sequence(annotation) and isinstance(old, list) and isinstance(new, list):
+        return old + new
+    if takes_mapping(annotation) and isinstance(old, dict) and isinstance(new, dict):
+        return old | new
+    return new
+
+
+def _padded(servers: list[list[Layer]], count: int) -> list[list[Layer]]:
+    return [servers[index] if index < len(servers) else [] for index in range(count)]

@@ -1,0 +1,121 @@
+"""`serve`: the groups of a run go to a trainer as they finish, besides into the run's own files.
+
+Not for how they are sent (`trainers/atropos/feed.py`). Invariant: a group is on disk before it is sent, so that going
+on with a run that was killed sends what the trainer does not have, and nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from palaestra.core.config import DEFAULT
+from palaestra.core.errors import TrainerUnavailable
+from palaestra.core.types import JSON
+from palaestra.envs.config.fields import BaseEnvConfig
+from palaestra.envs.run.run_folder import Output
+from palaestra.rollouts.records import Group
+from palaestra.rollouts.runner import Totals
+from palaestra.trainers.atropos.feed import feeding
+from palaestra.trainers.atropos.feed_settings import FeedSettings
+from palaestra.trainers.atropos.groups import Deliveries, fitting, scored_data
+from palaestra.trainers.atropos.http_client import TrajectoryClient
+
+ASK_S = 5.0
+"""How long the trainer's server may take to say how it is tracked: nothing depends on it."""
+
+EQUAL, TOO_LONG = "had equal scores", "had nothing but rollouts that are too long"
+"""Why a group is not sent."""
+
+OnGroup = Callable[[Group], None]
+Gate = Callable[[], Awaitable[bool]]
+
+
+def feed_settings(config: BaseEnvConfig, name: str) -> FeedSettings:
+    """How the environment presents itself to the trainer."""
+    return FeedSettings(
+        name=config.wandb_name or name,
+        group_size=config.group_size,
+        max_token_length=config.max_token_length,
+        weight=config.inference_weight,
+        min_batch_allocation=config.min_batch_allocation,
+        max_batches_offpolicy=config.max_batches_offpolicy,
+    )
+
+
+def serve_limit(total_steps: int, source: str) -> int | None:
+    """Groups at most. The trainer decides, unless a user said a number: an environment's own is meant for `process`."""
+    return None if source in (DEFAULT, "config_init") or total_steps < 0 else total_steps
+
+
+async def trainers_tracking(url: str) -> dict[str, str]:
+    """The `project` and `group` under which the trainer at `url` tracks its run; nothing where none is there yet."""
+    client = TrajectoryClient(url, timeout_s=ASK_S)
+    try:
+        answer = await client.ask("GET", "/wandb_info")
+    except TrainerUnavailable:
+        return {}
+    finally:
+        await client.aclose()
+    told = answer.body if answer.status == 200 and isinstance(answer.body, dict) else {}
+    return {name: told[name] for name in ("project", "group") if isinstance(told.get(name), str) and told[name]}
+
+
+class Serving:
+    """One run that feeds a trainer."""
+
+    def __init__(self, config: BaseEnvConfig, output: Output, note: Callable[[str], None]) -> None:
+        self._config = config
+        self._output = output
+        self._note = note
+        self._unsent: Counter[str] = Counter()
+
+    async def run(self, roll_out: Callable[[OnGroup, Gate], Awaitable[Totals]], keep: OnGroup) -> Totals:
+        """Feed what `roll_out` finishes, which gets a gate that lets groups begin as the trainer needs them."""
+        config, deliveries = self._config, Deliveries(self._output.folder.path / "deliveries.jsonl")
+        settings = feed_settings(config, self._output.env)
+        try:
+            async with feeding(settings, config.rollout_server_url, deliveries, note=self._note) as feed:
+                most_tokens = (await feed.link.standing()).most_tokens
+
+                def hand_on(group: Group) -> None:
+                    keep(group)
+                    delivery_id = self._delivery_id(group)
+                    feed.offer(delivery_id, None if delivery_id in deliveries else self._line(group, most_tokens))
+
+                return await roll_out(hand_on, feed.admit)
+        finally:
+            left = "".join(f"; {count} {why}" for why, count in self._unsent.items())
+            self._note(f"{len(deliveries)} groups delivered to {config.rollout_server_url}{left}")
+            deliveries.close()
+
+    def _delivery_id(self, group: Group) -> str:
+        return f"{self._output.folder.run_id}/{group.group_id}"
+
+    def _line(self, group: Group, most_tokens: int | None) -> dict[str, JSON] | None:
+        """What is sent of the group; nothing where equal scores teach nothing, or all is too long for the trainer."""
+        sent = fitting(group, most_tokens)
+        if self._config.ensure_scores_are_not_same and (group.same_scores or sent.same_scores):
+            self._leave(EQUAL, f"group {group.group_id} is not sent: its scores are equal (ensure_scores_are_not_same)")
+            return None
+        line = scored_data(
+            sent,
+            group_size=self._config.group_size,
+            messages=self._config.include_messages,
+            placeholders=self._config.allow_placeholder_tokens,
+        )
+        said = [each for each in group.scored if each.rows and not each.unsaid]
+        if line is None and said:
+            shortest = min(max(len(row.tokens) for row in each.rows) for each in said)
+            self._leave(
+                TOO_LONG,
+                f"group {group.group_id} is not sent: its shortest rollout has {shortest} tokens and the trainer "
+                f"takes {most_tokens}. Offer fewer tools (--env.enabled_toolsets), or let the trainer take more",
+            )
+        return line
+
+    def _leave(self, why: str, told: str) -> None:
+        """Count a group that is not sent, and tell of the first of its kind: a trainer may wait for nothing else."""
+        self._unsent[why] += 1
+        if self._unsent[why] == 1:
+            self._note(told)

@@ -1,0 +1,88 @@
+"""What an evaluation comes to: rates, pass@k and their intervals, overall and by label. Does no I/O.
+
+How sure a rate or a mean is comes from `rollouts/observe/intervals.py`. Unscored rollouts are counted, and count as
+neither passed nor failed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+
+from palaestra.core.types import JSON
+from palaestra.rollouts.observe.intervals import mean_interval, rate_interval
+from palaestra.rollouts.records import Trajectory
+
+PASSED = 1.0
+
+
+def pass_at_k(n: int, passed: int, k: int) -> float:
+    """The chance that at least one of `k` attempts passes, where `passed` of `n >= k` did.
+
+    The unbiased estimate of Chen et al. 2021 (arXiv:2107.03374), eq. 1.
+    """
+    if not 0 <= passed <= n or not 1 <= k <= n:
+        raise ValueError(f"pass@{k} cannot be told from {passed} of {n}")
+    return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
+
+
+def figures(
+    done: Sequence[Trajectory], attempts: int, *, tasks: int, labels: Mapping[str, Collection[str]] | None = None
+) -> dict[str, JSON]:
+    """The figures of an evaluation that tried each of so many tasks `attempts` times.
+
+    `labels` are those of each task, by its id; the figures of the tasks that share one stand below `LABEL/`.
+    """
+    by_task: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in done:
+        by_task[trajectory.task_id].append(trajectory)
+    found: dict[str, JSON] = {
+        "tasks": tasks,
+        "attempts": len(done),
+        "unscored": sum(not trajectory.scored for trajectory in done),
+        "tasks_not_run": tasks - len(by_task),
+        **_passes(list(by_task.values()), attempts),
+    }
+    blames = Counter(trajectory.blame.value for trajectory in done if trajectory.blame and not trajectory.scored)
+    found |= {f"unscored/{blame}": count for blame, count in sorted(blames.items())}
+    known = labels or {}
+    for label in sorted({label for name in by_task for label in known.get(name, ())}):
+        chosen = [group for name, group in by_task.items() if label in known.get(name, ())]
+        own = {"tasks": len(chosen), **_passes(chosen, attempts)}
+        found |= {f"{label}/{name}": value for name, value in own.items()}
+    return found
+
+
+def _passes(groups: Sequence[Sequence[Trajectory]], attempts: int) -> dict[str, JSON]:
+    """`pass_rate`, `mean_reward`, and `pass@k` for k of 1, 2, 4 … up to the attempts, with 95 % intervals."""
+    rewards = [[each.reward for each in group if each.reward is not None] for group in groups]
+    counts = [(len(scored), sum(reward >= PASSED for reward in scored)) for scored in rewards]
+    total = sum(n for n, _ in counts)
+    found: dict[str, JSON] = {}
+    if total:
+        found["pass_rate"] = sum(passed for _, passed in counts) / total
+        found["mean_reward"] = sum(map(sum, rewards)) / total
+        if (interval := mean_interval(rewards)) is not None:
+            found |= {"mean_reward/low": interval[0], "mean_reward/high": interval[1]}
+    for k in sorted({attempts, *(1 << power for power in range(attempts.bit_length()) if 1 << power <= attempts)}):
+        rates = [pass_at_k(n, passed, k) for n, passed in counts if n >= k]
+        if rates:
+            low, high = rate_interval(sum(rates), len(rates))
+            rate = sum(rates) / len(rates)
+            found |= {f"pass@{k}": rate, f"pass@{k}/low": low, f"pass@{k}/high": high, f"pass@{k}/tasks": len(rates)}
+    return found
+
+
+def sample(trajectory: Trajectory) -> dict[str, JSON]:
+    """One attempt, for the samples of an evaluation."""
+    return {
+        "task_id": trajectory.task_id,
+        "index": trajectory.index,
+        "passed": None if trajectory.reward is None else trajectory.reward >= PASSED,
+        "reward": trajectory.reward,
+        "outcome": trajectory.outcome.value,
+        "turns": len(trajectory.turns),
+        "error": trajectory.error,
+        "messages": trajectory.messages,
+    }

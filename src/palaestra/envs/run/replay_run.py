@@ -1,0 +1,182 @@
+"""Playing a recorded run again: the environment of the run, fresh slots of it, and nobody who samples.
+
+Not for going on with a run (`--resume`), and not for the policy `replay:FILE`, which makes a new run. Invariant: no
+model server is asked, tools that touch the world answer from the run's own recording of it, and slots have no network
+unless the caller says otherwise; the run's folder is only read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from palaestra.core.config import DEFAULT, is_secret
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON, Network
+from palaestra.envs.adapters.collected_adapter import CollectedEnvironment
+from palaestra.envs.adapters.forms import Form, form_of
+from palaestra.envs.config.build import make_pool
+from palaestra.envs.discovery import load_environment
+from palaestra.envs.run.batch import concurrency
+from palaestra.envs.run.evaluate import Evaluation
+from palaestra.envs.run.run import closed, opened
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engines.scripted import ScriptedEngine
+from palaestra.rollouts.admission import AdmittedSlots
+from palaestra.rollouts.environment import Environment
+from palaestra.rollouts.group import Services
+from palaestra.rollouts.journal.journal import Journal
+from palaestra.rollouts.journal.reader import Recording
+from palaestra.rollouts.observe.console import Observer
+from palaestra.rollouts.recorded_tools.recording_policy import world_of_run
+from palaestra.rollouts.records import Group
+from palaestra.rollouts.resume.replay import Comparison, OtherEnd, Playback
+from palaestra.rollouts.runner import Runner
+from palaestra.rollouts.shared_setup import Foundations
+from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    """What may be said about a replay. `environment` is where it lies now, None where it lay; `groups` is how many of
+    the first tasks to play, None for all."""
+
+    environment: str | None = None
+    groups: int | None = None
+    concurrency: int | None = None
+    network: bool = False
+
+
+async def replay(recording: Recording, settings: ReplaySettings, observer: Observer) -> Comparison:
+    """Play the finished groups of a recording again and compare. Raises `ConfigError` where that cannot be done."""
+    if recording.last < 0:
+        raise ConfigError(f"{recording.path} has no finished group, so there is nothing to play")
+    with _where_it_ran(recording.meta.config):
+        form = form_of(_environment(recording, settings.environment))
+        return await _Replay(recording, settings, form).run(observer)
+
+
+class _Replay:
+    """One replay."""
+
+    def __init__(self, recording: Recording, settings: ReplaySettings, form: Form) -> None:
+        self.recording = recording
+        self.settings = settings
+        self.form = form
+        self.playback = Playback(recording)
+        self.comparison = Comparison()
+        self._played: set[int] = set()
+
+    async def run(self, observer: Observer) -> Comparison:
+        recorded = self.recording.meta.config
+        said = _said(recorded, "env") | {"world": "replay", "world_file": str(self.recording.path.parent)}
+        config = self.form.config_type()(**said)
+        config.data_dir_to_save_evals = None
+        server = APIServerConfig(server_type="scripted", model_name="replay")
+        engine = ScriptedEngine(server, self.playback)
+        limit = self.recording.last + 1 if self.settings.groups is None else self.settings.groups
+        workers = self.settings.concurrency or concurrency(config)
+        with TemporaryDirectory(prefix="palaestra-replay-") as folder:
+            journal = Journal(Path(folder) / "journal.jsonl")
+            world = world_of_run(self.recording.path.parent)
+            async with make_pool(config) as pool, closed(world):
+                environment = _playable(self.form.build(config, [server], engine))
+                environment.world = world
+                slots = (AdmittedSlots if self.settings.network else _Offline)(pool, pool.total_slots)
+                services = Services(
+                    engine=engine,
+                    slots=slots,
+                    foundations=Foundations(slots),
+                    journal=journal,
+                    observer=observer,
+                    seed=self.recording.meta.seed,
+                    group_size=config.group_size,
+                    infra_retries=config.infra_retries,
+                    world=world,
+                )
+                try:
+                    async with opened(environment):
+                        observer.run_started(limit, config.group_size)
+                        if recorded.get("command") == "evaluate":
+                            await Evaluation(environment, services, workers, self._compare, limit=limit).run()
+                        else:
+                            runner = Runner(
+                                environment, services, concurrency=workers, limit=limit, on_group=self._compare
+                            )
+                            await runner.run()
+                finally:
+                    observer.run_finished()
+                    await services.foundations.aclose()
+                    journal.close()
+        for number, group_id in sorted(self.recording.numbers.items()):
+            if number < limit and number not in self._played:
+                self.comparison.other_ends.append(OtherEnd(group_id, "played", "whole", "no task has its number now"))
+        return self.comparison
+
+    def _compare(self, replayed: Group) -> None:
+        """A group that the recording has not finished was played for nothing: only evaluations cannot leave one out."""
+        self._played.add(replayed.number)
+        recorded = self.recording.numbered(replayed.number)
+        if recorded is not None:
+            self.comparison.add(recorded, replayed)
+            self.playback.forget(recorded)
+
+
+class _Offline(AdmittedSlots):
+    """Slots without a network, in every phase."""
+
+    async def lease(self, trajectory_id: str, *, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
+        return await super().lease(trajectory_id, spec=replace(spec, network=Network.OFF), snapshot=snapshot)
+
+
+def _environment(recording: Recording, given: str | None) -> object:
+    """The environment that made the recording, from where it was or from where it is said to be."""
+    recorded = recording.meta.config.get("environment") or ""
+    reference = given or recorded
+    if not reference:
+        raise ConfigError(
+            f"{recording.path} does not say which file its environment '{recording.meta.env}' is in: say it with "
+            "--environment FILE.py:NAME"
+        )
+    path = Path(reference.partition(":")[0])
+    if given is None and not path.is_file():
+        raise ConfigError(
+            f"the environment of this run was {reference}, and {path} is gone: say where it is now with "
+            "--environment FILE.py:NAME"
+        )
+    environment = load_environment(reference, Path.cwd())
+    name = form_of(environment).name
+    if name != recording.meta.env:
+        raise ConfigError(f"the run was one of '{recording.meta.env}', and {reference} is '{name}'")
+    return environment
+
+
+def _playable(environment: Environment) -> Environment:
+    if isinstance(environment, CollectedEnvironment):
+        raise ConfigError(
+            f"{environment.name} collects its rollouts itself, in a collect_ method: what it did with the model's "
+            "answers is not in the record, so it cannot be played"
+        )
+    return environment
+
+
+def _said(recorded: Mapping[str, JSON], group: str) -> dict[str, JSON]:
+    """The settings that somebody had made; what was a default is left to be one, and secrets were not recorded."""
+    sources = recorded.get("sources") or {}
+    values = recorded.get(group) or {}
+    return {
+        name: value
+        for name, value in values.items()
+        if sources.get(f"{group}.{name}", DEFAULT) != DEFAULT and not is_secret(name)
+    }
+
+
+@contextlib.contextmanager
+def _where_it_ran(recorded: Mapping[str, JSON]) -> Iterator[None]:
+    """Relative paths in settings and environments mean what they meant. A folder that is gone changes nothing."""
+    folder = Path(str(recorded.get("folder") or "."))
+    with contextlib.chdir(folder) if folder.is_dir() else contextlib.nullcontext():
+        yield

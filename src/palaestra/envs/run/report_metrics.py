@@ -1,0 +1,164 @@
+"""The figures of a run on their way to its trackers: `Reporting`.
+
+Those of the latest groups while the run goes on (`train/…`, or `eval/…`), those of the whole at its end, without a
+prefix. Not for computing them (`rollouts/metrics`). Invariant: trackers and the environment's own `wandb_log` cannot
+end a run; the first trouble of each is said and that is all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.config import DEFAULT
+from palaestra.envs.config.command_line import Parsed
+from palaestra.envs.config.fields import BaseEnvConfig
+from palaestra.envs.run.feed_trainer import trainers_tracking
+from palaestra.envs.run.run_folder import Output
+from palaestra.inference.config import APIServerConfig
+from palaestra.rollouts.environment import Environment
+from palaestra.rollouts.journal.journal import without_secrets
+from palaestra.rollouts.observe.console import NullObserver
+from palaestra.rollouts.observe.metrics import Figures
+from palaestra.rollouts.observe.trackers.jsonl import MetricsFile
+from palaestra.rollouts.observe.trackers.subprocess_tracker import start_tracker
+from palaestra.rollouts.observe.trackers.tracker import RunLabel, Tracker
+from palaestra.rollouts.records import Group
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+"""Trackers hear no more often: enough for a curve, and fast runs do not drown them."""
+
+ROLLOUTS = "rollouts"
+"""What the table of rollouts to look at is called, after the prefix."""
+
+
+class Reporting(NullObserver):
+    """Tells trackers after every `every` groups. `known` are the numbers of groups that they heard of before."""
+
+    def __init__(
+        self,
+        trackers: Collection[Tracker],
+        *,
+        prefix: str = "train/",
+        every: int = 1,
+        known: Collection[int] = (),
+        clock: Clock | None = None,
+    ) -> None:
+        self._trackers = list(trackers)
+        self._prefix = prefix
+        self._every = every
+        self._known = known
+        self._clock = clock or SystemClock()
+        self._latest = Figures()
+        self._step = 0
+        self._enough = asyncio.Event()
+        self._tell: Callable[[str], None] = lambda text: None
+        self._own_failed = False
+
+    def tell(self, note: Callable[[str], None]) -> None:
+        """Whom to tell of trouble."""
+        self._tell = note
+
+    def say(self, text: str) -> None:
+        """Tell of trouble. What others note is not this observer's to pass on."""
+        self._tell(text)
+
+    def add(self, tracker: Tracker) -> None:
+        """One more tracker."""
+        self._trackers.append(tracker)
+
+    def group_finished(self, group: Group) -> None:
+        self._step += 1
+        if group.number in self._known:
+            return
+        self._latest.add(group)
+        if self._latest.groups >= self._every:
+            self._enough.set()
+
+    @contextmanager
+    def going_on(self, environment: Environment) -> Iterator[None]:
+        """Report for as long as the block runs."""
+        reporting = asyncio.create_task(self._report(environment), name="figures")
+        try:
+            yield
+        finally:
+            reporting.cancel()
+
+    async def _report(self, environment: Environment) -> None:
+        while True:
+            await self._enough.wait()
+            self._enough.clear()
+            own = await self.own(environment)
+            latest, self._latest = self._latest, Figures()
+            numbers = {f"{self._prefix}{name}": value for name, value in latest.numbers().items()}
+            self._log({**numbers, **own})
+            await self._clock.sleep(EVERY_S)
+
+    async def own(self, environment: Environment) -> Mapping[str, float]:
+        """The environment's own figures as of now; none where it fails at them."""
+        try:
+            return await environment.figures()
+        except Exception:
+            if not self._own_failed:
+                self._own_failed = True
+                logger.warning("environment %s failed at its own figures", environment.name, exc_info=True)
+            return {}
+
+    async def finish(self, environment: Environment, figures: Mapping[str, float]) -> None:
+        """Tell the trackers what the run came to, and end them."""
+        self._log(figures)
+        try:
+            shown = environment.shown()
+        except Exception:
+            shown = ()
+            logger.warning("environment %s failed at its rollouts to show", environment.name, exc_info=True)
+        for tracker in self._trackers if shown else ():
+            tracker.show(self._step, self._prefix + ROLLOUTS, shown)
+        await asyncio.gather(*(tracker.aclose() for tracker in self._trackers))
+
+    def _log(self, numbers: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.log(self._step, numbers)
+
+
+def asked_for(config: BaseEnvConfig, sources: Mapping[str, str]) -> list[str]:
+    """The services that somebody asked for. That `use_wandb` is on by default is nobody's wish."""
+    wandb = config.use_wandb and sources.get("env.use_wandb", DEFAULT) != DEFAULT
+    return ["wandb"] * wandb + ["trackio"] * config.use_trackio
+
+
+async def make_reporting(
+    parsed: Parsed[BaseEnvConfig, APIServerConfig], output: Output, note: Callable[[str], None]
+) -> Reporting:
+    """The run's trackers: `metrics.jsonl`, and the services that were asked for. `note` hears which are not here."""
+    config, folder, known = parsed.env_config, output.folder, output.finished
+    reporting = Reporting(
+        [MetricsFile(folder.metrics)],
+        prefix="eval/" if parsed.command == "evaluate" else "train/",
+        every=config.min_items_sent_before_logging,
+        known=frozenset(known.ended) if known is not None else (),
+    )
+    reporting.tell(note)
+    services = asked_for(config, parsed.sources)
+    if not services:
+        return reporting
+    told = await trainers_tracking(config.rollout_server_url) if parsed.command == "serve" else {}
+    label = RunLabel(
+        project=config.tracker_project or told.get("project") or output.env,
+        group=told.get("group"),
+        name=config.wandb_name or folder.run_id,
+        run_id=folder.run_id,
+        folder=folder.path,
+        settings={"env": without_secrets(config.recorded()), "model": output.model},
+        mode=config.wandb_mode,
+    )
+    for service in services:
+        tracker = await start_tracker(service, label, reporting.say)
+        if tracker is not None:
+            reporting.add(tracker)
+    return reporting

@@ -1,0 +1,242 @@
+"""Many requests, one model, one thread: requests that come together are sampled together.
+
+The thread owns the model; nobody else touches it. New requests join between two tokens, finished and cancelled ones
+leave, so no request waits for another's end. When nothing is under way the first request waits `WINDOW_S` for company.
+
+Not for what a model is (`Decoder`; `torch_decoder.py` has the real one). Invariants: every request is answered exactly
+once, also when the model fails, the weights change or the thread is told to end; a cancelled request is out of the
+batch before the next token.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from palaestra.core.errors import EngineUnavailable
+from palaestra.inference.engine import Sampled
+from palaestra.inference.engines.sampling import Sampling
+
+WINDOW_S = 0.002
+CLOSE_TIMEOUT_S = 60.0
+
+
+class Decoder(Protocol):
+    """A model in the middle of continuing some sequences, its rows, in the order in which they came."""
+
+    def admit(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> None:
+        """Add rows after those that are there."""
+        ...
+
+    def step(self) -> list[tuple[int, float]]:
+        """Sample one token for every row: (id, log-probability)."""
+        ...
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only; ascending."""
+        ...
+
+    def load(self, folder: str) -> None:
+        """Take the weights in this folder. Called while there are no rows."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One row: what was asked, what was sampled so far, and where the answer goes."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    most: int
+    answer: Future[Sampled]
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def sampled(self, token: int, logprob: float) -> str:
+        """Take one token. The finish reason, or the empty string while it goes on."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if token in self.sampling.stop_ids:
+            return "stop"
+        return "length" if len(self.ids) >= self.most else ""
+
+    def finish(self, reason: str, version: str) -> None:
+        _answer(self.answer, Sampled(self.ids, self.logprobs, reason, version))
+
+
+@dataclass(slots=True, eq=False)
+class _NewWeights:
+    folder: str
+    version: str
+    answer: Future[None]
+
+
+class _End:
+    """The thread's last message."""
+
+
+_Message: TypeAlias = "_Request | _NewWeights | _End"
+
+
+class Batcher:
+    """Runs a decoder in a thread of its own. Thread-safe; `close` is idempotent and blocks until the thread has ended.
+
+    `make` builds the decoder inside the thread. `most_rows` bounds the batch; further requests wait in the order in
+    which they came.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Decoder],
+        *,
+        name: str,
+        most_rows: int = 64,
+        version: str = "0",
+        window_s: float = WINDOW_S,
+    ) -> None:
+        self.ready: Future[None] = Future()
+        self.version = version
+        self.most_at_once = 0
+        self._make = make
+        self._most_rows = most_rows
+        self._window_s = window_s
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._waiting: list[_Request] = []
+        self._rows: list[_Request] = []
+        self._closed = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> Future[None]:
+        """Start the thread; the future is done when the model is loaded, or has what went wrong."""
+        self._thread.start()
+        return self.ready
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, most: int) -> Future[Sampled]:
+        """Ask for up to `most` tokens. Cancel the future to take the request back."""
+        request = _Request(prompt, sampling, most, Future())
+        self._send(request)
+        return request.answer
+
+    def load(self, folder: str, version: str) -> Future[None]:
+        """Change the weights. Requests under way end at once with `abort` and what they have so far."""
+        message = _NewWeights(folder, version, Future())
+        self._send(message)
+        return message.answer
+
+    def close(self) -> None:
+        """End the thread. Requests that were not answered get `EngineUnavailable`."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if not closed and self._thread.ident is not None:
+            self._inbox.put(_End())
+        if self._thread.ident is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _send(self, message: _Request | _NewWeights) -> None:
+        with self._lock:
+            if self._closed:
+                raise EngineUnavailable("The engine is closed.")
+            self._inbox.put(message)
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            decoder = self._make()
+        except BaseException as error:  # whoever waits for `ready` gets it, whatever it is
+            _fail(self.ready, error)
+            self._drain(EngineUnavailable(f"The model could not be loaded: {error}"))
+            return
+        _answer(self.ready, None)
+        while self._receive(decoder):
+            try:
+                self._admit(decoder)
+                if self._rows:
+                    self._step(decoder)
+            except Exception as error:  # the requests in the batch get it; the next ones find an empty batch
+                self._fail_rows(decoder, error)
+        self._drain(EngineUnavailable("The engine was closed before the request was answered."))
+
+    def _receive(self, decoder: Decoder) -> bool:
+        """Take in what has come; wait only when there is nothing to do. False at the end."""
+        idle = not self._rows and not self._waiting
+        try:
+            message = self._inbox.get(block=idle)
+            while True:
+                if isinstance(message, _End):
+                    return False
+                if isinstance(message, _NewWeights):
+                    self._change_weights(decoder, message)
+                else:
+                    self._waiting.append(message)
+                window = idle and len(self._waiting) < self._most_rows
+                message = self._inbox.get(timeout=self._window_s) if window else self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+
+    def _admit(self, decoder: Decoder) -> None:
+        """Bring waiting requests into the batch as far as there is room."""
+        self._leave(decoder)
+        room = self._most_rows - len(self._rows)
+        waiting = [request for request in self._waiting if not request.answer.cancelled()]
+        coming, self._waiting = waiting[:room], waiting[room:]
+        if coming:
+            self._rows += coming
+            self.most_at_once = max(self.most_at_once, len(self._rows))
+            decoder.admit([request.prompt for request in coming], [request.sampling for request in coming])
+
+    def _leave(self, decoder: Decoder) -> None:
+        """Take out rows whose request was taken back or answered."""
+        staying = [row for row, request in enumerate(self._rows) if not request.answer.done()]
+        if len(staying) < len(self._rows):
+            self._rows = [self._rows[row] for row in staying]
+            decoder.keep(staying)
+
+    def _step(self, decoder: Decoder) -> None:
+        for request, (token, logprob) in zip(self._rows, decoder.step(), strict=True):
+            if reason := request.sampled(token, logprob):
+                request.finish(reason, self.version)
+
+    def _change_weights(self, decoder: Decoder, message: _NewWeights) -> None:
+        for request in self._rows:
+            request.finish("abort", self.version)
+        self._leave(decoder)
+        try:
+            decoder.load(message.folder)
+        except Exception as error:
+            _fail(message.answer, error)
+            return
+        self.version = message.version
+        _answer(message.answer, None)
+
+    def _fail_rows(self, decoder: Decoder, error: Exception) -> None:
+        rows, self._rows = self._rows, []
+        for request in rows:
+            _fail(request.answer, error)
+        decoder.keep([])
+
+    def _drain(self, error: Exception) -> None:
+        with self._lock:
+            self._closed = True
+        messages: list[_Message] = [*self._rows, *self._waiting]
+        while not self._inbox.empty():
+            messages.append(self._inbox.get())
+        for message in messages:
+            if not isinstance(message, _End):
+                _fail(message.answer, error)
+
+
+def _answer(future: Future[Sampled] | Future[None], value: Sampled | None) -> None:
+    with suppress(InvalidStateError):  # taken back meanwhile
+        future.set_result(value)  # type: ignore[arg-type]
+
+
+def _fail(future: Future[Sampled] | Future[None], error: BaseException) -> None:
+    with suppress(InvalidStateError):
+        future.set_exception(error)

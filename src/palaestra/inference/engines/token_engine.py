@@ -1,0 +1,246 @@
+"""What all engines that continue token ids have in common: the tokenizer, the chat format, token-exact chat on top.
+
+Not for sampling. Invariant: a tokenizer, template or parser that cannot work is found when the engine starts, before
+anything is rolled out.
+
+What the engines over HTTP that continue token ids have in common: the connection and the look at the start.
+
+Not for any one server's wire: `sglang` and `vllm` are. Invariant: a run does not start with a tokenizer that is not the
+server's own, as far as the server can be asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+from yarl import URL
+
+from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.config import local_path
+from palaestra.core.errors import ConfigError, EngineReplyError, EngineUnavailable
+from palaestra.core.retry import RetryPolicy
+from palaestra.core.types import JSON, Message
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engine import (
+    ChatCompletion,
+    CompletionUsage,
+    Sampled,
+    SessionContext,
+    TextChoice,
+    TextCompletion,
+    TokenEngine,
+)
+from palaestra.inference.engines.openai import parse_base_url
+from palaestra.inference.http.chat_completions import NOT_JSON, encode_json
+from palaestra.inference.http.error_messages import shown
+from palaestra.inference.http.transport import Response, Transport
+from palaestra.inference.ledger import Ledger
+from palaestra.inference.ledger.prompts import ids_json
+from palaestra.inference.templates import ChatFormat
+from palaestra.inference.token_exact.managed_chat import HistoryMode, ManagedChat
+from palaestra.inference.token_exact.reply_reader import Parser
+from palaestra.inference.token_exact.sampler import sample
+from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
+
+
+class TokenChat:
+    """The chat side of one token engine; subclasses sample in `generate`.
+
+    `tokenizer` None loads the one that the config names, when it is first needed.
+    """
+
+    def __init__(
+        self, config: APIServerConfig, *, tokenizer: Tokenizer | None = None, clock: Clock | None = None
+    ) -> None:
+        self.config = config
+        self._clock = clock or SystemClock()
+        self._tokenizer = tokenizer
+        self._formats: list[ChatFormat] = []
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.config.model_name
+
+    async def start(self) -> None:
+        """Load the tokenizer and its template, look for the parser. Raises `ConfigError`."""
+        if self._tokenizer is None:
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, self.tokenizer_name)
+        self.managed_server()
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        """Continue `input_ids[T]`; see `TokenEngine`."""
+        raise NotImplementedError
+
+    def session(self, context: SessionContext) -> ManagedChat:
+        """Token-exact chat for one rollout, with the config's parser and history mode."""
+        return self.managed_server(name=context.rollout_id)
+
+    def managed_server(
+        self,
+        tokenizer: Tokenizer | None = None,
+        tool_call_parser: Parser | str | None = None,
+        tool_parser: Parser | str | None = None,
+        *,
+        history: HistoryMode | None = None,
+        name: str = "",
+        engine: TokenEngine | None = None,
+    ) -> ManagedChat:
+        """Token-exact chat for one rollout. What is not given is the config's; `engine` samples, if not this one.
+
+        Raises `ConfigError`.
+        """
+        return ManagedChat(
+            engine or self,
+            self._chat_format(tokenizer),
+            tool_call_parser or tool_parser or self.config.tool_parser,
+            history=history or self.config.history,
+            name=name,
+            clock=self._clock,
+        )
+
+    async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
+        """One reply outside any rollout; its tokens are not kept."""
+        return await self.managed_server().chat_completion(messages=messages, **request)
+
+    async def completion(
+        self, *, prompt: str, n: int = 1, extra_body: Mapping[str, JSON] | None = None, **sampling: JSON
+    ) -> TextCompletion:
+        """`n` continuations of a text; their tokens are not kept. Raises `EngineError`."""
+        ids = self.tokenizer.encode(prompt)
+        settings = {**sampling, **(extra_body or {})}
+
+        async def one(index: int) -> tuple[TextChoice, int]:
+            pieces = await sample(self, Ledger().prompt(None, ids), settings, None, self._clock)
+            said = [number for piece in pieces for number in piece.sampled.ids]
+            text = self.tokenizer.decode(said, skip_special_tokens=True)
+            return TextChoice(index=index, text=text, finish_reason=pieces[-1].sampled.finish_reason), len(said)
+
+        done = await asyncio.gather(*map(one, range(n)))
+        sampled = sum(count for _, count in done)
+        return TextCompletion(
+            model=self.name,
+            choices=[choice for choice, _ in done],
+            usage=CompletionUsage(prompt_tokens=len(ids), completion_tokens=sampled, total_tokens=len(ids) + sampled),
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, loaded when it is first asked for. Raises `ConfigError`."""
+        tokenizer = self._tokenizer = self._tokenizer or load_tokenizer(self.tokenizer_name)
+        return tokenizer
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The folder or name that the tokenizer is loaded from: the model's own unless the config names another."""
+        named = self.config.tokenizer_name
+        return self.config.model_name if named in ("", "none") else named
+
+    def _chat_format(self, tokenizer: Tokenizer | None) -> ChatFormat:
+        """The format of a tokenizer, made once: a caller gives the same one for every rollout."""
+        tokenizer = self.tokenizer if tokenizer is None else tokenizer
+        for known in self._formats:
+            if known.tokenizer is tokenizer:
+                return known
+        self._formats.append(ChatFormat(tokenizer, template_text(self.config.chat_template)))
+        return self._formats[-1]
+
+
+def template_text(named: str | None) -> str | None:
+    """The template in a file. Raises `ConfigError`."""
+    if named is None:
+        return None
+    try:
+        return local_path(named).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The chat template '{named}' cannot be read: {error}.") from None
+
+
+T = TypeVar("T")
+
+PROBE = 'Tokens: ½ naïve 東京 <|x|>\n\t{"a": 1}'
+"""Text on which two tokenizers would hardly agree by accident."""
+
+
+class TokenServer(TokenChat):
+    """One model server that continues token ids. Subclasses speak its wire in `generate`."""
+
+    def __init__(
+        self,
+        config: APIServerConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        clock: Clock | None = None,
+        retry: RetryPolicy | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        super().__init__(config, tokenizer=tokenizer, clock=clock)
+        self.base_url = parse_base_url(config.base_url)
+        self.root_url = self.base_url.parent if self.base_url.name == "v1" else self.base_url
+        self.transport = Transport.to(config, clock=clock, retry=retry, rng=rng)
+
+    async def start(self) -> None:
+        """Load the tokenizer, look whether the server answers, and whether it writes text in the same tokens.
+
+        Raises `ConfigError` for a tokenizer that cannot be had or is another one, `EngineUnavailable` within seconds
+        when nothing answers, `EngineRefused` when the key is refused.
+        """
+        await super().start()
+        if not self.config.health_check:
+            return
+        await self.transport.list_models(self.base_url / "models")
+        await self._compare_tokenizers()
+
+    async def aclose(self) -> None:
+        """Close the connections. Idempotent."""
+        await self.transport.aclose()
+
+    async def _compare_tokenizers(self) -> None:
+        """Ask the server for the tokens of a text. Servers that cannot be asked are believed."""
+        theirs = await self.tokens_of(PROBE)
+        ours = list(self.tokenizer.encode(PROBE, add_special_tokens=False))
+        if theirs is not None and theirs != ours:
+            raise ConfigError(
+                f"The server at {shown(self.root_url)} writes text in other tokens than tokenizer "
+                f"'{self.tokenizer_name}' ({theirs[:6]}…, not {ours[:6]}…). Set --openai.tokenizer_name to the "
+                f"tokenizer of model '{self.name}'."
+            )
+
+    async def tokens_of(self, text: str) -> list[int] | None:
+        """The text in the server's own tokens; None where the server cannot be asked."""
+        body = encode_json({"model": self.name, "prompt": text, "add_special_tokens": False})
+        try:
+            response = await self.transport.look("POST", self.root_url / "tokenize", lambda: body)
+            return msgspec.json.decode(response.body, type=_Tokenized).tokens if response.status == 200 else None
+        except (EngineUnavailable, *NOT_JSON):
+            return None
+
+    async def _continued(self, url: URL, name: str, ids: Sequence[int], rest: bytes, lane: str) -> Response:
+        """The answer to the JSON object `rest` with the ids under `name`, which are by far the most of it."""
+        return await self.transport.request(
+            "POST", url, lambda: b"".join((b'{"', name.encode(), b'":', ids_json(ids), b",", rest[1:])), lane=lane
+        )
+
+    def _decoded(self, raw: bytes, shape: type[T], url: URL, prompt_tokens: int) -> T:
+        """A reply of the given shape. Raises `EngineReplyError`."""
+        try:
+            return msgspec.json.decode(raw, type=shape)
+        except NOT_JSON as error:
+            raise self._wrong(
+                url, prompt_tokens, f"{error}; it begins {raw[:200].decode(errors='replace')!r}"
+            ) from None
+
+    def _wrong(self, url: URL, prompt_tokens: int, what: str) -> EngineReplyError:
+        """The error for a reply that is not what the protocol promises; it names the engine and the request."""
+        return EngineReplyError(
+            f"The model server at {shown(url)} (model '{self.name}') answered a prompt of {prompt_tokens} tokens with "
+            f"what is not a token-exact reply: {what}."
+        )
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]

@@ -1,0 +1,196 @@
+"""The chat completions wire: requests to bytes, replies to our records, with the oddities that servers have.
+
+Not for judging what the model said: malformed arguments pass through as text. Invariant: a reply becomes a
+`ChatCompletion` with at least one choice, or an `EngineReplyError`; nothing else ever comes out.
+
+A reply of the promised shape is decoded once, straight into records. Only one that does not fit is looked at piece by
+piece. Source of the shape: the OpenAI chat completions reference; the oddities are those of vLLM, SGLang, llama.cpp,
+Ollama and the proxies in front of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from palaestra.core.errors import EngineReplyError
+from palaestra.core.types import JSON, Message
+from palaestra.inference.engine import ChatCompletion, TextCompletion
+
+_DECODER = msgspec.json.Decoder(ChatCompletion)
+_TEXT_DECODER = msgspec.json.Decoder(TextCompletion)
+_SHOWN_BYTES = 200
+
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding ends with where bytes are no JSON, or not of the promised shape."""
+
+
+def encode_json(payload: JSON) -> bytes:
+    """JSON as UTF-8. Half surrogate pairs, which tool output can hold, become question marks."""
+    try:
+        return msgspec.json.encode(payload)
+    except UnicodeEncodeError:
+        return json.dumps(payload, ensure_ascii=False).encode(errors="replace")
+
+
+def decode_completion(raw: bytes, turn: int, source: str) -> ChatCompletion:
+    """The reply as records. `turn` (from 1) goes into the ids of calls without one; `source` names the server.
+
+    Raises `EngineReplyError`.
+    """
+    try:
+        completion = _DECODER.decode(raw)
+    except (msgspec.ValidationError, RecursionError):
+        completion = _mended(raw, source)
+    except NOT_JSON as error:
+        raise _not_a_reply(source, f"it is not JSON ({error})", raw) from None
+    if not completion.choices:
+        raise _not_a_reply(source, "it has no choices", raw)
+    for choice in completion.choices:
+        for index, call in enumerate(choice.message.tool_calls or ()):
+            call.id = call.id or f"call_{turn}_{index}"
+    return completion
+
+
+def decode_text(raw: bytes, source: str) -> TextCompletion:
+    """The reply to a text prompt as records. Raises `EngineReplyError`."""
+    try:
+        completion = _TEXT_DECODER.decode(raw)
+    except NOT_JSON as error:
+        raise _not_a_reply(source, str(error), raw, "completion") from None
+    if not completion.choices:
+        raise _not_a_reply(source, "it has no choices", raw, "completion")
+    return completion
+
+
+def _mended(raw: bytes, source: str) -> ChatCompletion:
+    """A reply that is JSON but not of the promised shape, piece by piece."""
+    try:
+        value = msgspec.json.decode(raw)
+        if not isinstance(value, dict):
+            raise _not_a_reply(source, "it is not an object", raw)
+        choices = value.get("choices")
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+            raise _not_a_reply(source, "it has an error" if value.get("error") else "it has no choices", raw)
+        mended = {
+            "id": _text(value.get("id")) or "",
+            "model": _text(value.get("model")) or "",
+            "choices": [_choice(choice, index) for index, choice in enumerate(choices)],
+            "usage": _usage(value.get("usage")),
+        }
+        return msgspec.convert(mended, ChatCompletion)
+    except NOT_JSON as error:
+        raise _not_a_reply(source, str(error), raw) from None
+
+
+def _not_a_reply(source: str, why: str, raw: bytes, promised: str = "chat completion") -> EngineReplyError:
+    start = raw[:_SHOWN_BYTES].decode(errors="replace")
+    return EngineReplyError(f"{source} sent what is not a {promised}: {why}. It begins: {start!r}")
+
+
+def _choice(choice: Mapping[str, JSON], index: int) -> dict[str, JSON]:
+    message = choice.get("message")
+    if not isinstance(message, Mapping):
+        message = {"content": choice.get("text")}
+    details = message.get("reasoning_details")
+    return {
+        "index": index,
+        "finish_reason": _text(choice.get("finish_reason")),
+        "logprobs": choice.get("logprobs"),
+        "message": {
+            "content": _content(message.get("content")),
+            "tool_calls": _tool_calls(message.get("tool_calls")),
+            "reasoning_content": _text(message.get("reasoning_content")),
+            "reasoning": _text(message.get("reasoning")),
+            "reasoning_details": [d for d in details if isinstance(d, dict)] if isinstance(details, list) else None,
+            "refusal": _text(message.get("refusal")),
+        },
+    }
+
+
+def _content(content: JSON) -> str | None:
+    """Text, or a list of parts of which the text counts."""
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        return "".join(part for part in parts if isinstance(part, str))
+    return content if content is None or isinstance(content, str) else _dumped(content)
+
+
+def _tool_calls(calls: JSON) -> list[JSON] | None:
+    """Calls with the name and the arguments as text. What is no call at all stays one, without a name: malformed."""
+    if isinstance(calls, dict):
+        calls = [calls]
+    return [_tool_call(call) for call in calls] if isinstance(calls, list) else None
+
+
+def _tool_call(call: JSON) -> dict[str, JSON]:
+    if not isinstance(call, dict):
+        return {"function": {"name": "", "arguments": _dumped(call)}}
+    function = call.get("function")
+    if not isinstance(function, dict):
+        function = call
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = "" if arguments is None else _dumped(arguments)
+    return {
+        "id": _text(call.get("id")) or "",
+        "function": {"name": _text(function.get("name")) or "", "arguments": arguments},
+    }
+
+
+def _usage(usage: JSON) -> dict[str, int] | None:
+    if not isinstance(usage, dict):
+        return None
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    return {name: int(usage[name]) for name in names if isinstance(usage.get(name), int | float)}
+
+
+def _text(value: JSON) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _dumped(value: JSON) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def plainer_history(messages: Sequence[Message], server_said: str) -> list[Message] | None:
+    """The history without what made a strict server refuse it, or None when there is nothing to take away.
+
+    Some chat templates parse every call's arguments, so one malformed call of the model would end its rollout as a
+    failure of the server. Such text is sent inside a JSON object. Fields of ours that the server names are left out.
+    """
+    drop = "reasoning_content" if "reasoning_content" in server_said else None
+    plain = [_plainer(message, drop) for message in messages]
+    changed = any(new is not old for new, old in zip(plain, messages, strict=True))
+    return plain if changed else None
+
+
+def _plainer(message: Message, drop: str | None) -> Message:
+    if drop in message:
+        message = {key: value for key, value in message.items() if key != drop}
+    calls = message.get("tool_calls")
+    if not calls or all(_is_object(_arguments(call)) for call in calls):
+        return message
+    return {**message, "tool_calls": [_wrapped(call) for call in calls]}
+
+
+def _wrapped(call: Mapping[str, JSON]) -> Mapping[str, JSON]:
+    arguments = _arguments(call)
+    if _is_object(arguments):
+        return call
+    return {**call, "function": {**call["function"], "arguments": _dumped({"malformed": arguments})}}
+
+
+def _arguments(call: Mapping[str, JSON]) -> JSON:
+    """The arguments of a call; an empty object for what is no call, which is left to the server to refuse."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return function.get("arguments", "") if isinstance(function, Mapping) else {}
+
+
+def _is_object(arguments: JSON) -> bool:
+    try:
+        return isinstance(arguments, dict) or isinstance(json.loads(arguments), dict)
+    except (ValueError, TypeError, RecursionError):
+        return False

@@ -1,0 +1,230 @@
+"""A chat completion that comes in pieces (server-sent events), put together into what would have come in one.
+
+For the engine that speaks chat completions. Not for judging: as with a whole reply, what the model wrote passes as it
+is. Invariant: a stream that broke off is never taken for a reply; it ends in an error, and the transport asks again.
+
+Sources of the shapes: the OpenAI reference (`chat.completion.chunk`, `stream_options`), the WHATWG's server-sent
+events. Servers differ in how they send calls: with or without an index, with the name in every piece, with the whole
+call said once more at the end. None of that may write a name or arguments twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import aiohttp
+import msgspec
+
+from palaestra.core.errors import EngineReplyError
+from palaestra.core.types import JSON
+from palaestra.inference.http.chat_completions import NOT_JSON, encode_json
+from palaestra.inference.http.error_messages import raise_failed_within, server_says
+
+_DONE = b"[DONE]"
+_JOINED = ("content", "reasoning_content", "reasoning", "refusal")
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a stream brought for one choice: text for the reader, or thinking.
+
+    `restarted`: the connection broke and the request is made again, so that all pieces before this one are void.
+    """
+
+    index: int = 0
+    content: str = ""
+    reasoning: str = ""
+    restarted: bool = False
+
+
+DeltaHook: TypeAlias = Callable[[Delta], None]
+"""Called with each piece as it comes, on the event loop: it must not block."""
+
+
+class ReplyReader:
+    """Reads the replies to one request, of which all but the last broke off."""
+
+    def __init__(self, source: str, told: DeltaHook | None = None) -> None:
+        self._source = source
+        self._told = told
+        self._tries = 0
+
+    async def read(self, reply: aiohttp.ClientResponse) -> bytes:
+        """The reply as one JSON body, however it came.
+
+        Raises `aiohttp.ClientPayloadError` where it broke off, `FailedWithin` where the server says in it that it
+        failed, with a status, and `EngineReplyError` where it says so without one, or sends what is no event.
+        """
+        if reply.content_type != "text/event-stream" or reply.status != 200:
+            body = await reply.read()
+            if reply.status == 200:
+                raise_failed_within(body)
+            return body
+        self._tries += 1
+        if self._tries > 1 and self._told is not None:
+            self._told(Delta(restarted=True))
+        whole = _Completion()
+        async for data in events(reply.content.iter_any()):
+            if data == _DONE:
+                return encode_json(whole.as_reply())
+            for delta in whole.take(self._chunk(data)):
+                if self._told is not None:
+                    self._told(delta)
+        if not whole.ended:
+            raise aiohttp.ClientPayloadError("the stream ended in the middle of the reply")
+        return encode_json(whole.as_reply())
+
+    def _chunk(self, data: bytes) -> dict[str, JSON]:
+        try:
+            chunk = msgspec.json.decode(data)
+        except NOT_JSON:
+            chunk = None
+        if not isinstance(chunk, dict):
+            raise EngineReplyError(f"{self._source} sent what is not a piece of a reply: {server_says(data)!r}.")
+        if chunk.get("error"):
+            raise_failed_within(data)
+            raise EngineReplyError(f"{self._source} failed in the middle of its reply: {server_says(data)}.")
+        return chunk
+
+
+async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The data of each server-sent event, in order; comments, names of events and ids are passed over.
+
+    An event that its stream does not end with a blank line was cut off, and is not given.
+    """
+    lines: list[bytes] = []
+    rest = b""
+    async for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                lines.append(line[5:].removeprefix(b" "))
+            elif not line and lines:
+                yield b"\n".join(lines)
+                lines.clear()
+
+
+@dataclass
+class _Call:
+    id: str = ""
+    name: str = ""
+    arguments: list[str] = field(default_factory=list)
+
+    def take(self, call: dict[str, JSON]) -> None:
+        function = call.get("function")
+        function = function if isinstance(function, dict) else {}
+        self.id = self.id or _text(call.get("id"))
+        name = _text(function.get("name"))
+        self.name = name if name.startswith(self.name) else self.name + name
+        arguments = function.get("arguments")
+        piece = arguments if isinstance(arguments, str) else "" if arguments is None else json.dumps(arguments)
+        if piece.startswith("{") and piece == "".join(self.arguments) and _is_whole(piece):
+            return  # the whole call said once more
+        self.arguments.append(piece)
+
+    def as_message(self) -> dict[str, JSON]:
+        function = {"name": self.name, "arguments": "".join(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass
+class _Choice:
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    details: list[JSON] = field(default_factory=list)
+    calls: list[_Call] = field(default_factory=list)
+    latest: dict[JSON, _Call] = field(default_factory=dict)
+    logprobs: list[JSON] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def take(self, piece: dict[str, JSON], index: int) -> Delta | None:
+        delta = piece.get("delta")
+        delta = delta if isinstance(delta, dict) else {}
+        for name in _JOINED:
+            if text := _text(delta.get(name)):
+                self.texts.setdefault(name, []).append(text)
+        details = delta.get("reasoning_details")
+        if isinstance(details, list):
+            self.details += details
+        calls = delta.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            if isinstance(call, dict):
+                self._call_of(call).take(call)
+        logprobs = piece.get("logprobs")
+        if isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list):
+            self.logprobs += logprobs["content"]
+        self.finish_reason = _text(piece.get("finish_reason")) or self.finish_reason
+        content = _text(delta.get("content"))
+        reasoning = _text(delta.get("reasoning_content")) or _text(delta.get("reasoning"))
+        return Delta(index, content, reasoning) if content or reasoning else None
+
+    def _call_of(self, call: dict[str, JSON]) -> _Call:
+        """By index; where there is none, an id that is new begins a call, and anything else goes on with the last.
+
+        Some servers give every call of a reply the same index: an id other than that of the call there, with a name,
+        begins a call too.
+        """
+        key, id_ = call.get("index"), _text(call.get("id"))
+        if not isinstance(key, int):
+            key = id_ or (list(self.latest)[-1] if self.latest else 0)
+        latest = self.latest.get(key)
+        function = call.get("function")
+        named = isinstance(function, dict) and bool(_text(function.get("name")))
+        if latest is None or (named and id_ and latest.id and latest.id != id_):
+            latest = self.latest[key] = _Call()
+            self.calls.append(latest)
+        return latest
+
+    def as_reply(self, index: int) -> dict[str, JSON]:
+        message: dict[str, JSON] = {"role": "assistant", "content": None}
+        message.update({name: "".join(texts) for name, texts in self.texts.items()})
+        if self.details:
+            message["reasoning_details"] = self.details
+        if self.calls:
+            message["tool_calls"] = [call.as_message() for call in self.calls]
+        logprobs = {"content": self.logprobs} if self.logprobs else None
+        return {"index": index, "message": message, "finish_reason": self.finish_reason, "logprobs": logprobs}
+
+
+class _Completion:
+    def __init__(self) -> None:
+        self._named: dict[str, JSON] = {}
+        self._usage: JSON = None
+        self._choices: dict[int, _Choice] = {}
+
+    @property
+    def ended(self) -> bool:
+        """Whether every choice has said why it ended: some servers send nothing after that."""
+        return bool(self._choices) and all(choice.finish_reason for choice in self._choices.values())
+
+    def take(self, chunk: dict[str, JSON]) -> list[Delta]:
+        for name in ("id", "model"):
+            if chunk.get(name):
+                self._named.setdefault(name, chunk[name])
+        self._usage = chunk.get("usage") or self._usage
+        told = []
+        choices = chunk.get("choices")
+        for piece in choices if isinstance(choices, list) else ():
+            if isinstance(piece, dict):
+                number = piece.get("index")
+                index = number if isinstance(number, int) else 0
+                told.append(self._choices.setdefault(index, _Choice()).take(piece, index))
+        return [delta for delta in told if delta is not None]
+
+    def as_reply(self) -> dict[str, JSON]:
+        choices = [choice.as_reply(index) for index, choice in sorted(self._choices.items())]
+        return {**self._named, "object": "chat.completion", "choices": choices, "usage": self._usage}
+
+
+def _text(value: JSON) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _is_whole(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False

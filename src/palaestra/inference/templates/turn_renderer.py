@@ -1,0 +1,286 @@
+"""The tokens that a new turn adds to a conversation, without encoding anything again that was sampled.
+
+The template is rendered with marks in place of what the assistant said (`marks`): once for the prompt that the reply
+was sampled from, once for the conversation that goes on. Where the second begins with the first, and all that the
+assistant said is still in it, history is intact, and what follows the end of the reply is the new turn's text. Where
+not, the template rewrites history, and the caller decides what that means.
+
+Rendering a whole conversation costs more with every turn, so the same is measured on a short one: a stand-in for the
+head, every kind of step once, the last reply, the new messages. Until both have agreed on a longer one, and whenever a
+conversation is twice as long as the last on which they did, both are measured; where they differ, the template depends
+on more than kinds of steps, and is rendered in full from then on. The short one is itself rendered only until there is
+an outline of it (`outlines`), into which the texts of the next step of its kind are written.
+
+Invariant: only text that the template put after the last sampled token is encoded.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from array import array
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON, Message
+from palaestra.inference.templates.jinja import ChatTemplate, WrittenOnce
+from palaestra.inference.templates.messages import for_template
+from palaestra.inference.templates.outlines import Measured, Outlines
+from palaestra.inference.templates.probe import (
+    CONTENT,
+    StepKind,
+    Traits,
+    last_stand_in,
+    probe,
+    shape_of,
+    stand_ins,
+    step_kind,
+    step_kinds,
+    with_latest,
+)
+from palaestra.inference.templates.tracing import traced
+from palaestra.inference.tokenizers import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_STAND_IN = "."
+_MAX_HEAD = 4
+_KEPT_OPENINGS = 32
+_NEVER = -1
+
+_LONGEST_OPENING = 32
+"""How many tokens the tag that opens the thinking, and the white space after it, may take: one per byte at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A conversation so far: the messages that the last reply was sampled after, and the reply.
+
+    `kinds` are the kinds of its steps, which the caller keeps from `Opening` and `Step`.
+    """
+
+    prompt: Sequence[Message]
+    reply: Message
+    kinds: tuple[StepKind, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What follows the last sampled token: `ids[D]`; `rewrites` says how the template changes history, if it does."""
+
+    ids: array[int]
+    kinds: tuple[StepKind, ...]
+    rewrites: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The prompt `ids[T]` of a segment's first turn; not to be changed."""
+
+    ids: array[int]
+    kinds: tuple[StepKind, ...]
+
+
+class TurnRenderer:
+    """One template, one set of tools, one set of template variables; shared by all rollouts that use them.
+
+    Raises `ConfigError` at construction when the template does not show the tools to the model, drops tool results, or
+    when it cannot be found out which token ends a turn.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        *,
+        tools: Sequence[Mapping[str, JSON]] = (),
+        variables: Mapping[str, JSON] | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> None:
+        for tool in tools:
+            function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+            if not isinstance(function, Mapping) or not function.get("name"):
+                raise ConfigError(f"A tool is given as {tool!r:.100}, not as an object with a function and its name.")
+        self.tools = list(tools)
+        self.variables = dict(variables or {})
+        self._written = [WrittenOnce(tool) for tool in tools] or None
+        self._template = template
+        self._tokenizer = tokenizer
+        self.traits: Traits = probe(self._render, tokenizer, self.tools, stop_ids)
+        ends = (*self.traits.closers, *self.traits.openers)
+        self._ends = [tokenizer.decode([number], skip_special_tokens=False) for number in ends]
+        self._stand_ins: dict[object, tuple[list[Message], str]] = {}
+        self._outlines: Outlines | None = None
+        self._proved: dict[object, int] = {}
+        self._opened: dict[str, array[int]] = {}
+        self._orders: dict[StepKind, bool] = {}
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end a turn."""
+        return self.traits.stop_ids
+
+    def renders_like(self, other: TurnRenderer) -> bool:
+        """Whether both have the same tools and template variables."""
+        return self is other or (self.tools == other.tools and self.variables == other.variables)
+
+    def opening(self, messages: Sequence[Message]) -> Opening:
+        """The prompt of a segment's first turn: everything rendered and encoded."""
+        text = self._render(self._ready(messages))
+        ids = self._opened.get(text)
+        if ids is None:  # the rollouts of a group begin alike
+            ids = self._encoded(text)
+            self._opened = {**dict(list(self._opened.items())[-_KEPT_OPENINGS:]), text: ids}
+        return Opening(ids, step_kinds(messages))
+
+    def thinks_at_once(self, delta: Sequence[int]) -> bool:
+        """Whether the new prompt tokens `delta[D]` end by opening the thinking, so that the reply begins inside it.
+
+        Templates differ from turn to turn: some open it after a user only, some not where a message says so.
+        """
+        end = self._tokenizer.decode(list(delta[-_LONGEST_OPENING:]), skip_special_tokens=False)
+        return end.rstrip().endswith(self.traits.think_open)
+
+    def step(self, history: History, new: Sequence[Message], last_token: int | None) -> Step:
+        """What `new` messages and the prompt for a reply add after `last_token`.
+
+        Raises `ConfigError` when the template refuses the conversation or shows nothing of it.
+        """
+        latest = step_kind(history.reply, new)
+        text, rewrites = self._measure(history, new, latest)
+        kinds = with_latest(history.kinds, latest)
+        if text is None:
+            if rewrites:
+                return Step(array("i"), kinds, rewrites)
+            raise ConfigError("The chat template shows nothing of an assistant's reply: the conversation cannot go on.")
+        ids = self._encoded(text)
+        ended = bool(ids) and last_token in self.traits.stop_ids
+        if ended and (ids[0] == last_token or ids[0] in self.traits.closers):
+            del ids[0]  # the model has said it itself
+        return Step(ids, kinds, rewrites)
+
+    def _encoded(self, text: str) -> array[int]:
+        return array("i", self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _measure(self, history: History, new: Sequence[Message], latest: StepKind) -> Measured:
+        if not self._in_order(latest):
+            return None, "a part of the assistant's reply is written behind what came after it"
+        roles = _head_roles(history.prompt)
+        case = roles, history.kinds, latest
+        proved_at = self._proved.get(case, 0)
+        if proved_at < 0:
+            return self._in_full(history, new)
+        try:
+            head, before = self._stand_in(roles, history.kinds)
+            short = self._outlined(case, head, history.reply, new, before)
+        except ConfigError:  # the stand-in does not suit the template; the conversation itself may
+            self._proved[case] = _NEVER
+            return self._in_full(history, new)
+        if proved_at and len(history.prompt) < 2 * proved_at:
+            return short
+        full = self._in_full(history, new)
+        if full[0] != short[0] or bool(full[1]) != bool(short[1]):
+            if proved_at:
+                logger.warning(
+                    "After %d messages the chat template writes a %s step in another way than in short conversations. "
+                    "Such steps are rendered in full from here on, which costs more and is right.",
+                    *(len(history.prompt), "/".join(latest[1])),
+                )
+            self._proved[case] = _NEVER
+        elif len(history.prompt) > len(head) or not history.kinds:  # one as long proves nothing about repeated steps
+            self._proved[case] = len(history.prompt)
+        return full
+
+    def _in_order(self, latest: StepKind) -> bool:
+        """Whether such a step is written in the order in which it was taken. Gemma's template writes what is said
+        beside a call behind the call's result."""
+        if latest not in self._orders:
+            self._orders[latest] = self._look_at_order(latest)
+        return self._orders[latest]
+
+    def _look_at_order(self, latest: StepKind) -> bool:
+        reply, *after = stand_ins(latest, self._tool_name)
+        marked = [{**message, "content": CONTENT} for message in after]
+        try:
+            text = self._render(self._ready([{"role": "user", "content": _STAND_IN}, reply, *marked]))
+        except ConfigError:
+            return True  # the conversation itself will tell
+        return CONTENT not in text or last_stand_in(text) < text.index(CONTENT)
+
+    def _in_full(self, history: History, new: Sequence[Message]) -> Measured:
+        """Measured on the conversation itself, in which only the last reply is marked."""
+        head = self._ready(history.prompt)
+        return self._compare(head, history.reply, new, self._render(head))
+
+    def _outlined(
+        self, case: Hashable, head: list[Message], reply: Message, new: Sequence[Message], before: str
+    ) -> Measured:
+        """As `_compare`, without rendering where the like has been rendered before."""
+        if self._outlines is None:
+            self._outlines = Outlines(self._render, functools.partial(self._render, template=traced(self._template)))
+        shape = shape_of(reply)
+        ready = self._ready([shape.message(), *new])
+        return self._outlines.measured(case, head, ready, lambda after: self._look(after, before, shape.marks()))
+
+    def _compare(self, head: list[Message], reply: Message, new: Sequence[Message], before: str) -> Measured:
+        shape = shape_of(reply)
+        ready = self._ready([shape.message(), *new])
+        return self._look(self._render([*head, *ready]), before, shape.marks())
+
+    def _look(self, after: str, before: str, marks: Sequence[str]) -> Measured:
+        """What stands behind the last of the marks in `after`, which begins with `before` if history is intact."""
+        rewrites, shared = "", len(before)
+        if not after.startswith(before):
+            rewrites, shared = "an earlier part of the conversation is rendered differently", 0
+        ends = [at + len(mark) for mark in marks if (at := after.find(mark, shared)) >= 0]
+        if len(ends) < len(marks):
+            rewrites = rewrites or "a part of the assistant's reply is left out"
+        return (self._tail(after, max(ends)) if ends else None), rewrites
+
+    def _tail(self, after: str, said: int) -> str:
+        """The text from the end of the turn on; `said` is where the last thing that the assistant said ends."""
+        found = [at for end in self._ends if (at := after.find(end, said)) >= 0]
+        return after[min(found, default=said) :]
+
+    def _stand_in(self, roles: tuple[str, ...], kinds: tuple[StepKind, ...]) -> tuple[list[Message], str]:
+        """A short conversation: a head, and every kind of step that was taken, once. As messages and rendered."""
+        case = roles, kinds
+        if case not in self._stand_ins:
+            messages = [{"role": role, "content": _STAND_IN} for role in roles]
+            messages += [message for kind in kinds for message in stand_ins(kind, self._tool_name)]
+            ready = self._ready(messages)
+            self._stand_ins[case] = ready, self._render(ready)
+        return self._stand_ins[case]
+
+    @property
+    def _tool_name(self) -> str:
+        """The name of a tool that there is."""
+        name: str = self.tools[0].get("function", self.tools[0]).get("name", "f") if self.tools else "f"
+        return name
+
+    def _ready(self, messages: Sequence[Message]) -> list[Message]:
+        return for_template(messages, self.traits.reasoning_field, joined=self.traits.joined)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        template: ChatTemplate | None = None,
+        tools: Sequence[Mapping[str, JSON]] | None = None,
+    ) -> str:
+        return (template or self._template).render(
+            messages, tools=tools or self._written, add_generation_prompt=add_generation_prompt, **self.variables
+        )
+
+
+def _head_roles(prompt: Sequence[Message]) -> tuple[str, ...]:
+    """The roles of the messages before the first reply."""
+    roles: list[str] = []
+    for message in prompt[:_MAX_HEAD]:
+        role = str(message.get("role"))
+        if role in ("assistant", "tool"):
+            break
+        roles.append(role)
+    return tuple(roles) or ("user",)

@@ -1,0 +1,238 @@
+"""The format `atif`: one ATIF-v1.7 document per line, for everything that reads agent trajectories.
+
+Not the rules of the format (`atif_model`) nor the way back (`atif_reading`). It keeps: every document written passes
+those rules; what is ours stands under the key `palaestra` of an `extra` and nowhere else; `messages_of` gives the
+messages back as they were recorded.
+
+A message becomes a step, and a tool's result part of the step that called it. Steps of the model's own turns have
+`metrics`, with the token ids that were sampled where the engine gave them; its earlier replies, which were part of the
+prompt, are marked as copied context, so that nobody trains on them.
+"""
+
+from __future__ import annotations
+
+import math
+import mimetypes
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from typing import IO
+
+import msgspec
+
+from palaestra.core.types import JSON
+from palaestra.inference.ledger import record_rows
+from palaestra.rollouts.export.atif.read import OURS, arguments_text
+from palaestra.rollouts.export.atif.schema import (
+    IMAGE_TYPES,
+    WRITE_VERSION,
+    Agent,
+    Content,
+    Document,
+    Extra,
+    FinalMetrics,
+    Metrics,
+    Observation,
+    Part,
+    Result,
+    Source,
+    Step,
+    ToolCall,
+    check,
+)
+from palaestra.rollouts.export.atropos import encode_line
+from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, apart, verdict
+from palaestra.rollouts.export.messages import Call, Said, heard, own_turns, part_kind, part_text
+from palaestra.rollouts.export.openai import remarks_on
+from palaestra.rollouts.records import Group, Trajectory
+
+ATIF_EXTRA_SCHEMA = "palaestra.atif/1"
+
+
+class AtifExporter:
+    """One document per line; `jq -s '.[0]'` takes one out for a tool that wants a file of its own."""
+
+    name = "atif"
+    ending = ".jsonl"
+    everything = True
+
+    def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
+        """Write the lines. A rollout without messages would be a document without steps: it is left out."""
+        report = ExportReport()
+        for group in groups:
+            for trajectory in report.chosen(group, meta):
+                if not trajectory.messages:
+                    report.left_out["without messages"] += 1
+                    continue
+                document, remarks = atif_document(trajectory, group.tools, meta)
+                out.write(encode_line(msgspec.to_builtins(document)))
+                report.wrote(remarks)
+        return report
+
+
+def atif_document(
+    trajectory: Trajectory, tools: Sequence[Mapping[str, JSON]], meta: ExportMeta
+) -> tuple[Document, set[str]]:
+    """The document of one rollout, checked, and what could not be said in it."""
+    conversation = heard(trajectory.messages)
+    steps = _Steps(trajectory)
+    for message, turn in zip(conversation, own_turns(conversation, len(trajectory.turns)), strict=True):
+        steps.take(message, turn)
+    document = Document(
+        schema_version=WRITE_VERSION,
+        session_id=f"{meta.run_id}/{trajectory.rollout_id}",
+        trajectory_id=trajectory.rollout_id,
+        agent=Agent(
+            name="palaestra",
+            version=version("palaestra"),
+            model_name=meta.model or None,
+            tool_definitions=[dict(tool) for tool in tools] or None,
+        ),
+        steps=steps.steps,
+        final_metrics=FinalMetrics(
+            total_prompt_tokens=trajectory.prompt_tokens or None,
+            total_completion_tokens=trajectory.completion_tokens or None,
+            total_steps=len(steps.steps),
+        ),
+        extra={OURS: _facts(trajectory, meta)},
+    )
+    check(document)
+    return document, {*steps.remarks, *remarks_on(conversation), *apart(trajectory)}
+
+
+def _facts(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
+    """What of our record the format has no field for."""
+    return {
+        "schema": ATIF_EXTRA_SCHEMA,
+        "run_id": meta.run_id,
+        "env": meta.env,
+        "group_id": trajectory.group_id,
+        "task_id": trajectory.task_id,
+        "index": trajectory.index,
+        **verdict(trajectory),
+    }
+
+
+class _Steps:
+    """The steps so far."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self.steps: list[Step] = []
+        self.remarks: set[str] = set()
+        self._turns = dict(enumerate(trajectory.turns, 1))
+        self._sampled = _sampled(trajectory)
+        if len(self._sampled) < len(trajectory.turns) and trajectory.ledger is not None:
+            self.remarks.add("without the token ids of some turns")
+
+    def take(self, message: Said, turn: int | None) -> None:
+        """Add one message; `turn` is the model's own turn (from 1) in which it was said."""
+        if message.role == "tool":
+            self._result(message)
+        elif message.role == "assistant":
+            self.steps.append(self._agent_step(message, turn))
+        else:
+            source = "user" if message.role == "user" else "system"
+            unknown = {} if message.role in ("user", "system") else {"role": message.role}
+            self.steps.append(self._step(source, message, {**message.rest, **unknown}))
+
+    def _step(self, source: str, message: Said, fields: Mapping[str, JSON]) -> Step:
+        named = {"name": message.name} if message.name else {}
+        return Step(
+            step_id=len(self.steps) + 1,
+            source=source,
+            message=self._content(message),
+            extra=_ours({"fields": {**fields, **named}} if fields or named else {}),
+        )
+
+    def _agent_step(self, message: Said, turn: int | None) -> Step:
+        step = self._step("agent", message, message.rest)
+        step.reasoning_content = message.reasoning or None
+        step.tool_calls = [_tool_call(call) for call in message.calls] or None
+        if turn is None:
+            step.is_copied_context = True
+        else:
+            step.llm_call_count = 1
+            step.metrics = self._metrics(turn)
+        return step
+
+    def _metrics(self, turn: int) -> Metrics:
+        cost, (ids, logprobs) = self._turns[turn], self._sampled.get(turn, (None, None))
+        return Metrics(
+            prompt_tokens=cost.prompt_tokens or None,
+            completion_tokens=cost.completion_tokens or None,
+            completion_token_ids=ids,
+            logprobs=logprobs,
+            extra=_ours({"finish_reason": cost.finish_reason} if cost.finish_reason else {}),
+        )
+
+    def _result(self, message: Said) -> None:
+        """Add a tool's result to the step of the agent before it, or to one of its own where there is none."""
+        if not self.steps or self.steps[-1].source != "agent":
+            own = Step(step_id=len(self.steps) + 1, source="system", message="", extra=_ours({"only_results": True}))
+            if not self.steps or not (self.steps[-1].extra or {}).get(OURS, {}).get("only_results"):
+                self.steps.append(own)
+        step = self.steps[-1]
+        called = message.call_id in {call.tool_call_id for call in step.tool_calls or ()}
+        fields = {**message.rest, **({"name": message.name} if message.name else {})}
+        kept: Extra = {"fields": fields} if fields else {}
+        if not called:
+            kept |= {"role": "tool"} | ({"tool_call_id": message.call_id} if message.call_id else {})
+        result = Result(
+            source_call_id=message.call_id if called else None, content=self._content(message), extra=_ours(kept)
+        )
+        step.observation = step.observation or Observation(results=[])
+        step.observation.results.append(result)
+
+    def _content(self, message: Said) -> Content:
+        if isinstance(message.content, str):
+            return message.content
+        return [self._part(part) for part in message.content]
+
+    def _part(self, part: JSON) -> Part:
+        if (text := part_text(part)) is not None:
+            return Part(type="text", text=text)
+        if (source := _image(part)) is not None:
+            return Part(type="image", source=source)
+        self.remarks.add(f"without a part of a message, of the kind {part_kind(part)!r}")
+        return Part(type="text", text=f"[{part_kind(part)}]")
+
+
+def _tool_call(call: Call) -> ToolCall:
+    """The call; the text of its arguments beside the object wherever the object does not say it all."""
+    parsed = call.parsed()
+    exact = parsed is not None and arguments_text(parsed) == call.arguments
+    kept: Extra = {} if exact else {"arguments": call.arguments}
+    return ToolCall(tool_call_id=call.id, function_name=call.name, arguments=parsed or {}, extra=_ours(kept))
+
+
+def _image(part: JSON) -> Source | None:
+    """Where an image lies, when it is one whose type can be told from its address."""
+    link = part.get("image_url") if isinstance(part, Mapping) else None
+    url = link.get("url") if isinstance(link, Mapping) else link
+    if not isinstance(url, str) or (isinstance(link, Mapping) and set(link) - {"url"}):
+        return None
+    named = url.removeprefix("data:").partition(";")[0] if url.startswith("data:") else mimetypes.guess_type(url)[0]
+    return Source(media_type=named, path=url) if named in IMAGE_TYPES else None
+
+
+def _sampled(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float]]]:
+    """What was sampled in each turn: ids[T], logprobs[T]. Sub-agents have segments of the ledger to themselves; nothing
+    where the rest has other calls than the agent's turns."""
+    ledger = trajectory.ledger
+    if ledger is None:
+        return {}
+    beside = trajectory.of_subagents
+    own = [turn.number for turn in ledger.turns if turn.segment not in beside]
+    if len(own) != len(trajectory.turns):
+        return {}
+    sampled: dict[int, tuple[list[int], list[float]]] = {number: ([], []) for number in own}
+    for row in record_rows(ledger):
+        for span in ledger.segments[row.segment].spans:
+            if span.kind == "sampled" and span.turn in sampled:
+                sampled[span.turn][0].extend(row.tokens[span.start : span.stop])
+                sampled[span.turn][1].extend(row.logprobs[span.start : span.stop])
+    turns = enumerate(sampled.values(), 1)
+    return {turn: each for turn, each in turns if each[0] and math.isfinite(sum(each[1]))}
+
+
+def _ours(values: Extra) -> Extra | None:
+    return {OURS: values} if values else None

@@ -1,0 +1,194 @@
+"""The format `rows`: exact tokens, one line per segment of a rollout, for trainers that take token ids.
+
+A segment is a stretch in which history only grew; a rollout whose history was rewritten has several, and over all of
+them each sampled token stands exactly once with mask 1 (T3). `docs/training.md` turns lines into what TRL and Tinker
+take. Not for text, and not a place where tokens are made: what no engine sampled is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import IO
+
+import msgspec
+
+from palaestra.core.errors import ConfigError
+from palaestra.inference.ledger import Reason, record_rows
+from palaestra.inference.ledger.records import UNTRAINED
+from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
+from palaestra.rollouts.records import Group, Trajectory
+
+ROW_SCHEMA = "palaestra.row/1"
+
+ENGINE, PLACEHOLDER = "engine", "placeholder"
+
+WITHOUT_TOKENS = "without tokens"
+
+
+class ExportedRow(msgspec.Struct, kw_only=True):
+    """One line. Its order, from `prompt_ids` to `policy_version`, is that of a trainer's batch row.
+
+    `prompt_ids[P]` is what came before the first sampled token; `completion_ids[T]`, `mask[T]` (1 where the model
+    sampled, 0 where the environment wrote) and `logprobs[T]` (the engine's own, 0.0 where mask is 0; null where there
+    are none) are the rest. `reward` is the whole rollout's, null when unscored. `policy_version` is the version that
+    sampled the segment, null when it was several or none was told; `versions` has (start, stop, version), places in
+    the completion. `segment` counts from 0; `segments` is how many lines the rollout has.
+    """
+
+    schema: str = ROW_SCHEMA
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    mask: list[int]
+    logprobs: list[float] | None
+    reward: float | None
+    group_id: str
+    segment: int
+    policy_version: str | None
+    versions: list[tuple[int, int, str]]
+    segments: int
+    rollout_id: str
+    task_id: str
+    index: int
+    outcome: str
+    reason: str
+    finish_reason: str
+    source: str
+
+
+class RowsExporter:
+    """One `ExportedRow` per line. Refuses rollouts without sampled tokens unless placeholders are asked for."""
+
+    name = "rows"
+    ending = ".jsonl"
+    everything = False
+
+    def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
+        """Write the lines. Raises `ConfigError` at a rollout whose tokens are missing or contradict each other."""
+        report = ExportReport()
+        encoder = msgspec.json.Encoder()
+        for group in groups:
+            for trajectory in report.chosen(group, meta):
+                if trajectory.unsaid and not meta.placeholders:
+                    report.left_out[WITHOUT_TOKENS] += 1
+                    continue
+                _require_tokens(trajectory, meta)
+                rows = exported_rows(trajectory)
+                if not rows:
+                    report.left_out[WITHOUT_TOKENS] += 1
+                    continue
+                for row in rows:
+                    out.write(encoder.encode(row) + b"\n")
+                report.wrote(_remarks(rows), records=len(rows))
+        return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """`tokens[T]`, `masks[T]` (-100 where not trained), `logprobs[T]` or None; `versions` as (start, stop, version)."""
+
+    number: int
+    reason: str
+    tokens: list[int]
+    masks: list[int]
+    logprobs: list[float] | None
+    versions: list[tuple[int, int, str]]
+    finish_reason: str
+    source: str
+
+    def first_trained(self) -> int:
+        """Where the completion begins; at the end where nothing is trained."""
+        return next((place for place, mask in enumerate(self.masks) if mask != UNTRAINED), len(self.tokens))
+
+
+def exported_rows(trajectory: Trajectory) -> list[ExportedRow]:
+    """The lines of one rollout. Raises `ConfigError` where arrays differ in length or a mask names another token."""
+    segments = _segments(trajectory)
+    for segment in segments:
+        _check(segment, trajectory)
+    return [_exported(segment, trajectory, len(segments)) for segment in segments]
+
+
+def _segments(trajectory: Trajectory) -> list[_Segment]:
+    """The environment's own row where it made one, else the segments of the ledger in which a token was sampled."""
+    if (row := trajectory.row) is not None:
+        last = trajectory.turns[-1].finish_reason if trajectory.turns else None
+        return [_Segment(0, Reason.START, row.tokens, row.masks, row.logprobs, [], last or "", row.source)]
+    rows = record_rows(trajectory.ledger) if trajectory.ledger is not None else []
+    found = [
+        _Segment(r.segment, r.reason, r.tokens, r.masks, r.logprobs, r.versions, r.finish_reason, ENGINE) for r in rows
+    ]
+    return [segment for segment in found if segment.first_trained() < len(segment.tokens)]
+
+
+def _check(segment: _Segment, trajectory: Trajectory) -> None:
+    """What must hold before a trainer sees it."""
+    where = f"rollout {trajectory.rollout_id}, segment {segment.number}"
+    lengths = {len(segment.tokens), len(segment.masks)}
+    if segment.logprobs is not None:
+        lengths.add(len(segment.logprobs))
+    if len(lengths) != 1:
+        raise ConfigError(f"{where}: tokens, masks and logprobs differ in length: {sorted(lengths)}")
+    if trajectory.reward is not None and not math.isfinite(trajectory.reward):
+        raise ConfigError(f"{where}: the reward {trajectory.reward} is not a finite number")
+    logprobs = segment.logprobs or [0.0] * len(segment.tokens)
+    for place, (token, mask, logprob) in enumerate(zip(segment.tokens, segment.masks, logprobs, strict=True)):
+        if mask == UNTRAINED:
+            continue
+        if mask != token:
+            raise ConfigError(f"{where}, token {place}: the mask is {mask}, neither {UNTRAINED} nor the token {token}")
+        if not math.isfinite(logprob):
+            raise ConfigError(f"{where}, token {place}: the log-probability {logprob} is not a finite number")
+
+
+def _exported(segment: _Segment, trajectory: Trajectory, segments: int) -> ExportedRow:
+    start = segment.first_trained()
+    mask = [int(each != UNTRAINED) for each in segment.masks[start:]]
+    logprobs = None
+    if segment.logprobs is not None:
+        logprobs = [each if on else 0.0 for each, on in zip(segment.logprobs[start:], mask, strict=True)]
+    told = {version for _, _, version in segment.versions}
+    return ExportedRow(
+        prompt_ids=segment.tokens[:start],
+        completion_ids=segment.tokens[start:],
+        mask=mask,
+        logprobs=[each if on else 0.0 for each, on in zip(logprobs, mask, strict=True)]
+        if logprobs is not None
+        else None,
+        reward=trajectory.reward,
+        group_id=trajectory.group_id,
+        segment=segment.number,
+        policy_version=told.pop() or None if len(told) == 1 else None,
+        versions=[(begin - start, stop - start, version) for begin, stop, version in segment.versions if stop > begin],
+        segments=segments,
+        rollout_id=trajectory.rollout_id,
+        task_id=trajectory.task_id,
+        index=trajectory.index,
+        outcome=trajectory.outcome.value,
+        reason=segment.reason,
+        finish_reason=segment.finish_reason,
+        source=segment.source,
+    )
+
+
+def _require_tokens(trajectory: Trajectory, meta: ExportMeta) -> None:
+    if meta.placeholders or trajectory.ledger is not None:
+        return
+    if trajectory.row is None or trajectory.row.source == PLACEHOLDER:
+        raise ConfigError(
+            f"rollout {trajectory.rollout_id} has no tokens that were sampled: its engine gave none. Run with a "
+            "token-exact server (--openai.server_type sglang, vllm or transformers), or export with --placeholders to "
+            "see the shape; such rows train nothing"
+        )
+
+
+def _remarks(rows: list[ExportedRow]) -> list[str]:
+    remarks = []
+    if any(row.source == PLACEHOLDER for row in rows):
+        remarks.append("has placeholder tokens: nothing to train")
+    if any(row.logprobs is None for row in rows):
+        remarks.append("has no log-probabilities")
+    if len(rows) > 1:
+        remarks.append("has several segments: its reward stands on each")
+    return remarks

@@ -1,0 +1,177 @@
+"""The view in which a score is computed.
+
+Sealed, by default (invariant R2): every process of the agent is dead, its change is an immutable layer, and the check
+runs in a fresh slot over that layer. What would change how the check's own programs start is left out of the view
+(`plants`); an environment may leave out more, so that pristine tests show through. A task that says `grading="live"` is
+checked in the agent's own slot, for work that is a running service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+from palaestra.core.errors import GraderError, InfraError, SandboxError, TaskError
+from palaestra.rollouts.grading.tampering import CACHE, SlotRoot, library_directories, link, planted, suspects
+from palaestra.rollouts.rollout import Rollout
+from palaestra.sandbox.slot import WORKSPACE, Change, Slot, SlotSpec, Snapshot, View
+from palaestra.tools.registry.registry import unrestricted
+from palaestra.tools.runtime.bound_tools import SlotTools
+
+SEALED, LIVE = "sealed", "live"
+
+
+class Grading:
+    """Leases the grading slot when the check first asks for it, and gives everything back in `aclose`."""
+
+    def __init__(self, rollout: Rollout, spec: SlotSpec) -> None:
+        if rollout.task.grading not in (SEALED, LIVE):
+            raise TaskError(f"task {rollout.task.id}: grading must be sealed or live, not {rollout.task.grading!r}")
+        self.rollout = rollout
+        self.slots = rollout.slots
+        self.spec = spec
+        self.live = rollout.task.grading == LIVE
+        self._world = rollout.world.beside("grade") if rollout.world is not None else None
+        self._slot: Slot | None = None
+        self._shown: Slot | None = None
+        self._trouble: InfraError | None = None
+        self._leasing, self._sealing = asyncio.Lock(), asyncio.Lock()  # a check may look at several things at once
+        self._sealed: Snapshot | None = None
+        self._made: list[Snapshot] = []
+        self._seal_done = False
+        self._libraries: Sequence[str] | None = None
+        self._tools: list[SlotTools] = []
+
+    async def seal(self, view: View | None = None) -> Snapshot | None:
+        """The agent's sealed work; None where the agent never had a slot. Only the first call's `view` counts."""
+        if self.live:
+            raise GraderError(f"task {self.rollout.task.id} is graded live: there is nothing sealed to look at")
+        async with self._sealing:
+            if not self._seal_done:
+                self._seal_done = True  # also where that fails: the agent's work is lost then
+                try:
+                    with self._troubled():
+                        self._sealed = await self.rollout.seal(view)
+                except asyncio.CancelledError:  # by a time limit of the check's own, say, which may then ask again
+                    self._trouble = SandboxError(f"sealing the work of {self.rollout.rollout_id} was cut off")
+                    raise
+                if self._sealed is not None:
+                    self._made.append(self._sealed)
+            elif self._trouble is not None:
+                raise self._trouble
+            return self._sealed
+
+    @contextmanager
+    def _troubled(self) -> Iterator[None]:
+        """Note what the world did to the check, since its author may go on as if nothing had happened."""
+        try:
+            yield
+        except InfraError as error:
+            self._trouble = self._trouble or error
+            raise
+
+    def settle(self) -> None:
+        """What had to be looked at live has been: the agent's slot may end, and the rest is checked sealed."""
+        self.live, self._shown = False, None
+
+    async def changes(self) -> Sequence[Change]:
+        """What the agent changed, from the sealed layer."""
+        sealed = await self.seal()
+        return [] if sealed is None else await self.slots.changes(sealed)
+
+    async def slot(self, view: View | None = None) -> Slot:
+        """The grading slot. `view` says what of the agent's change it shows, by default all but plants; only the first
+        call's counts. It has a directory to start in, whatever the agent has made of that."""
+        with self._troubled():
+            if self.live:
+                self._shown = await self.rollout.sandbox()
+                await _start_somewhere(self._shown)
+                return self._shown
+            async with self._leasing:
+                if self._slot is None:
+                    base = await self._base(view)
+                    self._slot = self._shown = await self.rollout.lease(
+                        f"{self.rollout.rollout_id}:grade", self.spec, base
+                    )
+                    if self._libraries is not None:
+                        await link(self._slot, self._libraries)
+                    await _start_somewhere(self._slot)
+                return self._slot
+
+    async def sound(self) -> None:
+        """Raises the `InfraError` that kept the check from looking at the work, whatever it made of that: a hook that
+        catches every error would turn a slot that died into a score."""
+        if self._trouble is not None:
+            raise self._trouble
+        if self._shown is not None:
+            await self._shown.stat("/")
+
+    async def planted(self, workspace: str = WORKSPACE, kept: Collection[str] = ()) -> tuple[str, ...]:
+        """What of the agent's change would decide any check; `kept` are programs that the task may change."""
+        changes = await self.changes()
+        if not suspects(changes, workspace):
+            return ()
+        before = await self.rollout.lease(f"{self.rollout.rollout_id}:before", self.spec, self.rollout.snapshot)
+        try:
+            root = SlotRoot(before)
+            found = await planted(changes, workspace, root, kept)
+            self._libraries = await library_directories(root) if CACHE in found else None
+        finally:
+            await self.slots.release(before)
+        return found
+
+    async def _base(self, view: View | None) -> Snapshot | None:
+        sealed = await self.seal()
+        if sealed is None:
+            return self.rollout.snapshot
+        if view is None:
+            view = View(without=await self.planted())
+        if view == View():
+            return sealed
+        narrowed = await self.slots.view(sealed, view)
+        self._made.append(narrowed)
+        return narrowed
+
+    def tools(self, timeout_s: float) -> SlotTools:
+        """All tools, pointing at the grading slot: what `exec_tool` and `ToolContext` call."""
+        made = SlotTools(
+            unrestricted(self.rollout.kit.registry),
+            self.slot,
+            task_id=f"{self.rollout.rollout_id}:grade",
+            timeout_s=timeout_s,
+            world=self._world,
+        )
+        self._tools.append(made)
+        return made
+
+    async def hand_back(self) -> None:
+        """Give the grading slot back, and let the rollout go on from what it showed. Its layers stay until `aclose`."""
+        slot, self._slot, self._shown = self._slot, None, None
+        if slot is not None:
+            await self.slots.release(slot)
+        if not self.live and self._made:
+            self.rollout.go_on_from(self._made[-1])
+
+    async def aclose(self) -> None:
+        """End what the check's tools hold, release the grading slot, drop the layers made for it. Idempotent."""
+        while self._tools:
+            await self._tools.pop().aclose()
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            await self.slots.release(slot)
+        while self._made:
+            await self.slots.forget(self._made.pop())
+
+
+async def _start_somewhere(slot: Slot) -> None:
+    """An empty workspace where the agent has left none: that its work is gone must not look like a broken check."""
+    try:
+        found = await slot.stat(f"{WORKSPACE}/.")
+    except InfraError:
+        raise
+    except OSError:
+        found = None
+    if found is None:
+        await slot.remove(WORKSPACE)
+        await slot.make_dir(WORKSPACE)

@@ -1,0 +1,221 @@
+"""A run read back from its folder, one group at a time, however long it was.
+
+Not the journal's own reader: `read_groups` gives the same groups, all at once. It keeps: a group is in memory only
+while it is looked at; groups come in item order although the journal has them interleaved; what a killed run had not
+finished is counted, not shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.rollouts.export.exporter import ExportMeta
+from palaestra.rollouts.journal.journal import (
+    AnyEvent,
+    GroupEnded,
+    GroupStarted,
+    RolloutEnded,
+    RunResumed,
+    RunStarted,
+    check_schema,
+    damaged,
+)
+from palaestra.rollouts.records import Group
+
+JOURNAL_NAME = "journal.jsonl"
+
+
+class _Part(msgspec.Struct):
+    group_id: str = ""
+    index: int = 0
+
+
+class _Head(msgspec.Struct):
+    """As much of a line as tells where it belongs."""
+
+    event: str = ""
+    schema: str = ""
+    group_id: str = ""
+    number: int = 0
+    group: _Part | None = None
+    trajectory: _Part | None = None
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where the lines of a group begin in the file."""
+
+    started: int
+    rollouts: dict[int, int] = field(default_factory=dict)
+    ended: int | None = None
+    number: int = 0
+
+
+_heads = msgspec.json.Decoder(_Head)
+_events: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+class Recording:
+    """The journal of one run, indexed. Reading it again is cheap; a run that still goes on is seen as of now."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.meta = ExportMeta()
+        self._places: dict[str, _Place] = {}
+        self._numbers: dict[int, str] = {}
+        self._index()
+
+    @property
+    def finished(self) -> int:
+        """How many groups `groups` gives."""
+        return sum(place.ended is not None for place in self._places.values())
+
+    @property
+    def unfinished(self) -> int:
+        """How many groups had begun and not ended when the journal was read."""
+        return len(self._places) - self.finished
+
+    def __iter__(self) -> Iterator[Group]:
+        """The same as `groups`: a recording can be gone through as often as one likes."""
+        return self.groups()
+
+    def groups(self) -> Iterator[Group]:
+        """The finished groups, in item order, each with its trajectories in index order."""
+        finished = [place for place in self._places.values() if place.ended is not None]
+        with self.path.open("rb") as file:
+            for place in sorted(finished, key=lambda each: each.number):
+                yield self._group(file, place)
+
+    def tools(self) -> list[dict[str, JSON]]:
+        """The schemas that the models of the group saw that began first; none where no group had begun."""
+        if not self._places:
+            return []
+        with self.path.open("rb") as file:
+            started = self._event(file, min(place.started for place in self._places.values()))
+        assert isinstance(started, GroupStarted)
+        return started.group.tools
+
+    def group(self, group_id: str) -> Group | None:
+        """One finished group; None where there is none of this id."""
+        place = self._places.get(group_id)
+        if place is None or place.ended is None:
+            return None
+        with self.path.open("rb") as file:
+            return self._group(file, place)
+
+    def numbered(self, number: int) -> Group | None:
+        """The finished group of the task with this number; None where there is none."""
+        return self.group(self._numbers.get(number, ""))
+
+    @property
+    def numbers(self) -> Mapping[int, str]:
+        """The ids of the finished groups by the numbers of their tasks."""
+        return self._numbers
+
+    @property
+    def last(self) -> int:
+        """The highest number of a finished group; -1 where there is none."""
+        return max(self._numbers, default=-1)
+
+    def _index(self) -> None:
+        """Note where every line is. A torn last line is left out; damage anywhere else raises `ConfigError`."""
+        place, torn = 0, (0, "")
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if torn[0]:
+                    raise damaged(self.path, *torn)
+                try:
+                    self._note(_heads.decode(line), place, line)
+                except msgspec.MsgspecError as error:
+                    torn = number, str(error)
+                except KeyError as group:
+                    torn = number, f"it tells of group {group}, which no line before begins"
+                place += len(line)
+        if not self.meta.run_id:
+            raise ConfigError(f"{self.path} does not begin as a journal does: no run is named in it")
+
+    def _note(self, head: _Head, place: int, line: bytes) -> None:
+        if head.event == "run" and not self.meta.run_id:
+            self.meta = _meta(line, self.path)
+        elif head.event == "resume":
+            resumed = _events.decode(line)
+            if isinstance(resumed, RunResumed) and resumed.config:  # what a run was extended by counts for all of it
+                self.meta = replace(self.meta, config=resumed.config)
+        elif head.event == "group" and head.group:
+            before = self._places.get(head.group.group_id)
+            if before is not None and self._numbers.get(before.number) == head.group.group_id:
+                del self._numbers[before.number]
+            self._places[head.group.group_id] = _Place(place, before.rollouts if before is not None else {})
+        elif head.event == "rollout" and head.trajectory:
+            self._places[head.trajectory.group_id].rollouts[head.trajectory.index] = place
+        elif head.event == "group_end":
+            ended = self._places[head.group_id]
+            ended.ended, ended.number = place, head.number
+            self._numbers[head.number] = head.group_id
+
+    def _group(self, file: IO[bytes], place: _Place) -> Group:
+        started, ended = self._event(file, place.started), self._event(file, place.ended or 0)
+        assert isinstance(started, GroupStarted)
+        assert isinstance(ended, GroupEnded)
+        group = started.group
+        group.error = ended.error
+        for _, at in sorted(place.rollouts.items()):
+            event = self._event(file, at)
+            assert isinstance(event, RolloutEnded)
+            group.trajectories.append(event.trajectory)
+        return group
+
+    def _event(self, file: IO[bytes], place: int) -> AnyEvent:
+        file.seek(place)
+        try:
+            return _events.decode(file.readline())
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{self.path}: the line at byte {place} cannot be read: {error}") from error
+
+
+def _meta(line: bytes, path: Path) -> ExportMeta:
+    started = _events.decode(line)
+    assert isinstance(started, RunStarted)
+    check_schema(started.schema, path)
+    return ExportMeta(
+        run_id=started.run_id,
+        env=started.env,
+        model=started.model,
+        seed=started.seed,
+        started_at=started.at,
+        config=started.config,
+    )
+
+
+def open_recording(folder: Path) -> Recording:
+    """The recording of a run folder, or of a journal. Raises `ConfigError` that says what is missing."""
+    return Recording(journal_of(folder))
+
+
+def journal_of(folder: Path) -> Path:
+    """The journal of a run folder, or the journal that is named itself. Raises `ConfigError`."""
+    path = folder / JOURNAL_NAME if folder.is_dir() else folder
+    if path.is_file():
+        return path
+    if not folder.exists():
+        raise ConfigError(f"there is no run folder {folder}; a run prints its folder first and last{_latest(Path())}")
+    raise ConfigError(f"{folder} is not a run folder: it has no {JOURNAL_NAME}{_latest(folder)}")
+
+
+def _latest(folder: Path) -> str:
+    """The run that was probably meant: the latest below `folder`."""
+    found = [
+        *folder.glob(f"*/{JOURNAL_NAME}"),
+        *folder.glob(f"*/*/{JOURNAL_NAME}"),
+        *folder.glob(f"*/*/*/{JOURNAL_NAME}"),
+    ]
+    if not found:
+        return ""
+    return f". The latest below is {max(found, key=lambda path: path.stat().st_mtime).parent}"

@@ -1,0 +1,229 @@
+"""Proves from what a run has stored that it trains exactly what was sampled (T1 to T4), or says where it does not.
+
+Reads the journal, which holds every rollout's ledger, and the group lines that were made from it. Not for judging one
+ledger (`inference.ledger.verify` does), and it cannot know whether an engine told the truth. The first violation ends
+it: after that nothing can be believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.inference.ledger import LedgerRecord, record_rows, verify_ledger
+from palaestra.rollouts.journal.journal import (
+    AttemptDiscarded,
+    GroupEnded,
+    GroupStarted,
+    RolloutEnded,
+    RunEnded,
+    RunResumed,
+    RunStarted,
+    read_journal,
+)
+from palaestra.rollouts.records import Trajectory, have_same_scores
+from palaestra.rollouts.resume.state import CUT_OFF
+
+_Rows = list[tuple[list[int], list[int], list[float] | None]]
+
+
+@dataclass(slots=True)
+class RunVerdict:
+    """What was looked at, in counts, and the first violation; `rows` and `lines` are those of the groups file."""
+
+    rollouts: int = 0
+    without_tokens: int = 0
+    own_rows: int = 0
+    turns: int = 0
+    segments: int = 0
+    tokens: int = 0
+    trained: int = 0
+    lines: int = 0
+    rows: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    violation: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is broken."""
+        return not self.violation
+
+
+def verify_run(journal: Path, groups: Path | None = None) -> RunVerdict:
+    """Check every rollout in the journal, discarded attempts too, and then the lines of the groups file.
+
+    Costs one pass over both files. Raises `ConfigError` when a file is damaged, or no rollout has recorded tokens.
+    """
+    verdict = RunVerdict()
+    ends: dict[str, Trajectory] = {}
+    ended_groups: set[str] = set()
+    config: Mapping[str, JSON] = {}
+    over = False
+    for event in read_journal(journal):
+        over = isinstance(event, RunEnded)
+        if isinstance(event, RunStarted | RunResumed):
+            config = event.config or config
+        if isinstance(event, GroupEnded):
+            ended_groups.add(event.group_id)
+        if isinstance(event, GroupStarted):  # taken up again: its line comes when it has ended again
+            ended_groups.discard(event.group.group_id)
+        if not isinstance(event, RolloutEnded | AttemptDiscarded):
+            continue
+        trajectory = event.trajectory
+        verdict.violation = _rollout(trajectory, verdict)
+        if isinstance(event, RolloutEnded):
+            before = ends.get(trajectory.rollout_id)
+            if before is not None and before.blame not in CUT_OFF:  # those a resumed run rolls out again
+                verdict.violation = f"{trajectory.rollout_id}: T3: it ends twice in the journal"
+            # the conversation is not needed any more, and a long run has many
+            ends[trajectory.rollout_id] = msgspec.structs.replace(trajectory, messages=[], detail={})
+        if not verdict.ok:
+            return verdict
+    if not verdict.rollouts:
+        raise ConfigError(f"{journal} has no rollout that has ended, so there is nothing to prove")
+    if verdict.rollouts == verdict.without_tokens:
+        raise ConfigError(
+            f"{journal} has no recorded tokens, so there is nothing to prove: the model server only chatted. Run with "
+            "--openai.server_type sglang, vllm or transformers."
+        )
+    if groups is not None:
+        # a run that was killed has not written all of its lines
+        due = _due([one for one in ends.values() if one.group_id in ended_groups], config) if over else set()
+        verdict.violation = next(_lines(groups, ends, due, verdict), "")
+    return verdict
+
+
+def _due(ended: Iterable[Trajectory], config: Mapping[str, JSON]) -> set[str]:
+    """The rollouts that must be in the groups file: those with a score, but for groups that were left out as asked."""
+    by_group: dict[str, list[Trajectory]] = {}
+    for one in ended:
+        if one.scored:
+            by_group.setdefault(one.group_id, []).append(one)
+    settings = config.get("env")
+    if isinstance(settings, Mapping) and settings.get("ensure_scores_are_not_same"):
+        by_group = {name: all_ for name, all_ in by_group.items() if not have_same_scores(all_)}
+    return {one.rollout_id for group in by_group.values() for one in group}
+
+
+def _rollout(trajectory: Trajectory, verdict: RunVerdict) -> str:
+    """The first thing that is wrong with one rollout, or the empty string."""
+    verdict.rollouts += 1
+    if trajectory.ledger is None:
+        verdict.without_tokens += 1
+        claimed = trajectory.row is not None and trajectory.row.source == "engine"
+        return f"{trajectory.rollout_id}: T1: its row claims to be the engine's, without a ledger" if claimed else ""
+    found = verify_ledger(trajectory.ledger)
+    if found.violation is not None:
+        return f"{trajectory.rollout_id}: {found.violation}"
+    verdict.turns += found.turns
+    verdict.segments += found.segments
+    verdict.tokens += found.tokens
+    verdict.trained += found.trained
+    for segment in trajectory.ledger.segments[1:]:
+        verdict.reasons[segment.reason] = verdict.reasons.get(segment.reason, 0) + 1
+    return _lost_turn(trajectory, trajectory.ledger) or _own_row(trajectory, trajectory.ledger, verdict)
+
+
+def _lost_turn(trajectory: Trajectory, ledger: LedgerRecord) -> str:
+    """Every model call of a conversation must be in its own segments of the ledger, in order.
+
+    A sub-agent's segments are told in its record and hold nothing else; all others are the rollout's own.
+    """
+    owners: dict[int, int] = {}
+    subagents = list(trajectory.every_subagent())
+    for each in subagents:
+        for segment in each.segments:
+            if owners.setdefault(segment, each.number) != each.number:
+                return f"{trajectory.rollout_id}: T3: segment {segment} is told to be of two sub-agents"
+    for number, turns in ((0, trajectory.turns), *((each.number, each.turns) for each in subagents)):
+        owned = (turn for turn in ledger.turns if owners.get(turn.segment, 0) == number)
+        recorded = iter([(turn.prompt_tokens, turn.sampled_tokens) for turn in owned])
+        for turn in turns:
+            if (turn.prompt_tokens, turn.completion_tokens) not in recorded:
+                what = f"{turn.prompt_tokens} tokens in, {turn.completion_tokens} out"
+                whose = f" of sub-agent {number}" if number else ""
+                return f"{trajectory.rollout_id}: T3: turn {turn.number}{whose} ({what}) is not in the ledger"
+    return ""
+
+
+def _own_row(trajectory: Trajectory, ledger: LedgerRecord, verdict: RunVerdict) -> str:
+    """A row of the environment's own cannot be proved; one that claims to be the engine's must stand in the ledger."""
+    row = trajectory.row
+    if row is None:
+        return ""
+    verdict.own_rows += 1
+    known = any(row.tokens == each.tokens and row.masks == each.masks for each in record_rows(ledger))
+    if row.source == "engine" and not known:
+        return f"{trajectory.rollout_id}: T3: its row claims to be the engine's and is not in the ledger"
+    return ""
+
+
+class _Rollout(msgspec.Struct):
+    rollout_id: str
+    rows: int = 1
+
+
+class _Line(msgspec.Struct):
+    """What is read of a group's line."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    rollouts: list[_Rollout]
+    inference_logprobs: list[list[float]] | None = None
+
+
+def _lines(groups: Path, ends: dict[str, Trajectory], due: set[str], verdict: RunVerdict) -> Iterator[str]:
+    """What is wrong with the groups file: its rows must be those of the ledgers, each once, and none that is due left
+    out.
+    """
+    decoder = msgspec.json.Decoder(_Line)
+    seen: set[str] = set()
+    with groups.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                line = decoder.decode(raw)
+            except msgspec.MsgspecError as error:
+                raise ConfigError(f"{groups}: line {number} is damaged: {error}") from None
+            place = f"{groups.name}, line {number}"
+            for each in line.rollouts:
+                if each.rollout_id not in ends or each.rollout_id in seen:
+                    what = "there twice" if each.rollout_id in seen else "not in the journal"
+                    yield f"{place}: T3: rollout {each.rollout_id} is {what}"
+                    return
+                seen.add(each.rollout_id)
+            stored = [row for each in line.rollouts for row in _stored(ends[each.rollout_id])]
+            verdict.lines += 1
+            verdict.rows += len(line.tokens)
+            yield from (f"{place}: T3: {problem}" for problem in _compared(line, stored))
+    if lost := sorted(due - seen):
+        yield f"{groups.name}: T3: rollout {lost[0]} has a score and no line; {len(lost)} have none"
+
+
+def _stored(trajectory: Trajectory) -> _Rows:
+    """The rows that a trajectory has in a group's line: none without a score, an empty one where nothing was kept."""
+    if not trajectory.scored:
+        return []
+    return [(row.tokens, row.masks, row.logprobs) for row in trajectory.rows] or [([], [], None)]
+
+
+def _compared(line: _Line, stored: _Rows) -> Iterator[str]:
+    if not len(line.tokens) == len(line.masks) == len(stored):
+        yield f"{len(line.tokens)} rows of tokens and {len(line.masks)} of masks; the journal has {len(stored)}"
+        return
+    logprobs = line.inference_logprobs
+    if logprobs is None and all(recorded is not None for _, _, recorded in stored):
+        yield "no log-probabilities; the journal has them for each row"
+        return
+    if logprobs is not None and len(logprobs) != len(stored):
+        yield f"{len(logprobs)} rows of log-probabilities; the journal has {len(stored)}"
+        return
+    for number, (tokens, masks, recorded) in enumerate(stored):
+        if line.tokens[number] != tokens or line.masks[number] != masks:
+            yield f"row {number}: tokens or masks are not those of the ledger"
+        if logprobs is not None and logprobs[number] != recorded:
+            yield f"row {number}: log-probabilities are not those of the ledger"

@@ -1,0 +1,192 @@
+"""A run in numbers: `Figures`, which groups are added to one by one, and `summarise` for any set of them.
+
+Not for judging a model: an evaluation with intervals is another matter. Invariants: a number that nothing was measured
+for is left out (an empty run has no mean reward, and it is not 0); what is kept of a rollout is a few numbers, so that
+a long run's figures cost next to nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+from palaestra.rollouts.observe.intervals import clustered_rate_interval, mean_interval, rate_interval
+from palaestra.rollouts.records import Group, Trajectory
+
+
+def _numbers() -> array[float]:
+    return array("d")
+
+
+class Figures:
+    """Counts, rates and means over the groups that were added. `numbers` may be asked for at any time."""
+
+    def __init__(self) -> None:
+        self.groups = 0
+        self._failed = self._from_store = 0
+        self._totals: Counter[str] = Counter()
+        self._outcomes: Counter[str] = Counter()
+        self._blames: Counter[str] = Counter()
+        self._turns = 0
+        self._costs = _numbers()
+        self._rewards = _numbers()
+        self._sizes: list[tuple[int, int]] = []
+        self._seconds: defaultdict[str, array[float]] = defaultdict(_numbers)
+        self._metrics: defaultdict[str, array[float]] = defaultdict(_numbers)
+
+    def add(self, group: Group) -> None:
+        """Count a group that has ended."""
+        self.groups += 1
+        self._failed += bool(group.error) or not group.trajectories
+        rewards = [each.reward for each in group.trajectories if each.reward is not None]
+        self._rewards.extend(rewards)
+        self._sizes.append((len(rewards), len(group.trajectories) - len(rewards)))
+        if group.prepare_s:
+            self._from_store += group.from_store
+            self._seconds["prepare"].append(group.prepare_s)
+        for trajectory in group.trajectories:
+            self._count(trajectory)
+            for stage, seconds in stage_seconds(trajectory.beside):
+                self._seconds[stage].append(seconds)
+
+    def _count(self, trajectory: Trajectory) -> None:
+        self._totals.update(
+            {
+                "rollouts": 1,
+                "scored": trajectory.scored,
+                "tokens/prompt": trajectory.prompt_tokens,
+                "tokens/completion": trajectory.completion_tokens,
+                "tool_errors_count": len(trajectory.tool_errors),
+                "tool_calls_attempted": trajectory.tool_calls_attempted,
+                "tool_calls_valid": trajectory.tool_calls_schema_valid,
+            }
+        )
+        self._outcomes[trajectory.outcome.value] += 1
+        self._turns += len(trajectory.turns)
+        if trajectory.blame:
+            self._blames[trajectory.blame.value] += 1
+        if trajectory.cost is not None:
+            self._costs.append(trajectory.cost)
+        for name, value in trajectory.metrics.items():
+            self._metrics[name].append(float(value))
+
+    def numbers(self) -> dict[str, float]:
+        """`reward/*` and `percent_correct` (the share, 0 to 1, of rewards of at least 1) are over scored rollouts, but
+        those with `_with_unscored`, which count the others as 0; `reward/std` is the population's. `outcomes/<name>`
+        and `blame/<name>` are counts, `blame_rate/<name>` shares of all rollouts, `tokens/*` and `cost` totals,
+        `groups_prepared` had a workspace prepared, of which `groups_from_store` found it prepared on this machine,
+        `stage/<name>/p50` and `p95` seconds, and `metric/<name>` the mean over the rollouts that report it. `…/low`
+        and `…/high` are a 95 % interval; those of `reward/*` and `percent_correct` take the rollouts of one group as
+        alike.
+        """
+        seconds = {
+            f"stage/{stage}/{name}": quantile(self._seconds[stage], q)
+            for stage in sorted(self._seconds)
+            for name, q in (("p50", 0.5), ("p95", 0.95))
+        }
+        metrics = {f"metric/{name}": _mean(self._metrics[name]) for name in sorted(self._metrics)}
+        groups: dict[str, float] = {"groups": self.groups, "groups_failed": self._failed}
+        if prepared := len(self._seconds["prepare"]):
+            groups |= {"groups_prepared": prepared, "groups_from_store": self._from_store}
+        return groups | self._counts() | self._reward() | seconds | metrics
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """How many rollouts ended how."""
+        return self._outcomes
+
+    def _counts(self) -> dict[str, float]:
+        rollouts = self._totals["rollouts"]
+        numbers: dict[str, float] = {name: self._totals[name] for name in _TOTALS}
+        numbers |= {f"outcomes/{name}": count for name, count in sorted(self._outcomes.items())}
+        numbers |= {f"blame/{name}": count for name, count in sorted(self._blames.items())}
+        for name, count in sorted(self._blames.items()):
+            low, high = rate_interval(count, rollouts)
+            rate = f"blame_rate/{name}"
+            numbers |= {rate: count / rollouts, f"{rate}/low": low, f"{rate}/high": high}
+        if self._costs:
+            numbers["cost"] = math.fsum(self._costs)
+        if rollouts:
+            numbers["turns/mean"] = self._turns / rollouts
+        return numbers
+
+    def _reward(self) -> dict[str, float]:
+        rewards = self._rewards
+        if not rewards:
+            return {}
+        mean, rollouts = _mean(rewards), self._totals["rollouts"]
+        correct = sum(reward >= 1 for reward in rewards)
+        numbers = {
+            "reward/mean": mean,
+            "reward/std": math.sqrt(_mean([(reward - mean) ** 2 for reward in rewards])),
+            "reward/mean_with_unscored": math.fsum(rewards) / rollouts,
+            "percent_correct": correct / len(rewards),
+            "percent_correct_with_unscored": correct / rollouts,
+        }
+        for suffix, clusters in zip(("", "_with_unscored"), self._by_group(), strict=True):
+            passed = [[reward >= 1 for reward in cluster] for cluster in clusters]
+            intervals = {"reward/mean": mean_interval(clusters), "percent_correct": clustered_rate_interval(passed)}
+            for name, interval in intervals.items():
+                if interval is not None:
+                    numbers |= {f"{name}{suffix}/low": interval[0], f"{name}{suffix}/high": interval[1]}
+        return numbers
+
+    def _by_group(self) -> tuple[list[Sequence[float]], list[Sequence[float]]]:
+        """The rewards of each group, without the unscored rollouts and with them as 0."""
+        places = accumulate((scored for scored, _ in self._sizes), initial=0)
+        scored = [self._rewards[place : place + count] for place, (count, _) in zip(places, self._sizes, strict=False)]
+        everyone = [[*group, *[0.0] * lost] for group, (_, lost) in zip(scored, self._sizes, strict=True)]
+        return list(scored), list(everyone)
+
+
+_TOTALS = (
+    "rollouts",
+    "scored",
+    "tokens/prompt",
+    "tokens/completion",
+    "tool_errors_count",
+    "tool_calls_attempted",
+    "tool_calls_valid",
+)
+
+
+class Timed(Protocol):
+    """What is known of a rollout's times, as `Beside` has it."""
+
+    duration_s: float
+    stages: dict[str, float]
+    turn_s: list[tuple[float, float]]
+
+
+def stage_seconds(beside: Timed) -> Iterator[tuple[str, float]]:
+    """The seconds of a rollout by stage: those that it recorded, all its model calls, and the whole of it."""
+    if beside.turn_s:
+        yield "model", sum(model_s for model_s, _ in beside.turn_s)
+    yield from beside.stages.items()
+    if beside.duration_s:
+        yield "rollout", beside.duration_s
+
+
+def summarise(groups: Iterable[Group]) -> dict[str, float]:
+    """The figures of these groups, which are taken one at a time; `Figures.numbers` says what they mean."""
+    figures = Figures()
+    for group in groups:
+        figures.add(group)
+    return figures.numbers()
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The `q` quantile (0 to 1) of at least one value, linear between the two nearest."""
+    ordered = sorted(values)
+    place = q * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

@@ -1,0 +1,96 @@
+"""Spans on their way to a collector: OTLP over HTTP, in a thread of the SDK's, in batches.
+
+Not for what is on the spans (`otel`). Invariant: a collector that is slow, absent or full costs spans, one warning and
+at most `GRACE_S` at the end of a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit, urlunsplit
+
+from palaestra.rollouts.observe.tracing.spans import NO_TRACING, Tracing
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+EXPORT_S = 5.0
+"""How long one batch may take."""
+
+GRACE_S = 10.0
+"""How long the end of a run waits for the last batches."""
+
+Note = Callable[[str], None]
+
+
+@asynccontextmanager
+async def traced(
+    endpoint: str | None, note: Note, *, env: str, model: str, provider: str, run_id: str, content: bool = False
+) -> AsyncIterator[Tracing]:
+    """The tracing of a run whose spans go to `endpoint`; none without one, nor, with a warning, without the extra."""
+    if endpoint is None:
+        yield NO_TRACING
+        return
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        from palaestra.rollouts.observe.tracing.otel import OtelTracing
+    except ImportError as error:
+        note(f"WARNING: tracing was asked for and is not installed ({error}; pip install 'palaestra[otel]'); going on")
+        yield NO_TRACING
+        return
+    logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # it tells of every batch; we tell once
+    loop = asyncio.get_running_loop()
+
+    def lost(text: str) -> None:
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(note, text)
+
+    exporter = OTLPSpanExporter(endpoint=traces_url(endpoint), timeout=EXPORT_S)
+    tracers = TracerProvider(resource=Resource.create({"service.name": "palaestra"}), shutdown_on_exit=False)
+    tracers.add_span_processor(BatchSpanProcessor(_warning_once(exporter, endpoint, lost)))
+    tracer = tracers.get_tracer("palaestra")
+    try:
+        yield OtelTracing(tracer, env=env, model=model, provider=provider, run_id=run_id, content=content)
+    finally:
+        sending = threading.Thread(target=tracers.shutdown, name="spans", daemon=True)
+        sending.start()
+        await asyncio.to_thread(sending.join, GRACE_S)
+
+
+def traces_url(endpoint: str) -> str:
+    """Where spans are posted: the URL as it is, with the path that the protocol names where it has none."""
+    parts = urlsplit(endpoint)
+    return urlunsplit(parts._replace(path="/v1/traces")) if parts.path in ("", "/") else endpoint
+
+
+def _warning_once(exporter: SpanExporter, endpoint: str, note: Note) -> SpanExporter:
+    """The exporter, which says the first time that spans are lost."""
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class Saying(SpanExporter):
+        told = False
+
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            try:
+                result = exporter.export(spans)
+            except Exception:  # whatever its HTTP client raises, to a run it is a lost batch
+                result = SpanExportResult.FAILURE
+            if result is not SpanExportResult.SUCCESS and not self.told:
+                self.told = True
+                note(f"WARNING: spans cannot be sent to {endpoint}; they are lost, and the run goes on")
+            return result
+
+        def shutdown(self) -> None:
+            exporter.shutdown()
+
+    return Saying()

@@ -1,0 +1,128 @@
+"""A tracking service, spoken to by a process of its own: `start_tracker` and `ChildTracker`.
+
+The clients of such services import for seconds, capture the terminal, print, wait for networks and for input, and hook
+themselves into the end of the process. In a child none of that reaches the run: it reads lines from a pipe, and when
+the run ends, however it ends, the pipe does. Invariant: nothing here waits for the child but `aclose`, which does for
+`GRACE_S` at most; what does not fit into the pipe is dropped, and the first trouble is said once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from palaestra.core.types import JSON
+from palaestra.rollouts.observe.trackers.tracker import RunLabel, Shown
+
+GRACE_S = 30.0
+"""How long the end of a run waits for a tracker to hand over what it has."""
+
+WORKER = "palaestra.rollouts.observe.trackers.worker"
+
+MOST_WAITING = 4_000_000
+"""Bytes that may wait for a child that does not read; then lines are dropped."""
+
+Note = Callable[[str], None]
+
+
+class ChildTracker:
+    """The tracker in the process `child`, which reads JSON lines. Its output is in the file `log`."""
+
+    def __init__(
+        self, name: str, child: asyncio.subprocess.Process, log: Path, note: Note, *, grace_s: float = GRACE_S
+    ) -> None:
+        assert child.stdin is not None
+        self.name = name
+        self._child = child
+        self._pipe = child.stdin
+        self._log = log
+        self._note = note
+        self._grace_s = grace_s
+        self._told = False
+        self._closed = False
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Send figures on."""
+        self._send({"step": step, "numbers": dict(numbers)})
+
+    def show(self, step: int, name: str, rollouts: Shown) -> None:
+        """Send rollouts on."""
+        self._send({"step": step, "table": name, "rows": [list(row) for row in rollouts]})
+
+    def _send(self, line: dict[str, JSON]) -> None:
+        if self._closed:
+            return
+        if self._child.returncode is not None or self._pipe.transport.is_closing():
+            self._trouble(f"has ended: {_last_line(self._log)}")
+        elif self._pipe.transport.get_write_buffer_size() > MOST_WAITING:
+            self._trouble("does not keep up, and figures are left out")
+        else:
+            self._pipe.write(json.dumps(line).encode() + b"\n")
+
+    async def aclose(self) -> None:
+        """End the child: it gets the end of its input and a while; then it is killed. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._pipe.close()
+        try:
+            async with asyncio.timeout(self._grace_s):
+                if await self._child.wait() != 0:
+                    self._trouble(f"has failed: {_last_line(self._log)}")
+        except TimeoutError:
+            self._trouble(f"was not done {self._grace_s:g} s after the run and has been ended")
+        finally:
+            if self._child.returncode is None:
+                self._child.kill()
+                await self._child.wait()
+
+    def _trouble(self, what: str) -> None:
+        """Say it, the first time."""
+        if not self._told:
+            self._told = True
+            self._note(f"WARNING: {self.name} {what}; the run goes on, and metrics.jsonl has every figure")
+
+
+def _last_line(log: Path) -> str:
+    try:
+        lines = log.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        lines = []
+    return f"{lines[-1]} ({log})" if lines else f"it said nothing ({log})"
+
+
+async def start_tracker(service: str, label: RunLabel, note: Note) -> ChildTracker | None:
+    """Start the tracker of a service; None, and one warning, where its library is not installed or nothing starts."""
+    found = importlib.util.find_spec(service)
+    if found is None or found.origin is None:  # without an origin it is a folder of that name, as the services leave
+        note(f"WARNING: {service} was asked for and is not installed (pip install 'palaestra[{service}]'); going on")
+        return None
+    log = label.folder / f"{service}.log"
+    try:
+        child = await _started(service, log)
+    except OSError as error:
+        note(f"WARNING: {service} cannot be started ({error}); going on")
+        return None
+    assert child.stdin is not None
+    child.stdin.write(json.dumps(label.to_json()).encode() + b"\n")
+    return ChildTracker(service, child, log, note)
+
+
+async def _started(service: str, log: Path) -> asyncio.subprocess.Process:
+    """The worker, in a session of its own: Ctrl-C in the run's terminal is the run's to handle."""
+    with log.open("ab") as output:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # what lies in the working directory is not for import
+            "-m",
+            WORKER,
+            service,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )

@@ -1,0 +1,49 @@
+"""The process that speaks to a tracking service: `python -m palaestra.rollouts.observe.trackers.worker SERVICE`.
+
+It reads JSON lines from its standard input (first how the run is filed, then figures and rollouts) until that ends,
+and then finishes what it sent. Standard library only, but for the service's own client.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class Client(Protocol):
+    """One service, from here on."""
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+    def show(self, step: int, name: str, rows: list[tuple[str, float]]) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+SERVICES = {
+    "trackio": "palaestra.rollouts.observe.trackers.trackio:TrackioClient",
+    "wandb": "palaestra.rollouts.observe.trackers.wandb:WandbClient",
+}
+"""A new one is a file with a `Client`, and its line here. The name is also that of its library and of our extra."""
+
+
+def main() -> None:
+    """Serve one run."""
+    module, _, name = SERVICES[sys.argv[1]].partition(":")
+    lines = iter(sys.stdin.buffer.readline, b"")
+    label: dict[str, Any] = json.loads(next(lines))
+    client: Client = getattr(importlib.import_module(module), name)(label)
+    for line in lines:
+        entry = json.loads(line)
+        if "table" in entry:
+            client.show(entry["step"], entry["table"], [(text, score) for text, score in entry["rows"]])
+        else:
+            client.log(entry["step"], entry["numbers"])
+    client.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""A recording of the world on disk: one JSON line for each call of a tool that touches it.
+
+    {"schema": "palaestra.world/1", "tool": "web_search", "arguments": {…}, "key": …, "rollout": …, "n": 0, "reply": …}
+
+Every line stands for itself, so recordings can be joined with `cat`. `key` names the call
+(`tools/runtime/recorded_calls.py`); `n` counts the calls of one key in one rollout, from 0. Not for deciding who is
+asked (`rollout.py`).
+
+Invariant: what is found does not depend on the order of lines, so it is the same however the rollouts of the recording
+took turns. Only where one rollout has two replies to the same call, because it was tried again, the later line counts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.io.append_file import AppendedFile
+from palaestra.core.types import JSON
+
+logger = logging.getLogger(__name__)
+
+WORLD_SCHEMA = "palaestra.world/1"
+WORLD_NAME = "world.jsonl"
+
+
+class Heard(msgspec.Struct, kw_only=True):
+    """One call and its reply. `failed` says that the call could not be done; `session` is the tool's own."""
+
+    schema: str = WORLD_SCHEMA
+    rollout: str
+    tool: str
+    arguments: dict[str, JSON]
+    key: str
+    n: int
+    session: str = ""
+    failed: bool = False
+    reply: JSON
+
+
+class _Head(msgspec.Struct):
+    """As much of a line as finds it again."""
+
+    schema: str
+    rollout: str
+    key: str
+    n: int
+    failed: bool = False
+
+
+class _Place(msgspec.Struct):
+    offset: int
+    size: int
+    failed: bool
+
+
+_encoder = msgspec.json.Encoder()
+_heads = msgspec.json.Decoder(_Head)
+_lines = msgspec.json.Decoder(Heard)
+
+
+class Writer:
+    """Appends to a recording. Several runs may append to the same one: every line is one write."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: AppendedFile | None = None
+
+    def append(self, heard: Heard) -> None:
+        """Hand one line to the kernel. The file is made with its first line. Raises `OSError` when the disk is full."""
+        self.open().append(_line(heard) + b"\n")
+
+    def open(self) -> AppendedFile:
+        """The file, made where there is none. Raises `ConfigError`."""
+        if self._file is None:
+            self._file = _opened(self.path)
+        return self._file
+
+    async def commit(self) -> None:
+        """Return once everything appended so far is on the disk."""
+        if self._file is not None:
+            await self._file.commit()
+
+    def close(self) -> None:
+        """Flush and close. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+
+
+class Reader:
+    """A recording, indexed: replies stay on the disk until they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._places: dict[str, dict[tuple[str, int], _Place]] = {}
+        self._end = 0
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(f"cannot read the recording {path}: {error.strerror}") from None
+        try:
+            self.catch_up()
+        except BaseException:
+            self.close()
+            raise
+
+    def catch_up(self) -> None:
+        """Take in the lines that were added since. Raises `ConfigError` for a file that is no recording."""
+        with self.path.open("rb") as file:
+            file.seek(self._end)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # still being written, or torn by a kill
+                if line.strip():
+                    self._note(self._end, line)
+                self._end += len(line)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def find(self, key: str, rollout: str, n: int, *, failures: bool = True) -> Heard | None:
+        """The reply to the `n`th call of this key in this rollout; None where there is none.
+
+        The rollout's own is taken where it was recorded. Otherwise another rollout's, always the same one: replies
+        before failures, the `n`th before the latest one before it. A call that is made more often than it ever was
+        recorded finds the world standing still. Without `failures` only replies count.
+        """
+        heard = {each: place for each, place in self._places.get(key, {}).items() if failures or not place.failed}
+        if not heard:
+            return None
+        own = heard.get((rollout, n))
+        if own is None:
+            best = min(heard, key=lambda each: (heard[each].failed, *_distance(each[1], n), each[0] != rollout, each))
+            own = heard[best]
+        return _lines.decode(os.pread(self._fd, own.size, own.offset))
+
+    def _note(self, offset: int, line: bytes) -> None:
+        try:
+            head = _heads.decode(line)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{self.path}: the line at byte {offset} is no line of a recording: {error}") from None
+        except msgspec.DecodeError:
+            if not offset:
+                raise ConfigError(f"{self.path} is no recording: its first line is not JSON") from None
+            logger.warning("%s: the line at byte %d was torn by a kill and is left out", self.path, offset)
+            return
+        if head.schema != WORLD_SCHEMA:
+            raise ConfigError(f"{self.path} holds {head.schema}, and this version reads {WORLD_SCHEMA}")
+        place = _Place(offset, len(line), head.failed)
+        self._places.setdefault(head.key, {})[head.rollout, head.n] = place
+
+
+def _line(heard: Heard) -> bytes:
+    """The call as JSON. What UTF-8 cannot hold is replaced, as it is for the model (`tools/runtime/bound_tools.py`)."""
+    try:
+        return _encoder.encode(heard)
+    except UnicodeEncodeError:
+        return json.dumps(msgspec.structs.asdict(heard), ensure_ascii=False).encode("utf-8", "replace")
+
+
+def recording_at(path: Path) -> Path:
+    """The recording that a user names by itself or by its run's folder. Raises `ConfigError` where there is none."""
+    found = path / WORLD_NAME if path.is_dir() else path
+    if not found.is_file():
+        raise ConfigError(f"{found} is not there: name a recording, or the folder of a run whose tools used the world")
+    return found
+
+
+def recording_in(path: Path) -> Path:
+    """Where a recording is to be kept: a file that is there or has a suffix is one, all else is a folder for one."""
+    return path if path.is_file() or (path.suffix and not path.is_dir()) else path / WORLD_NAME
+
+
+def _distance(recorded: int, wanted: int) -> tuple[bool, int]:
+    """How far a recorded call is from the one wanted: later ones come after all earlier ones."""
+    return recorded > wanted, abs(recorded - wanted)
+
+
+def _opened(path: Path) -> AppendedFile:
+    """The file for appending; a line that a kill has torn is ended, so that the next one stands alone."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ConfigError(f"cannot write the recording {path}: {error.strerror}") from None
+    size = os.fstat(fd).st_size
+    if size and os.pread(fd, 1, size - 1) != b"\n":
+        os.write(fd, b"\n")
+    return AppendedFile(fd, path)

@@ -1,0 +1,206 @@
+"""A recorded run played again: `Playback` says what the agent said, `Comparison` compares what it was shown.
+
+Not for running anything: the one runner does, with the environment's own tools and slots. Invariant: what the agent
+says is the recording, word for word, whatever the observations are; so every observation is that of the same call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+import msgspec
+
+from palaestra.agent.tool_calls import NOT_FINISHED
+from palaestra.core.errors import ConfigError, InfraError
+from palaestra.core.types import JSON, Message, Outcome
+from palaestra.inference.engine import AssistantMessage, SessionContext
+from palaestra.inference.engines.recorded_policy import Recorded, recorded_turns
+from palaestra.rollouts.journal.reader import Recording
+from palaestra.rollouts.records import Group, SubagentRecord, Trajectory
+from palaestra.rollouts.resume.observation_diff import Kind, classify, first_difference
+
+ENDS = "the recording ends here"
+
+
+class Playback:
+    """A scripted policy: the assistant's side of every rollout of a recording."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._said: dict[tuple[str, int], list[Recorded]] = {}
+        self._read: set[str] = set()
+
+    async def start(self) -> None:
+        """Nothing to read yet: groups are read as they are played."""
+
+    def act(self, context: SessionContext, messages: Sequence[Message]) -> Recorded:
+        """What the agent said at this place. Raises `InfraError` where the recording ends."""
+        said = self._side(context.rollout_id, context.branch)
+        turn: int = sum(message.get("role") == "assistant" for message in messages)
+        if turn >= len(said):
+            raise InfraError(f"{ENDS}: {context.rollout_id}, after {turn} replies")
+        return said[turn]
+
+    def _side(self, rollout_id: str, branch: int) -> list[Recorded]:
+        group_id, _, _ = rollout_id.rpartition("/")
+        if group_id not in self._read:
+            self._read.add(group_id)
+            group = self._recording.group(group_id)
+            for each in group.trajectories if group else ():
+                self._said[each.rollout_id, 0] = _said(each.rollout_id, each)
+                self._said |= {
+                    (each.rollout_id, sub.number): _said(each.rollout_id, sub) for sub in each.every_subagent()
+                }
+        return self._said.get((rollout_id, branch), [])
+
+    def forget(self, group: Group) -> None:
+        """The group has been played."""
+        played = {trajectory.rollout_id for trajectory in group.trajectories}
+        self._said = {key: said for key, said in self._said.items() if key[0] not in played}
+
+
+def _said(rollout_id: str, conversation: Trajectory | SubagentRecord) -> list[Recorded]:
+    replies = [message for message in conversation.messages if message.get("role") == "assistant"]
+    try:
+        return recorded_turns([msgspec.convert(reply, AssistantMessage) for reply in replies], conversation.turns)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{rollout_id}: a recorded reply cannot be played: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first observation of a rollout that is not the recorded one. `turn` 0 is the prompt; `subagent` is the number
+    of the sub-agent whose observation it is, 0 for the rollout's own agent."""
+
+    rollout_id: str
+    turn: int
+    kind: Kind
+    call: str
+    recorded: str
+    replayed: str
+    subagent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OtherEnd:
+    """A rollout that came out differently. `what` is reward, ending or played."""
+
+    rollout_id: str
+    what: str
+    recorded: str
+    replayed: str
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What a replay came to. Observations are the answers to calls of agents and sub-agents; `kinds` counts those that
+    differ."""
+
+    rollouts: int = 0
+    not_recorded: int = 0
+    observations: int = 0
+    equal: int = 0
+    rewards: int = 0
+    rewards_equal: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    differences: list[Difference] = field(default_factory=list)
+    other_ends: list[OtherEnd] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float | None:
+        """The share of equal observations; None where there was none."""
+        return self.equal / self.observations if self.observations else None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every difference is explained, and every rollout came out as it had."""
+        return not self.kinds[Kind.OTHER] and not self.other_ends
+
+    def to_dict(self) -> dict[str, JSON]:
+        """For machines."""
+        return {**asdict(self), "kinds": dict(self.kinds), "rate": self.rate, "ok": self.ok}
+
+    def add(self, recorded: Group, replayed: Group) -> None:
+        """Compare one group. Raises `ConfigError` when it is another task's."""
+        if recorded.task_id != replayed.task_id:
+            raise ConfigError(
+                f"task {recorded.number} was {recorded.task_id} and is {replayed.task_id} now: the environment gives "
+                "other tasks than it did. Replay with the environment and the data as they were"
+            )
+        if recorded.trajectories and not replayed.trajectories:
+            self.other_ends.append(OtherEnd(recorded.group_id, "played", "whole", replayed.error))
+        played = {each.index: each for each in replayed.trajectories}
+        for trajectory in recorded.trajectories:
+            if trajectory.index in played:
+                self._rollout(trajectory, played[trajectory.index])
+            elif played:
+                self.other_ends.append(OtherEnd(trajectory.rollout_id, "played", "whole", "its group is smaller now"))
+
+    def _rollout(self, recorded: Trajectory, replayed: Trajectory) -> None:
+        self.rollouts += 1
+        first = True
+        for difference in self._all_differences(recorded, replayed):
+            self.kinds[difference.kind] += 1
+            if first:
+                self.differences.append(difference)
+            first = False
+        self._end(recorded, replayed)
+
+    def _all_differences(self, recorded: Trajectory, replayed: Trajectory) -> Iterator[Difference]:
+        """Those of sub-agents first: the answer to who gave them the work came after."""
+        name, now = recorded.rollout_id, {each.number: each.messages for each in replayed.every_subagent()}
+        for each in recorded.every_subagent():
+            for difference in self._differences(name, each.messages, now.get(each.number, [])):
+                yield replace(difference, subagent=each.number)
+        yield from self._differences(name, recorded.messages, replayed.messages)
+
+    def _differences(
+        self, rollout_id: str, recorded: Sequence[Message], replayed: Sequence[Message]
+    ) -> Iterator[Difference]:
+        asked: list[str] = []
+        turn = 0
+        now = dict(enumerate(replayed))
+        for place, message in enumerate(recorded):
+            if message.get("role") == "assistant":
+                turn, call = turn + 1, _calls(message)
+                asked.append(call)
+                continue
+            if message.get("content") == NOT_FINISHED or place not in now:
+                continue  # nobody read it, or the replay ended before it, which its end says
+            was, is_now = _content(message), _content(now[place])
+            self.observations += turn > 0
+            if was == is_now:
+                self.equal += turn > 0
+                continue
+            kind = classify(was, is_now, "\n".join(asked)) if turn else Kind.OTHER
+            yield Difference(rollout_id, turn, kind, asked[-1][:500] if asked else "", *first_difference(was, is_now))
+
+    def _end(self, recorded: Trajectory, replayed: Trajectory) -> None:
+        """Rewards and endings, where both are the agent's. A recording that was cut off says nothing about its end."""
+        if recorded.reward is None:
+            self.not_recorded += 1
+        elif replayed.reward is not None:
+            self.rewards += 1
+            self.rewards_equal += recorded.reward == replayed.reward
+            if recorded.reward != replayed.reward:
+                self._other(recorded, "reward", f"{recorded.reward:g}", f"{replayed.reward:g}")
+            if recorded.outcome is not replayed.outcome:
+                self._other(recorded, "ending", recorded.outcome.value, replayed.outcome.value)
+        elif ENDS not in replayed.error or recorded.outcome is not Outcome.BUDGET:  # the clock runs otherwise
+            self._other(recorded, "played", recorded.outcome.value, replayed.error)
+
+    def _other(self, recorded: Trajectory, what: str, was: str, now: str) -> None:
+        self.other_ends.append(OtherEnd(recorded.rollout_id, what, was, now))
+
+
+def _calls(message: Message) -> str:
+    """All that the agent wrote: its calls, or its text where calls are written as text."""
+    calls = message.get("tool_calls") or ()
+    return "\n".join(str(call["function"]["arguments"]) for call in calls) or str(message.get("content") or "")
+
+
+def _content(message: Message) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else msgspec.json.encode(content).decode()

@@ -1,0 +1,105 @@
+"""Which task begins next: in the order of the data set, or slow ones first where earlier timings are known.
+
+A run whose longest task begins last waits for it with all else idle. Not for numbering: a task keeps its place in the
+data set, and with it its ids, its random choices and its place in every file. Invariant: the order follows from the
+tasks and the timings alone, however fast anything is this time.
+
+Source of the rule: R. L. Graham (1969), longest processing time first.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from palaestra.core.types import Task
+from palaestra.rollouts.journal.reader import journal_of
+
+WINDOW = 1024
+"""How many tasks are read ahead and put in order. Bounded, because each is in memory, and because lines of later tasks
+wait for those of earlier ones."""
+
+Numbered = tuple[int, Task]
+
+
+async def numbered(tasks: AsyncIterator[Task], first: int, limit: int | None) -> AsyncIterator[Numbered]:
+    """The first `limit` tasks with their numbers, from `first` on."""
+    number = first
+    while limit is None or number < first + limit:
+        try:
+            task = await anext(tasks)
+        except StopAsyncIteration:
+            return
+        yield number, task
+        number += 1
+
+
+async def slowest_first(
+    tasks: AsyncIterator[Numbered], seconds: Mapping[str, float], window: int = WINDOW
+) -> AsyncIterator[Numbered]:
+    """The same tasks, those of each window in the order of the `seconds` that their ids took. One without a timing
+    stands where half of the others are slower; equals keep their order. Nothing is read ahead without timings."""
+    if not seconds:
+        async for each in tasks:
+            yield each
+        return
+    unknown = statistics.median(seconds.values())
+
+    def slowness(each: Numbered) -> float:
+        return -seconds.get(each[1].id, unknown)
+
+    ahead: list[Numbered] = []
+    async for each in tasks:
+        ahead.append(each)
+        if len(ahead) == window:
+            for one in sorted(ahead, key=slowness):
+                yield one
+            ahead.clear()
+    for one in sorted(ahead, key=slowness):
+        yield one
+
+
+class _Beside(msgspec.Struct):
+    duration_s: float = 0.0
+
+
+class _Part(msgspec.Struct):
+    """What is read of a group or a rollout."""
+
+    group_id: str = ""
+    task_id: str = ""
+    prepare_s: float = 0.0
+    beside: _Beside = msgspec.field(default_factory=_Beside)
+
+
+class _Line(msgspec.Struct):
+    event: str
+    group: _Part | None = None
+    trajectory: _Part | None = None
+
+
+_lines = msgspec.json.Decoder(_Line)
+
+
+def read_timings(run: Path) -> dict[str, float]:
+    """Seconds by task id, from a run's folder or journal: preparation and the slowest rollout, in the slowest of a
+    task's groups. Attempts that were thrown away count, lines that cannot be read do not. Raises `ConfigError` where
+    there is no run."""
+    prepared: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    with journal_of(run).open("rb") as journal:
+        for text in journal:
+            try:
+                line = _lines.decode(text)
+            except msgspec.MsgspecError:
+                continue
+            if line.group is not None:
+                prepared[line.group.group_id] = line.group.prepare_s
+            if line.trajectory is not None:
+                rollout = line.trajectory
+                took = prepared.get(rollout.group_id, 0.0) + rollout.beside.duration_s
+                seconds[rollout.task_id] = max(seconds.get(rollout.task_id, 0.0), took)
+    return seconds

@@ -1,0 +1,265 @@
+"""The process that holds slots for clients that come and go: one slot server below, one client at a time above.
+
+It is the slot server's client, and passes frames on between that server and whoever is attached to its unix socket.
+When a client goes, its running commands are cancelled, its snapshots are dropped, since nobody knows them any more, and
+its slots stay, under leases that the next client gets anew: with a new epoch, so that a late call of the former one is
+refused. When this process is killed, the slot server sees the end of its stream and everything ends with it, as with
+any client.
+
+Run by `palaestra.sandbox.service.service_client`, which makes the socket (in a directory of the user's alone, mode
+0600). It ends when it is told to, when the slot server has died, or when it has held nothing and nobody for a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from palaestra.core.types import JSON
+from palaestra.sandbox.local.client import SlotServer
+from palaestra.sandbox.slotd.protocol import frames
+from palaestra.sandbox.slotd.protocol.frames import RECEIVE_BYTES, Decoder, Frame, Kind
+
+IDLE_S = 60.0
+
+OnAnswer = Callable[[Frame], None]
+
+
+@dataclass
+class Visitor:
+    """One connection. `numbers` maps its requests to those below."""
+
+    writer: asyncio.StreamWriter
+    client: bool = False
+    numbers: dict[int, int] = field(default_factory=dict)
+
+    def send(self, kind: Kind, request: int, fields: dict[str, JSON] | None = None, data: bytes = b"") -> None:
+        """Pass one frame up. A connection that is gone takes nothing."""
+        if not self.writer.is_closing():
+            self.writer.write(frames.encode(kind, request, fields, data))
+
+
+@dataclass
+class _Request:
+    """One request below, and for whom."""
+
+    visitor: Visitor
+    number: int
+    fields: dict[str, JSON]
+
+
+class Broker:
+    """Serves one socket with one slot server, until `over`."""
+
+    def __init__(self, below: asyncio.StreamWriter, rung: str, note: str) -> None:
+        self._below, self._rung, self._note = below, rung, note
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, _Request] = {}
+        self._own: dict[int, asyncio.Future[Frame]] = {}
+        self._leases: dict[str, dict[str, JSON]] = {}
+        self._layers: set[str] = set()
+        """Of the snapshots that the client has."""
+        self._client: Visitor | None = None
+        self._visitors: set[asyncio.Task[None]] = set()
+        self.over = asyncio.Event()
+
+    # Above
+
+    async def visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, from its HELLO to its end."""
+        visitor, decoder = Visitor(writer), Decoder()
+        try:
+            if not _is_same_user(writer):
+                return
+            while data := await reader.read(RECEIVE_BYTES):
+                for frame in decoder.feed(data):
+                    await self._on_visitor(visitor, frame)
+                await self._below.drain()
+        except (OSError, ValueError, frames.ProtocolError):
+            pass  # a visitor that breaks off, or talks nonsense
+        finally:
+            self._leave(visitor)
+            writer.close()
+
+    async def _on_visitor(self, visitor: Visitor, frame: Frame) -> None:
+        if frame.kind is Kind.HELLO:
+            await self._hello(visitor, frame)
+        elif frame.kind is Kind.REQUEST and frame.fields["op"] == "end":
+            self.over.set()
+        elif not visitor.client:
+            visitor.send(Kind.ERROR, frame.request, {"error": "sandbox", "message": "not attached"})
+        elif frame.kind is Kind.REQUEST:
+            number = visitor.numbers[frame.request] = next(self._numbers)
+            self._pending[number] = _Request(visitor, frame.request, frame.fields)
+            self._below.write(frames.encode(frame.kind, number, frame.fields, frame.data))
+        elif frame.request in visitor.numbers:
+            self._below.write(frames.encode(frame.kind, visitor.numbers[frame.request], frame.fields, frame.data))
+
+    async def _hello(self, visitor: Visitor, frame: Frame) -> None:
+        about: dict[str, JSON] = {"version": frames.VERSION, "pid": os.getpid(), "rung": self._rung, "note": self._note}
+        if frame.fields.get("look"):
+            about |= {"attached": self._client is not None, "leases": list(self._leases.values())}
+            visitor.send(Kind.HELLO, frame.request, about)
+        elif frame.fields["version"] != frames.VERSION:
+            message = (
+                f"the service speaks version {frames.VERSION} of the protocol; end it: palaestra slots clean --all"
+            )
+            visitor.send(Kind.ERROR, frame.request, {"error": "isolation", "message": message})
+        elif self._client is not None:
+            message = "another process is attached to this service; wait for its end, or name another service"
+            visitor.send(Kind.ERROR, frame.request, {"error": "sandbox", "message": message})
+        else:
+            self._client, visitor.client = visitor, True
+            for name in list(self._leases):
+                await self._renew(name)
+            visitor.send(Kind.HELLO, frame.request, about | {"leases": list(self._leases.values())})
+
+    async def _renew(self, name: str) -> None:
+        """A lease's new epoch: whoever held it before is refused from now on."""
+        lease = self._leases[name]
+        answer = await self._ask({"op": "renew", "slot": name, "epoch": lease["epoch"]})
+        if answer.kind is Kind.RESULT:
+            lease["epoch"] = answer.fields["epoch"]
+        else:
+            self._leases.pop(name, None)
+
+    def _leave(self, visitor: Visitor) -> None:
+        """Its commands are killed, its snapshots dropped, its slots stay."""
+        for number in visitor.numbers.values():
+            self._below.write(frames.encode(Kind.CANCEL, number))
+        if self._client is visitor:
+            self._client = None
+            self._drop(self._layers)
+
+    def _drop(self, layers: set[str]) -> None:
+        """Forget snapshots; what slots stand on stays until they end."""
+        fields: dict[str, JSON] = {"op": "forget", "layers": sorted(layers)}
+        self._below.write(frames.encode(Kind.REQUEST, next(self._numbers), fields))
+        layers.clear()
+
+    # Below
+
+    async def _ask(self, fields: dict[str, JSON]) -> Frame:
+        number = next(self._numbers)
+        self._own[number] = asyncio.get_running_loop().create_future()
+        self._below.write(frames.encode(Kind.REQUEST, number, fields))
+        return await self._own[number]
+
+    async def listen_below(self, reader: asyncio.StreamReader, decoder: Decoder) -> None:
+        """Until the slot server ends."""
+        while data := await reader.read(RECEIVE_BYTES):
+            for frame in decoder.feed(data):
+                self._on_below(frame)
+            if self._client is not None:
+                with contextlib.suppress(OSError):
+                    await self._client.writer.drain()
+        self.over.set()
+
+    def _on_below(self, frame: Frame) -> None:
+        final = frame.kind in (Kind.RESULT, Kind.ERROR)
+        if frame.kind is Kind.LOST:
+            self._leases.pop(frame.fields["slot"], None)
+            if self._client is not None:
+                self._client.send(frame.kind, 0, frame.fields)
+        elif frame.request in self._own and final:
+            self._own.pop(frame.request).set_result(frame)
+        elif frame.request in self._pending:
+            request = self._pending[frame.request]
+            if final:
+                del self._pending[frame.request]
+                del request.visitor.numbers[request.number]
+                self._account(request, frame)
+            request.visitor.send(frame.kind, request.number, frame.fields, frame.data)
+
+    def _account(self, request: _Request, answer: Frame) -> None:
+        """Keep the list of leases, and of the client's snapshots."""
+        asked, op = request.fields, request.fields["op"]
+        if op == "create" and answer.kind is Kind.RESULT:
+            lease = {"slot": answer.fields["slot"], "epoch": answer.fields["epoch"], "about": asked.get("about", {})}
+            self._leases[answer.fields["slot"]] = lease
+        elif op in ("destroy", "seal"):
+            self._leases.pop(asked["slot"], None)
+        if op == "forget":
+            self._layers.difference_update(asked["layers"])
+        elif op in ("seal", "checkpoint", "view", "load") and answer.kind is Kind.RESULT:
+            made = set(answer.fields["layers"][: None if op == "load" else 1])
+            if request.visitor is self._client:
+                self._layers |= made
+            else:
+                self._drop(made)
+
+    async def watch_idleness(self) -> None:
+        """End when nobody is attached and nothing is held for so long."""
+        idle_s = 0.0
+        while idle_s < IDLE_S:
+            await asyncio.sleep(1.0)
+            idle_s = 0.0 if self._client is not None or self._leases else idle_s + 1.0
+        self.over.set()
+
+
+def _is_same_user(writer: asyncio.StreamWriter) -> bool:
+    """Besides the permissions of the socket: what the kernel says about the other side."""
+    credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return struct.unpack("3i", credentials)[1] in (0, os.geteuid())
+
+
+def _say(fields: dict[str, JSON]) -> None:
+    """Tell whoever has started this process how it went, once."""
+    os.write(1, json.dumps(fields).encode() + b"\n")
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 1)
+
+
+async def _serve(listener: socket.socket, path: str, rung: str, settings: dict[str, JSON]) -> None:
+    server, stream = await SlotServer.launch(rung)
+    reader, writer = await asyncio.open_unix_connection(sock=stream)
+    decoder = Decoder()
+    writer.write(frames.encode(Kind.HELLO, 0, {"version": frames.VERSION, **settings}))
+    frame = next(iter(decoder.feed(await reader.read(RECEIVE_BYTES))), None)
+    if frame is None or frame.kind is not Kind.HELLO:
+        _unlink(path)
+        _say(frame.fields if frame else {"message": "the slot server has ended"})
+        await server.aclose()
+        return
+    broker = Broker(writer, rung, frame.fields["note"])
+    ready = await asyncio.start_unix_server(broker.visit, sock=listener)
+    _say({})
+    async with asyncio.TaskGroup() as group:
+        watching = [group.create_task(broker.listen_below(reader, decoder)), group.create_task(broker.watch_idleness())]
+        await broker.over.wait()
+        ready.close()
+        _unlink(path)
+        writer.close()
+        for task in watching:
+            task.cancel()
+    await server.aclose()
+
+
+def main() -> None:
+    """`broker FD PATH RUNG SETTINGS`: serve the listening socket FD, whose name is PATH."""
+    number, path, rung, settings = sys.argv[1:]
+    if os.fork():
+        os._exit(0)  # nobody's child, so that nobody has to wait for its end
+    try:
+        asyncio.run(_serve(socket.socket(fileno=int(number)), path, rung, json.loads(settings)))
+    except BaseException:
+        _unlink(path)
+        raise
+
+
+def _unlink(path: str) -> None:
+    """Before anybody is told of the end: the name may be somebody else's after it."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Services: slots that outlive their client, by name. Starting, finding, attaching to and ending them.
+
+A service is a process (`broker.py`) with a unix socket `NAME.sock` in a directory of this user's alone. Only one starts
+it, under a lock; a socket that nobody listens on is what a killed one has left, and is removed by the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError
+from palaestra.core.io.file_lock import turn
+from palaestra.core.types import JSON
+from palaestra.sandbox.local.client import OnLost, SlotServer
+from palaestra.sandbox.slotd.protocol import frames
+from palaestra.sandbox.slotd.protocol.frames import Decoder, Kind
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")
+_LOOK_PATIENCE_S, _END_PATIENCE_S, _TURN_S = 5.0, 20.0, 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One service that runs: `leases` are objects with slot, epoch and about; `attached` says whether by anybody."""
+
+    name: str
+    pid: int
+    rung: str
+    attached: bool
+    leases: tuple[JSON, ...]
+
+
+def default_directory() -> Path:
+    """Where this user's services are: not on a disk, and in no slot's view."""
+    run = Path("/run") if os.geteuid() == 0 else Path(f"/run/user/{os.geteuid()}")
+    return (run if os.access(run, os.W_OK) else Path("/var/tmp")) / f"palaestra-{os.geteuid()}"  # noqa: S108
+
+
+def socket_path(name: str, directory: Path | None = None) -> Path:
+    """The socket of a service. Raises `ConfigError` for what is no name, and for a directory that is not ours alone."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} cannot be the name of a service; use letters, digits, dots and dashes")
+    folder = directory or default_directory()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError(f"the directory {str(folder)!r} must be yours alone (chmod 700): it is the key to your slots")
+    return folder / f"{name}.sock"
+
+
+async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLost) -> SlotServer:
+    """Attach to a service, started where it does not run. Raises `SandboxError` while another process is attached."""
+    async with _turn(path):
+        if not _listens(path):
+            await _start(path, rung, settings)
+        server = await SlotServer.attach(str(path), on_lost)
+    if server.hello["rung"] != rung:
+        await server.aclose()
+        runs = f"the service {path.stem} runs on the rung {server.hello['rung']}, not {rung}"
+        raise IsolationUnavailable(f"{runs}; end it, or ask for that rung")
+    return server
+
+
+async def look(path: Path) -> Service | None:
+    """What a service holds, without attaching; None where none listens."""
+    try:
+        reader, writer = await asyncio.open_unix_connection(str(path))
+    except OSError:
+        return None
+    try:
+        writer.write(frames.encode(Kind.HELLO, 1, {"version": frames.VERSION, "look": True}))
+        async with asyncio.timeout(_LOOK_PATIENCE_S):
+            decoder = Decoder()
+            while data := await reader.read(frames.RECEIVE_BYTES):
+                for frame in decoder.feed(data):
+                    fields = frame.fields
+                    leases = tuple(fields["leases"])
+                    return Service(path.stem, fields["pid"], fields["rung"], fields["attached"], leases)
+    except TimeoutError:
+        raise SandboxError(f"the service {path.stem} does not answer; end its process") from None
+    finally:
+        writer.close()
+    return None
+
+
+async def end(path: Path) -> None:
+    """End a service and every slot it holds, whoever is attached. One that does not run is fine."""
+    try:
+        reader, writer = await asyncio.open_unix_connection(str(path))
+    except OSError:
+        return
+    try:
+        writer.write(frames.encode(Kind.REQUEST, 1, {"op": "end"}))
+        async with asyncio.timeout(_END_PATIENCE_S):
+            while await reader.read(frames.RECEIVE_BYTES):
+                pass
+    except TimeoutError:
+        raise SandboxError(f"the service {path.stem} does not end; kill its process") from None
+    finally:
+        writer.close()
+
+
+async def sweep(directory: Path) -> list[str]:
+    """Remove the sockets of services that were killed; their names."""
+    gone = []
+    for path in sorted(directory.glob("*.sock")) if directory.is_dir() else ():
+        async with _turn(path):
+            if not _listens(path):
+                path.unlink(missing_ok=True)
+                gone.append(path.stem)
+    return gone
+
+
+async def _start(path: Path, rung: str, settings: dict[str, JSON]) -> None:
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen()
+        arguments = [str(listener.fileno()), str(path), rung, json.dumps(settings)]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "palaestra.sandbox.service.broker", *arguments),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+            cwd="/",
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
+        )
+    assert process.stdout is not None
+    said = await process.stdout.readline()
+    await process.wait()
+    if said != b"{}\n":
+        why = json.loads(said or b"{}").get("message", "its process has ended")
+        raise IsolationUnavailable(f"the service {path.stem} cannot be started: {why}")
+
+
+def _turn(path: Path) -> contextlib.AbstractAsyncContextManager[None]:
+    """One process at a time decides whether a service runs."""
+    return turn(path.with_suffix(".lock"), asyncio.sleep, _TURN_S)
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,227 @@
+"""Cutting a layer down to a view: only some of its paths, without some others, so that the rest shows what lies below.
+
+This is what grading rests on, so it takes no word of the layer's for where a path leads:
+
+- Paths are resolved in the stack *below* (the snapshot the agent started from), whose links are trusted. A link on the
+  way belongs to the path: its change is left out too, else the layer could lead the path elsewhere.
+- A parent of a path left out that the layer turned into a link or a file is left out as a whole.
+- A parent that the layer replaced (opaque) or deleted keeps what it hides, apart from the path.
+
+Everything is done by renaming, removing marks and adding whiteouts; the cost grows with the number of paths named and
+the size of the directories on their way, not with the files in the layer.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .overlay import MAX_DEPTH, Marks, Root, Stack
+from .store import copy_attributes
+
+_MAX_LINKS = 40
+
+_MAX_PATH_BYTES = 4096
+"""Bytes of a path with the zero that ends it; the kernel takes no longer one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which paths of a root a view shows: all under `only`, without `without`. Resolved, without a leading slash."""
+
+    only: tuple[str, ...]
+    without: tuple[str, ...]
+
+    @staticmethod
+    def resolved(only: Iterable[str], without: Iterable[str], below: Root) -> Selection:
+        """The selection that these paths mean in the root below."""
+        left_out: list[str] = []
+        for path in without:
+            target, links = resolve(path, below)
+            left_out += [*links, target]
+        return Selection(tuple(resolve(path, below)[0] for path in only), tuple(dict.fromkeys(left_out)))
+
+    def within(self, tree: str) -> Selection:
+        """The part that concerns one tree, relative to it. A path above the tree is the whole tree."""
+        return Selection(_within(tree, self.only), _within(tree, self.without))
+
+
+def _within(tree: str, paths: Iterable[str]) -> tuple[str, ...]:
+    found = []
+    for path in paths:
+        if not path or tree == path or tree.startswith(f"{path}/"):
+            found.append("")
+        elif not tree or path.startswith(f"{tree}/"):
+            found.append(path[len(tree) :].lstrip("/"))
+    return tuple(dict.fromkeys(found))
+
+
+def resolve(path: str, below: Root) -> tuple[str, list[str]]:
+    """A path with the links of the root followed, and the paths of the links on its way.
+
+    The last component is not followed. Links that go round in circles are left as they are.
+    """
+    links: list[str] = []
+    done: list[str] = []
+    pending = _parts(path)
+    while pending:
+        name = pending.pop(0)
+        if name == "..":
+            done = done[:-1]
+            continue
+        done.append(name)
+        entry = below.find("/".join(done)) if pending else None
+        if entry is not None and stat.S_ISLNK(entry.status.st_mode) and len(links) < _MAX_LINKS:
+            links.append("/".join(done))
+            target = os.readlink(entry.path)
+            done = [] if target.startswith("/") else done[:-1]
+            pending = _parts(target) + pending
+    return "/".join(done), links
+
+
+def _parts(path: str) -> list[str]:
+    return [name for name in path.split("/") if name and name != "."]
+
+
+class Cut:
+    """One layer of one tree that is being cut. `trash` is an empty directory on the same file system for what goes."""
+
+    def __init__(self, layer: str, below: Stack, marks: Marks, trash: str) -> None:
+        self._layer, self._below, self._marks, self._trash = layer, below, marks, trash
+        self._dropped = 0
+
+    def keep_only(self, paths: Sequence[str]) -> None:
+        """Leave nothing of the layer but these paths and what is under them."""
+        if "" in paths:
+            return
+        old = self._drop_all()
+        kept: list[str] = []
+        for path in sorted(paths):
+            if not any(path == other or path.startswith(f"{other}/") for other in kept):
+                kept.append(path)
+                self._graft(old, path)
+
+    def leave_out(self, path: str) -> None:
+        """Make the layer show at `path` what lies below."""
+        if not path:
+            self._drop_all()
+            return
+        names = path.split("/")
+        wanted = self._below.find(path) is not None
+        for index in range(1, len(names)):
+            parent = "/".join(names[:index])
+            if not self._open_up(f"{self._layer}/{parent}", parent, names[index], wanted):
+                return
+        if _lstat(f"{self._layer}/{path}") is not None:
+            self._drop(path)
+
+    def _drop_all(self) -> str:
+        """Move the layer's content away and start with an empty directory of the same attributes as the one below."""
+        old = f"{self._trash}/{self._dropped}"
+        self._dropped += 1
+        os.rename(self._layer, old)
+        os.mkdir(self._layer)
+        self._like_below(self._layer, "", old)
+        return old
+
+    def _graft(self, old: str, path: str) -> None:
+        names = path.split("/")
+        source, hidden = old, False
+        for index, name in enumerate(names):
+            hidden = hidden or self._marks.is_opaque(source)
+            source = f"{source}/{name}"
+            status = _lstat(source)
+            last = index == len(names) - 1
+            if status is None or (not last and not stat.S_ISDIR(status.st_mode)):
+                if (hidden or status is not None) and self._below.find(path) is not None:
+                    self._make_parents(path, old)
+                    Marks.whiteout(f"{self._layer}/{path}")
+                return
+        self._make_parents(path, old)
+        target = f"{self._layer}/{path}"
+        os.rename(source, target)
+        if hidden and stat.S_ISDIR(os.lstat(target).st_mode):
+            self._marks.set_opaque(target, True)
+
+    def _make_parents(self, path: str, old: str) -> None:
+        names = path.split("/")
+        for count in range(1, len(names)):
+            parent = "/".join(names[:count])
+            if _lstat(f"{self._layer}/{parent}") is None:
+                os.mkdir(f"{self._layer}/{parent}")
+                self._like_below(f"{self._layer}/{parent}", parent, f"{old}/{parent}")
+
+    def _open_up(self, directory: str, path: str, passage: str, wanted: bool) -> bool:
+        """Let what lies below a directory be seen at one name in it, if anything is there that is `wanted`.
+
+        False when nothing is left in the way.
+        """
+        status = _lstat(directory)
+        if status is None:
+            return False
+        if Marks.is_whiteout(status):
+            if not wanted:
+                return False
+            os.unlink(directory)
+            os.mkdir(directory)
+            self._like_below(directory, path, directory)
+            self._hide_below(directory, path, passage)
+        elif not stat.S_ISDIR(status.st_mode):
+            self._drop(path)
+            return False
+        elif wanted and self._marks.is_opaque(directory):
+            self._hide_below(directory, path, passage)
+            self._marks.set_opaque(directory, False)
+        return True
+
+    def _hide_below(self, directory: str, path: str, passage: str) -> None:
+        """Do by single marks what one opaque mark did, except for one name."""
+        for name in self._below.names(path):
+            child = f"{directory}/{name}"
+            status = _lstat(child)
+            if status is None:
+                if name != passage:
+                    Marks.whiteout(child)
+            elif stat.S_ISDIR(status.st_mode):
+                self._marks.set_opaque(child, True)
+
+    def _drop(self, path: str) -> None:
+        os.rename(f"{self._layer}/{path}", f"{self._trash}/{self._dropped}")
+        self._dropped += 1
+
+    def _like_below(self, directory: str, path: str, otherwise: str) -> None:
+        entry = self._below.find(path)
+        status = entry.status if entry is not None else _lstat(otherwise)
+        if status is not None and stat.S_ISDIR(status.st_mode):
+            copy_attributes(status, directory)
+
+
+def duplicate(source: str, target: str, depth: int = 0) -> None:
+    """A second tree of the same files (hard links), so that it can be cut while the first is in use.
+
+    What is nested more deeply than `MAX_DEPTH`, or than a path can say, is not in it: an agent may leave that behind,
+    and it is no reason why its work could not be looked at.
+    """
+    os.mkdir(target)
+    for entry in os.scandir(source):
+        other = f"{target}/{entry.name}"
+        if max(len(os.fsencode(entry.path)), len(os.fsencode(other))) >= _MAX_PATH_BYTES:
+            continue
+        if not entry.is_dir(follow_symlinks=False):
+            os.link(entry.path, other, follow_symlinks=False)
+        elif depth < MAX_DEPTH:
+            duplicate(entry.path, other, depth + 1)
+    status = os.lstat(source)
+    for name in os.listxattr(source, follow_symlinks=False):
+        os.setxattr(target, name, os.getxattr(source, name, follow_symlinks=False), follow_symlinks=False)
+    copy_attributes(status, target)
+    os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _lstat(path: str) -> os.stat_result | None:
+    try:
+        return os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None

@@ -1,0 +1,149 @@
+"""User, process and network namespaces: who the slot's root is outside, and what its processes can see.
+
+Two kinds of user namespace. A server that runs as root makes one for all of its slots: uids 0 to 65535 of a slot are a
+private range outside, the same range for every slot of that server (slots cannot see each other's files or processes,
+so the range is not what keeps them apart). A server without root gives each slot a namespace of its own in which only
+uid 0 exists; it is the user who started the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import signal
+import socket
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
+
+from .. import syscalls
+
+_ERRNO = struct.Struct("=i")
+
+RANGE_START = 0x70000000
+"""The first uid outside of a slot's range: above what systemd hands out to containers, below the sign bit."""
+
+RANGE_SIZE = 65536
+
+OPEN_PORTS = (("ip_unprivileged_port_start", "0"), ("ping_group_range", "0 65534"))
+"""Let programs without privilege in a new network namespace listen below port 1024 and send pings."""
+
+_SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
+
+
+def is_real_root() -> bool:
+    """Whether this process is root of the whole machine, not only of a user namespace."""
+    with open("/proc/self/uid_map") as file:
+        return os.geteuid() == 0 and file.read().split() == ["0", "0", "4294967295"]
+
+
+def make_range_namespace() -> int:
+    """A user namespace, as a descriptor, whose ids are the private range. Needs root."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            syscalls.unshare(syscalls.CLONE_NEWUSER)
+            os.write(writer, b"+")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    try:
+        if os.read(reader, 1) != b"+":
+            raise PermissionError(1, "cannot make a user namespace")
+        for kind in ("uid", "gid"):
+            _write(f"/proc/{child}/{kind}_map", f"0 {RANGE_START} {RANGE_SIZE}")
+        return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(reader)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def enter_single_namespace(uid: int, gid: int) -> None:
+    """Move this process to a new user namespace in which it is root and nobody else exists."""
+    syscalls.unshare(syscalls.CLONE_NEWUSER)
+    with open("/proc/self/setgroups", "w") as file:
+        try:
+            file.write("deny")
+            file.flush()
+        except PermissionError:
+            pass  # already denied in the namespace around this one
+    _write("/proc/self/uid_map", f"0 {uid} 1")
+    _write("/proc/self/gid_map", f"0 {gid} 1")
+
+
+@contextlib.contextmanager
+def new_pid_namespace() -> Iterator[None]:
+    """The one child that this process starts in the block is pid 1 of a new process namespace."""
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        syscalls.unshare(syscalls.CLONE_NEWPID)
+        try:
+            yield
+        finally:
+            # Later children of this process belong to its own namespace again.
+            syscalls.setns(own, syscalls.CLONE_NEWPID)
+    finally:
+        os.close(own)
+
+
+def bring_up_loopback() -> None:
+    """Give a new network namespace its loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP | _IFF_RUNNING))
+
+
+def open_network(process: int | str) -> list[int]:
+    """The network namespace of a process (a pid, or "self") and its user namespace, for `socket_in`."""
+    network = os.open(f"/proc/{process}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return [network, os.open(f"/proc/{process}/ns/user", os.O_RDONLY | os.O_CLOEXEC)]
+    except OSError:
+        os.close(network)
+        raise
+
+
+def socket_in(places: Sequence[int], make: Callable[[], socket.socket]) -> socket.socket:
+    """What `make` makes in a network namespace that `open_network` opened: a socket stays there.
+
+    A child goes there, since without root there is no way back. Raises OSError where the namespace cannot be entered,
+    and where `make` does.
+    """
+    network, user = places
+    with contextlib.ExitStack() as opened:
+        ours, theirs = map(opened.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        child = os.fork()
+        if child == 0:
+            _hand_over(theirs, network, user, make)
+        theirs.close()
+        said, fds, *_ = socket.recv_fds(ours, _ERRNO.size, 1)
+        os.waitpid(child, 0)
+    if not fds:
+        number = _ERRNO.unpack(said)[0] if said else errno.ECHILD
+        raise OSError(number, f"the slot's network cannot be entered: {os.strerror(number)}")
+    return socket.socket(fileno=fds[0])
+
+
+def _hand_over(channel: socket.socket, network: int, user: int, make: Callable[[], socket.socket]) -> NoReturn:
+    """In the child. Where the namespace is one of a user's own, that user has rights in it only from inside."""
+    try:
+        try:
+            syscalls.setns(network, syscalls.CLONE_NEWNET)
+        except PermissionError:
+            syscalls.setns(user, syscalls.CLONE_NEWUSER)
+            syscalls.setns(network, syscalls.CLONE_NEWNET)
+        with make() as made:
+            socket.send_fds(channel, [_ERRNO.pack(0)], [made.fileno()])
+    except OSError as error:
+        channel.send(_ERRNO.pack(error.errno or errno.EINVAL))
+    finally:
+        os._exit(0)
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)

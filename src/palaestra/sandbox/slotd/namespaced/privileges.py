@@ -1,0 +1,152 @@
+"""Which capabilities the root of a slot keeps: those that ordinary programs need on their own files and processes.
+
+None of them reaches outside: they hold in the slot's user namespace only, and none lets a process mount, trace across
+namespaces, load, configure or create devices.
+
+The system calls that no command of a slot may make, as a classic BPF program. x86-64 and aarch64; no others.
+
+A deny list: it cuts off parts of the kernel that ordinary programs do not use and that namespaces do not contain
+(io_uring, bpf, keyrings, vsock sockets, foreign ABIs), and everything that would build new namespaces or mounts. It is
+the second line; the first is that the slot has no privilege over anything outside.
+
+`clone3` answers ENOSYS, since its flags lie in memory where a filter cannot look; C libraries then use `clone`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from .. import syscalls
+
+_CHOWN, _DAC_OVERRIDE, _FOWNER, _FSETID, _KILL, _SETGID, _SETUID, _NET_BIND_SERVICE = 0, 1, 3, 4, 5, 6, 7, 10
+
+KEPT = sum(
+    1 << capability
+    for capability in (_CHOWN, _DAC_OVERRIDE, _FOWNER, _FSETID, _KILL, _SETGID, _SETUID, _NET_BIND_SERVICE)
+)
+
+
+def drop(kept: int = KEPT, bounding: int = KEPT) -> None:
+    """Give up all capabilities but `kept`, for good: an exec brings back none that is not in `bounding`."""
+    for capability in range(64):
+        if not bounding >> capability & 1:
+            try:
+                syscalls.prctl(syscalls.PR_CAPBSET_DROP, capability)
+            except OSError as error:
+                if error.errno == 22:  # beyond the last one this kernel knows
+                    break
+                raise
+    syscalls.prctl(syscalls.PR_CAP_AMBIENT, 4)
+    syscalls.capset(kept)
+
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL_PROCESS, _EPERM, _ENOSYS, _NO_FAMILY = 0x7FFF0000, 0x80000000, 0x50001, 0x50026, 0x50061
+_NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
+
+_NAMESPACE_FLAGS = 0x7E020000
+_FAMILIES = (1, 2, 10, 16)
+"""unix, inet, inet6, netlink. Others (vsock, packet, alg, …) are not contained by a network namespace or not needed."""
+_INET = (2, 10)
+_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+
+_ABSENT = {
+    "x86_64": {"bpf": 321, "userfaultfd": 323, "perf_event_open": 298, "clone3": 435},
+    "aarch64": {"bpf": 280, "userfaultfd": 282, "perf_event_open": 241, "clone3": 435},
+}
+_ABSENT_EVERYWHERE = (425, 426, 427)  # io_uring
+
+_DENIED = {
+    "x86_64": {
+        "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "setns": 308, "unshare": 272,
+        "add_key": 248, "request_key": 249, "keyctl": 250, "open_by_handle_at": 304, "name_to_handle_at": 303,
+        "kexec_load": 246, "kexec_file_load": 320, "init_module": 175, "finit_module": 313, "delete_module": 176,
+        "reboot": 169, "swapon": 167, "swapoff": 168, "acct": 163, "quotactl": 179, "syslog": 103, "vhangup": 153,
+        "clock_settime": 227, "settimeofday": 164, "adjtimex": 159, "clock_adjtime": 305, "iopl": 172, "ioperm": 173,
+        "process_vm_writev": 311, "lookup_dcookie": 212, "nfsservctl": 180, "sysfs": 139, "uselib": 134, "ustat": 136,
+        "fanotify_init": 300, "move_pages": 279, "migrate_pages": 256, "kcmp": 312,
+    },
+    "aarch64": {
+        "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "setns": 268, "unshare": 97,
+        "add_key": 217, "request_key": 218, "keyctl": 219, "open_by_handle_at": 265, "name_to_handle_at": 264,
+        "kexec_load": 104, "kexec_file_load": 294, "init_module": 105, "finit_module": 273, "delete_module": 106,
+        "reboot": 142, "swapon": 224, "swapoff": 225, "acct": 89, "quotactl": 60, "syslog": 116, "vhangup": 58,
+        "clock_settime": 112, "settimeofday": 170, "adjtimex": 171, "clock_adjtime": 266,
+        "process_vm_writev": 271, "lookup_dcookie": 18, "nfsservctl": 42,
+        "fanotify_init": 262, "move_pages": 239, "migrate_pages": 238, "kcmp": 272,
+    },
+}  # fmt: skip
+_DENIED_EVERYWHERE = (428, 429, 430, 431, 432, 433, 442, 443, 467)  # the newer mount calls, quotactl_fd
+
+_IPC = {
+    "x86_64": {"shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240},
+    "aarch64": {"shmget": 194, "semget": 190, "msgget": 186, "mq_open": 180},
+}
+
+_CALLS = {
+    "x86_64": {"clone": 56, "ioctl": 16, "socket": 41, "socketpair": 53, "personality": 135},
+    "aarch64": {"clone": 220, "ioctl": 29, "socket": 198, "socketpair": 199, "personality": 92},
+}
+_AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_X32 = 0x40000000
+
+Instruction = tuple[int, int, int, int]
+"""code, jump if true, jump if false, constant."""
+
+
+def supported() -> bool:
+    """Whether there is a table for this architecture; without one no slot is made."""
+    return syscalls.MACHINE in _AUDIT
+
+
+def program(machine: str = syscalls.MACHINE, *, inet: bool = True, ipc: bool = True) -> bytes:
+    """The filter for one architecture, as packed `struct sock_filter`s.
+
+    Where no namespace does it, `inet` False takes the internet's sockets away, and `ipc` False the objects of System V
+    and the message queues, which belong to the machine and outlive their makers.
+    """
+    lines: list[Instruction] = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_EQUAL, 1, 0, _AUDIT[machine]),
+        (_RETURN, 0, 0, _KILL_PROCESS),
+        (_LOAD, 0, 0, _NUMBER),
+    ]
+    if machine == "x86_64":
+        lines += _when((_AT_LEAST, _X32), _ENOSYS)
+    for number in (*_ABSENT[machine].values(), *_ABSENT_EVERYWHERE):
+        lines += _when((_EQUAL, number), _ENOSYS)
+    for number in (*_DENIED[machine].values(), *_DENIED_EVERYWHERE):
+        lines += _when((_EQUAL, number), _EPERM)
+    for number in () if ipc else _IPC[machine].values():
+        lines += _when((_EQUAL, number), _ENOSYS)
+    calls = _CALLS[machine]
+    lines += _clause(calls["clone"], _ARGUMENT_0, _when((_ANY_BIT, _NAMESPACE_FLAGS), _EPERM))
+    terminal = [*_when((_EQUAL, _TIOCSTI), _EPERM), *_when((_EQUAL, _TIOCLINUX), _EPERM)]
+    lines += _clause(calls["ioctl"], _ARGUMENT_1, terminal)
+    families = [family for family in _FAMILIES if inet or family not in _INET]
+    for call in ("socket", "socketpair"):
+        lines += _clause(calls[call], _ARGUMENT_0, _unless(families, _NO_FAMILY))
+    lines.append((_RETURN, 0, 0, _ALLOW))
+    return b"".join(struct.pack("=HBBI", *line) for line in lines)
+
+
+def install(*, inet: bool = True, ipc: bool = True) -> None:
+    """Bind this process and all it starts to the filter. Needs `no new privileges` to be set."""
+    syscalls.install_filter(program(inet=inet, ipc=ipc))
+
+
+def _when(test: tuple[int, int], verdict: int) -> list[Instruction]:
+    return [(test[0], 0, 1, test[1]), (_RETURN, 0, 0, verdict)]
+
+
+def _unless(values: Sequence[int], verdict: int) -> list[Instruction]:
+    count = len(values)
+    tests = [(_EQUAL, count - index, 0, value) for index, value in enumerate(values)]
+    return [*tests, (_RETURN, 0, 0, verdict)]
+
+
+def _clause(call: int, argument: int, body: list[Instruction]) -> list[Instruction]:
+    """For one call: look at an argument (its low half), then allow what the body did not refuse."""
+    inner = [(_LOAD, 0, 0, argument), *body, (_RETURN, 0, 0, _ALLOW)]
+    return [(_EQUAL, 0, len(inner), call), *inner]

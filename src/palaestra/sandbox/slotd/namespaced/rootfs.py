@@ -1,0 +1,230 @@
+"""The root file system of a slot: which trees it has, what lies below them, and how they are mounted.
+
+A root is one overlay per *tree*. An image directory is one tree, `/`. Without an image the root is an allow-list: a
+generated skeleton for `/` (see `skeleton.py`), the host's `/usr` as a second tree, and the host's `/bin`, `/lib`, … as
+the links or directories they are there. Nothing else of the host is visible but what a spec mounts read-only.
+
+The server has pivoted into a root of its own before anything here runs:
+
+    /host        the host's file system          /slots/N    one tmpfs per slot or sealed layer: u/TREE w/TREE
+    /skeleton    the generated lower, and what   /lower/K    host directories, owners mapped where the rung can
+                 all slots have at /dev
+
+Everything is mounted in the server's private mount namespace, so it is gone when the server is.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .. import syscalls
+from ..syscalls import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY, MS_REC, MS_REMOUNT
+from . import init_steps
+from .init_steps import Do, Step
+
+HOST = "/host"
+
+_DEV, _EMPTY = "/skeleton/dev", "/skeleton/empty"
+_SHM = "dev/shm"
+
+_SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+_PROC_READ_ONLY = ("bus", "fs", "irq", "sys", "sysrq-trigger")
+_PROC_HIDDEN = ("kcore", "keys", "key-users", "timer_list", "kallsyms", "kmsg", "sched_debug", "latency_stats", "acpi",
+                "scsi", "asound", "interrupts", "slabinfo", "vmallocinfo")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """One overlay of a root: where it is mounted in the slot and what lies below all layers, topmost first."""
+
+    name: str
+    target: str
+    lowers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """A directory (or file) of the server's view that a slot sees read-only."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Overlay:
+    """One overlay as it is to be mounted."""
+
+    target: str
+    lowers: tuple[str, ...]
+    upper: str
+    work: str
+
+
+@dataclass(frozen=True, slots=True)
+class RootPlan:
+    """Everything that the slot's init mounts. `owner` is the slot's root as the server sees it."""
+
+    overlays: tuple[Overlay, ...]
+    binds: tuple[Bind, ...]
+    stage: str
+    tmp_bytes: int
+    owner: int
+    user_xattrs: bool
+
+
+class Lowers:
+    """Host directories prepared as lowers and mounts, each once per server.
+
+    With `idmap` (a user namespace) the files' owners are seen through it, so that the host's root is the slot's root.
+    """
+
+    def __init__(self, idmap: int | None) -> None:
+        self._idmap = idmap
+        self._known: dict[tuple[str, tuple[int, int]], str] = {}
+
+    def get(self, path: str) -> str:
+        """Where the host's `path` is to be found. Raises OSError when it is missing or cannot be mapped."""
+        source = f"{HOST}{path}"
+        status = os.stat(source)
+        key = (path, (status.st_dev, status.st_ino))
+        if key not in self._known:
+            self._known[key] = self._attach(source, os.path.isdir(source))
+        return self._known[key]
+
+    def _attach(self, source: str, is_directory: bool) -> str:
+        target = f"/lower/{len(self._known)}"
+        if is_directory:
+            os.mkdir(target)
+        else:
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o600))
+        try:
+            tree, recursive = syscalls.open_tree(source), False
+        except OSError:
+            # Without root, a directory with mounts of the host below it can only be taken whole.
+            tree, recursive = syscalls.open_tree(source, recursive=True), True
+        try:
+            flags = MS_RDONLY | MS_NOSUID | MS_NODEV  # the attributes of mount_setattr have the same bits
+            syscalls.set_mount_attributes(tree, flags, self._idmap, recursive)
+            syscalls.move_mount(tree, target)
+        finally:
+            os.close(tree)
+        return target
+
+
+def prepare_shared() -> None:
+    """Mount what every slot has the same, once: its /dev, and the empty directory that hides others.
+
+    Read-only, since slots share it. Each file system that a slot need not have of its own is memory saved in every
+    control group of the machine, which keeps a list for each.
+    """
+    read_only = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC
+    work = [
+        Step(Do.MKDIR, (_DEV,), 0o755),
+        init_steps.mount("tmpfs", _DEV, "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=755,nr_inodes=64"),
+    ]
+    for name in _DEVICES:
+        work.append(Step(Do.CREATE, (f"{_DEV}/{name}",), 0o666))
+        work.append(init_steps.mount(f"{HOST}/dev/{name}", f"{_DEV}/{name}", flags=MS_BIND))
+    work += [Step(Do.MKDIR, (f"{_DEV}/{name}",), 0o755) for name in ("pts", "shm")]
+    for name, target in (("ptmx", "pts/ptmx"), ("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"),
+                         ("stdout", "/proc/self/fd/1"), ("stderr", "/proc/self/fd/2")):  # fmt: skip
+        work.append(Step(Do.SYMLINK, (target, f"{_DEV}/{name}")))
+    work.append(init_steps.mount("none", _DEV, flags=read_only))
+    work += [Step(Do.MKDIR, (_EMPTY,), 0o555), init_steps.mount(_EMPTY, _EMPTY, flags=MS_BIND)]
+    work.append(init_steps.mount("none", _EMPTY, flags=read_only | MS_NODEV))
+    init_steps.perform(work)
+
+
+def host_trees(lowers: Lowers, skeleton: tuple[str, ...]) -> tuple[Tree, ...]:
+    """The trees of a slot without an image."""
+    directories = [Tree(name, f"/{name}", (lowers.get(f"/{name}"),)) for name in system_directories()]
+    return (Tree("root", "/", skeleton), *directories)
+
+
+def system_directories() -> list[str]:
+    """Which of the top-level system directories are directories on this host."""
+    paths = {name: f"{HOST}/{name}" for name in _SYSTEM}
+    return [name for name, path in paths.items() if os.path.isdir(path) and not os.path.islink(path)]
+
+
+def system_links() -> dict[str, str]:
+    """Which of the top-level system directories are links on this host, and where they point."""
+    paths = {name: f"{HOST}/{name}" for name in _SYSTEM}
+    return {name: os.readlink(path) for name, path in paths.items() if os.path.islink(path)}
+
+
+def build(plan: RootPlan, place: int) -> Iterator[Step]:
+    """Mount the root at `plan.stage` and make it the process's `/`. For the slot's own mount namespace.
+
+    `place` and the number after it are free for descriptors.
+    """
+    root, inside = place, place + 1
+    yield init_steps.mount("none", "/", flags=MS_REC | syscalls.MS_PRIVATE)
+    for overlay in plan.overlays:
+        yield _overlay(overlay, plan)
+    yield Step(Do.CHANGE_DIRECTORY, (plan.stage,))
+    yield Step(Do.OPEN, (".",), root)
+    yield from _dev(plan)
+    yield from _proc()
+    # Places below the root are opened inside it, so that no link which a layer of the slot holds leads out of it.
+    yield Step(Do.OPEN_INSIDE, ("tmp",), inside, root)
+    yield from _volatile(plan, f"/proc/self/fd/{inside}")
+    for bind in plan.binds:
+        target = bind.target.lstrip("/")
+        if target.startswith("tmp/"):  # fresh and empty, so no link can be on the way
+            names = target.split("/")
+            yield from (Step(Do.MKDIR, ("/".join(names[:count]),), 0o777, 1) for count in range(2, len(names) + 1))
+        yield Step(Do.OPEN_INSIDE, (target,), inside, root)
+        yield init_steps.mount(bind.source, f"/proc/self/fd/{inside}", flags=MS_BIND | MS_REC)
+    yield Step(Do.BECOME_ROOT)
+
+
+def _overlay(overlay: Overlay, plan: RootPlan) -> Step:
+    options = [f"lowerdir={':'.join(overlay.lowers)}", f"upperdir={overlay.upper}", f"workdir={overlay.work}"]
+    # Without these a layer would hold links to the layers below it, and could not be cut to a view of itself.
+    options += ["userxattr"] if plan.user_xattrs else ["redirect_dir=nofollow", "metacopy=off", "index=off", "volatile"]
+    target = plan.stage + overlay.target.rstrip("/")
+    return init_steps.mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, ",".join(options))
+
+
+def _volatile(plan: RootPlan, tmp: str) -> Iterator[Step]:
+    """One file system for /dev/shm and /tmp, which are in no snapshot; its size is the limit of both together."""
+    options = f"size={plan.tmp_bytes},mode=755"
+    yield init_steps.mount("tmpfs", _SHM, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    for name in ("tmp", "shm"):
+        yield Step(Do.MKDIR, (f"{_SHM}/{name}",), 0o1777)
+        yield Step(Do.OWN, (f"{_SHM}/{name}",), plan.owner)
+    yield init_steps.mount(f"{_SHM}/tmp", tmp, flags=MS_BIND)  # noqa: S108 - of the slot
+    yield init_steps.mount(f"{_SHM}/shm", _SHM, flags=MS_BIND)
+
+
+def _dev(plan: RootPlan) -> Iterator[Step]:
+    yield init_steps.mount(_DEV, "dev", flags=MS_BIND | MS_REC)
+    options = f"newinstance,ptmxmode=0666,mode=620,uid={plan.owner},gid={plan.owner}"
+    yield init_steps.mount("devpts", "dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
+
+
+def _proc() -> Iterator[Step]:
+    yield init_steps.mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
+    read_only, directories, files = _kernel_entries()
+    for name in read_only:
+        yield init_steps.mount(f"proc/{name}", f"proc/{name}", flags=MS_BIND | MS_REC)
+        yield init_steps.mount("none", f"proc/{name}", flags=MS_REMOUNT | MS_BIND | flags)
+    for name in directories:
+        yield init_steps.mount(_EMPTY, f"proc/{name}", flags=MS_BIND)
+    for name in files:
+        yield init_steps.mount("dev/null", f"proc/{name}", flags=MS_BIND)
+
+
+@functools.cache
+def _kernel_entries() -> tuple[list[str], list[str], list[str]]:
+    """What every /proc of this kernel has: what is made read-only, and which directories and files are hidden."""
+    read_only = [name for name in _PROC_READ_ONLY if os.path.lexists(f"/proc/{name}")]
+    directories = [name for name in _PROC_HIDDEN if os.path.isdir(f"/proc/{name}")]
+    files = [name for name in _PROC_HIDDEN if os.path.lexists(f"/proc/{name}") and name not in directories]
+    return read_only, directories, files

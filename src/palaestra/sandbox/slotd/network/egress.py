@@ -1,0 +1,104 @@
+"""The server's side of slots with a list of hosts: their listening sockets, and the process that serves them.
+
+The process is forked when the first such slot is made, and again should it have died: the server keeps the listeners.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from dataclasses import dataclass
+
+from .. import syscalls
+from ..event_loop import Loop
+from ..namespaced.rootfs import HOST
+from ..server_slot import Slot
+from .allowlist import PROXY_PORT
+
+_RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Gate:
+    allow: list[str]
+    listener: int
+
+
+class Gates:
+    """All lists of one server."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._gates: dict[str, _Gate] = {}
+        self._control: socket.socket | None = None
+        self._pid = self._process = -1
+
+    def open(self, slot: Slot, allow: list[str]) -> None:
+        """Give a slot its way out. Raises OSError where its network cannot be entered."""
+        name = slot.lease.name
+        self._gates[name] = _Gate(allow, slot.make_socket(_listen).detach())
+        if self._control is None:
+            self._fork()
+        else:
+            self._tell(name)
+
+    def close(self, slot: str) -> None:
+        """The slot is dead. One without a list is fine."""
+        gate = self._gates.pop(slot, None)
+        if gate is not None:
+            os.close(gate.listener)
+            if self._control is not None:
+                with contextlib.suppress(OSError):
+                    self._control.send(json.dumps({"slot": slot}).encode())
+
+    def _fork(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid = os.fork()
+        if self._pid == 0:
+            _become_proxy(theirs)
+        theirs.close()
+        self._control, self._process = ours, os.pidfd_open(self._pid)
+        self._loop.watch(self._process, self._on_death)
+        for slot in self._gates:
+            self._tell(slot)
+
+    def _tell(self, slot: str) -> None:
+        assert self._control is not None
+        gate = self._gates[slot]
+        message = json.dumps({"slot": slot, "allow": gate.allow}).encode()
+        with contextlib.suppress(OSError):  # it has died; the next one is told
+            socket.send_fds(self._control, [message], [gate.listener])
+
+    def _on_death(self) -> None:
+        self._loop.unwatch(self._process)
+        os.waitpid(self._pid, 0)
+        os.close(self._process)
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        self._loop.later(_RETRY_S, self._revive)
+
+    def _revive(self) -> None:
+        if self._control is None and self._gates:
+            self._fork()
+
+
+def _become_proxy(control: socket.socket) -> None:
+    """In the child. The host's files have to be in sight: what a proxy imports, and how names are looked up."""
+    try:
+        syscalls.set_name("slot-proxy")
+        root = HOST if os.path.isdir(HOST) else None
+        if root is not None:
+            os.chroot(root)
+            os.chdir("/")
+        from . import proxy
+
+        proxy.run(control)
+    finally:
+        os._exit(1)
+
+
+def _listen() -> socket.socket:
+    return socket.create_server(("127.0.0.1", PROXY_PORT), backlog=128)

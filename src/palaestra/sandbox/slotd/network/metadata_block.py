@@ -1,0 +1,198 @@
+"""Keeps slots that share the host's network from the addresses where clouds answer questions about the machine.
+
+By programs that the kernel runs for the sockets of a control group (bpf(2), bpf-cgroup): one refuses what is sent to
+these addresses, whatever way it took, and four refuse to connect, so that a program sees an error and not a silence.
+They are gone with the group, so nothing has to be undone when the server is killed. Port 53 stays open: on some clouds
+the same address is the resolver.
+
+Needs root and a control group of version 2, with or without controllers. Not for slots without network, which have no
+way there, nor for those with a list of hosts, whose proxy refuses (`allowlist.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from .. import syscalls
+from .allowlist import METADATA, Range
+
+_BPF = {"x86_64": 321, "aarch64": 280}.get(syscalls.MACHINE)
+_PROG_LOAD, _PROG_ATTACH, _ALLOW_MULTI = 5, 8, 2
+_DNS_PORT = 53
+
+
+class _Hook(IntEnum):
+    """Where a program is attached (enum bpf_attach_type)."""
+
+    EGRESS = 1
+    CONNECT4 = 10
+    CONNECT6 = 11
+    SENDMSG4 = 14
+    SENDMSG6 = 15
+
+    @property
+    def kind(self) -> int:
+        """The type of its programs (enum bpf_prog_type): CGROUP_SKB or CGROUP_SOCK_ADDR."""
+        return 8 if self is _Hook.EGRESS else 18
+
+    @property
+    def version(self) -> int:
+        """Of the addresses that a program for connections is given."""
+        return 4 if self in (_Hook.CONNECT4, _Hook.SENDMSG4) else 6
+
+
+@dataclass(frozen=True, slots=True)
+class _Jump:
+    """To a label, where 32 bits of a register equal a number; always, where the register is None."""
+
+    label: str
+    register: int | None = None
+    number: int = 0
+
+
+_Code = list[bytes | _Jump | str]
+"""Instructions, jumps and labels."""
+
+_LOAD, _STORE, _COPY, _SET, _ADD, _AND, _CALL, _EXIT = 0x61, 0x7A, 0xBF, 0xB7, 0x07, 0x54, 0x85, 0x95
+_JUMP, _JUMP_IF_EQUAL = 0x05, 0x16
+"""Instructions: 64 bits, but for a load, an AND and a comparison of 32."""
+
+_LOAD_BYTES = 26
+"""The helper that copies a part of a packet (bpf_skb_load_bytes)."""
+
+_DESTINATION = {4: (16, 4), 6: (24, 16)}
+"""Where the address lies in a packet's head: offset and size."""
+
+_PORTS = {4: (20, (0, (0x45,))), 6: (40, (6, (6, 17)))}
+"""The size of a head; which byte of it says that ports follow at once, and by which values: a head without options; TCP
+or UDP next."""
+
+_CONTEXT = {4: (4,), 6: (8, 12, 16, 20)}
+"""Where the words of the address lie in what a program for connections is given (struct bpf_sock_addr)."""
+
+
+class Guard:
+    """The programs, loaded once. Raises OSError where this kernel does not take them."""
+
+    def __init__(self) -> None:
+        self._programs = {hook: _load(hook) for hook in _Hook}
+
+    def attach(self, directory: str) -> None:
+        """Guard the processes of a control group of version 2, now and later."""
+        group = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for hook, program in self._programs.items():
+                _bpf(_PROG_ATTACH, struct.pack("=5I", group, program, hook, _ALLOW_MULTI, 0), "attach")
+        finally:
+            os.close(group)
+
+
+def _load(hook: _Hook) -> int:
+    code = _assemble(_packets() if hook is _Hook.EGRESS else _connections(hook.version))
+    program, licence = ctypes.create_string_buffer(code, len(code)), ctypes.create_string_buffer(b"MIT")
+    places = ctypes.addressof(program), ctypes.addressof(licence)
+    fields = (hook.kind, len(code) // 8, *places, 0, 0, 0, 0, 0, b"metadata", 0, hook)
+    return _bpf(_PROG_LOAD, struct.pack("=IIQQIIQII16sII", *fields), "load")
+
+
+def _bpf(command: int, attributes: bytes, what: str) -> int:
+    if _BPF is None:
+        raise OSError(errno.ENOSYS, f"no system call table for {syscalls.MACHINE}")
+    buffer = ctypes.create_string_buffer(attributes, len(attributes))
+    return syscalls.checked(syscalls.raw(_BPF, command, buffer, len(attributes)), f"bpf {what}")
+
+
+def _connections(version: int) -> _Code:
+    """r1 is the context; the address is compared as it is, in the order of the network."""
+    code: _Code = [_instruction(_LOAD, 2, 1, 24), _Jump("allow", 2, _network_order(_DNS_PORT, 2))]
+    for number, network in enumerate(_networks(version)):
+        code += _compare([_instruction(_LOAD, 2, 1, offset) for offset in _CONTEXT[version]], network, f"next{number}")
+    return [*code, *_verdicts()]
+
+
+def _packets() -> _Code:
+    """r6 is the packet, which starts with its IP head; what is read of it lies on the stack.
+
+    A packet whose ports do not follow its head at once is not for DNS.
+    """
+    code: _Code = [_instruction(_COPY, 6, 1), *_read(0, 1), _instruction(_AND, 2, 0, 0, 0xF0)]
+    code += [_Jump("version4", 2, 0x40), _Jump("version6", 2, 0x60), _Jump("allow")]
+    for version in (4, 6):
+        (head, (place, values)), (offset, size) = _PORTS[version], _DESTINATION[version]
+        code += [f"version{version}", *_read(place, 1), *(_Jump(f"port{version}", 2, value) for value in values)]
+        code += [_Jump(f"address{version}"), f"port{version}", *_read(head + 2, 2)]
+        code += [_Jump("allow", 2, _network_order(_DNS_PORT, 2)), f"address{version}", *_read(offset, size)]
+        words = [_instruction(_LOAD, 2, 10, -16 + 4 * word) for word in range(size // 4)]
+        for number, network in enumerate(_networks(version)):
+            code += _compare(words, network, f"next{version}-{number}")
+        code.append(_Jump("allow"))
+    return [*code, *_verdicts()]
+
+
+def _networks(version: int) -> list[Range]:
+    return [network for network in METADATA if network.version == version]
+
+
+def _compare(words: Sequence[bytes], network: Range, otherwise: str) -> _Code:
+    """Refuse where the words of an address, each loaded into r2 by its instruction, are in a network."""
+    code: _Code = []
+    address, mask = network.network_address.packed, network.netmask.packed
+    last = max(word for word in range(len(words)) if mask[4 * word] or mask[4 * word : 4 * word + 4] != bytes(4))
+    for word in range(last + 1):
+        wanted, kept = (struct.unpack_from("=i", packed, 4 * word)[0] for packed in (address, mask))
+        code += [words[word], _instruction(_AND, 2, 0, 0, kept)]
+        if word == last:
+            code.append(_Jump("refuse", 2, wanted))
+        else:
+            code += [_Jump(f"{otherwise}-{word}", 2, wanted), _Jump(otherwise), f"{otherwise}-{word}"]
+    return [*code, otherwise]
+
+
+def _read(offset: int, size: int) -> _Code:
+    """A part of the packet r6 to the last 16 bytes of the stack, its first word to r2; zeros where it is shorter."""
+    clear = [_instruction(_STORE, 10, 0, place, 0) for place in (-16, -8)]
+    copy = [_instruction(_COPY, 1, 6), _instruction(_SET, 2, 0, 0, offset), _instruction(_COPY, 3, 10)]
+    copy += [
+        _instruction(_ADD, 3, 0, 0, -16),
+        _instruction(_SET, 4, 0, 0, size),
+        _instruction(_CALL, 0, 0, 0, _LOAD_BYTES),
+    ]
+    return [*clear, *copy, _instruction(_LOAD, 2, 10, -16)]
+
+
+def _verdicts() -> _Code:
+    allow: _Code = ["allow", _instruction(_SET, 0, 0, 0, 1), _instruction(_EXIT)]
+    return [*allow, "refuse", _instruction(_SET, 0, 0, 0, 0), _instruction(_EXIT)]
+
+
+def _instruction(code: int, target: int = 0, source: int = 0, offset: int = 0, number: int = 0) -> bytes:
+    return struct.pack("=BBhi", code, target | source << 4, offset, number)
+
+
+def _assemble(code: _Code) -> bytes:
+    places: dict[str, int] = {}
+    position = 0
+    for item in code:
+        if isinstance(item, str):
+            places[item] = position
+        else:
+            position += 1
+    done: list[bytes] = []
+    for item in code:
+        if isinstance(item, _Jump):
+            distance = places[item.label] - len(done) - 1
+            known = item.register is not None
+            done.append(_instruction(_JUMP_IF_EQUAL if known else _JUMP, item.register or 0, 0, distance, item.number))
+        elif isinstance(item, bytes):
+            done.append(item)
+    return b"".join(done)
+
+
+def _network_order(number: int, size: int) -> int:
+    return int.from_bytes(number.to_bytes(size, "big"), "little")

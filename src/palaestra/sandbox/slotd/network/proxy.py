@@ -1,0 +1,115 @@
+"""The proxy of slots with a list of hosts: a process of its own, in the host's network.
+
+Such a slot has an empty network and one thing in it, a listening socket on its loopback that this process accepts on.
+HTTP requests in absolute form and CONNECT are answered as the list says; there is no other way out, no DNS included.
+
+It reads what an agent writes, so it keeps nothing that is worth having: the server forks it, it closes all but its
+control socket, leaves root, and knows lists and listeners. What it cannot see is which of several hosts behind one
+address and name an encrypted connection is for: a listed name is a listed operator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import encodings.idna  # noqa: F401 - nothing can be imported once root is left
+import json
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
+
+from .. import syscalls
+from ..exec import pipes
+from . import allowlist
+from .allowlist import Rule
+from .forward import HEAD_BYTES, Forwarder
+
+MAX_MESSAGE = 60_000
+MAX_CONNECTIONS = 64
+"""Per slot."""
+
+_NOBODY = 65534
+
+
+def run(control: socket.socket) -> NoReturn:
+    """The life of the process, in the child of a fork, whose root is the host's."""
+    status = 1
+    try:
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.dup2(control.fileno(), 3, inheritable=False)
+        control.detach()
+        syscalls.close_from(4)
+        resolver = ThreadPoolExecutor(4, thread_name_prefix="resolver")
+        with contextlib.suppress(OSError):  # a server without root is nobody already
+            os.setgroups([])
+            os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+            os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+        syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+        asyncio.run(_Proxy(socket.socket(fileno=3), resolver).serve())
+        status = 0
+    finally:
+        os._exit(status)
+
+
+class _Rules:
+    """The list of one slot, as what the forwarder asks."""
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self._rules = rules
+
+    def refusal(self, host: str, port: int) -> str | None:
+        return allowlist.refusal(self._rules, host, port)
+
+    def address_refusal(self, host: str, port: int, address: allowlist.Address) -> str | None:
+        return allowlist.address_refusal(host, address)
+
+
+class _Gate:
+    """One slot's way out."""
+
+    def __init__(self, forwarder: Forwarder, server: asyncio.Server) -> None:
+        self._forwarder, self._server = forwarder, server
+
+    def close(self) -> None:
+        self._server.close()
+        self._forwarder.close()
+
+
+class _Proxy:
+    def __init__(self, control: socket.socket, resolver: ThreadPoolExecutor) -> None:
+        self._control, self._resolver = control, resolver
+        self._gates: dict[str, _Gate] = {}
+        self._over = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Until the server is gone."""
+        loop = asyncio.get_running_loop()
+        self._control.setblocking(False)
+        self._orders: asyncio.Queue[tuple[dict[str, object], list[int]]] = asyncio.Queue()
+        loop.add_reader(self._control.fileno(), self._take)
+        while not self._over.is_set():
+            message, fds = await self._orders.get()
+            name = str(message.get("slot", ""))
+            if fds:
+                await self._add(name, message, fds[0])
+            elif name in self._gates:
+                self._gates.pop(name).close()
+
+    def _take(self) -> None:
+        data, fds = pipes.receive(self._control, MAX_MESSAGE, 1)
+        if not data:
+            self._over.set()
+        self._orders.put_nowait((json.loads(data or b"{}"), fds))
+
+    async def _add(self, name: str, message: dict[str, object], fd: int) -> None:
+        entries = message["allow"]
+        assert isinstance(entries, list)
+        rules = _Rules([allowlist.parse(entry) for entry in entries])
+        forwarder = Forwarder(rules, self._resolver, most=MAX_CONNECTIONS)
+        listener = socket.socket(fileno=fd)
+        listener.setblocking(False)
+        server = await asyncio.start_server(forwarder.accept, sock=listener, limit=HEAD_BYTES)
+        self._gates[name] = _Gate(forwarder, server)

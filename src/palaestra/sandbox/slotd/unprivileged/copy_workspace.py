@@ -1,0 +1,252 @@
+"""Whole copies of workspaces: how a slot starts from a layer, what it has changed, and how a layer is cut to a view.
+
+A layer of this rung holds complete trees, not differences. Nobody ever writes to a layer, so layers share files with
+each other by hard links; a slot gets copies. Names in layers were chosen by an agent: links are never followed here.
+Modes were too: where the server is not root, they can close a tree to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+
+from ..layers.copy_tree import copy_data
+from ..layers.overlay import MAX_DEPTH, kind_of
+from ..layers.store import copy_attributes
+from ..protocol.frames import Fields
+
+_Copy = Callable[[str, str], None]
+
+_MAX_DIRECTORY_BYTES = 3600
+"""Of the path of a directory: what lies deeper has none, wherever it is copied to, and is left out."""
+
+
+def duplicate(source: str, target: str) -> None:
+    """The same tree again at `target`, which is made; both share the files, so neither may be written from now on."""
+    _copy(source, target, lambda old, new: os.link(old, new, follow_symlinks=False), owner=-1)
+
+
+def copy_for(uid: int, source: str, target: str) -> None:
+    """A copy of a tree into the directory `target` for a user who may change it; -1 is the caller."""
+    first: dict[int, str] = {}
+
+    def copy_one(old: str, new: str) -> None:
+        status = os.lstat(old)
+        known = first.setdefault(status.st_ino, new)
+        if known == new:
+            _copy_file(old, status, new)
+        else:  # another name of the same file
+            os.link(known, new, follow_symlinks=False)
+
+    _copy(source, target, copy_one, uid)
+
+
+def open_up(tree: str) -> None:
+    """Let the caller read what its owner, the caller, has closed to himself. Nothing for root."""
+    for folder, names, files in os.walk(tree) if os.geteuid() else ():
+        for name in (*names, *files):
+            with contextlib.suppress(OSError):  # too deep for a path
+                path = f"{folder}/{name}"
+                mode = os.lstat(path).st_mode
+                wanted = 0o500 if stat.S_ISDIR(mode) else 0o400
+                if mode & wanted != wanted and not stat.S_ISLNK(mode):
+                    os.chmod(path, stat.S_IMODE(mode) | wanted)
+
+
+def move(source: str, target: str) -> None:
+    """Rename, also where directories on either side, or the one that is moved, are closed to writing."""
+    mode = os.lstat(source).st_mode
+    with _writable(os.path.dirname(source)), _writable(os.path.dirname(target)):
+        closed = stat.S_ISDIR(mode) and not mode & stat.S_IWUSR
+        if closed:
+            os.chmod(source, stat.S_IMODE(mode) | stat.S_IWUSR)
+        os.rename(source, target)
+        if closed:
+            os.chmod(target, stat.S_IMODE(mode))
+
+
+@contextlib.contextmanager
+def _writable(directory: str) -> Iterator[None]:
+    mode = stat.S_IMODE(os.stat(directory).st_mode)
+    os.chmod(directory, mode | stat.S_IRWXU)
+    try:
+        yield
+    finally:
+        os.chmod(directory, mode)
+
+
+def _copy(source: str, target: str, copy_one: _Copy, owner: int) -> None:
+    pending = [(source, target, 0)]
+    done: list[tuple[str, str]] = []
+    while pending:
+        old, new, depth = pending.pop()
+        os.makedirs(new, mode=0o700, exist_ok=True)
+        done.append((old, new))
+        with os.scandir(old) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    if depth < MAX_DEPTH and len(os.fsencode(entry.path)) < _MAX_DIRECTORY_BYTES:
+                        pending.append((entry.path, f"{new}/{entry.name}", depth + 1))
+                elif entry.is_symlink() or entry.is_file(follow_symlinks=False):
+                    copy_one(entry.path, f"{new}/{entry.name}")
+                    if owner >= 0:
+                        os.chown(f"{new}/{entry.name}", owner, owner, follow_symlinks=False)
+    for old, new in reversed(done):
+        status = os.stat(old)
+        copy_attributes(status, new)
+        if owner >= 0:
+            os.chown(new, owner, owner)
+        os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _copy_file(old: str, status: os.stat_result, new: str) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        os.symlink(os.readlink(old), new)
+        return
+    source = os.open(old, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        for _ in copy_data(source, new):
+            pass
+    finally:
+        os.close(source)
+    os.chmod(new, stat.S_IMODE(status.st_mode) & 0o1777)
+    os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def differences(tree: str, base: str, path: str = "", depth: int = 0) -> Iterator[Fields | None]:
+    """What is other in `tree` than in `base`, by content and mode; None now and then, as a pause."""
+    yield None
+    old, new = _entries(f"{base}/{path}"), _entries(f"{tree}/{path}")
+    for name in sorted(old.keys() | new.keys()):
+        child = f"{path}/{name}".lstrip("/")
+        before, now = old.get(name), new.get(name)
+        if now is None:
+            yield {"path": child, "kind": "deleted", "opaque": False}
+            continue
+        is_directory = stat.S_ISDIR(now.st_mode)
+        if before is None or not _same(f"{base}/{child}", before, f"{tree}/{child}", now):
+            replaced = is_directory and before is not None and not stat.S_ISDIR(before.st_mode)
+            yield {"path": child, "kind": kind_of(now.st_mode), "opaque": replaced}
+        if is_directory and depth < MAX_DEPTH:
+            yield from differences(tree, base, child, depth + 1)
+
+
+def _entries(directory: str) -> dict[str, os.stat_result]:
+    """What is in a directory; nothing where there is none, or a link."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return {}
+    found = {}
+    try:
+        with os.scandir(fd) as entries:
+            for entry in entries:
+                with contextlib.suppress(
+                    FileNotFoundError, PermissionError
+                ):  # a running slot has it removed, or closed
+                    found[entry.name] = entry.stat(follow_symlinks=False)
+    finally:
+        os.close(fd)
+    return found
+
+
+def _same(old_path: str, old: os.stat_result, new_path: str, new: os.stat_result) -> bool:
+    if old.st_mode != new.st_mode:
+        return False
+    try:
+        if stat.S_ISLNK(old.st_mode):
+            return os.readlink(old_path) == os.readlink(new_path)
+        if stat.S_ISREG(old.st_mode):
+            return old.st_size == new.st_size and filecmp.cmp(old_path, new_path, shallow=False)
+    except (FileNotFoundError, PermissionError):
+        return False
+    return stat.S_ISDIR(old.st_mode)
+
+
+class Cut:
+    """One tree of a layer that is being cut to a view over `base`, the tree it started from. Names start at the tree.
+
+    `trash` is an empty directory on the same file system, for what is taken away.
+    """
+
+    def __init__(self, tree: str, base: str, trash: str) -> None:
+        self._tree, self._base, self._trash = tree, base, trash
+        self._dropped = 0
+
+    def keep_only(self, paths: Sequence[str]) -> None:
+        """Leave the base, and of the tree these paths and what is under them."""
+        if "" in paths:
+            return
+        old = self._drop("")
+        duplicate(self._base, self._tree)
+        for path in paths:
+            self._drop(path)
+            if _is_there(old, path):
+                self._make_parents(path, old)
+                move(f"{old}/{path}", f"{self._tree}/{path}")
+
+    def leave_out(self, path: str) -> None:
+        """Show at `path` what the base has there.
+
+        A parent that is a link or a file in the tree shows the base as a whole; one that the tree has deleted comes
+        back, with nothing but the path in it.
+        """
+        for parent in _parents(path):
+            if os.path.lexists(f"{self._tree}/{parent}"):
+                if not _is_directory(f"{self._tree}/{parent}"):
+                    self._restore(parent)
+                    return
+            elif not _is_directory(f"{self._base}/{parent}"):
+                return
+            else:
+                self._make(parent, self._base)
+        self._restore(path)
+
+    def _make_parents(self, path: str, like: str) -> None:
+        for parent in _parents(path):
+            if not _is_directory(f"{self._tree}/{parent}"):
+                self._drop(parent)
+                self._make(parent, like)
+
+    def _make(self, path: str, like: str) -> None:
+        place = f"{self._tree}/{path}"
+        with _writable(os.path.dirname(place)):
+            os.mkdir(place)
+        copy_attributes(os.stat(f"{like}/{path}"), place)
+
+    def _restore(self, path: str) -> None:
+        self._drop(path)
+        source, target = f"{self._base}/{path}", f"{self._tree}/{path}"
+        if not _is_there(self._base, path):
+            return
+        with _writable(os.path.dirname(target)):
+            if _is_directory(source):
+                duplicate(source, target)
+            else:
+                os.link(source, target, follow_symlinks=False)
+
+    def _drop(self, path: str) -> str:
+        """Take a path away; where it is now. A link on its way leads elsewhere, so nothing is there then."""
+        self._dropped += 1
+        place = f"{self._trash}/{self._dropped}"
+        if not path or _is_there(self._tree, path):
+            move(f"{self._tree}/{path}".rstrip("/"), place)
+        return place
+
+
+def _is_there(root: str, path: str) -> bool:
+    """Whether there is anything at a path whose parents are all directories."""
+    return all(_is_directory(f"{root}/{parent}") for parent in _parents(path)) and os.path.lexists(f"{root}/{path}")
+
+
+def _parents(path: str) -> list[str]:
+    """The directories on the way to a path, outermost first."""
+    names = path.split("/")
+    return ["/".join(names[:index]) for index in range(1, len(names))]
+
+
+def _is_directory(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)

@@ -1,0 +1,121 @@
+"""Which users the slots of one server are, and their processes: found, killed, waited for.
+
+A slot's user owns nothing but the slot, so what it may touch and signal is decided by the kernel's oldest rule. The
+range of a server is free of those of other servers in the same container because its directory is (see `base.py`), and
+it is drawn at random because limits per user are counted on the whole machine, across containers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+from collections import deque
+
+from ..exec import kill as process_tree
+
+RANGE = 1024
+_LOWEST, _HIGHEST = 10_000, 0x7FFFF000
+_USUAL = 0x60000000
+"""Where ranges lie when every uid exists: below those of namespaces (0x70000000), above all that people use."""
+
+
+_CHOWN, _DAC_OVERRIDE, _FOWNER, _KILL, _SETGID, _SETUID, _SETPCAP = 0, 1, 3, 5, 6, 7, 8
+_NEEDED = (_CHOWN, _DAC_OVERRIDE, _FOWNER, _KILL, _SETGID, _SETUID, _SETPCAP)
+"""The capabilities it takes to give slots users; every container's root has them unless they were taken away."""
+
+
+def can_become() -> bool:
+    """Whether this process may turn into other users, and rule over them."""
+    with open("/proc/self/status") as file:
+        effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
+    return os.geteuid() == 0 and all(effective >> capability & 1 for capability in _NEEDED)
+
+
+def starts() -> list[int]:
+    """Uids at which a range may start here, in random order. None where this process cannot become others."""
+    if not can_become():
+        return []
+    found: list[int] = []
+    for inside, count in _mapped("uid") & _mapped("gid"):
+        low, high = max(inside, _LOWEST), min(inside + count, _HIGHEST)
+        if low <= _USUAL < high:
+            low = _USUAL
+        found += [low + RANGE * random.randrange((high - low) // RANGE) for _ in range(64) if high - low >= RANGE]
+    return found
+
+
+def _mapped(kind: str) -> set[tuple[int, int]]:
+    with open(f"/proc/self/{kind}_map") as file:
+        return {(int(fields[0]), int(fields[2])) for fields in map(str.split, file)}
+
+
+class Users:
+    """The users of one server, each given to one slot at a time; the longest unused first."""
+
+    def __init__(self, start: int) -> None:
+        self._free = deque(range(start + 1, start + RANGE))
+
+    def take(self) -> int:
+        """A user that nothing belongs to. Raises OSError when all are taken."""
+        if not self._free:
+            raise OSError(11, f"all {RANGE - 1} users of this server have a slot")
+        return self._free.popleft()
+
+    def give_back(self, uid: int) -> None:
+        """Its processes and files are gone."""
+        self._free.append(uid)
+
+
+def kill(uid: int) -> None:
+    """Kill all processes of a user, in one call that no fork escapes: the sender has to be the user for a moment."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            os.kill(-1, signal.SIGKILL)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+def living(first: int, count: int = 1) -> int:
+    """How many processes of these users live. Those of our own children that are dead are reaped."""
+    found = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, IndexError):
+            state, parent, uid = _read(int(name))
+            if not first <= uid < first + count:
+                continue
+            if state not in "ZX":
+                found += 1
+            elif parent == os.getpid():
+                os.waitpid(int(name), os.WNOHANG)
+    return found
+
+
+def _read(pid: int) -> tuple[str, int, int]:
+    """State, parent and real uid, from proc(5)."""
+    with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+        fields = dict(line.split(":", 1) for line in file if line.startswith(("State:", "PPid:", "Uid:")))
+    return fields["State"].split()[0], int(fields["PPid"]), int(fields["Uid"].split()[0])
+
+
+def kill_orphans(spare: set[int]) -> int:
+    """Without users: kill what this process has inherited, `spare` and all below it left out; how many still live.
+
+    One that has become another user, which only the rung `none` lets happen (sudo), is not ours to kill or wait for.
+    """
+    table = [process for process in process_tree.processes() if process.pid not in spare]
+    kept = {process.pid for pid in spare for process in process_tree.descendants(pid, table)}
+    living = 0
+    for process in (process for process in table if process.pid not in kept):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, signal.SIGKILL)
+            living += not process.zombie
+        if process.zombie and process.parent == os.getpid():
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
+    return living

@@ -1,0 +1,229 @@
+"""The folder that keeps prepared workspaces between runs, shared by all runs of one user on one machine.
+
+An entry appears under its name only when it is whole (written beside it, synced, renamed), so a crash leaves no half
+entry; what is half is held by a lock while its maker lives and is removed once nobody holds it. Entries in use are
+locked by the slot server that uses them (`LocalBackend.load`) and never evicted. What others have done to an entry
+since (a cleaner of caches, an editor) is noticed by `is_whole`; that the disk gives back other bytes is not.
+
+    STORE/KEY/layers/N/TREE   one folder per layer, topmost first     STORE/KEY/about.json   what it is, and when used
+    STORE/new-*               half an entry, or one on its way out    STORE/turn-*           locks of those who prepare
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from palaestra.core.clock import Clock
+from palaestra.core.errors import ConfigError
+from palaestra.core.io.file_lock import turn
+from palaestra.core.types import JSON
+from palaestra.sandbox.images import store as images
+from palaestra.sandbox.snapshots import fingerprint
+
+SCHEMA = "palaestra.snapshot/2"
+DEFAULT_MAX_BYTES = 20 << 30
+
+_TURN_S = 0.05
+_KEY = re.compile(r"[0-9a-f]{40}")
+
+
+def default_folder() -> Path:
+    """Where this user's prepared workspaces are."""
+    return Path(images.default_folder("snapshots"))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One kept snapshot. `size_bytes` is what it takes on the disk, `used_at` the last use in seconds since the epoch,
+    `name` what it was made for first."""
+
+    key: str
+    size_bytes: int
+    used_at: float
+    name: str = ""
+
+
+class SnapshotStore:
+    """The folder. Every method may be called while other runs use it. Nothing is made or looked at before `open`."""
+
+    def __init__(self, folder: Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+
+    def open(self) -> SnapshotStore:
+        """Make the folder if it is not there. Idempotent.
+
+        Raises `ConfigError` for one that is somebody else's or open to others: what is in it is run.
+        """
+        folder = self.folder
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.stat()
+        except OSError as error:
+            raise ConfigError(f"the snapshot store {str(folder)!r} cannot be used: {error.strerror}") from None
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise ConfigError(f"the snapshot store {str(folder)!r} must be yours and writable by you alone (chmod 700)")
+        return self
+
+    def files(self, key: str) -> Path:
+        """Where the layers of an entry are."""
+        return self.folder / key / "layers"
+
+    def entries(self) -> list[Entry]:
+        """What is there, least recently used first."""
+        found = []
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                if _KEY.fullmatch(path.name):
+                    about = json.loads((path / "about.json").read_text())
+                    used_at = (path / "about.json").stat().st_mtime
+                    name = str((about.get("recipe") or {}).get("name", ""))
+                    found.append(Entry(path.name, int(about["size_bytes"]), used_at, name))
+        return sorted(found, key=lambda entry: entry.used_at)
+
+    def has(self, key: str) -> bool:
+        """Whether there is an entry, whole or not."""
+        return (self.folder / key).exists()
+
+    def is_whole(self, key: str) -> bool:
+        """Whether an entry is as it was kept. Blocks for as long as it takes to look at each of its files."""
+        try:
+            about = json.loads((self.folder / key / "about.json").read_text())
+            return bool(about["digest"] == fingerprint.of_tree(str(self.files(key)))[0])
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def touch(self, key: str) -> None:
+        """Note that an entry is used."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self.folder / key / "about.json")
+
+    @contextlib.asynccontextmanager
+    async def new(self) -> AsyncIterator[Path]:
+        """A folder to fill, held by a lock; gone at the end unless `keep` has taken it."""
+        path, lock = self._held_folder()
+        try:
+            (path / "layers").mkdir(mode=0o755)
+            yield path
+        finally:
+            await to_the_end(partial(_remove, path))
+            os.close(lock)
+
+    def _held_folder(self) -> tuple[Path, int]:
+        while True:
+            path = self.folder / f"new-{os.urandom(8).hex()}"
+            path.mkdir(mode=0o700)
+            lock = -1
+            with contextlib.suppress(OSError):  # somebody swept it away before it was held
+                lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.stat().st_ino == os.fstat(lock).st_ino:
+                    return path, lock
+            if lock >= 0:
+                os.close(lock)
+
+    def keep(self, path: Path, key: str, recipe: JSON) -> None:
+        """Give a whole entry its name, and evict others to make room. Where another run was quicker, that one's is
+        kept. Blocks while the disk syncs. Raises OSError (EFBIG) for one that is larger than the store may be.
+        """
+        _sync(path)
+        digest, size_bytes = fingerprint.of_tree(str(path / "layers"))
+        if size_bytes > self.max_bytes:
+            raise OSError(
+                errno.EFBIG, f"it takes {size_bytes} bytes, more than the {self.max_bytes} of the whole store"
+            )
+        self.evict(size_bytes)
+        about = {"schema": SCHEMA, "key": key, "size_bytes": size_bytes, "digest": digest, "recipe": recipe}
+        (path / "about.json").write_text(json.dumps(about))
+        _sync(path)
+        try:
+            path.rename(self.folder / key)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+
+    def evict(self, room: int = 0) -> list[str]:
+        """Remove the least recently used entries that nobody uses until all fit with `room` bytes; their keys."""
+        entries, gone = self.entries(), []
+        excess = sum(entry.size_bytes for entry in entries) + room - self.max_bytes
+        for entry in entries:
+            if excess > 0 and self.remove(entry.key):
+                gone.append(entry.key)
+                excess -= entry.size_bytes
+        return gone
+
+    def remove(self, key: str) -> bool:
+        """Remove one entry; False while it is in use."""
+        return self._take_away(self.folder / key, self.files(key))
+
+    def sweep(self) -> int:
+        """Remove what dead runs have left half done; how many."""
+        return sum(self._take_away(path, path) for path in self.halves())
+
+    def halves(self) -> list[Path]:
+        """What is being made or removed, or was when its maker died."""
+        return [path for path in self.folder.iterdir() if path.name.startswith("new-")]
+
+    def _take_away(self, path: Path, locked: Path) -> bool:
+        try:
+            lock = os.open(locked if locked.is_dir() else path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            trash = self.folder / f"new-{os.urandom(8).hex()}"
+            path.rename(trash)  # under its name it is whole or not there
+            _remove(trash)
+        except OSError:
+            return False
+        finally:
+            os.close(lock)
+        return True
+
+    def turn(self, key: str, clock: Clock) -> contextlib.AbstractAsyncContextManager[None]:
+        """One run at a time for one key, whoever runs it; a run that dies loses its turn."""
+        return turn(self.folder / f"turn-{key[:3]}", clock.sleep, _TURN_S)
+
+
+async def to_the_end(work: Callable[[], None]) -> None:
+    """Work in a thread, which ends before this does, cancelled or not: what it works on may be gone afterwards."""
+    working = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        await asyncio.shield(working)
+    finally:
+        while not working.done():
+            with contextlib.suppress(asyncio.CancelledError, OSError):
+                await asyncio.shield(working)
+
+
+def _sync(path: Path) -> None:
+    """Write all of one file system to its disk: a workspace has too many files to do that for each."""
+    libc, folder = ctypes.CDLL(None, use_errno=True), os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if libc.syncfs(folder) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
+    finally:
+        os.close(folder)
+
+
+def _remove(path: Path) -> None:
+    """Remove a tree of somebody's files: directories may refuse their owner, and links are not followed."""
+    for folder, below, _ in os.walk(path):
+        for name in below:  # before the walk goes into it
+            with contextlib.suppress(OSError):
+                mode = os.lstat(f"{folder}/{name}").st_mode
+                if stat.S_ISDIR(mode) and stat.S_IMODE(mode) & 0o700 != 0o700:
+                    os.chmod(f"{folder}/{name}", 0o700)
+    shutil.rmtree(path, ignore_errors=True)

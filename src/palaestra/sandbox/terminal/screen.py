@@ -1,0 +1,164 @@
+"""What a terminal shows after the bytes that a program has sent it.
+
+`GhosttyScreen` is a real emulator (libghostty, in the extra `screen`): full-screen programs, the alternate screen,
+wide characters, answers to a program's questions. `PlainScreen` needs nothing and is none: it drops control sequences
+and keeps the last lines, which is right for output that scrolls and wrong for editors; it says so in `emulated`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+from palaestra.core.errors import ConfigError
+from palaestra.sandbox.slot import TerminalSize
+
+_SEQUENCE = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI
+    r"|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)"  # OSC, DCS and their like
+    r"|\x1b[ -/]*[0-~]"
+    r"|[\x00-\x07\x0b-\x0c\x0e-\x1a\x1c-\x1f\x7f]"
+)
+_UNFINISHED = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07]*|[ -/]*)?\Z")
+_MAX_UNFINISHED = 4096
+_CURSOR_KEYS = 1
+
+
+class Screen(Protocol):
+    """An emulator, or what stands in for one."""
+
+    @property
+    def emulated(self) -> bool:
+        """Whether `text` is what a terminal shows; otherwise it is the last lines, without control sequences."""
+        ...
+
+    @property
+    def cursor(self) -> tuple[int, int]:
+        """Row and column, from 0."""
+        ...
+
+    @property
+    def application_cursor(self) -> bool:
+        """Whether the program has asked for the other codes of the cursor keys."""
+        ...
+
+    def feed(self, data: bytes) -> bytes:
+        """Take what the program has sent; what the terminal answers to it."""
+        ...
+
+    def resize(self, size: TerminalSize) -> None: ...
+
+    def text(self) -> str:
+        """The lines that are seen, without blanks at their ends."""
+        ...
+
+
+def open_screen(size: TerminalSize, emulator: str = "best") -> Screen:
+    """`ghostty`, `plain`, or the best that is installed. Raises `ConfigError`, which names the extra."""
+    if emulator not in ("best", "ghostty", "plain"):
+        raise ConfigError(f"{emulator!r} is none of the terminal emulators best, ghostty, plain")
+    if emulator != "plain":
+        try:
+            return GhosttyScreen(size)
+        except ImportError:
+            if emulator == "ghostty":
+                raise ConfigError(
+                    "the terminal emulator needs the extra `screen`: pip install palaestra[screen]"
+                ) from None
+    return PlainScreen(size)
+
+
+class GhosttyScreen:
+    """Implements `Screen` with libghostty."""
+
+    emulated = True
+
+    def __init__(self, size: TerminalSize) -> None:
+        import pyghostty
+
+        self._terminal = pyghostty.Terminal(cols=size.columns, rows=size.rows, scrollback=0)
+        self._answers = bytearray()
+        self._terminal.on_reply(self._answers.extend)
+
+    @property
+    def cursor(self) -> tuple[int, int]:
+        column, row = self._terminal.cursor
+        return int(row), int(column)
+
+    @property
+    def application_cursor(self) -> bool:
+        return bool(self._terminal.mode(_CURSOR_KEYS))
+
+    def feed(self, data: bytes) -> bytes:
+        self._terminal.feed(data)
+        answers = bytes(self._answers)
+        self._answers.clear()
+        return answers
+
+    def resize(self, size: TerminalSize) -> None:
+        self._terminal.resize(size.columns, size.rows)
+
+    def text(self) -> str:
+        return str(self._terminal.text())
+
+
+class PlainScreen:
+    """Implements `Screen` without emulating one."""
+
+    emulated = False
+    application_cursor = False
+
+    def __init__(self, size: TerminalSize) -> None:
+        self._rows = size.rows
+        self._lines = [""]
+        self._column = 0
+        self._rest = b""
+
+    @property
+    def cursor(self) -> tuple[int, int]:
+        return len(self._lines) - 1, self._column
+
+    def feed(self, data: bytes) -> bytes:
+        text, self._rest = plain(self._rest + data)
+        self._write(text)
+        return b""
+
+    def resize(self, size: TerminalSize) -> None:
+        self._rows = size.rows
+        del self._lines[: -self._rows]
+
+    def text(self) -> str:
+        lines = [line.encode(errors="surrogateescape").decode(errors="replace").rstrip() for line in self._lines]
+        return "\n".join(lines).rstrip("\n")
+
+    def _write(self, text: str) -> None:
+        for part in re.split(r"([\r\n\b])", text):
+            if part == "\n":
+                self._lines.append("")
+                self._column = 0
+                del self._lines[: -self._rows]
+            elif part == "\r":
+                self._column = 0
+            elif part == "\b":
+                self._column = max(0, self._column - 1)
+            elif part:
+                line, start = self._lines[-1].ljust(self._column), self._column
+                self._column += len(part)
+                self._lines[-1] = line[:start] + part + line[self._column :]
+
+
+def plain(data: bytes) -> tuple[str, bytes]:
+    """What a program has written, without control sequences, and what of it is only begun: a sequence or a character.
+
+    Bytes that are no UTF-8 are in the text as surrogates (`errors="surrogateescape"`).
+    """
+    text = data.decode(errors="surrogateescape")
+    unfinished = _UNFINISHED.search(text[-_MAX_UNFINISHED:])
+    held = unfinished.group() if unfinished else _broken_character(text)
+    return _SEQUENCE.sub("", text[: len(text) - len(held)]), held.encode(errors="surrogateescape")
+
+
+def _broken_character(text: str) -> str:
+    """The bytes of a character that is not complete yet, at most three, at the end."""
+    tail = re.search(r"[\udcc2-\udcf4][\udc80-\udcbf]{0,2}\Z", text)
+    return tail.group() if tail else ""

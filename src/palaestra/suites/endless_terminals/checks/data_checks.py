@@ -1,0 +1,118 @@
+"""Checks of files by what they mean in a format: layout, quoting and the order of keys do not count."""
+
+from __future__ import annotations
+
+import configparser
+import csv
+import io
+import json
+import tomllib
+
+from palaestra.core.types import JSON
+from palaestra.core.yaml_reader import read_yaml
+from palaestra.sandbox.slot import Slot
+from palaestra.suites.endless_terminals.checks.check import BaseCheck, different, read_text, something_else
+
+_MOST_YAML = 1 << 16
+"""Characters: reading YAML is slow."""
+
+
+def _same(got: JSON, wanted: JSON) -> bool:
+    """Equal as data: 1 is 1.0, but true is not 1."""
+    if isinstance(got, bool) or isinstance(wanted, bool):
+        return got is wanted
+    if isinstance(got, dict) and isinstance(wanted, dict):
+        return got.keys() == wanted.keys() and all(_same(got[key], wanted[key]) for key in wanted)
+    if isinstance(got, list) and isinstance(wanted, list):
+        return len(got) == len(wanted) and all(map(_same, got, wanted))
+    return bool(got == wanted)
+
+
+def _compare(path: str, got: JSON, wanted: JSON) -> str:
+    return "" if _same(got, wanted) else something_else(path, got)
+
+
+class Json(BaseCheck, frozen=True, tag="json"):
+    """A JSON file with this value."""
+
+    value: JSON
+
+    async def fault(self, slot: Slot) -> str:
+        try:
+            got = json.loads(await read_text(slot, self.path))
+        except (ValueError, RecursionError):
+            return f"{self.path} is not JSON"
+        return _compare(self.path, got, self.value)
+
+
+class JsonLines(BaseCheck, frozen=True):
+    """A file of JSON lines with these values."""
+
+    values: list[JSON]
+
+    async def fault(self, slot: Slot) -> str:
+        lines = [line for line in (await read_text(slot, self.path)).splitlines() if line.strip()]
+        try:
+            got = [json.loads(line) for line in lines]
+        except (ValueError, RecursionError):
+            return f"{self.path} is not JSON lines"
+        return _compare(self.path, got, self.values)
+
+
+class Csv(BaseCheck, frozen=True):
+    """Separated values with these cells; `rows[0]` is the header."""
+
+    rows: list[list[str]]
+    separator: str = ","
+
+    async def fault(self, slot: Slot) -> str:
+        text = io.StringIO(await read_text(slot, self.path), newline="")
+        try:
+            got = [[cell.strip() for cell in row] for row in csv.reader(text, delimiter=self.separator) if row]
+        except csv.Error:
+            return f"{self.path} is not in the format that was asked for"
+        return different(self.path, got, self.rows)
+
+
+class Ini(BaseCheck, frozen=True):
+    """An INI file with these sections and values. Names of keys are told apart by case as little as readers do."""
+
+    sections: dict[str, dict[str, str]]
+
+    async def fault(self, slot: Slot) -> str:
+        parser = configparser.ConfigParser(interpolation=None)
+        try:
+            parser.read_string(await read_text(slot, self.path))
+        except configparser.Error:
+            return f"{self.path} is not an INI file"
+        got = {name: dict(parser.items(name)) for name in parser.sections()}
+        return different(self.path, got, self.sections)
+
+
+class Toml(BaseCheck, frozen=True):
+    """A TOML file with this value."""
+
+    value: JSON
+
+    async def fault(self, slot: Slot) -> str:
+        try:
+            got = tomllib.loads(await read_text(slot, self.path))
+        except (ValueError, RecursionError):
+            return f"{self.path} is not TOML"
+        return _compare(self.path, got, self.value)
+
+
+class Yaml(BaseCheck, frozen=True):
+    """A YAML file with this value."""
+
+    value: JSON
+
+    async def fault(self, slot: Slot) -> str:
+        text = await read_text(slot, self.path)
+        if len(text) > _MOST_YAML:
+            return f"{self.path} is far larger than it should be"
+        try:
+            got = read_yaml(text)
+        except ValueError:
+            return f"{self.path} is not YAML"
+        return _compare(self.path, got, self.value)

@@ -1,0 +1,197 @@
+"""Checks that look with a program of the slot: what a script does, what an archive, a database or a repository holds.
+
+Programs of an agent run in the grading slot with inputs that it has never seen, and only what they print is compared.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+import shlex
+
+import msgspec
+
+from palaestra.core.errors import InfraError
+from palaestra.core.types import JSON
+from palaestra.sandbox.slot import WORKSPACE, Slot
+from palaestra.suites.endless_terminals.checks.check import (
+    TIMEOUT_S,
+    BaseCheck,
+    different,
+    look,
+    plain,
+    probe,
+    read_text,
+)
+
+_ANSWER_S = 5.0
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_CASES = "/tmp/cases"  # noqa: S108  in the grading slot
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One call of a program: words after it, standard input and files of its directory, and what it should print."""
+
+    output: str
+    arguments: list[str] = []
+    stdin: str = ""
+    files: dict[str, str] = {}
+    exit_code: int = 0
+
+
+class Runs(BaseCheck, frozen=True):
+    """A program at `path` (`command` starts it) that does this in each case, in a fresh directory."""
+
+    command: list[str]
+    cases: list[Case]
+
+    async def fault(self, slot: Slot) -> str:
+        for number, case in enumerate(self.cases, 1):
+            place = f"{_CASES}/{self.path}/{number}"
+            for name, text in {".keep": "", **case.files}.items():
+                await slot.write_text(f"{place}/{name}", text)
+            quiet = ["sh", "-c", 'exec "$@" 2>/dev/null', "sh"]  # what it says on standard error is its own affair
+            argv = [*quiet, *self.command, f"{WORKSPACE}/{self.path}", *case.arguments]
+            done = await slot.execute(argv, cwd=place, stdin=case.stdin.encode(), timeout_s=TIMEOUT_S, spill=False)
+            if done.exit_code != case.exit_code:
+                return f"{self.path}, case {number}: exit code {done.exit_code}"
+            if case.exit_code == 0 and plain(done.output) != plain(case.output):
+                return f"{self.path}, case {number}: it prints something else: {done.output[:200]!r}"
+        return ""
+
+
+class Archive(BaseCheck, frozen=True):
+    """A tar file (compressed or not), a zip file or one gzipped file (`format`) with exactly these members."""
+
+    format: str
+    members: dict[str, str]
+
+    async def fault(self, slot: Slot) -> str:
+        got = await probe(slot, _ARCHIVE, [self.path, self.format], dict[str, str] | str)
+        if isinstance(got, str):
+            return f"{self.path}: {got}"
+        members = {name.removeprefix("./").rstrip("/"): text for name, text in got.items()}
+        if sorted(members) != sorted(self.members):
+            return f"{self.path} holds other members: {reprlib.repr(sorted(members))}"
+        for name, text in self.members.items():
+            if plain(members[name]) != plain(text):
+                return f"{self.path}: {name} holds something else"
+        return ""
+
+
+_ARCHIVE = """
+path, kind = asked
+def text(file):
+    return file.read(1 << 20).decode("utf-8", "replace")
+try:
+    if kind == "tar":
+        import tarfile
+        with tarfile.open(path) as tar:
+            answer({m.name: text(tar.extractfile(m)) for m in tar.getmembers()[:500] if m.isfile()})
+    elif kind == "zip":
+        import zipfile
+        with zipfile.ZipFile(path) as archive:
+            answer({n: text(archive.open(n)) for n in archive.namelist()[:500] if not n.endswith("/")})
+    else:
+        import gzip
+        with gzip.open(path) as file:
+            answer({"": text(file)})
+except Exception as error:
+    answer(f"cannot be read as {kind}: {type(error).__name__}")
+"""
+
+
+class Query(BaseCheck, frozen=True):
+    """A SQLite database that answers a query with these rows."""
+
+    sql: str
+    rows: list[list[JSON]]
+    ordered: bool = True
+
+    async def fault(self, slot: Slot) -> str:
+        got = await probe(slot, _QUERY, [self.path, self.sql], list[list[JSON]] | str)
+        if isinstance(got, str):
+            return f"{self.path}: {got}"
+        wanted = self.rows
+        if not self.ordered:
+            got, wanted = sorted(got, key=repr), sorted(wanted, key=repr)
+        return different(self.path, got, wanted)
+
+
+_QUERY = """
+import sqlite3
+try:
+    if not os.path.isfile(asked[0]):
+        raise FileNotFoundError("not there")
+    connection = sqlite3.connect("file:" + asked[0] + "?mode=ro", uri=True)
+    answer([list(row) for row in connection.execute(asked[1]).fetchmany(2000)])
+except Exception as error:
+    answer(f"{type(error).__name__}: {error}")
+"""
+
+
+class Git(BaseCheck, frozen=True):
+    """A repository in which this git command prints this; nothing that the repository configures is run."""
+
+    arguments: list[str]
+    output: str
+    ordered: bool = True
+
+    async def fault(self, slot: Slot) -> str:
+        harmless = ["safe.directory=*", "core.fsmonitor=false", "core.hooksPath=/dev/null", "core.pager=cat"]
+        argv = ["git", *(word for value in harmless for word in ("-c", value)), "--no-pager", *self.arguments]
+        place = f"{WORKSPACE}/{self.path}"
+        if await look(slot, place) is None:
+            return f"{self.path} is not there"
+        done = await slot.execute(["sh", "-c", f"cd {shlex.quote(place)} && {shlex.join(argv)}"], timeout_s=TIMEOUT_S)
+        got, wanted = plain(done.output), plain(self.output)
+        if not self.ordered:
+            got, wanted = sorted(got), sorted(wanted)
+        return different(f"git {' '.join(self.arguments)} in {self.path}", got, wanted)
+
+    def made(self) -> tuple[str, ...]:
+        return ()
+
+
+class Serves(BaseCheck, frozen=True):
+    """A process of the agent's that answers HTTP on this port: the page at `path` of the server holds this text.
+
+    Looked at in the agent's own slot; so `path` begins with a slash, and nothing is made in the workspace.
+    """
+
+    port: int
+    text: str
+
+    async def fault(self, slot: Slot) -> str:
+        request = f"GET {self.path} HTTP/1.0\r\nHost: 127.0.0.1:{self.port}\r\nConnection: close\r\n\r\n".encode()
+        try:
+            answer = await slot.ask(self.port, request, timeout_s=_ANSWER_S)
+        except OSError as error:
+            if isinstance(error, InfraError):
+                raise
+            return f"port {self.port}, {self.path}: no answer: {error.strerror or error}"
+        status, _, rest = answer.partition(b"\r\n")
+        got = rest.partition(b"\r\n\r\n")[2].decode("utf-8", "replace")
+        good = status.split()[1:2] == [b"200"] and plain(got) == plain(self.text)
+        return "" if good else f"port {self.port}, {self.path}: {status + rest!r:.200}"
+
+    def made(self) -> tuple[str, ...]:
+        return ()
+
+
+class Running(BaseCheck, frozen=True):
+    """A process lives whose number is in the file at `path`, and its command line holds `word`."""
+
+    word: str
+
+    async def fault(self, slot: Slot) -> str:
+        first = (await read_text(slot, self.path)).split()[:1]
+        found = await slot.arguments(int(first[0])) if first and _NUMBER.fullmatch(first[0]) else None
+        held = found is not None and self.word in " ".join(found).split()
+        return "" if held else f"{self.path} names no such process: {found!r:.200}"
+
+
+LIVE = (Running, Serves)
+"""What can be seen in the agent's own slot alone; seen from outside of it, since all programs there are the agent's."""
+
+__all__ = ["LIVE", "Archive", "Case", "Git", "Query", "Running", "Runs", "Serves"]

@@ -1,0 +1,196 @@
+"""From a seed to tasks: families are drawn, built and chained into one prompt, one solution and one list of checks.
+
+Task `i` of a seed depends on the seed, `i` and the chosen families and levels alone, so that the first tasks of a long
+file are those of a short one. A task of level k has k parts. A part that can read what the one before it produces is
+given that in most cases; else it stands beside it, in a directory of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from palaestra.core.config import nearest
+from palaestra.core.errors import ConfigError
+from palaestra.sandbox.slot import WORKSPACE
+from palaestra.suites.endless_terminals.checks.all_checks import Check
+from palaestra.suites.endless_terminals.checks.file_checks import Absent, Exists
+from palaestra.suites.endless_terminals.families.all_families import AREAS, FAMILIES
+from palaestra.suites.endless_terminals.family import Family, Part, Source, UnfitInputError
+from palaestra.suites.endless_terminals.generated_task import TerminalTask, to_line
+from palaestra.suites.endless_terminals.random_stream import Draw, Stream
+
+HIGHEST_LEVEL = 5
+_LEVEL_SHARES = (30, 30, 20, 12, 8)
+"""How many of a hundred tasks have level 1, 2, …"""
+
+_FEED_PERCENT = 75
+"""How often a part is drawn from the families that can read what the one before it produced."""
+
+_TRIES = 50
+
+_OPENINGS = (
+    f"Your working directory is {WORKSPACE}; all paths below are relative to it. Make directories that are missing.",
+    f"Work in {WORKSPACE}. Paths are meant relative to that directory; where a directory is not there yet, make it.",
+    f"Everything happens in {WORKSPACE}, and every path here is relative to it. Directories may have to be made first.",
+)
+
+_TOGETHER = (
+    "There are {count} things to do, in this order:",
+    "Do these {count} steps, one after the other:",
+    "The work has {count} parts:",
+)
+
+_CLOSINGS = (
+    "Only what is in the working directory at the end counts.",
+    "What counts is the state of the working directory when you have finished.",
+    "You are done when the files are as described.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which tasks to make. `families` and `areas` empty means all; `levels` empty means a mixture."""
+
+    seed: int = 0
+    levels: tuple[int, ...] = ()
+    families: tuple[str, ...] = ()
+    areas: tuple[str, ...] = ()
+
+    def chosen(self) -> tuple[Family, ...]:
+        """The families to draw from, in their order. Raises `ConfigError` for a name or a level that there is not."""
+        for level in self.levels:
+            if not 1 <= level <= HIGHEST_LEVEL:
+                raise ConfigError(f"there is no level {level}: levels go from 1 to {HIGHEST_LEVEL}")
+        for name in self.families:
+            if name not in FAMILIES:
+                raise ConfigError(f"no family is called {name!r}.{nearest(name, FAMILIES)}")
+        for area in self.areas:
+            if area not in AREAS:
+                raise ConfigError(f"no area is called {area!r}.{nearest(area, AREAS)} There are {', '.join(AREAS)}")
+        of_areas = {family.name for area in self.areas for family in AREAS[area]}
+        wanted = of_areas | {*self.families}
+        return tuple(family for family in FAMILIES.values() if not wanted or family.name in wanted)
+
+    def level(self, stream: Stream) -> int:
+        """The level of one task."""
+        if self.levels:
+            return stream.pick(self.levels)
+        ticket = stream.below(sum(_LEVEL_SHARES))
+        return next(level for level in range(1, 6) if ticket < sum(_LEVEL_SHARES[:level]))
+
+
+def generate(choice: Choice, count: int, first: int = 0) -> Iterator[TerminalTask]:
+    """Tasks `first` to `first + count - 1` of a choice. Raises `ConfigError` for a choice that cannot be."""
+    families = choice.chosen()
+    for number in range(first, first + count):
+        yield _task(choice, families, number)
+
+
+def _task(choice: Choice, families: Sequence[Family], number: int) -> TerminalTask:
+    name = (choice.seed, "task", number)
+    stream = Stream(*name, "shape")
+    level = min(choice.level(stream), len(families))
+    chain = _Chain(name, stream)
+    # Each round of as many tasks as there are families begins with each family once.
+    around, place = divmod(number, len(families))
+    chain.add(Stream(choice.seed, "round", around).shuffled(families)[place])
+    while len(chain.parts) < level:
+        chain.add(_next(stream, families, chain))
+    return chain.task(f"terminal-{choice.seed}-{number:06}", level)
+
+
+def _next(stream: Stream, families: Sequence[Family], chain: _Chain) -> Family:
+    """The family of the next part: none that is in the task already; rather one that can go on with what is there."""
+    left = [family for family in families if family.name not in chain.names]
+    source = chain.source
+    if source is not None and stream.chance(_FEED_PERCENT):
+        fitting = [family for family in left if source.kind in family.takes]
+        return stream.pick(fitting or left)
+    return stream.pick(left)
+
+
+@dataclass(slots=True)
+class _Chain:
+    """The parts of one task so far."""
+
+    name: tuple[str | int, ...]
+    stream: Stream
+    parts: list[Part] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    needs: list[str] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+
+    @property
+    def source(self) -> Source | None:
+        """What the last part produces."""
+        return self.parts[-1].output if self.parts else None
+
+    def add(self, family: Family) -> None:
+        """Build one part more, with what the last one produces where the family can use it."""
+        given = self.source if self.source is not None and self.source.kind in family.takes else None
+        for attempt in range(_TRIES):
+            draw = Draw(*self.name, len(self.parts), family.name, attempt)
+            place = next(word for word in iter(draw.fresh, "") if word not in self.places)
+            try:
+                part = family.build(draw, place, given if attempt == 0 else None)
+            except UnfitInputError:
+                continue
+            self.parts.append(part)
+            self.names.append(family.name)
+            self.needs += [need for need in family.needs if need not in self.needs]
+            self.places.append(place)
+            return
+        raise AssertionError(f"family {family.name} makes no part in {_TRIES} tries")
+
+    def task(self, name: str, level: int) -> TerminalTask:
+        """The task, called `name` and a digest of what it is: tasks of one seed and other choices have other ids."""
+        task = TerminalTask(
+            id="",
+            level=level,
+            families=self.names,
+            prompt=self._prompt(),
+            files={path: text for part in self.parts for path, text in part.files.items()},
+            setup=_script([*map(_guard, self.needs), *(part.setup for part in self.parts)]),
+            solution=_script(
+                [f"mkdir -p {place}\n{p.solution}" for place, p in zip(self.places, self.parts, strict=True)]
+            ),
+            initial=[check for part in self.parts for check in _initial(part)],
+            final=[check for part in self.parts for check in part.final],
+            grading="live" if any(part.live for part in self.parts) else "sealed",
+            needs=self.needs,
+        )
+        digest = hashlib.sha256(to_line(task)).hexdigest()[:8]
+        return msgspec.structs.replace(task, id=f"{name}-{digest}")
+
+    def _prompt(self) -> str:
+        wording = self.stream.child("wording")
+        opening, closing = wording.pick(_OPENINGS), wording.pick(_CLOSINGS)
+        if len(self.parts) == 1:
+            return f"{opening}\n\n{self.parts[0].ask}\n\n{closing}"
+        steps = "\n".join(f"{number}. {part.ask}" for number, part in enumerate(self.parts, 1))
+        together = wording.pick(_TOGETHER).format(count=len(self.parts))
+        return f"{opening} {together}\n\n{steps}\n\n{closing}"
+
+
+def _guard(need: str) -> str:
+    complaint = f"this task needs {need}, which the slot does not have"
+    return f"command -v {need} >/dev/null || {{ echo '{complaint}' >&2; exit 1; }}\n"
+
+
+def _script(pieces: Sequence[str]) -> str:
+    """Shell that runs each piece in a subshell of its own, from the workspace, and ends with the first that fails."""
+    return "".join(f"( set -e\ncd {WORKSPACE}\n{piece.rstrip()}\n) || exit 1\n" for piece in pieces if piece)
+
+
+def _initial(part: Part) -> Iterator[Check]:
+    """What is there at first: the part's files and what its `initial` says; nothing that has yet to be made."""
+    if not part.setup:
+        yield from (Exists(path) for path in part.files)
+    yield from part.initial
+    known = {*part.files, *(check.path for check in part.initial)}
+    made = dict.fromkeys(path for check in part.final for path in check.made())
+    yield from (Absent(path) for path in made if path not in known)

@@ -1,0 +1,154 @@
+"""What table families share: a table to start from, a file to write, and the part around one operation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from palaestra.core.types import JSON
+from palaestra.suites.endless_terminals.checks.all_checks import Check
+from palaestra.suites.endless_terminals.checks.data_checks import Csv, Json, JsonLines
+from palaestra.suites.endless_terminals.family import Build, Part, Source, UnfitInputError, python
+from palaestra.suites.endless_terminals.random_stream import Draw
+from palaestra.suites.endless_terminals.tables import FORMS, READER, Column, Row, Table, describe, render, short
+from palaestra.suites.endless_terminals.words import CITIES, COLOURS, PEOPLE, SERVICES
+
+_THEMES = (
+    ("orders", "order_id", (("customer", PEOPLE), ("city", CITIES)), ("amount", "items")),
+    ("staff", "badge", (("team", SERVICES), ("office", CITIES)), ("salary", "age")),
+    ("sensors", "sensor", (("site", CITIES), ("colour", COLOURS)), ("reading", "battery")),
+    ("builds", "build", (("project", SERVICES), ("author", PEOPLE)), ("seconds", "warnings")),
+    ("tickets", "ticket", (("queue", SERVICES), ("owner", PEOPLE)), ("hours", "priority")),
+)
+
+
+def fresh_table(draw: Draw, *, rows: int | None = None) -> tuple[str, Table]:
+    """A table of work's records and what it is called: an id, two groups, a text and two numbers in each row."""
+    name, key, groups, numbers = draw.pick(_THEMES)
+    columns = [Column(key, "id"), *(Column(group, "group") for group, _ in groups)]
+    columns += [Column("label", "text"), *(Column(number, "number") for number in numbers)]
+    choices = [draw.sample(values, draw.between(3, 5)) for _, values in groups]
+    keys = draw.sample(range(100, 1000), rows or draw.between(8, 24))
+    made: list[Row] = [
+        (
+            number,
+            *(draw.pick(values) for values in choices),
+            f"{draw.pick(COLOURS)} {draw.fresh()}{draw.pick(['', '', ', spare'])}",
+            draw.between(1, 500),
+            draw.between(0, 60),
+        )
+        for number in keys
+    ]
+    return name, Table(tuple(columns), tuple(made))
+
+
+def table_source(draw: Draw, place: str, given: Source | None) -> tuple[Source, Table, dict[str, str]]:
+    """The file to work on, its table, and the files that it needs: the given one needs none.
+
+    Raises `UnfitInputError` for a table without rows.
+    """
+    if given is not None and given.table is not None:
+        if not given.table.rows:
+            raise UnfitInputError("the table is empty")
+        return given, given.table, {}
+    name, table = fresh_table(draw)
+    form = draw.pick(FORMS)
+    source = Source(f"{place}/{name}.{form}", form, table)
+    return source, table, {source.path: render(table, form)}
+
+
+def table_check(path: str, form: str, table: Table) -> Check:
+    """The check of a table that was to be written."""
+    if form == "json":
+        return Json(path, table.records())
+    if form == "jsonl":
+        return JsonLines(path, table.records())
+    return Csv(path, table.cells(), "\t" if form == "tsv" else ",")
+
+
+def reading(source: Source) -> str:
+    """Where a part's input is, as a prompt says it."""
+    return f"`{source.path}` ({short(source.form)})"
+
+
+def need(values: list[str], what: str) -> list[str]:
+    """Columns that an operation cannot do without. Raises `UnfitInputError`."""
+    if not values:
+        raise UnfitInputError(f"the table has no {what}")
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class TableOp:
+    """One operation: how it is asked for, Python over `rows` (dictionaries) that leaves `rows` and `names`, its truth.
+
+    `code` is never handed the truth: it computes the result from what is in the slot.
+    """
+
+    ask: str
+    code: str
+    table: Table
+
+
+TableStep: TypeAlias = Callable[[Draw, Table], TableOp]
+
+
+def table_family(step: TableStep) -> Build:
+    """The family that reads a table, does one operation, and writes the result as a table."""
+
+    def build(draw: Draw, place: str, given: Source | None) -> Part:
+        source, table, files = table_source(draw, place, given)
+        op = step(draw, table)
+        same = op.table == table  # then a copy of the input must not do
+        form = draw.pick([form for form in FORMS if not (same and form == source.form)])
+        target = Source(f"{place}/{draw.fresh()}.{form}", form, op.table)
+        ask = draw.pick(
+            (
+                f"Read {reading(source)}. {op.ask} Write the result to `{target.path}` as "
+                f"{describe(form, op.table.names)}.",
+                f"From {reading(source)} make `{target.path}`, {describe(form, op.table.names)}. {op.ask}",
+                f"`{target.path}` should become {describe(form, op.table.names)}, made from "
+                f"{reading(source)}. {op.ask}",
+            )
+        )
+        code = (
+            f"{READER}\nrows = read({source.path!r}, {source.form!r})\nnames = {table.names!r}\n{op.code}\n"
+            f"write({target.path!r}, {form!r}, names, rows)"
+        )
+        check = table_check(target.path, form, op.table)
+        return Part(ask, python(code), (check,), files, output=target)
+
+    return build
+
+
+@dataclass(frozen=True, slots=True)
+class ReportOp:
+    """An operation whose result is one JSON value: Python over `rows` that leaves `result`."""
+
+    ask: str
+    code: str
+    value: JSON
+
+
+def report_family(step: Callable[[Draw, Table], ReportOp]) -> Build:
+    """The family that reads a table and writes one JSON report."""
+
+    def build(draw: Draw, place: str, given: Source | None) -> Part:
+        source, table, files = table_source(draw, place, given)
+        op = step(draw, table)
+        target = f"{place}/{draw.fresh()}.json"
+        ask = draw.pick(
+            (
+                f"Read {reading(source)} and write the JSON file `{target}`: {op.ask}",
+                f"Make a report about {reading(source)} in `{target}`, as JSON: {op.ask}",
+            )
+        )
+        code = (
+            f"{READER}\nrows = read({source.path!r}, {source.form!r})\n{op.code}\n"
+            f"json.dump(result, open({target!r}, 'w'))"
+        )
+        return Part(ask, python(code), (Json(target, json.loads(json.dumps(op.value))),), files)
+
+    return build

@@ -1,0 +1,202 @@
+"""Commands and files as another user of the slot: what an image's USER means to an agent.
+
+Files are read and written by that user's own commands, so that a tool can do no more than the user's shell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+
+from palaestra.core.errors import PrepareError
+from palaestra.sandbox.local.local_slot import TextFiles
+from palaestra.sandbox.slot import (
+    DEFAULT_OUTPUT_BYTES,
+    MAX_FILE_BYTES,
+    WORKSPACE,
+    Change,
+    ExecutionResult,
+    FileInfo,
+    Process,
+    Rung,
+    Shell,
+    Slot,
+    TerminalSize,
+)
+
+_FILE_S = 60.0
+
+
+def is_root(user: str | None) -> bool:
+    """Whether a USER of a Dockerfile (`name`, `uid`, `name:group`) is root."""
+    return (user or "").partition(":")[0] in ("", "0", "root")
+
+
+def as_user(argv: Sequence[str], user: str | None) -> list[str]:
+    """The command, run as that user of the slot by its `setpriv` (util-linux), with the user's own groups."""
+    if is_root(user):
+        return list(argv)
+    name, _, group = (user or "").partition(":")
+    if group or name.isdigit():  # a number need not be an account, which --init-groups needs
+        return ["setpriv", f"--reuid={name}", f"--regid={group or name}", "--clear-groups", "--", *argv]
+    script = f'exec setpriv --reuid={shlex.quote(name)} --regid="$(id -g {shlex.quote(name)})" --init-groups -- "$@"'
+    return ["/bin/sh", "-c", script, "setpriv", *argv]
+
+
+async def home_of(slot: Slot, user: str) -> str:
+    """The home directory of a user, `/root` for root. Raises `PrepareError` where nobody can become that user."""
+    if is_root(user):
+        return "/root"
+    trial = await slot.execute(as_user(["/bin/sh", "-c", "true"], user), cwd="/")
+    if not trial.success:
+        raise PrepareError(f"its image's user {user} cannot be used (setpriv is needed): {trial.output[-300:].strip()}")
+    name = user.partition(":")[0]
+    for line in (await slot.read_text("/etc/passwd", missing="")).splitlines():
+        fields = line.split(":")
+        if len(fields) > 5 and name in (fields[0], fields[2]):
+            return fields[5]
+    return "/"
+
+
+class UserSlot(TextFiles):
+    """A slot as one of its users has it. A stateful shell is not available."""
+
+    def __init__(self, slot: Slot, user: str, home: str) -> None:
+        self._slot, self._user, self._home = slot, user, home
+
+    @property
+    def slot_id(self) -> str:
+        return self._slot.slot_id
+
+    @property
+    def epoch(self) -> int:
+        return self._slot.epoch
+
+    @property
+    def trajectory_id(self) -> str:
+        return self._slot.trajectory_id
+
+    @property
+    def rung(self) -> Rung:
+        return self._slot.rung
+
+    def _argv(self, command: str | Sequence[str]) -> list[str]:
+        return as_user(["bash", "-c", command] if isinstance(command, str) else command, self._user)
+
+    def _env(self, env: Mapping[str, str] | None) -> dict[str, str]:
+        return {"HOME": self._home, "USER": self._user.partition(":")[0], **(env or {})}
+
+    async def execute(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str = WORKSPACE,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        timeout_s: float = 60.0,
+        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
+        on_output: Callable[[bytes], None] | None = None,
+        verdict: bool = False,
+        spill: bool = True,
+    ) -> ExecutionResult:
+        """As the user; see `Slot.execute`."""
+        return await self._slot.execute(
+            self._argv(command),
+            cwd=cwd,
+            env=self._env(env),
+            stdin=stdin,
+            timeout_s=timeout_s,
+            max_output_bytes=max_output_bytes,
+            on_output=on_output,
+            verdict=verdict,
+            spill=spill,
+        )
+
+    async def shell(self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b"") -> Shell:
+        """Not available: a stateful shell is root's."""
+        raise PermissionError(1, f"a stateful shell as the user {self._user} is not available")
+
+    async def spawn(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str = WORKSPACE,
+        env: Mapping[str, str] | None = None,
+        stdin: bool = True,
+        terminal: TerminalSize | None = None,
+    ) -> Process:
+        """As the user; see `Slot.spawn`."""
+        argv, variables = self._argv(command), self._env(env)
+        return await self._slot.spawn(argv, cwd=cwd, env=variables, stdin=stdin, terminal=terminal)
+
+    async def freeze(self) -> int:
+        return await self._slot.freeze()
+
+    @contextlib.asynccontextmanager
+    async def fork(self) -> AsyncIterator[Slot]:
+        """As the user; see `Slot.fork`."""
+        async with self._slot.fork() as fork:
+            yield UserSlot(fork, self._user, self._home)
+
+    async def processes(self) -> Sequence[Process]:
+        return await self._slot.processes()
+
+    async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes:
+        await self._allowed(path, "-r")
+        return await self._slot.read_bytes(path, max_bytes=max_bytes, offset=offset)
+
+    async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
+        """Through the user's own shell, so what it makes is the user's. Raises PermissionError with its words."""
+        script = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"' + (f' && chmod {mode:o} -- "$1"' if mode else "")
+        await self._do(["/bin/sh", "-c", script, "write", path], path, data)
+
+    async def list_dir(self, path: str = ".") -> list[FileInfo]:
+        await self._allowed(path, "-r")
+        return await self._slot.list_dir(path)
+
+    async def stat(self, path: str) -> FileInfo | None:
+        return await self._slot.stat(path)
+
+    async def make_dir(self, path: str) -> None:
+        await self._do(["mkdir", "-p", "--", path], path)
+
+    async def make_link(self, path: str, target: str) -> None:
+        await self._do(["ln", "-sfn", "--", target, path], path)
+
+    async def upload(self, local: Path, path: str) -> int:
+        """As the slot does it, and then the user's."""
+        count = await self._slot.upload(local, path)
+        name, _, group = self._user.partition(":")
+        await self._slot.execute(["chown", "-R", f"{name}:{group}" if group else name, path], timeout_s=_FILE_S)
+        return count
+
+    async def download(self, path: str, local: Path) -> int:
+        await self._allowed(path, "-r")
+        return await self._slot.download(path, local)
+
+    async def remove(self, path: str) -> None:
+        await self._do(["rm", "-rf", "--", path], path)
+
+    async def arguments(self, pid: int) -> Sequence[str] | None:
+        return await self._slot.arguments(pid)
+
+    async def ask(self, port: int, request: bytes, *, timeout_s: float = 10.0, max_bytes: int = 1 << 20) -> bytes:
+        return await self._slot.ask(port, request, timeout_s=timeout_s, max_bytes=max_bytes)
+
+    async def changes(self) -> list[Change]:
+        return await self._slot.changes()
+
+    async def _allowed(self, path: str, access: str) -> None:
+        """Raises PermissionError for what is there and not for this user; what is missing is the slot's to say."""
+        if await self._slot.stat(path) is None:
+            return
+        tried = await self.execute(["test", access, path], timeout_s=_FILE_S)
+        if not tried.success:
+            raise PermissionError(13, f"the user {self._user} may not read it", path)
+
+    async def _do(self, argv: Sequence[str], path: str, data: bytes = b"") -> None:
+        done = await self.execute(argv, stdin=data, timeout_s=_FILE_S)
+        if not done.success:
+            raise PermissionError(13, done.output.strip()[-200:] or f"the user {self._user} may not", path)

@@ -1,0 +1,193 @@
+"""Builds a task's image with whatever container tool there is, and exports it once to a root file system.
+
+The result is a tar file in the cache, named by the content of the build folder, with a JSON file beside it that says
+how commands start in the image. Slots use the file (`sandbox/images`); no container runs during a rollout.
+
+The tool is the first of docker, podman and buildah that is installed and answers, or the command that a setting names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import stat
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from palaestra.core.errors import ImageError, TaskError
+from palaestra.core.types import JSON
+from palaestra.suites.images.dockerfile import ImageConfig
+from palaestra.suites.images.image_spec import ImageRecipe
+from palaestra.suites.swe.host_process import ProcessResult, run_process
+from palaestra.suites.swe.locked_file import locked
+
+TOOLS = ("docker", "podman", "buildah")
+SCHEMA, VERSION = "palaestra.root", 1
+
+_ASK_S, _EXPORT_S = 20.0, 600.0
+_SHOWN = 1500
+
+_TAKEN_AWAY, _TRIES = "unknown parent image ID", 5
+"""What docker says when a layer that a build has begun with goes with another image that is removed meanwhile."""
+
+
+class Builder:
+    """Root file systems of tasks, built once each. Safe across processes.
+
+    `tool` is a command line (`docker -H unix:///run/other.sock`), empty for whatever is there. `network` is what RUN
+    lines may reach.
+    """
+
+    def __init__(self, folder: Path, *, tool: str = "", network: bool = True, force: bool = False) -> None:
+        self._folder = folder
+        self._wanted = shlex.split(tool)
+        self._network = network
+        self._force = force
+        self._tool: list[str] | None = None
+
+    async def root(self, recipe: ImageRecipe) -> tuple[Path, ImageConfig]:
+        """The recipe's root file system and how commands start in it. Raises `TaskError` saying why there is none."""
+        tool = await self._found()
+        key = content_key(recipe)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        archive = self._folder / f"{key}.tar"
+        async with locked(self._folder / f"{key}.lock", timeout_s=recipe.build_timeout_s + _EXPORT_S):
+            if self._force or not archive.is_file() or not _beside(archive).is_file():
+                await self._make(tool, recipe, f"palaestra-task:{key}", archive)
+        return archive, read_config(archive)
+
+    async def _found(self) -> list[str]:
+        """The tool to build with. One that is installed and does not answer is named with what it said."""
+        if self._tool is not None:
+            return self._tool
+        said = []
+        for command in [self._wanted] if self._wanted else [[tool] for tool in TOOLS]:
+            if shutil.which(command[0]) is None:
+                continue
+            answer = await run_process([*command, "info"], timeout_s=_ASK_S)
+            if answer.returncode == 0:
+                self._tool = command
+                return command
+            said.append(f"{shlex.join(command)} does not answer ({answer.text.strip()[-200:]})")
+        there_is = "; ".join(said) or f"none of {', '.join(self._wanted[:1] or TOOLS)} is installed"
+        raise TaskError(
+            f"its image cannot be built: {there_is}. Start one, or give a ready root file system with --env.image_dir "
+            f"or a base for its Dockerfile with --env.base_image"
+        )
+
+    async def _make(self, tool: list[str], recipe: ImageRecipe, tag: str, archive: Path) -> None:
+        image = await self._prebuilt(tool, recipe)
+        if image is None:
+            image = tag
+            await self._build(tool, recipe, tag)
+        partial = archive.with_suffix(".partial")
+        partial.unlink(missing_ok=True)
+        try:
+            config = await _export(tool, image, partial)
+            _write_config(archive, config, recipe)
+            partial.rename(archive)
+        finally:
+            partial.unlink(missing_ok=True)
+            if image == tag:
+                await run_process([*tool, "rmi", tag], timeout_s=_ASK_S)
+
+    async def _prebuilt(self, tool: list[str], recipe: ImageRecipe) -> str | None:
+        """The image that the task names, where it is here or can be pulled; None where one is to be built."""
+        if recipe.docker_image is None or (self._force and recipe.dockerfile is not None):
+            return None
+        try:
+            await self._pull(tool, recipe.docker_image)
+        except TaskError:
+            if recipe.dockerfile is None:
+                raise
+            return None
+        return recipe.docker_image
+
+    async def _build(self, tool: list[str], recipe: ImageRecipe, tag: str) -> None:
+        network = ["--network", "host" if self._network else "none"]
+        tidy = ["--force-rm"] if Path(tool[0]).name == "docker" else []  # the others leave no failed container
+        command = [*tool, "build", *tidy, *network, "-t", tag, "-f", str(recipe.dockerfile), str(recipe.folder)]
+        for _ in range(_TRIES):
+            done = await run_process(command, timeout_s=recipe.build_timeout_s)
+            if done.returncode == 0:
+                return
+            if _TAKEN_AWAY not in done.text:
+                break
+        raise TaskError(f"its image does not build with {tool[0]}:\n{done.text[-_SHOWN:].strip()}")
+
+    async def _pull(self, tool: list[str], image: str) -> None:
+        there = [*tool, *(["inspect", "--type", "image"] if tool[0] == "buildah" else ["image", "inspect"]), image]
+        if (await run_process(there, timeout_s=_ASK_S)).returncode == 0:
+            return
+        done = await run_process([*tool, "pull", image], timeout_s=_EXPORT_S)
+        if done.returncode:
+            raise TaskError(f"its image {image} is not here and cannot be pulled: {done.text[-_SHOWN:].strip()}")
+
+
+async def _export(tool: list[str], image: str, archive: Path) -> ImageConfig:
+    if Path(tool[0]).name == "buildah":
+        shown = await _must([*tool, "inspect", "--type", "image", "--format", "{{json .OCIv1.Config}}", image])
+        await _must([*tool, "push", image, f"docker-archive:{archive}"])
+        return _config(json.loads(shown.stdout))
+    shown = await _must([*tool, "image", "inspect", "--format", "{{json .Config}}", image])
+    made = await _must([*tool, "create", image, "/bin/true"])
+    container = made.stdout.decode().split()[-1]
+    try:
+        await _must([*tool, "export", "-o", str(archive), container])
+    finally:
+        await run_process([*tool, "rm", "-f", container], timeout_s=_ASK_S)
+    return _config(json.loads(shown.stdout))
+
+
+async def _must(command: Sequence[str]) -> ProcessResult:
+    done = await run_process(command, timeout_s=_EXPORT_S)
+    if done.returncode:
+        raise TaskError(f"its image cannot be exported: {' '.join(command[:4])}: {done.text[-_SHOWN:].strip()}")
+    return done
+
+
+def _config(found: JSON) -> ImageConfig:
+    pairs = (pair.partition("=") for pair in (found or {}).get("Env") or ())
+    env = {name: value for name, _, value in pairs}
+    return ImageConfig(env, (found or {}).get("WorkingDir") or "/", (found or {}).get("User") or "")
+
+
+def content_key(recipe: ImageRecipe) -> str:
+    """What tells a build from every other: the folder's files with their modes, or the image's name."""
+    digest = hashlib.sha256(f"{VERSION}\0{recipe.docker_image or ''}\0".encode())
+    if recipe.dockerfile is not None:
+        for path in sorted(recipe.folder.rglob("*")):
+            mode = path.lstat().st_mode
+            digest.update(f"{path.relative_to(recipe.folder)}\0{mode:o}\0".encode())
+            if stat.S_ISLNK(mode):
+                digest.update(os.fsencode(os.readlink(path)))
+            elif stat.S_ISREG(mode):
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:32]
+
+
+def _beside(image: Path) -> Path:
+    return image.with_name(f"{image.name.removesuffix('.tar')}.json")
+
+
+def _write_config(image: Path, config: ImageConfig, recipe: ImageRecipe) -> None:
+    record = {"schema": SCHEMA, "version": VERSION, "source": str(recipe.folder), **asdict(config)}
+    _beside(image).write_text(json.dumps(record), encoding="utf-8")
+
+
+def read_config(image: Path) -> ImageConfig:
+    """How commands start in a root file system, from the JSON file beside it (`NAME.json`); all plain without one."""
+    path = _beside(image)
+    if not path.is_file():
+        return ImageConfig()
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record.get("version", VERSION) > VERSION:
+            raise ImageError(f"{path} was written by a newer version")
+        return ImageConfig(dict(record.get("env") or {}), record.get("workdir") or "/", record.get("user") or "")
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ImageError(f"{path} does not say how commands start in {image.name}: {error}") from None

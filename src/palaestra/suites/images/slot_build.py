@@ -1,0 +1,151 @@
+"""Follows a Dockerfile in a slot, over a base that somebody else names: no container runtime, no registry.
+
+What the Dockerfile's FROM says is not looked at; the slot is made from the base. RUN, COPY and ADD of local files, ENV,
+ARG, WORKDIR and USER are followed, what only concerns a container's start is skipped, and anything else is refused.
+Files that an instruction leaves in `/tmp` are not kept: a layer has none.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from posixpath import basename, join, normpath
+
+from palaestra.core.errors import PrepareError, TaskError
+from palaestra.sandbox.slot import Slot
+from palaestra.suites.images.as_user import as_user
+from palaestra.suites.images.dockerfile import Heredoc, ImageConfig, Instruction, expand, follow, parse
+from palaestra.suites.images.image_spec import ImageRecipe, Unsupported
+
+_CONFIGURED = frozenset({"ENV", "ARG", "USER", "WORKDIR"})
+_SKIPPED = frozenset({"FROM", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL", "VOLUME"})
+_SHELL = ("/bin/sh", "-c")
+
+
+async def build_in_slot(slot: Slot, recipe: ImageRecipe) -> ImageConfig:
+    """Follow the recipe's Dockerfile in the slot. Raises `TaskError`, or `PrepareError` with a command's last words."""
+    if recipe.dockerfile is None:
+        raise Unsupported(f"it has no Dockerfile, and its image {recipe.docker_image} is not here")
+    config, arguments, shell = ImageConfig(), dict[str, str](), list(_SHELL)
+    for each in parse(recipe.dockerfile.read_text(encoding="utf-8", errors="replace")):
+        variables = {**arguments, **config.env}
+        if each.name == "RUN":
+            await _run(slot, each, config, variables, shell, recipe.build_timeout_s)
+        elif each.name in ("COPY", "ADD"):
+            await _copy(slot, each, config, variables, recipe.folder)
+        elif each.name == "SHELL":
+            shell = each.words()
+        elif each.name in _CONFIGURED:
+            config, arguments = follow(config, arguments, each)
+            if each.name == "WORKDIR":
+                await _must(slot, ["mkdir", "-p", config.workdir], each)
+        elif each.name not in _SKIPPED:
+            raise Unsupported(
+                f"its Dockerfile uses {each.name} (line {each.line}), which needs docker, podman or buildah"
+            )
+    return config
+
+
+async def _run(
+    slot: Slot, each: Instruction, config: ImageConfig, variables: dict[str, str], shell: list[str], timeout_s: float
+) -> None:
+    if each.arguments.startswith("["):
+        argv = each.words()
+    elif each.heredocs and each.arguments.startswith("<<"):
+        argv = [*shell, each.heredocs[0].text]
+    else:
+        documents = "".join(f"\n{document.text}{document.name}" for document in each.heredocs)
+        argv = [*shell, f"{each.arguments}{documents}"]
+    result = await slot.execute(as_user(argv, config.user), cwd=config.workdir, env=variables, timeout_s=timeout_s)
+    if not result.success:
+        raise PrepareError(
+            f"Dockerfile, line {each.line}: RUN {each.arguments[:200]} failed: {result.error}\n{result.output[-2000:]}"
+        )
+
+
+async def _copy(slot: Slot, each: Instruction, config: ImageConfig, variables: dict[str, str], context: Path) -> None:
+    """Put files of the build context into the slot, as a tar archive unpacked where they belong."""
+    if "from" in each.flags:
+        raise Unsupported(f"its Dockerfile copies from another image (line {each.line}), which needs docker")
+    *sources, target = [expand(word, variables) for word in each.words()]
+    into = target.endswith("/") or len(sources) > 1 or target in (".", "..")
+    place = normpath(join(config.workdir, target))
+    documents = {document.name: document for document in each.heredocs}
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for source in sources:
+            name = source.removeprefix("<<").lstrip("-").strip("'\"")
+            if source.startswith("<<") and name in documents:
+                _add_document(archive, documents[name], join(place, name) if into else place, variables)
+                continue
+            for path in _matching(context, source, each):
+                _add(archive, path, join(place, basename(path)) if into and not path.is_dir() else place, each)
+    await _unpack(slot, packed.getvalue(), each)
+    owner = expand(each.flags.get("chown", ""), variables)
+    if owner:
+        await _must(slot, ["chown", "-R", owner, place], each)
+
+
+def _matching(context: Path, source: str, each: Instruction) -> Iterator[Path]:
+    """What a source means in the build context. Nothing outside of it, and at least one file."""
+    relative = normpath(source.lstrip("/"))
+    if "://" in source or relative.startswith(".."):
+        raise Unsupported(f"its Dockerfile adds {source} (line {each.line}), which is not in its folder")
+    found = [context] if relative == "." else []
+    if not found:
+        root, pattern = context.resolve(), relative
+        found = sorted(path for path in context.glob(pattern) if path.resolve().is_relative_to(root))
+    if not found:
+        raise TaskError(f"Dockerfile, line {each.line}: {source} is not in {context.name}/")
+    yield from found
+
+
+def _add(archive: tarfile.TarFile, path: Path, target: str, each: Instruction) -> None:
+    mode = int(each.flags["chmod"], 8) if each.flags.get("chmod", "").isdigit() else None
+
+    def owned_by_root(info: tarfile.TarInfo) -> tarfile.TarInfo:
+        info.uid = info.gid = 0
+        info.uname = info.gname = "root"
+        if mode is not None and info.isfile():
+            info.mode = mode
+        return info
+
+    if path.is_dir():
+        ignored = _ignored(path)
+        for entry in sorted(path.iterdir()):
+            if entry.name not in ignored:
+                archive.add(entry, join(target, entry.name).lstrip("/"), filter=owned_by_root)
+    else:
+        archive.add(path, target.lstrip("/"), filter=owned_by_root)
+
+
+def _ignored(folder: Path) -> frozenset[str]:
+    """Entries that a `.dockerignore` names; only its plain patterns are read."""
+    listed = folder / ".dockerignore"
+    if not listed.is_file():
+        return frozenset()
+    patterns = [line.strip().strip("/") for line in listed.read_text(encoding="utf-8").splitlines()]
+    return frozenset(n for n in os.listdir(folder) if any(fnmatch.fnmatch(n, p) for p in patterns if p))
+
+
+def _add_document(archive: tarfile.TarFile, document: Heredoc, target: str, variables: dict[str, str]) -> None:
+    data = (document.text if document.quoted else expand(document.text, variables)).encode()
+    info = tarfile.TarInfo(target.lstrip("/"))
+    info.size, info.mode = len(data), 0o644
+    archive.addfile(info, io.BytesIO(data))
+
+
+async def _unpack(slot: Slot, data: bytes, each: Instruction) -> None:
+    result = await slot.execute(["tar", "-x", "--no-overwrite-dir", "-C", "/"], cwd="/", stdin=data, timeout_s=120)
+    if not result.success:
+        raise PrepareError(f"Dockerfile, line {each.line}: {each.name} failed: {result.error}\n{result.output[-500:]}")
+
+
+async def _must(slot: Slot, argv: list[str], each: Instruction) -> None:
+    result = await slot.execute(argv, cwd="/", timeout_s=120)
+    if not result.success:
+        raise PrepareError(f"Dockerfile, line {each.line}: {each.name} failed: {result.error}\n{result.output[-500:]}")

@@ -1,0 +1,115 @@
+"""From pinned packages to rows: make the repository, put each bug in, run the tests, describe what fails.
+
+P2P is limited to `MAX_PASS_TO_PASS` names, chosen by the hash of the name, so that the same tests are named each time;
+all of them come from the test files pinned with the bug: those that notice it, and a few others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from palaestra.core.errors import TaskError
+from palaestra.core.types import JSON
+from palaestra.suites.swe import apply_diff
+from palaestra.suites.swe.authoring.manifest import PinnedMutation, PinnedPackage
+from palaestra.suites.swe.authoring.package_trial import Trial
+from palaestra.suites.swe.authoring.problem_statement import mentions, problem_statement
+from palaestra.suites.swe.authoring.sdist import SourceFile
+from palaestra.suites.swe.run_tests import Failure, Status, TestRun
+from palaestra.suites.swe.swe_rows import Install, RowKind
+
+ROW_SCHEMA = "palaestra.swe-row/1"
+MAX_PASS_TO_PASS = 200
+BASE_TIMEOUT_S = 300.0
+MUTATED_TIMEOUT_S = 60.0
+_CREATED_AT = "2000-01-01T00:00:00+00:00"
+_UNSEEN = Failure("AssertionError", "", "", 0)
+_BROKEN = (Status.FAILED, Status.ERROR)
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A package as a repository: its files, where its bare repository lies (as rows say it), and its one commit."""
+
+    package: PinnedPackage
+    files: Mapping[str, SourceFile]
+    repo_path: str
+    commit: str
+    install: Install
+
+    def text(self, path: str) -> str:
+        return self.files[path].data.decode("utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Flips:
+    """What a bug does to the tests: which stop passing (each reported so, none just gone), and which go on."""
+
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...]
+
+
+def flips(base: TestRun, mutated: TestRun, flaky: Sequence[str] = ()) -> Flips:
+    """Compare two runs. Raises `TaskError` when the bug made pytest break off: that is no clean task."""
+    stable = [name for name, status in base.statuses.items() if status is Status.PASSED and name not in set(flaky)]
+    if not mutated.complete:
+        raise TaskError("the tests do not run to their end with the bug in")
+    here = [name for name in stable if name in mutated.statuses]
+    broken = tuple(sorted(name for name in here if mutated.statuses[name] in _BROKEN))
+    passing = [name for name in here if mutated.statuses[name] is Status.PASSED]
+    return Flips(broken, tuple(sorted(sorted(passing, key=_place)[:MAX_PASS_TO_PASS])))
+
+
+def apply_pinned(repository: Repository, mutation: PinnedMutation) -> str:
+    """The file with the bug in. Raises `TaskError` when the pinned text is not where it should be."""
+    if mutation.path not in repository.files:
+        raise TaskError(f"{mutation.id}: {repository.package.name} has no file {mutation.path}")
+    data = repository.files[mutation.path].data
+    if data[mutation.start : mutation.end].decode("utf-8", "replace") != mutation.before:
+        raise TaskError(f"{mutation.id}: {mutation.path} does not read {mutation.before!r} at byte {mutation.start}")
+    return (data[: mutation.start] + mutation.replacement.encode() + data[mutation.end :]).decode()
+
+
+async def make_row(trial: Trial, repository: Repository, mutation: PinnedMutation, base: TestRun) -> dict[str, JSON]:
+    """Run the pinned tests with the bug in and write the row. Raises `TaskError` when nothing notices the bug."""
+    after = apply_pinned(repository, mutation)
+    run = await trial.run(mutation.tests, timeout_s=MUTATED_TIMEOUT_S, changed={mutation.path: after})
+    within = {name: status for name, status in base.statuses.items() if name.split("::", 1)[0] in set(mutation.tests)}
+    found = flips(TestRun(within, complete=True), run, repository.package.flaky)
+    if not found.fail_to_pass:
+        raise TaskError(f"{mutation.id}: no test of {', '.join(mutation.tests)} notices the bug here")
+    return row(repository, mutation, after, found, run)
+
+
+def row(repository: Repository, mutation: PinnedMutation, after: str, found: Flips, run: TestRun) -> dict[str, JSON]:
+    """One row in the SWE-smith schema, with our own columns after it."""
+    package = repository.package
+    failures = {name: run.failures.get(name, _UNSEEN) for name in found.fail_to_pass}
+    texts = {
+        failure.path: repository.text(failure.path) for failure in failures.values() if failure.path in repository.files
+    }
+    statement = problem_statement(package.name, failures, texts)
+    if leaked := mentions(statement, [mutation.path]):
+        raise TaskError(f"{mutation.id}: the problem statement names {leaked[0]!r}")
+    return {
+        "instance_id": f"pypi__{package.name}.{repository.commit[:8]}.{mutation.id}",
+        "repo": f"pypi/{package.name}",
+        "base_commit": repository.commit,
+        "patch": apply_diff.between(mutation.path, repository.text(mutation.path), after),
+        "problem_statement": statement,
+        "FAIL_TO_PASS": list(found.fail_to_pass),
+        "PASS_TO_PASS": list(found.pass_to_pass),
+        "image_name": "",
+        "created_at": _CREATED_AT,
+        "schema": ROW_SCHEMA,
+        "kind": RowKind.SMITH.value,
+        "version": package.version,
+        "repo_path": repository.repo_path,
+        "install": repository.install.to_json(),
+    }
+
+
+def _place(node_id: str) -> str:
+    return hashlib.sha256(node_id.encode()).hexdigest()

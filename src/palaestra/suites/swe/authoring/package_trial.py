@@ -1,0 +1,72 @@
+"""A package's tests in slots: once as it is, and once for every change of it that is tried.
+
+The tree is unpacked into one slot, sealed, and every run starts from that snapshot with the network off, through the
+very functions that grade an agent.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from palaestra.sandbox.slot import WORKSPACE, SlotSource, SlotSpec, Snapshot
+from palaestra.suites.swe.authoring.sdist import SourceFile
+from palaestra.suites.swe.install import Toolchain
+from palaestra.suites.swe.run_tests import TestRun, run_files
+from palaestra.suites.swe.workspace import unpack
+
+REPO_DIR = f"{WORKSPACE}/repo"
+
+
+class Trial:
+    """One package, ready to be tested. Runs may go on at the same time, each in a slot of its own."""
+
+    def __init__(self, slots: SlotSource, name: str, spec: SlotSpec, snapshot: Snapshot, toolchain: Toolchain) -> None:
+        self._slots = slots
+        self._name = name
+        self._spec = spec
+        self._snapshot = snapshot
+        self._toolchain = toolchain
+
+    async def run(self, tests: Sequence[str], *, timeout_s: float, changed: Mapping[str, str] | None = None) -> TestRun:
+        """Run all tests of these files, with some files of the package changed. Raises `InfraError`."""
+        slot = await self._slots.acquire(f"build-{self._name}", spec=self._spec, snapshot=self._snapshot)
+        try:
+            for path, text in (changed or {}).items():
+                await slot.write_bytes(f"{REPO_DIR}/{path}", text.encode())
+            return await run_files(slot, self._toolchain, REPO_DIR, tests, timeout_s=timeout_s)
+        finally:
+            await self._slots.release(slot)
+
+
+@asynccontextmanager
+async def open_trial(
+    slots: SlotSource, name: str, files: Mapping[str, SourceFile], toolchain: Toolchain
+) -> AsyncIterator[Trial]:
+    """Prepare the snapshot, and drop it at the end."""
+    spec = SlotSpec(mounts=toolchain.mounts)
+    slot = await slots.acquire(f"build-{name}", spec=spec)
+    try:
+        await unpack(slot, _tar(files), REPO_DIR)
+    except BaseException:
+        await slots.release(slot)
+        raise
+    snapshot = await slots.seal(slot)
+    try:
+        full_values = (*toolchain.pytest_args, "-o", "verbosity_assertions=2")  # for the problem statements
+        yield Trial(slots, name, spec, snapshot, replace(toolchain, pytest_args=full_values))
+    finally:
+        await slots.forget(snapshot)
+
+
+def _tar(files: Mapping[str, SourceFile]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for path, file in sorted(files.items()):
+            member = tarfile.TarInfo(path)
+            member.size, member.mode = len(file.data), 0o755 if file.executable else 0o644
+            tar.addfile(member, io.BytesIO(file.data))
+    return buffer.getvalue()

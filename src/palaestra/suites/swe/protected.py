@@ -1,0 +1,180 @@
+"""Which part of an agent's change must not decide its own grade.
+
+Grading runs the named tests over the agent's change with everything listed here shown as it was prepared: the tests,
+their fixtures and configuration, and what Python or pytest would load by itself. New source modules are kept: agents
+may add them.
+
+Invariant: what decides is the path alone, never the content, so that nothing an agent writes can talk its way out.
+Not covered: code under test shares its process with the test runner. `testing.py` says what that means.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import PurePosixPath
+
+from palaestra.sandbox.slot import Change
+from palaestra.suites.swe import unified_diff
+from palaestra.suites.swe.swe_rows import RowKind, SweRow
+
+CONFIG_NAMES = frozenset(
+    {
+        "conftest.py",
+        "pytest.ini",
+        ".pytest.ini",
+        "pytest.toml",
+        ".pytest.toml",
+        "tox.ini",
+        "setup.cfg",
+        "pyproject.toml",
+        "noxfile.py",
+        "setup.py",
+        ".coveragerc",
+        "sitecustomize.py",
+        "usercustomize.py",
+        "pyvenv.cfg",
+    }
+)
+"""Files that pytest, the interpreter or an installer obey wherever they lie: a new one could turn tests off."""
+
+CONFIG_SUFFIXES = (".pth", ".pyc", ".pyo", ".egg-link")
+
+CACHE_DIRECTORIES = frozenset({".git", ".hg", ".pytest_cache", "__pycache__", ".tox", ".venv", "venv", ".eggs"})
+"""Never part of a solution. A planted `__pycache__` would run instead of the source beside it."""
+
+TEST_DIRECTORIES = frozenset({"test", "tests", "testing"})
+
+SHADOWED = frozenset(sys.stdlib_module_names) | {
+    "pytest",
+    "_pytest",
+    "pluggy",
+    "iniconfig",
+    "packaging",
+    "pygments",
+    "exceptiongroup",
+    "tomli",
+    "py",
+}
+"""Import names that the test run itself needs: a new top-level module of such a name would be imported instead."""
+
+
+def protected_paths(
+    changes: Sequence[Change], row: SweRow, pristine_paths: Collection[str], repo_dir: str = ""
+) -> tuple[str, ...]:
+    """The changed paths to leave out of the graded view, sorted, as they stand in `changes`.
+
+    `repo_dir` is where the repository lies in the slot, `pristine_paths` are the files of the prepared repository
+    relative to it. Changes outside `repo_dir` are none of this function's business: the view leaves them out anyway.
+    """
+    pristine = _WithDirectories(pristine_paths)
+    tests = _test_files(row)
+    guarded = _test_directories(tests, pristine_paths)
+    prefix = PurePosixPath("/", repo_dir or "/")
+    found = []
+    for change in changes:
+        path = PurePosixPath("/", change.path)
+        if path.is_relative_to(prefix):
+            inside = path.relative_to(prefix)
+            if inside.parts and _is_protected(inside, change, tests, guarded, pristine):
+                found.append(change.path)
+    return tuple(sorted(found))
+
+
+def hidden_files(
+    changes: Sequence[Change], row: SweRow, pristine_paths: Collection[str], repo_dir: str = ""
+) -> tuple[str, ...]:
+    """Protected files of the prepared repository that a rewritten (opaque) directory hides; relative to `repo_dir`.
+
+    Leaving the directory out of the view would lose honest work in it, so grading writes these files back instead.
+    """
+    prefix = PurePosixPath("/", repo_dir or "/")
+    opaque = [PurePosixPath("/", change.path) for change in changes if change.opaque]
+    below = [path for path in pristine_paths if any((prefix / path).is_relative_to(top) for top in opaque)]
+    as_changes = [Change(str(prefix / path), "file") for path in below]
+    kept = protected_paths(as_changes, row, pristine_paths, repo_dir)
+    return tuple(str(PurePosixPath(path).relative_to(prefix)) for path in kept)
+
+
+class _WithDirectories:
+    """The prepared files, with the directories they imply."""
+
+    def __init__(self, paths: Collection[str]) -> None:
+        self.files = frozenset(paths)
+        self.all = self.files | {str(parent) for path in self.files for parent in PurePosixPath(path).parents}
+
+
+def _is_protected(
+    path: PurePosixPath, change: Change, tests: frozenset[str], guarded: frozenset[str], pristine: _WithDirectories
+) -> bool:
+    parts = path.parts
+    if path.name in CONFIG_NAMES or path.name.endswith(CONFIG_SUFFIXES):
+        return True
+    if CACHE_DIRECTORIES.intersection(parts):
+        return True
+    if any(part.endswith((".egg-info", ".dist-info")) for part in parts):
+        return True
+    if str(path) in tests or any(str(parent) in guarded for parent in (path, *path.parents)):
+        return True
+    if _hides_tests(path, change, tests, guarded):
+        return True
+    return _shadows(path, pristine)
+
+
+def _hides_tests(path: PurePosixPath, change: Change, tests: frozenset[str], guarded: frozenset[str]) -> bool:
+    """A directory above protected paths that is gone or became a file or link. A rewritten one: `hidden_files`."""
+    if change.kind == "dir":
+        return False
+    return any(PurePosixPath(kept).is_relative_to(path) for kept in (*tests, *guarded))
+
+
+def _shadows(path: PurePosixPath, pristine: _WithDirectories) -> bool:
+    """A new importable name at the root, or in a directory of sources, that stands before the real module."""
+    if str(path) in pristine.files:
+        return False
+    for depth, part in enumerate(path.parts, 1):
+        here = PurePosixPath(*path.parts[:depth])
+        importable = depth < len(path.parts) or part.endswith((".py", ".so")) or "." not in part
+        if importable and part.split(".")[0] in SHADOWED and str(here) not in pristine.all:
+            return _is_import_root(here.parent, pristine)
+    return False
+
+
+def _is_import_root(directory: PurePosixPath, pristine: _WithDirectories) -> bool:
+    """Whether modules in this directory are imported by their bare name: a prepared directory that is no package."""
+    return str(directory) in pristine.all and str(directory / "__init__.py") not in pristine.files
+
+
+def _test_files(row: SweRow) -> frozenset[str]:
+    named = set(row.test_files)
+    if row.kind is RowKind.BENCH:
+        named |= {file.path for file in unified_diff.parse(row.test_patch)}
+    return frozenset(named)
+
+
+def _test_directories(tests: frozenset[str], pristine_paths: Collection[str]) -> frozenset[str]:
+    """Directories kept whole: those named like test directories, and those that hold named tests and no sources.
+
+    A named test that lies beside the package's own modules (or at the root) guards only itself and its like.
+    """
+    guarded = set()
+    for path in (*tests, *pristine_paths):
+        if path in tests or _looks_like_test(PurePosixPath(path).name):
+            guarded |= {str(parent) for parent in PurePosixPath(path).parents if parent.name in TEST_DIRECTORIES}
+    for test in tests:
+        directory = PurePosixPath(test).parent
+        if directory.parts and _only_tests(directory, pristine_paths):
+            guarded.add(str(directory))
+    loose = {path for path in pristine_paths if _looks_like_test(PurePosixPath(path).name)}
+    return frozenset(guarded | loose)
+
+
+def _only_tests(directory: PurePosixPath, pristine_paths: Collection[str]) -> bool:
+    names = [PurePosixPath(path).name for path in pristine_paths if PurePosixPath(path).parent == directory]
+    return all(
+        _looks_like_test(name) or name in ("__init__.py", "conftest.py") or not name.endswith(".py") for name in names
+    )
+
+
+def _looks_like_test(name: str) -> bool:
+    return name.endswith(".py") and (name.startswith(("test_", "tests_")) or name[:-3].endswith(("_test", "_tests")))

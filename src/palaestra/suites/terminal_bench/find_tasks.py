@@ -1,0 +1,193 @@
+"""Where terminal tasks come from: a folder of task folders, one task folder, or rows with the folders packed in them.
+
+Rows (JSONL or Parquet) have either one archive of the whole task (`task_binary`, a `.tar.gz`), or the parts apart
+(`task_name, instruction, category, docker_image, environment_tar, tests_tar, test_sh`, archives in base64). They are
+unpacked into the cache, by their content, and then read as folders are.
+
+Invariant: one bad task never hides the others. It is collected with its message, and the caller decides.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import json
+import lzma
+import shutil
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from palaestra.core.config import local_path
+from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.types import JSON
+from palaestra.envs.datasets import SUFFIXES, read_rows
+from palaestra.suites.terminal_bench import harbor, task_yaml
+from palaestra.suites.terminal_bench.terminal_task import TerminalTask
+
+MAX_UNPACKED_BYTES = 1 << 30
+
+_LONGEST_NAME = 255
+"""Bytes: what file systems take as the name of a folder."""
+
+
+class LeftOut(TaskError):
+    """A task that cannot be used, and why."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name, self.reason = name, reason
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The tasks that can be used, by name, and those that cannot."""
+
+    tasks: tuple[TerminalTask, ...]
+    left_out: tuple[LeftOut, ...]
+
+
+def load_tasks(source: str, cache: Path, *, split: str = "train", fields: Mapping[str, str] | None = None) -> Loaded:
+    """Read every task of a source. Raises `ConfigError` where the source itself cannot be read or holds no task."""
+    path = local_path(source)
+    tasks: dict[str, TerminalTask] = {}
+    left_out: list[LeftOut] = []
+    folders: Iterable[tuple[str, Path | TaskError]] = list(_folders(path)) if path.is_dir() else ()
+    if not folders and not (path.is_dir() and not _holds_rows(path)):
+        folders = _unpacked_rows(source, cache, split, fields)
+    for name, folder in folders:
+        if isinstance(folder, TaskError):
+            left_out.append(LeftOut(name, str(folder)))
+            continue
+        try:
+            task = read_folder(folder)
+        except TaskError as error:
+            left_out.append(LeftOut(name, str(error)))
+            continue
+        if task.name in tasks:
+            left_out.append(LeftOut(name, f"there is another task of this name, in {tasks[task.name].path}"))
+        else:
+            tasks[task.name] = task
+    if not tasks and not left_out:
+        raise ConfigError(
+            f"{source} holds no task: no folder in it has a {harbor.CONFIG_NAME} or {task_yaml.CONFIG_NAME}"
+        )
+    return Loaded(tuple(tasks.values()), tuple(left_out))
+
+
+def read_folder(folder: Path) -> TerminalTask:
+    """The task of one folder, in whichever format it is. Raises `TaskError`."""
+    if harbor.is_task(folder):
+        return harbor.read_task(folder)
+    if task_yaml.is_task(folder):
+        return task_yaml.read_task(folder)
+    raise TaskError(f"{harbor.CONFIG_NAME} is missing")
+
+
+def _folders(path: Path) -> Iterator[tuple[str, Path]]:
+    """The task folders at a path: itself, or all below it, sorted. What looks like a task without its file counts."""
+    if _is_task(path):
+        yield path.name, path.resolve()
+        return
+    for folder in sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")):
+        if _is_task(folder) or (folder / "instruction.md").is_file():
+            yield folder.name, folder.resolve()
+        else:
+            yield from _folders(folder)
+
+
+def _holds_rows(path: Path) -> bool:
+    return any(entry.suffix.lower() in SUFFIXES for entry in path.rglob("*"))
+
+
+def _is_task(folder: Path) -> bool:
+    return harbor.is_task(folder) or task_yaml.is_task(folder)
+
+
+def _unpacked_rows(
+    source: str, cache: Path, split: str, fields: Mapping[str, str] | None
+) -> Iterator[tuple[str, Path | TaskError]]:
+    for number, row in read_rows(source, split=split, fields=fields):
+        if isinstance(row, TaskError):
+            yield f"row {number}", row
+            continue
+        name = str(row.get("task_name") or row.get("path") or f"row {number}").rstrip("/").rpartition("/")[2]
+        try:
+            yield name, _unpacked(row, name, cache)
+        except (TaskError, UnicodeEncodeError) as error:
+            yield name, TaskError(f"row {number}: {error}")
+
+
+def _unpacked(row: Mapping[str, JSON], name: str, cache: Path) -> Path:
+    """The row's folder in the cache, unpacked now where it was not before."""
+    if not name or name in (".", "..") or not name.isprintable() or len(name.encode()) > _LONGEST_NAME:
+        raise TaskError(f"{name!r:.100} cannot be the name of a task")
+    digest = hashlib.sha256(repr(sorted(row.items())).encode()).hexdigest()[:16]
+    place = cache / "terminal-tasks" / digest / name
+    if place.is_dir():
+        return place
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix="new-") as temporary:
+        fresh = Path(temporary, name)
+        fresh.mkdir()
+        _fill(fresh, row)
+        shutil.rmtree(place, ignore_errors=True)
+        fresh.rename(place)
+    return place
+
+
+def _fill(folder: Path, row: Mapping[str, JSON]) -> None:
+    whole = row.get("task_binary") or row.get("task_archive")
+    if whole:
+        _extract(_bytes(whole, "task_binary"), folder, "task_binary")
+        return
+    if not row.get("instruction"):
+        raise TaskError("column 'instruction' is missing or empty")
+    (folder / "instruction.md").write_text(str(row["instruction"]), encoding="utf-8")
+    for column, below in (("environment_tar", "environment"), ("tests_tar", "tests"), ("solution_tar", "solution")):
+        (folder / below).mkdir()
+        if row.get(column):
+            _extract(_bytes(row[column], column), folder / below, column)
+    if row.get("test_sh"):
+        (folder / "tests/test.sh").write_text(str(row["test_sh"]), encoding="utf-8")
+    (folder / harbor.CONFIG_NAME).write_text(_task_toml(row), encoding="utf-8")
+
+
+def _task_toml(row: Mapping[str, JSON]) -> str:
+    """The settings that a row has in columns. JSON's strings are TOML's, too."""
+    lines = ['version = "1.0"', "[metadata]"]
+    lines += [f"{key} = {json.dumps(str(row[key]))}" for key in ("category", "difficulty") if row.get(key)]
+    lines += (
+        [f"[environment]\ndocker_image = {json.dumps(str(row['docker_image']))}"] if row.get("docker_image") else []
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _bytes(value: JSON, column: str) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    try:
+        return base64.b64decode(str(value), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise TaskError(f"column {column!r} is not base64: {error}") from None
+
+
+def _extract(data: bytes, folder: Path, column: str) -> None:
+    """Unpack an archive that nobody has looked at: nothing outside the folder, no devices, and not without end."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            total = 0
+            for member in archive:
+                total += member.size
+                if total > MAX_UNPACKED_BYTES:
+                    raise TaskError(f"column {column!r} unpacks to more than {MAX_UNPACKED_BYTES} bytes")
+                archive.extract(member, folder, filter="data")
+    except TaskError:
+        raise
+    except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError) as error:
+        raise TaskError(f"column {column!r} is not an archive that can be unpacked: {error}") from None

@@ -1,0 +1,134 @@
+"""A chat completions server on the loopback that plays a list of replies: the fake beside the real servers.
+
+For trying out engines, environments and error handling without a model. Not a policy: it does not look at what it is
+asked (`engines/scripted.py` does), and not fast (`benchmarks/` has a faster one). It listens on 127.0.0.1 only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from aiohttp import web
+
+from palaestra.core.io.http_server import listening
+from palaestra.core.types import JSON
+
+
+@dataclass
+class Answer:
+    """One reply: a value sent as JSON, or bytes as they are, whole or, as a list, piece by piece.
+
+    `cut` breaks the connection, after the pieces where there are any; `hang` never answers.
+    """
+
+    body: JSON = None
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    cut: bool = False
+    hang: bool = False
+
+
+@dataclass
+class Seen:
+    """One request as it arrived; `path` is with its query."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: JSON
+
+
+class LoopbackServer:
+    """Answers requests in turn; the last answer goes on for ever. An async context manager; `url` is where it listens.
+
+    `models` answers every GET. `seen` holds the requests. While `gate` is an event that is not set, requests wait for
+    it; `at_once` and `most_at_once` count those under way.
+    """
+
+    def __init__(self, *answers: Answer, models: Answer | None = None) -> None:
+        self.answers = list(answers)
+        self.models = models or Answer({"object": "list", "data": [{"id": "m", "object": "model"}]})
+        self.seen: list[Seen] = []
+        self.at_once = self.most_at_once = 0
+        self.gate: asyncio.Event | None = None
+        self._changed = asyncio.Condition()
+        self._answered = 0
+
+    async def __aenter__(self) -> Self:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._listening = listening(app, "127.0.0.1", 0, shutdown_s=0.01)
+        self.url = await self._listening.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._listening.__aexit__(None, None, None)
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        self.seen.append(
+            Seen(request.method, request.path_qs, request.headers.copy(), json.loads(raw) if raw else None)
+        )
+        await self._count(1)
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+            return await self._answer(request)
+        finally:
+            await self._count(-1)
+
+    async def under_way(self, requests: int) -> None:
+        """Wait until so many requests are under way."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.at_once >= requests)
+
+    async def _count(self, change: int) -> None:
+        async with self._changed:
+            self.at_once += change
+            self.most_at_once = max(self.most_at_once, self.at_once)
+            self._changed.notify_all()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if request.method == "GET":
+            answer = self.models
+        else:
+            answer = self.answers[min(self._answered, len(self.answers) - 1)]
+            self._answered += 1
+        if isinstance(answer.body, list) and answer.body and all(isinstance(piece, bytes) for piece in answer.body):
+            return await _in_pieces(request, answer)
+        if answer.cut:
+            assert request.transport is not None
+            request.transport.abort()
+        if answer.hang:
+            await asyncio.Event().wait()
+        body = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
+        return web.Response(body=body, status=answer.status, headers=answer.headers, content_type="application/json")
+
+
+async def _in_pieces(request: web.Request, answer: Answer) -> web.StreamResponse:
+    """A stream of server-sent events, one write each."""
+    response = web.StreamResponse(status=answer.status, headers={"Content-Type": "text/event-stream", **answer.headers})
+    await response.prepare(request)
+    for piece in answer.body:
+        await response.write(piece)
+    if answer.cut:
+        assert request.transport is not None
+        request.transport.close()
+    return response
+
+
+def completion(content: str | None = "hi", finish: str = "stop", **message: JSON) -> JSON:
+    """A chat completion as a server sends it."""
+    return {
+        "id": "c1",
+        "object": "chat.completion",
+        "model": "m",
+        "choices": [
+            {"index": 0, "message": {"role": "assistant", "content": content, **message}, "finish_reason": finish}
+        ],
+        "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10},
+    }

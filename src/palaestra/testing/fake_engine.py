@@ -1,0 +1,148 @@
+"""A token engine without a model: it writes given texts in tokens as a model might, non-canonical ones included.
+
+The fake beside the real engines, for tests, benchmarks and trying out environments. A real sampler now and then emits
+tokens that spell the right text but are not the ones that the tokenizer would choose; `rate` is how often this one
+does, per token. Invariant: everything follows from the seed and the requests; the log-probability of a token follows
+from its id and its place alone (`toy_logprob`), so that a test can say what a ledger must hold.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.inference.engine import Sampled
+from palaestra.inference.tokenizers import FastTokenizer
+
+CHATML = (
+    "{% if tools %}{{ '<|im_start|>system\n# Tools' }}{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.reasoning_content %}{{ '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}{% endif %}"
+    "{{ message.content or '' }}"
+    '{% for call in message.tool_calls or [] %}{{ \'\n<tool_call>\n{"name": "\' + call.function.name }}'
+    "{{ '\", \"arguments\": ' + call.function.arguments | tojson + '}\n</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""A plain chat template that appends: tools, thinking, calls and results."""
+
+CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def toy_tokenizer(
+    texts: Iterable[str] = (),
+    special: Sequence[str] = CHATML_TOKENS,
+    *,
+    end: str = "<|im_end|>",
+    size: int = 600,
+    chat_template: str | None = CHATML,
+    plain: Sequence[str] = (),
+) -> FastTokenizer:
+    """A byte-level BPE of at most about `size` ids, trained on `texts`; any text can be written in it.
+
+    `special` tokens are never text; `plain` ones are single tokens too, but text. `end` is the end-of-turn token.
+    """
+    try:
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError:
+        raise ConfigError("The toy tokenizer needs the extra 'tokens': pip install 'palaestra[tokens]'.") from None
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plain])
+    return FastTokenizer(tokenizer, chat_template=chat_template, special={"eos_token": end}, source="toy")
+
+
+class Misspeller:
+    """Writes text in tokens, each replaced with probability `rate` by two or more that spell the same."""
+
+    def __init__(self, tokenizer: FastTokenizer, rate: float, rng: random.Random) -> None:
+        self._tokenizer = tokenizer
+        self._rate = rate
+        self._rng = rng
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids that decode to `text`."""
+        ids: list[int] = []
+        for number in self._tokenizer.encode(text):
+            ids += self._split(number) if self._rng.random() < self._rate else [number]
+        return ids
+
+    def _split(self, number: int) -> list[int]:
+        token = self._tokenizer.id_to_token(number)
+        if token is None or len(token) < 2 or number in self._tokenizer.added_ids:
+            return [number]
+        cut = self._rng.randrange(1, len(token))
+        parts = [self._tokenizer.token_to_id(part) for part in (token[:cut], token[cut:])]
+        if None in parts:
+            parts = [self._tokenizer.token_to_id(letter) for letter in token]
+        return [part for part in parts if part is not None]
+
+
+class ToyEngine:
+    """A token engine that gives `replies` in turn.
+
+    `end` is the end-of-turn token after a reply, the tokenizer's own where None; `ends` says whether it is among the
+    ids of a reply that stopped. With probability `abort_rate` a request is aborted somewhere, and the policy version
+    counts on; the request that continues it gets the rest. `requests` and `sampled` count requests and tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: FastTokenizer,
+        replies: Iterator[str],
+        *,
+        rate: float = 0.0,
+        end: Callable[[str], int] | None = None,
+        ends: bool = True,
+        abort_rate: float = 0.0,
+        seed: int = 0,
+        name: str = "toy",
+    ) -> None:
+        self.name = name
+        self.requests = self.sampled = 0
+        self._replies = replies
+        self._rng = random.Random(seed)
+        self._misspeller = Misspeller(tokenizer, rate, self._rng)
+        self._end = end or (lambda reply: tokenizer.stop_ids[0])
+        self._ends = ends
+        self._abort_rate = abort_rate
+        self._version = 0
+        self._broken_off: dict[bytes, list[int]] = {}
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        """The next reply, or the rest of the one that was broken off at exactly these ids."""
+        self.requests += 1
+        prompt = array("i", input_ids)
+        rest = self._broken_off.pop(prompt.tobytes(), None)
+        if rest is None:
+            reply = next(self._replies)
+            rest = [*self._misspeller.encode(reply), self._end(reply)]
+        version, most = str(self._version), sampling.get("max_tokens") or len(rest)
+        if self._rng.random() < self._abort_rate:
+            given, finish = rest[: min(most, self._rng.randrange(len(rest)))], "abort"
+            self._version += 1
+            self._broken_off[(prompt + array("i", given)).tobytes()] = rest[len(given) :]
+        elif most < len(rest):
+            given, finish = rest[:most], "length"
+        else:
+            given, finish = rest if self._ends else rest[:-1], "stop"
+        self.sampled += len(given)
+        logprobs = [toy_logprob(number, len(prompt) + at) for at, number in enumerate(given)]
+        return Sampled(ids=given, logprobs=logprobs, finish_reason=finish, policy_version=version)
+
+
+def toy_logprob(number: int, place: int) -> float:
+    """The log-probability of token `number` at `place` of the whole sequence: made up, exact in 32 bits."""
+    made_up = -((number * 7919 + place * 104729) % 1021) / 128.0
+    exact: float = struct.unpack("<f", struct.pack("<f", made_up))[0]
+    return exact

@@ -1,0 +1,169 @@
+"""A token server on the loopback that speaks SGLang's wire, stock vLLM's and Atropos' vLLM's over any token engine.
+
+The fake beside the real servers: it listens on 127.0.0.1 unless told otherwise and samples nothing itself. `spoil` may
+change a reply before it is sent, to try out what clients do with a wrong one. `model_server.py` adds chat.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Self
+
+from aiohttp import web
+
+from palaestra.core.errors import ConfigError, ContextExceeded, EngineError, EngineUnavailable
+from palaestra.core.io.http_server import listening
+from palaestra.core.types import JSON
+from palaestra.inference.engine import Sampled, TokenEngine
+from palaestra.inference.tokenizers import Tokenizer
+
+Reply = dict[str, JSON]
+
+_WIRE_ONLY = {"model", "prompt", "logprobs", "return_token_ids", "return_tokens_as_token_ids"} | {
+    "skip_special_tokens",
+    "add_special_tokens",
+}
+"""What belongs to the wire and not to sampling."""
+
+
+class TokenLoopback:
+    """Serves `engine`. An async context manager; `url` is where it listens.
+
+    `stock` False leaves out `/v1/completions`, as Atropos' server does. `token_ids` False answers as vLLM before
+    0.10.2. `seen` holds the requests' bodies. `kind` signs the list of models, as vLLM and SGLang do. A client that
+    hangs up takes its request back.
+    """
+
+    def __init__(
+        self,
+        engine: TokenEngine,
+        tokenizer: Tokenizer,
+        *,
+        stock: bool = True,
+        token_ids: bool = True,
+        kind: str = "",
+        spoil: Callable[[Reply], Reply] = lambda reply: reply,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        keep_seen: bool = True,
+    ) -> None:
+        self.seen: list[JSON] = []
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._stock = stock
+        self._token_ids = token_ids
+        self._kind = kind
+        self._spoil = spoil
+        self._host, self._port, self._keep_seen = host, port, keep_seen
+        self._counter = itertools.count(1)
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=1 << 28, middlewares=[_told])
+        self.routes(app)
+        self._listening = listening(app, self._host, self._port, shutdown_s=0.01, handler_cancellation=True)
+        self.url = await self._listening.__aenter__()
+        return self
+
+    def routes(self, app: web.Application) -> None:
+        """Say what is answered."""
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/generate", self._generate)
+        if self._stock:
+            app.router.add_post("/v1/completions", self._completions)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._listening.__aexit__(None, None, None)
+
+    async def _body(self, request: web.Request) -> JSON:
+        body = await request.json()
+        if self._keep_seen:
+            self.seen.append(body)
+        return body
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": self._engine.name, "object": "model", "owned_by": self._kind}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        ids = list(self._tokenizer.encode(body["prompt"], add_special_tokens=False))
+        return web.json_response({"count": len(ids), "max_model_len": 1 << 20, "tokens": ids})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await self._body(request)
+        if "prompt" in body:
+            sampled = await self._sampled(body["prompt"]["prompt_token_ids"], body)
+            positions = [[{str(number): logprob}] for number, logprob in _pairs(sampled)]
+            reply: Reply = {"prompt": "", "logprobs": [positions], "finish_reasons": [sampled.finish_reason]}
+            return web.json_response(self._spoil(reply))
+        settings = body["sampling_params"]
+        names = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
+        asked = {names.get(name, name): value for name, value in settings.items()}
+        sampled = await self._sampled(body["input_ids"], asked)
+        info = {
+            "id": str(next(self._counter)),
+            "finish_reason": {"type": sampled.finish_reason},
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": len(sampled.ids),
+            "weight_version": sampled.policy_version,
+            "output_token_logprobs": [[logprob, number, None] for number, logprob in _pairs(sampled)],
+        }
+        text = self._tokenizer.decode(list(sampled.ids), skip_special_tokens=True)
+        return web.json_response(self._spoil({"text": text, "meta_info": info}))
+
+    async def _completions(self, request: web.Request) -> web.Response:
+        body = await self._body(request)
+        prompt = body["prompt"]
+        if isinstance(prompt, str):
+            special = body.get("add_special_tokens", True)
+            prompt = list(self._tokenizer.encode(prompt, add_special_tokens=special))
+        sampled = await self._sampled(prompt, body)
+        choice = {
+            "index": 0,
+            "text": self._tokenizer.decode(list(sampled.ids), skip_special_tokens=True),
+            "finish_reason": sampled.finish_reason,
+            "logprobs": {
+                "tokens": [f"token_id:{number}" for number in sampled.ids],
+                "token_logprobs": list(sampled.logprobs),
+            },
+        }
+        if self._token_ids and body.get("return_token_ids"):
+            choice |= {"token_ids": list(sampled.ids), "prompt_token_ids": prompt}
+        used = {"prompt_tokens": len(prompt), "completion_tokens": len(sampled.ids)}
+        reply: Reply = {
+            "id": f"cmpl-{next(self._counter)}",
+            "model": self._engine.name,
+            "choices": [choice],
+            "usage": used,
+        }
+        return web.json_response(self._spoil(reply))
+
+    async def _sampled(self, input_ids: Sequence[int], asked: Mapping[str, JSON]) -> Sampled:
+        """Ask the engine."""
+        return await self._engine.generate(
+            input_ids, {name: value for name, value in asked.items() if name not in _WIRE_ONLY}
+        )
+
+
+@web.middleware
+async def _told(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Why a request was not answered, as the OpenAI API tells it: 503 for what trying again may change, or 400."""
+    try:
+        return await handler(request)
+    except (EngineError, ConfigError) as error:
+        told = {"message": str(error), "type": type(error).__name__}
+        if isinstance(error, ContextExceeded):
+            told["code"] = "context_length_exceeded"
+        return web.json_response({"error": told}, status=503 if isinstance(error, EngineUnavailable) else 400)
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, LookupError, TypeError) as error:
+        message = f"the request cannot be read: {type(error).__name__}: {error}"
+        return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=400)
+
+
+def _pairs(sampled: Sampled) -> list[tuple[int, float]]:
+    return list(zip(sampled.ids, sampled.logprobs, strict=True))

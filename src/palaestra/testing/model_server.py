@@ -1,0 +1,111 @@
+"""A model server over any token engine, for development and tests: OpenAI chat, and the token wires of vLLM and SGLang.
+
+Every engine client can be tried against real sampling by a real (small) model on one machine. Not for load: one process
+samples, and nothing is cached between requests. Chat is rendered and parsed exactly as token-exact chat does it
+(`managed.py`), so that a client that chats and one that sends tokens see the same model.
+
+It speaks plain HTTP and knows no users: bind it to the loopback or to a network of your own. Sources: the OpenAI API
+reference; vLLM's OpenAI-compatible server; SGLang's native API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from aiohttp import web
+
+from palaestra.core.types import JSON
+from palaestra.inference.engine import ChatCompletion, TokenEngine
+from palaestra.inference.token_exact.managed_chat import ManagedChat
+from palaestra.inference.tokenizers import Tokenizer
+from palaestra.testing.fake_token_server import TokenLoopback
+
+_REQUEST_ONLY = frozenset({"model", "stream", "stream_options", "user", "store", "metadata", "max_completion_tokens"})
+"""Fields of a chat request that are no sampling settings."""
+
+
+class ChattingEngine(TokenEngine, Protocol):
+    """A token engine with a tokenizer and token-exact chat on top, as `engines/token_chat.py` gives them."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def managed_server(self) -> ManagedChat: ...
+
+
+class ModelServer(TokenLoopback):
+    """Serves one started engine. An async context manager; `url` is where it listens.
+
+    Routes: `/v1/chat/completions` (with tools; whole, or streamed in one piece), `/v1/completions` and `/tokenize` as
+    stock vLLM, `/generate` as SGLang or as Atropos' vLLM, `/v1/models`, `/health`.
+    """
+
+    def __init__(self, engine: ChattingEngine, *, host: str = "127.0.0.1", port: int = 0, kind: str = "") -> None:
+        super().__init__(engine, engine.tokenizer, kind=kind, host=host, port=port, keep_seen=False)
+        self._chat_engine = engine
+
+    def routes(self, app: web.Application) -> None:
+        super().routes(app)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_get("/health", self._health)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        messages = body.pop("messages")
+        limit = body.get("max_completion_tokens")
+        settings = {name: value for name, value in body.items() if name not in _REQUEST_ONLY and value is not None}
+        if limit is not None:
+            settings.setdefault("max_tokens", limit)
+        completion = await self._chat_engine.managed_server().chat_completion(messages=messages, **settings)
+        reply = _as_openai(completion, next(self._counter))
+        return await _streamed(request, reply) if body.get("stream") else web.json_response(reply)
+
+
+def _as_openai(completion: ChatCompletion, number: int) -> dict[str, JSON]:
+    reply = completion.model_dump()
+    reply.update(id=f"chatcmpl-{number}", object="chat.completion", created=int(time.time()))
+    for choice in reply["choices"]:
+        choice["message"] = {name: value for name, value in choice["message"].items() if value is not None}
+        choice["message"].setdefault("content", None)
+    return reply
+
+
+async def _streamed(request: web.Request, reply: Mapping[str, JSON]) -> web.StreamResponse:
+    """The reply as server-sent events: each choice in one piece, then its end, then the usage."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    shared = {
+        "id": reply["id"],
+        "object": "chat.completion.chunk",
+        "created": reply["created"],
+        "model": reply["model"],
+    }
+    events: list[Mapping[str, JSON]] = []
+    for choice in reply["choices"]:
+        delta = dict(choice["message"])
+        if delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
+        piece = {"index": choice["index"], "delta": delta, "finish_reason": None}
+        events.append({**shared, "choices": [piece]})
+        events.append({**shared, "choices": [{**piece, "delta": {}, "finish_reason": choice["finish_reason"]}]})
+    events.append({**shared, "choices": [], "usage": reply["usage"]})
+    for event in events:
+        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def serve_model(
+    engine: ChattingEngine, host: str, port: int, started: Callable[[str], None], stop: asyncio.Event
+) -> None:
+    """Serve a started engine until told to stop. Raises `ConfigError` where the address cannot be had."""
+    async with ModelServer(engine, host=host, port=port) as server:
+        started(server.url)
+        await stop.wait()

@@ -1,0 +1,342 @@
+"""One rollout's browser: its context, the page that is looked at, references, and what happened meanwhile.
+
+A `ToolRun.state`: it closes when the rollout ends. The tools' own words and shapes are in `builtin/browser.py`.
+
+Invariant: what a page or a model does wrong is a `ToolMistake` that the model reads; a browser that is gone is a
+`ToolUnavailable`, and the next call of any rollout gets a fresh one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
+
+from palaestra.core.errors import ToolUnavailable
+from palaestra.core.types import JSON
+from palaestra.sandbox.slotd.network.forward import NAME
+from palaestra.tools.browser.accessibility_tree import Numbers, Shown, show
+from palaestra.tools.browser.page_events import Happenings
+from palaestra.tools.browser.shared_browser import Lease, SharedBrowser
+from palaestra.tools.net.host_policy import Reach
+from palaestra.tools.settings import ToolSettings
+from palaestra.tools.tool import ToolMistake, ToolRun
+
+if TYPE_CHECKING:
+    from playwright.async_api import ConsoleMessage, Dialog, Download, JSHandle, Locator, Page, Response, WebError
+
+T = TypeVar("T")
+
+MAX_TABS = 8
+NEW_TAB_S = 0.15
+"""How long a click or a key has to open a new tab. One that comes later is told of with the next reply."""
+SETTLE_S = 5.0
+"""How long a page that has begun to load may go on before it is shown as it is."""
+ANSWER_S = 3.0
+"""How long a page may take to answer anything at all before it is given up for another."""
+HANG_S = 10.0
+"""How long a page may keep an answer back beyond its own limit before it counts as hung."""
+
+_DIED = "the browser has died, and this rollout's pages with it"
+_SCHEMES = frozenset({"http", "https", "data"})
+_PORTS = {"http": 80, "https": 443}
+
+
+class BrowserSession:
+    """Opens with the first `page`. Calls of one rollout take turns (`turn`)."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.happenings = Happenings()
+        self._numbers = Numbers()
+        self._shared: SharedBrowser | None = None
+        self._lease: Lease | None = None
+        self._tabs: list[Page] = []
+        self._broken: set[Page] = set()
+        self._documents: dict[Page, tuple[JSHandle, int]] = {}
+        self._seen = 0
+        self._tab_came = asyncio.Event()
+
+    @property
+    def page(self) -> Page:
+        """The page that is looked at. Raises `ToolMistake` where none is open, `ToolUnavailable` as `check` does."""
+        if self._dead:
+            raise ToolUnavailable(_DIED)
+        if not self._tabs:
+            raise ToolMistake("No page is open. Open one with browser_navigate")
+        if self._tabs[-1] in self._broken:
+            raise ToolMistake("The page has crashed or hangs. Open another with browser_navigate")
+        return self._tabs[-1]
+
+    @property
+    def _dead(self) -> bool:
+        return self._lease is not None and not self._lease.running.browser.is_connected()
+
+    async def check(self) -> None:
+        """Raises `ToolUnavailable`, once, where the browser has died with this rollout's pages."""
+        if self._dead:
+            await self.aclose()
+            raise ToolUnavailable(_DIED)
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a browser."""
+        return self._lease is not None
+
+    async def aclose(self) -> None:
+        """Close all pages and forget what they kept. Idempotent; a later `navigate` opens anew."""
+        lease, self._lease = self._lease, None
+        self._tabs.clear()
+        self._broken.clear()
+        self._documents.clear()
+        if lease is not None and self._shared is not None:
+            await asyncio.shield(self._shared.give_back(lease))
+
+    async def navigate(self, url: str, run: ToolRun, settings: ToolSettings) -> int | None:
+        """Open an address in the page that is looked at; the status of the reply, where there is one."""
+        url, host, port = _address(url)
+        reach = Reach(settings.browser_allow, settings.browser_block)
+        if host and (why := reach.refusal(host, port)) is not None:
+            raise ToolMistake(f"{url} is not opened: {why}")
+        await self._open(run, settings)
+        if self._tabs[-1] in self._broken or await self._hangs(self._tabs[-1]):
+            await self._replace_broken()
+        response = await self._load(url, host, port, settings)
+        await self.settle()
+        if response is None:
+            return None
+        if (await self.ask(response.all_headers())).get("proxy-status", "").startswith(f"{NAME};"):
+            why = (await self.ask(response.text())).strip()
+            raise ToolMistake(f"{_led(url, self.page.url)} is not opened: {why}")
+        return response.status
+
+    async def _load(self, url: str, host: str, port: int, settings: ToolSettings) -> Response | None:
+        """The page's own reply; None where there is none, or where a script led elsewhere before it was there."""
+        page, limit_s = self.page, settings.browser_navigation_timeout_s
+        for _ in range(3):
+            try:
+                return await self.ask(page.goto(url, wait_until="domcontentloaded"), limit_s)
+            except ToolMistake as mistake:
+                words = str(mistake)
+            if "interrupted by another navigation" not in words:
+                break
+            if "chrome-error:" not in words:
+                return None
+        why = self._lease.egress.why(host, port) if self._lease is not None and "ERR_TUNNEL" in words else None
+        raise ToolMistake(f"{url} cannot be opened: {why or words}")
+
+    async def snapshot(self, settings: ToolSettings, *, full: bool, skipped_lines: int = 0) -> Shown:
+        """The page as text, with references for `element`."""
+        page = self.page
+        for _ in range(3):
+            document = await self._current_document(page)
+            source = await self.ask(page.aria_snapshot(mode="ai"))
+            if document == await self._current_document(page):
+                break
+        return show(
+            source,
+            self._numbers,
+            document,
+            full=full,
+            most_chars=settings.browser_snapshot_chars,
+            skipped_lines=skipped_lines,
+        )
+
+    async def element(self, reference: str) -> Locator:
+        """The element of a reference. Raises `ToolMistake` for one that is unknown or out of date."""
+        page, known = self.page, self._numbers.find(reference)
+        if known is None:
+            raise ToolMistake(f"There is no reference {reference!r}. browser_snapshot gives references such as @e5")
+        stale = ToolMistake(
+            f"{reference} ({known.role} {known.name!r}) is out of date: the page has changed since. Take a new "
+            "browser_snapshot and use its references"
+        )
+        if known.document != await self._current_document(page):
+            raise stale
+        found = page.locator(f"aria-ref={known.own}")
+        try:
+            count = await self.ask(found.count())
+        except ToolMistake:
+            count = 0
+        if count != 1:
+            raise stale
+        return found
+
+    def expect_tab(self) -> None:
+        """A tab that is opened from now on is one that `settle` waits for."""
+        self._tab_came.clear()
+
+    async def ask(self, answer: Awaitable[T], limit_s: float = 0.0) -> T:
+        """What the browser answers; `limit_s` is the call's own time limit.
+
+        Raises `ToolMistake`, or `ToolUnavailable` when the browser is gone.
+        """
+        from playwright.async_api import Error
+
+        try:
+            async with asyncio.timeout(limit_s + HANG_S):
+                return await answer
+        except TimeoutError:
+            self._broken.update(self._tabs[-1:])
+            raise ToolMistake("The page hangs, perhaps in a script of its own. browser_navigate leaves it") from None
+        except Error as error:
+            await self.check()
+            raise ToolMistake(_explained(error.message)) from None
+
+    async def settle(self, *, new_tab: bool = False) -> None:
+        """Let a page that has begun to load go on for a moment, and with `new_tab` let a new tab come to the front."""
+        from playwright.async_api import Error
+
+        if new_tab:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(NEW_TAB_S):
+                    await self._tab_came.wait()
+        with contextlib.suppress(Error, TimeoutError, ToolMistake):
+            async with asyncio.timeout(SETTLE_S):
+                await self.page.wait_for_load_state("load")
+                await self.page.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
+
+    async def back(self, settings: ToolSettings) -> None:
+        """To the page before, or from a new tab to the one that it came from."""
+        page, before, limit_s = self.page, self.page.url, settings.browser_navigation_timeout_s
+        if await self.ask(page.go_back(wait_until="domcontentloaded"), limit_s) is None and page.url == before:
+            if len(self._tabs) == 1:
+                raise ToolMistake("There is no page before this one")
+            await self.ask(self._tabs[-1].close())
+        await self.settle()
+
+    def told(self, reply: dict[str, JSON]) -> dict[str, JSON]:
+        """The reply with what else happened."""
+        notes = self.happenings.take_notes()
+        return {**reply, "notes": list(notes)} if notes else reply
+
+    async def _open(self, run: ToolRun, settings: ToolSettings) -> None:
+        if self._lease is None:
+            self._shared = run.shared.get(SharedBrowser)
+            self._lease = await self._shared.lease(settings)
+            context = self._lease.context
+            context.on("page", self._opened)
+            context.on("console", self._wrote)
+            context.on("weberror", self._failed)
+            context.on("dialog", self._asked)
+        if not self._tabs:
+            await self.ask(self._lease.context.new_page())
+
+    async def _hangs(self, page: Page) -> bool:
+        """Whether a script keeps the page from answering: such a page cannot be led elsewhere either."""
+        from playwright.async_api import Error
+
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await page.evaluate("0")
+        except TimeoutError:
+            return True
+        except Error:
+            return False
+        return False
+
+    async def _replace_broken(self) -> None:
+        """A page that hangs is not waited for: its close goes on by itself."""
+        assert self._lease is not None
+        broken = self._tabs.pop()
+        self._spawn(broken.close())
+        if not self._tabs:
+            await self.ask(self._lease.context.new_page())
+
+    async def _current_document(self, page: Page) -> int:
+        """The number of the document that the page shows. A handle of an earlier one does not work any more."""
+        from playwright.async_api import Error
+
+        if page in self._documents:
+            handle, number = self._documents[page]
+            with contextlib.suppress(Error, TimeoutError):
+                async with asyncio.timeout(HANG_S):
+                    if await handle.evaluate("mine => mine === document"):
+                        return number
+        self._seen += 1
+        self._documents[page] = await self.ask(page.evaluate_handle("document")), self._seen
+        return self._seen
+
+    def _opened(self, page: Page) -> None:
+        if self._tabs:
+            self.happenings.note(f"a new tab was opened and is looked at now: {page.url}")
+        self._tabs.append(page)
+        self._tab_came.set()
+        page.on("close", self._closed)
+        page.on("crash", self._crashed)
+        page.on("download", self._refused)
+        if len(self._tabs) > MAX_TABS:
+            self.happenings.note(f"more than {MAX_TABS} tabs: the oldest was closed")
+            self._spawn(self._tabs[0].close())
+
+    def _closed(self, page: Page) -> None:
+        if page in self._tabs:
+            self._tabs.remove(page)
+        self._broken.discard(page)
+        self._documents.pop(page, None)
+
+    def _crashed(self, page: Page) -> None:
+        self._broken.add(page)
+
+    def _wrote(self, message: ConsoleMessage) -> None:
+        self.happenings.console(message.type, message.text)
+
+    def _failed(self, error: WebError) -> None:
+        self.happenings.script_error(str(error.error))
+
+    def _refused(self, download: Download) -> None:
+        self.happenings.note(
+            f"a download was refused: {download.suggested_filename} from {download.url[:300]} "
+            "(the terminal can fetch files into the workspace)"
+        )
+
+    def _asked(self, dialog: Dialog) -> None:
+        """A page stands still until its dialog is answered: with yes, and a prompt with its default."""
+        answer = f" with {dialog.default_value!r}" if dialog.type == "prompt" else ""
+        self.happenings.note(f"the page showed a dialog ({dialog.type}): {dialog.message!r}; it was accepted{answer}")
+        self._spawn(dialog.accept(dialog.default_value) if dialog.type == "prompt" else dialog.accept())
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        """Do something from within an event, where nothing can be awaited."""
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+def _address(url: str) -> tuple[str, str, int]:
+    """The whole address, its host and port. Raises `ToolMistake` for what is not opened."""
+    url = url.strip()
+    if not url:
+        raise ToolMistake("url is empty: say which page to open")
+    if url == "about:blank":
+        return url, "", 0
+    if not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:(?!\d+([/?#]|$))", url):
+        url = f"{'http' if re.match(_WITH_PORT, url) else 'https'}://{url}"
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or _PORTS.get(parts.scheme.lower(), 0)
+    except ValueError as error:
+        raise ToolMistake(f"{url!r} is no address: {error}") from None
+    if parts.scheme.lower() not in _SCHEMES:
+        raise ToolMistake(f"{url} is not opened: only http, https and data addresses are")
+    if parts.scheme.lower() != "data" and not host:
+        raise ToolMistake(f"{url!r} is no address: it names no host")
+    return url, host, port
+
+
+def _led(asked: str, got: str) -> str:
+    return asked if got.rstrip("/") == asked.rstrip("/") else f"{asked} leads to {got}, which"
+
+
+def _explained(message: str) -> str:
+    """Playwright's message in one line, with what its log says was in the way."""
+    lines = message.strip().splitlines()
+    what = re.sub(r"^\w+\.\w+: ", "", lines[0]) if lines else "the browser could not do it"
+    hindrance = [line.strip(" -") for line in lines[1:] if _HINDRANCE.search(line)]
+    return f"{what} ({hindrance[-1]})" if hindrance else what
+
+
+_WITH_PORT = re.compile(r"[^/?#]*:\d+([/?#]|$)")
+_HINDRANCE = re.compile(r"intercepts pointer events|is not (visible|enabled|editable|stable)|outside of the viewport")

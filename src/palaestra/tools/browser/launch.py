@@ -1,0 +1,191 @@
+"""Finding a Chromium that starts here, and starting it as safely as it can be started.
+
+What is there is found out by starting it, not by its version. Of the ways to start it, the first that works counts:
+
+    with root       as a user of its own, in Chromium's sandbox; the same without that sandbox; as root without it
+    without root    in Chromium's sandbox; without it
+
+Invariant: a way that is less safe is taken only after the safer ones failed, and the log says which one it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import logging
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from palaestra.core.errors import ToolUnavailable
+from palaestra.sandbox.slotd.unprivileged import users
+from palaestra.tools.browser import setuid_exec
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser, Playwright, ProxySettings
+
+logger = logging.getLogger(__name__)
+
+PROBE_S, START_S = 30.0, 60.0
+_SILENT = f"it showed nothing within {PROBE_S:g} s"
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+_PATH = "/usr/local/bin:/usr/bin:/bin:/snap/bin"
+_DOWNLOADED = ("chromium-*/chrome-linux*/chrome", "chromium_headless_shell-*/chrome-*linux*/*headless*shell")
+"""Where `playwright install chromium` puts it, below its cache."""
+
+_ARGUMENTS = (
+    "--disable-crash-reporter",
+    "--disable-gpu",
+    "--webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # the same, as older versions call it
+    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",  # names are the proxy's to look up
+)
+_NO_EXTRA = "install the extra `browser`: pip install 'palaestra[browser]'"
+_NO_CHROMIUM = "no Chromium is installed: apt-get install chromium, or playwright install chromium"
+
+
+@functools.cache
+def absent(executable: str | None = None) -> str | None:
+    """What is not installed here, with the way out, or None. Starts nothing, so that every run can afford to ask.
+
+    What is installed and does not start is found out by who browses first (`problem`): the world's failure.
+    """
+    if importlib.util.find_spec("playwright") is None:
+        return _NO_EXTRA
+    return None if any(Path(path).exists() for path in _candidates(executable)) else _NO_CHROMIUM
+
+
+@functools.cache
+def problem(executable: str | None = None) -> str | None:
+    """Why no browser can be started here, with the way out, or None. Starts one, once per process."""
+    if importlib.util.find_spec("playwright") is None:
+        return _NO_EXTRA
+    from playwright.async_api import Page
+
+    if not hasattr(Page, "aria_snapshot"):
+        return "this Playwright is too old to tell what a page holds: pip install -U playwright"
+    return None if usable(executable) else _failures(executable)
+
+
+@functools.cache
+def usable(executable: str | None = None) -> str | None:
+    """The first Chromium that shows an empty page, or None. `executable` leaves no other choice."""
+    return next((path for path in _candidates(executable) if _probe(path) is None), None)
+
+
+def _failures(executable: str | None) -> str:
+    reasons = [f"{path} does not start: {_probe(path)}" for path in _candidates(executable)]
+    return "; ".join(reasons) if reasons else _NO_CHROMIUM
+
+
+def _candidates(executable: str | None) -> list[str]:
+    if executable is not None:
+        return [executable]
+    installed = [path for name in _NAMES if (path := shutil.which(name, path=_PATH))]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        cache = Path.home() / ".cache" / "ms-playwright"
+        installed += [str(path) for pattern in _DOWNLOADED for path in sorted(cache.glob(pattern), reverse=True)]
+    return list(dict.fromkeys(installed))
+
+
+@functools.cache
+def _probe(path: str) -> str | None:
+    """Start it with an empty page: None where it works, else what it said. One that hangs gets another chance."""
+    said = _tried(path)
+    return _tried(path) if said == _SILENT else said
+
+
+def _tried(path: str) -> str | None:
+    with tempfile.TemporaryDirectory(prefix="palaestra-chromium-", ignore_cleanup_errors=True) as home:
+        command = [path, "--headless", "--no-sandbox", *_ARGUMENTS, f"--user-data-dir={home}/profile"]
+        environment = {"HOME": home, "TMPDIR": home, "PATH": _PATH, "LANG": "C.UTF-8"}
+        try:
+            chromium = subprocess.Popen(
+                [*command, "--dump-dom", "about:blank"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return str(error)
+        try:
+            page, errors = chromium.communicate(timeout=PROBE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(chromium.pid, signal.SIGKILL)
+            chromium.communicate()
+            return _SILENT
+    if chromium.returncode == 0 and b"<html" in page:
+        return None
+    words = errors.decode(errors="replace").strip().splitlines()
+    return f"exit code {chromium.returncode}, {words[-1][:200] if words else 'without a word'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to start it: as whom, and whether Chromium confines its own renderers."""
+
+    uid: int
+    sandboxed: bool
+
+    def __str__(self) -> str:
+        who = "root" if self.uid == 0 else f"the user {self.uid}"
+        return f"as {who}, {'in' if self.sandboxed else 'without'} Chromium's own sandbox"
+
+
+async def start(playwright: Playwright, executable: str, proxy: ProxySettings, home: Path) -> tuple[Browser, Way]:
+    """Start Chromium with `home` as its only directory. Raises `ToolUnavailable` where no way works."""
+    from playwright.async_api import Error
+
+    problems: list[str] = []
+    for way in _ways():
+        own = home / f"{way.uid}-{'in' if way.sandboxed else 'out'}"
+        try:
+            browser = await playwright.chromium.launch(
+                executable_path=_script(own, executable, way.uid),
+                chromium_sandbox=way.sandboxed,
+                args=list(_ARGUMENTS),
+                proxy=proxy,
+                timeout=START_S * 1000,
+                handle_sigint=False,
+                handle_sigterm=False,
+                handle_sighup=False,
+            )
+        except Error as error:
+            problems.append(f"{way}: {error.message.splitlines()[0]}")
+            continue
+        logger.log(logging.INFO if way.sandboxed else logging.WARNING, "the browser runs %s", way)
+        return browser, way
+    raise ToolUnavailable(f"{executable} cannot be started: {'; '.join(problems)}")
+
+
+def _ways() -> Iterator[Way]:
+    free = next((start for start in users.starts() if users.living(start) == 0), None)
+    if free is not None:
+        yield from (Way(free, True), Way(free, False))
+    if os.getuid() != 0:
+        yield Way(os.getuid(), True)
+    yield Way(os.getuid(), False)
+
+
+def _script(home: Path, executable: str, uid: int) -> str:
+    """A program for Playwright to start, which becomes the user first."""
+    (home / "home").mkdir(parents=True)
+    home.chmod(0o711)
+    os.chown(home / "home", uid, uid)
+    script = home / "chromium"
+    words = [sys.executable, "-I", "-S", setuid_exec.__file__, str(uid), str(home / "home"), executable]
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    script.chmod(0o755)
+    return str(script)

@@ -1,0 +1,131 @@
+"""The `read_file` and `write_file` tools.
+
+Not for editing (`edits.py`) or searching (`search.py`). Everything goes through the slot's file channel.
+
+Invariant: what a reply shows is bounded, and it says how to get the rest; a write is whole or did not happen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from palaestra.core.types import JSON
+from palaestra.sandbox.slot import WORKSPACE
+from palaestra.tools.builtin.syntax_check import check_syntax
+from palaestra.tools.builtin.text_files import KINDS, file_info, in_full, read_text_file, write_file_bytes
+from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+
+MAX_LINES = 2000
+MAX_LINE_CHARS = 2000
+MAX_CONTENT_CHARS = 100_000
+_UNREADABLE = re.compile("[\udc80-\udcff]")
+"""What stands for bytes that are no UTF-8."""
+
+PATH_PARAMETER: Mapping[str, JSON] = {
+    "type": "string",
+    "description": f"Path of the file, absolute or relative to {WORKSPACE}.",
+}
+
+READ_SCHEMA = ToolSchema(
+    name="read_file",
+    description=(
+        "Read a text file. The content comes with line numbers as LINE|CONTENT, starting at `offset`, `limit` lines at "
+        "most; the numbers and bars are not part of the file. For a long file read the part you need, and go on with "
+        "the offset that the reply's hint names. Prefer this to cat, head and sed in the terminal. Binary files are "
+        "refused; if the path does not exist, similar names are suggested."
+    ),
+    parameters={
+        "path": PATH_PARAMETER,
+        "offset": {"type": "integer", "description": "First line to show, counted from 1.", "default": 1, "minimum": 1},
+        "limit": {
+            "type": "integer",
+            "description": f"How many lines to show, at most {MAX_LINES}.",
+            "default": 500,
+            "minimum": 1,
+            "maximum": MAX_LINES,
+        },
+    },
+    required=("path",),
+)
+
+WRITE_SCHEMA = ToolSchema(
+    name="write_file",
+    description=(
+        "Write a file: the whole content, replacing whatever the file held. Missing directories are created. Use patch "
+        "instead to change a part of an existing file. The reply says whether the file is new and, for Python, JSON, "
+        "YAML and TOML, whether it parses."
+    ),
+    parameters={
+        "path": PATH_PARAMETER,
+        "content": {"type": "string", "description": "The complete new content, exactly as it should be in the file."},
+    },
+    required=("path", "content"),
+)
+
+
+async def run_read_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    """One window of a text file: `content`, `total_lines`, `truncated`, and a `hint` how to go on."""
+    offset, limit = int(arguments.get("offset", 1)), int(arguments.get("limit", 500))
+    slot = await run.slot()
+    path = await in_full(slot, arguments["path"])
+    text = (await read_text_file(slot, path)).text
+    lines = text.removesuffix("\n").split("\n") if text else []
+    if offset > max(len(lines), 1):
+        raise ToolMistake(f"offset {offset} is beyond the end: {path} has {len(lines)} lines", total_lines=len(lines))
+    shown = numbered(lines, offset, limit)
+    last = offset + len(shown) - 1
+    content = "\n".join(shown)
+    reply: dict[str, JSON] = {"content": content, "total_lines": len(lines), "truncated": last < len(lines)}
+    hints = []
+    if last < len(lines):
+        hints.append(f"Lines {offset} to {last} of {len(lines)} are shown; go on with offset={last + 1}")
+    elif not lines:
+        hints.append("The file is empty")
+    if any(len(line) > MAX_LINE_CHARS for line in lines[offset - 1 : last]):
+        hints.append(f"Lines of more than {MAX_LINE_CHARS} characters are cut; the terminal shows the rest (cut -c)")
+    if _UNREADABLE.search(content):
+        hints.append("The file is not UTF-8: ? also stands for bytes that are no letters; patch keeps them")
+    return {**reply, "hint": ". ".join(hints)} if hints else reply
+
+
+def numbered(lines: list[str], offset: int, limit: int) -> list[str]:
+    """`LINE|CONTENT` for the lines from `offset` (1-based), within the bounds on lines, line length and content."""
+    shown: list[str] = []
+    size = 0
+    for number, line in enumerate(lines[offset - 1 : offset - 1 + limit], start=offset):
+        entry = f"{number}|{_cut(line.removesuffix(chr(13)))}"
+        size += len(entry) + 1
+        if shown and size > MAX_CONTENT_CHARS:
+            break
+        shown.append(entry)
+    return shown
+
+
+def _cut(line: str) -> str:
+    if len(line) <= MAX_LINE_CHARS:
+        return line
+    return f"{line[:MAX_LINE_CHARS]}... [{len(line) - MAX_LINE_CHARS} more characters in this line]"
+
+
+async def run_write_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    """Write the file whole: `bytes_written`, `created`, and `syntax_check` where the kind of file has one."""
+    slot, content = await run.slot(), arguments["content"]
+    path = await in_full(slot, arguments["path"])
+    try:
+        data = content.encode()
+    except UnicodeEncodeError:
+        raise ToolMistake(
+            "content holds half of a surrogate pair, which no file can hold; nothing was written"
+        ) from None
+    present = await file_info(slot, path)
+    if present is not None and present.kind not in ("file", "symlink"):
+        raise ToolMistake(f"{path} is there already, and is {KINDS[present.kind]}; nothing was written")
+    await write_file_bytes(slot, path, data)
+    reply: dict[str, JSON] = {"path": path, "bytes_written": len(data), "created": present is None}
+    checked = check_syntax(path, content)
+    return reply if checked is None else {**reply, "syntax_check": checked}
+
+
+READ_FILE = FunctionTool(schema=READ_SCHEMA, run=run_read_file, toolset="file", parallel_safe=True)
+WRITE_FILE = FunctionTool(schema=WRITE_SCHEMA, run=run_write_file, toolset="file")

@@ -1,0 +1,216 @@
+"""The `patch` tool: replace a piece of text in one file, or apply a V4A patch to several.
+
+Not for finding places (`tools/patching/` does that, on text alone): this part reads, writes and reports.
+
+Invariant: a patch over several files is applied whole or not at all. All results are computed before the first write,
+and when a write fails or is cancelled, the files written before it get their old content back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import replace as with_fields
+
+from palaestra.core.types import JSON
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.builtin.file_tools import PATH_PARAMETER
+from palaestra.tools.builtin.syntax_check import check_syntax
+from palaestra.tools.builtin.text_files import (
+    TextFile,
+    file_info,
+    in_full,
+    in_slot,
+    read_text_file,
+    remove_file,
+    write_file_bytes,
+)
+from palaestra.tools.patching.edit_diff import MAX_DIFF_CHARS, unified_diff
+from palaestra.tools.patching.fuzzy_match import Ambiguous, NoMatch, replace
+from palaestra.tools.patching.v4a_apply import apply_patch
+from palaestra.tools.patching.v4a_parse import FileChange, PatchError, parse_patch
+from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+
+SCHEMA = ToolSchema(
+    name="patch",
+    description=(
+        "Change existing files. mode replace: in the file at `path` replace `old_string` by `new_string`. Copy "
+        "old_string exactly from the file, without read_file's line numbers, with enough surrounding lines to be "
+        "unique; small differences in white space, indentation or quotes are forgiven and the reply says so. "
+        "mode patch: apply a V4A patch, which can change several files at once and is applied whole or not at all:\n"
+        "*** Begin Patch\n*** Update File: src/a.py\n@@ def total(items):\n     result = 0\n-    return None\n"
+        "+    return result\n*** Add File: notes.txt\n+first line\n*** Delete File: old.txt\n"
+        "*** Move File: x.py -> y.py\n*** End Patch\n"
+        "The reply has the unified diff and, for Python, JSON, YAML and TOML, whether each file still parses."
+    ),
+    parameters={
+        "mode": {"type": "string", "enum": ["replace", "patch"], "description": "replace or patch, as described."},
+        "path": {**PATH_PARAMETER, "description": f"mode replace: {PATH_PARAMETER['description']}"},
+        "old_string": {"type": "string", "description": "mode replace: the text to find."},
+        "new_string": {"type": "string", "description": "mode replace: what takes its place; empty to delete it."},
+        "replace_all": {
+            "type": "boolean",
+            "description": "mode replace: replace every occurrence instead of requiring exactly one.",
+            "default": False,
+        },
+        "patch": {"type": "string", "description": "mode patch: the V4A patch, from Begin Patch to End Patch."},
+    },
+    required=("mode",),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One path before and after; None means that there is no file."""
+
+    path: str
+    before: TextFile | None
+    after: TextFile | None
+
+
+async def run_patch(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    """Both modes; the reply has `success`, `diff`, the paths that changed and `syntax_check`."""
+    if arguments["mode"] == "patch":
+        _require(arguments, ("patch",), ("path", "old_string", "new_string", "replace_all"))
+        return await _patch(await run.slot(), arguments["patch"])
+    _require(arguments, ("path", "old_string", "new_string"), ("patch",))
+    replace_all = bool(arguments.get("replace_all", False))
+    slot = await run.slot()
+    path = await in_full(slot, arguments["path"])
+    return await _replace(slot, path, arguments["old_string"], arguments["new_string"], replace_all)
+
+
+def _require(arguments: Mapping[str, JSON], needed: tuple[str, ...], foreign: tuple[str, ...]) -> None:
+    mode = arguments["mode"]
+    missing = [name for name in needed if name not in arguments]
+    if missing:
+        raise ToolMistake(f"mode {mode} needs {' and '.join(missing)}; nothing was changed")
+    # empty values of the other mode are how models leave a parameter out
+    mixed = [name for name in foreign if arguments.get(name)]
+    if mixed:
+        raise ToolMistake(f"mode {mode} does not take {' and '.join(mixed)}; nothing was changed")
+
+
+async def _replace(slot: Slot, path: str, old: str, new: str, replace_all: bool) -> dict[str, JSON]:
+    if not old:
+        raise ToolMistake("old_string is empty; to create a file use write_file")
+    if old == new:
+        raise ToolMistake("old_string and new_string are the same; nothing was changed")
+    before = await read_text_file(slot, path)
+    if before.crlf:
+        old, new = old.replace("\r\n", "\n"), new.replace("\r\n", "\n")
+    try:
+        done = replace(before.text, old, new, replace_all=replace_all)
+    except (NoMatch, Ambiguous) as mistake:
+        raise ToolMistake(f"{path}: {mistake}") from None
+    if done.text == before.text:
+        raise ToolMistake(f"{path}: the replacement leaves the file as it is (match: {done.strategy})")
+    edit = Edit(path, before, before.with_text(done.text))
+    await _write_all(slot, [edit])
+    return {**_report([edit]), "match": done.strategy, "replacements": done.count}
+
+
+async def _patch(slot: Slot, patch: str) -> dict[str, JSON]:
+    try:
+        changes = [
+            with_fields(
+                change,
+                path=await in_full(slot, change.path),
+                target=None if change.target is None else await in_full(slot, change.target),
+            )
+            for change in parse_patch(patch)
+        ]
+        before = {path: await _content(slot, path) for path in _paths(changes)}
+        texts = {path: None if file is None else file.text for path, file in before.items()}
+        results = apply_patch(changes, texts)
+    except PatchError as mistake:
+        raise ToolMistake(f"{mistake}. Nothing was changed.") from None
+    sources = {change.target or change.path: change.path for change in changes}
+    edits = [
+        Edit(
+            path,
+            before[path],
+            None if text is None else (before[sources.get(path, path)] or TextFile("")).with_text(text),
+        )
+        for path, text in results.items()
+    ]
+    await _write_all(slot, edits)
+    return _report(edits)
+
+
+def _paths(changes: list[FileChange]) -> list[str]:
+    """All paths of a patch. Two spellings of one file would make the result depend on order."""
+    paths = [path for change in changes for path in (change.path, change.target) if path is not None]
+    if len({in_slot(path) for path in paths}) < len(set(paths)):
+        raise PatchError("The patch names one file by two different paths")
+    return list(dict.fromkeys(paths))
+
+
+async def _content(slot: Slot, path: str) -> TextFile | None:
+    if await file_info(slot, path) is None:
+        return None
+    return await read_text_file(slot, path)
+
+
+async def _write_all(slot: Slot, edits: list[Edit]) -> None:
+    begun: list[Edit] = []
+    try:
+        for edit in sorted(edits, key=lambda edit: edit.after is None):  # removals last: the likeliest to succeed
+            if begun and await _content(slot, edit.path) != edit.before:  # a link leads to what was just written
+                raise ToolMistake(
+                    f"{edit.path} is one file with another of the patch. Name it once; nothing was changed"
+                )
+            begun.append(edit)
+            await _put(slot, edit.path, edit.after)
+    except ToolMistake as mistake:
+        unmended = await _put_back(slot, begun[:-1] if begun and edit is begun[-1] else begun)
+        if unmended:
+            raise ToolMistake(f"{mistake}. These were written before and could not be put back: {unmended}") from None
+        raise
+    except asyncio.CancelledError:
+        await _put_back(slot, begun)
+        raise
+
+
+async def _put_back(slot: Slot, edits: list[Edit]) -> str:
+    """Give files their old content, the latest first; the paths of those where that is not possible."""
+    unmended: list[str] = []
+    for edit in reversed(edits):
+        try:
+            await _put(slot, edit.path, edit.before)
+        except ToolMistake:
+            unmended.append(edit.path)
+    return ", ".join(unmended)
+
+
+async def _put(slot: Slot, path: str, file: TextFile | None) -> None:
+    if file is None:
+        await remove_file(slot, path)
+    else:
+        await write_file_bytes(slot, path, file.encode(), file.mode)
+
+
+def _report(edits: list[Edit]) -> dict[str, JSON]:
+    diffs = [unified_diff(_text(edit.before), _text(edit.after), edit.path) for edit in edits]
+    diff = "".join(diffs)
+    reply: dict[str, JSON] = {
+        "success": True,
+        "diff": diff if len(diff) <= 2 * MAX_DIFF_CHARS else diff[: 2 * MAX_DIFF_CHARS],
+    }
+    groups = {
+        "files_modified": [edit.path for edit in edits if edit.before is not None and edit.after is not None],
+        "files_created": [edit.path for edit in edits if edit.before is None and edit.after is not None],
+        "files_deleted": [edit.path for edit in edits if edit.after is None],
+    }
+    reply |= {name: paths for name, paths in groups.items() if paths}
+    checks = {edit.path: check_syntax(edit.path, edit.after.text) for edit in edits if edit.after is not None}
+    told = {path: result for path, result in checks.items() if result is not None}
+    return {**reply, "syntax_check": told} if told else reply
+
+
+def _text(file: TextFile | None) -> str | None:
+    return None if file is None else file.text
+
+
+PATCH = FunctionTool(schema=SCHEMA, run=run_patch, toolset="file")

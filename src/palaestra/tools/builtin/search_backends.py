@@ -1,0 +1,188 @@
+"""Matching inside the slot: ripgrep or GNU grep, called so that both give the same answer.
+
+Commands are argv, never shell text. Both engines search regular files below a directory, hidden and ignored ones too,
+follow no symlinks, skip `.git` and files with NUL bytes, and take bytes as text: patterns of ASCII characters match
+bytewise, others as UTF-8. Differences that remain: a NUL byte after the first 32 KiB (ripgrep stops there), and the few
+constructs that only one of Rust's regex and PCRE knows, where ripgrep itself falls back to PCRE.
+
+Invariant: the order of results is that of sorted paths, whatever order an engine found them in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from palaestra.sandbox.slot import ExecutionResult, Slot
+from palaestra.tools.builtin.globs import simple_names
+from palaestra.tools.tool import ToolMistake
+
+MAX_LISTING_BYTES = 16 << 20
+"""How much an engine may print; beyond that the search must be narrowed."""
+_MAX_PATTERN_CHARS = 10_000
+RIPGREP_PATHS = ("/usr/bin/rg", "/usr/local/bin/rg", "/bin/rg")
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A search for a regular expression below `root`, limited in seconds."""
+
+    pattern: str
+    root: str
+    file_glob: str | None
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """One matching line (counted from 1) with the lines around it."""
+
+    path: str
+    line: int
+    text: str
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+
+async def count_matches(slot: Slot, query: Query) -> dict[str, int]:
+    """Matching lines per file, for files that have any, sorted by path. Raises `ToolMistake` for a bad pattern."""
+    _check_pattern(query.pattern)
+    engine = await _ripgrep(slot)
+    names = simple_names(query.file_glob)
+    if engine:
+        argv = [*_rg(engine, query), "--count", *(f"--glob={name}" for name in names), "--glob=!.git"]
+    else:
+        argv = [*_grep(query), "--recursive", "--count", "--exclude-dir=.git", *(f"--include={name}" for name in names)]
+    result = await _run(slot, [*argv, "--regexp", query.pattern, "--", _safe(query.root)], query)
+    if given_up := _GIVEN_UP.search(result.output):  # all files that grep had not come to are missing, too
+        raise ToolMistake(
+            f"The pattern takes too many steps in {_shown(given_up[1])}, so the search was given up. Use a simpler "
+            "one: a repeated group that holds a repetition, such as (a+)+, is what takes them."
+        )
+    counts = {}
+    for path, text in _records(result.output):
+        found = _COUNT.fullmatch(text)
+        if found is not None and ".git" not in path.split("/"):
+            counts[_shown(path)] = int(text)
+    if not counts and result.exit_code > 1 and "\0" not in result.output:  # else some file could not be read
+        raise ToolMistake(_engine_error(result, query))
+    return dict(sorted(counts.items()))
+
+
+async def matching_lines(slot: Slot, query: Query, files: Sequence[str], context: int, most: int) -> list[Match]:
+    """The matching lines of these files, at most `most` per file, in order of path and line."""
+    engine = await _ripgrep(slot)
+    argv = _rg(engine, query) if engine else _grep(query)
+    options = ["--line-number", f"--context={context}", f"--max-count={most}", "--regexp", query.pattern, "--"]
+    result = await _run(slot, [*argv, *options, *map(_safe, files)], query)
+    lines: dict[str, dict[int, tuple[bool, str]]] = {}
+    for path, text in _records(result.output):
+        found = _NUMBERED.match(text)
+        if found is not None:
+            lines.setdefault(_shown(path), {})[int(found[1])] = (
+                found[2] == ":",
+                text[found.end() :].removesuffix("\r"),
+            )
+    return [match for path in sorted(lines) for match in _matches(path, lines[path], context)]
+
+
+async def list_files(slot: Slot, root: str, timeout_s: float) -> list[str]:
+    """Files and symlinks below `root`, sorted, without what is in `.git`."""
+    argv = ["find", _safe(root), "-name", ".git", "-prune", "-o", "(", "-type", "f", "-o", "-type", "l", ")", "-print0"]
+    result = await slot.execute(argv, timeout_s=timeout_s, max_output_bytes=MAX_LISTING_BYTES)
+    _check(result)
+    return sorted(_shown(path) for path in result.output.split("\0")[:-1])
+
+
+def _matches(path: str, lines: dict[int, tuple[bool, str]], context: int) -> Iterator[Match]:
+    for number, (is_match, text) in sorted(lines.items()):
+        if is_match:
+            before = tuple(lines[n][1] for n in range(number - context, number) if n in lines)
+            after = tuple(lines[n][1] for n in range(number + 1, number + context + 1) if n in lines)
+            yield Match(path, number, text, before, after)
+
+
+def _records(output: str) -> Iterator[tuple[str, str]]:
+    """Pairs of a file name and the line printed for it. Names end at a NUL byte, so one may hold line ends.
+
+    Linear in time whatever is printed: the programs in a slot are its agent's to replace.
+    """
+    path, *rest = output.split("\0")
+    for part in rest:
+        text, _, following = part.partition("\n")
+        yield path, text
+        path = following.removeprefix("--\n")  # what stands between groups of context lines
+
+
+def _rg(engine: str, query: Query) -> list[str]:
+    scope = ["--hidden", "--no-ignore", "--no-messages", "--no-config", "--encoding=none"]
+    form = ["--null", "--no-heading", "--with-filename", "--color=never", "--engine=auto"]
+    return [engine, *scope, *form, *(["--no-unicode"] if query.pattern.isascii() else [])]
+
+
+def _grep(query: Query) -> list[str]:
+    return ["grep", "--perl-regexp", "--null", "--with-filename", "--color=never", "--no-messages", "-I"]
+
+
+async def _run(slot: Slot, argv: list[str], query: Query) -> ExecutionResult:
+    locale = "C" if query.pattern.isascii() else "C.UTF-8"
+    result = await slot.execute(
+        argv, env={"LC_ALL": locale}, timeout_s=query.timeout_s, max_output_bytes=MAX_LISTING_BYTES
+    )
+    _check(result)
+    return result
+
+
+def _check(result: ExecutionResult) -> None:
+    if result.metadata.get("timeout"):
+        raise ToolMistake("The search took too long and was stopped. Narrow it with path or file_glob.")
+    if result.metadata.get("truncated"):
+        raise ToolMistake("The search found too much to list. Narrow it with path, file_glob or a stricter pattern.")
+    if result.exit_code in (126, 127):
+        raise ToolMistake(
+            "This sandbox has neither ripgrep nor GNU grep and find; search with terminal commands instead."
+        )
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        pattern.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise ToolMistake("The pattern holds half of a surrogate pair, which no text holds.") from None
+    if len(pattern) > _MAX_PATTERN_CHARS:
+        raise ToolMistake(f"The pattern has {len(pattern)} characters; {_MAX_PATTERN_CHARS} are the most.")
+    if "\n" in pattern or _NEWLINE_ESCAPE.search(pattern):
+        raise ToolMistake("The search goes line by line, so a pattern cannot match a line end; search for one line.")
+
+
+def _engine_error(result: ExecutionResult, query: Query) -> str:
+    said = result.output.strip().rpartition("\n")[2][:300]  # both engines say last what is wrong
+    if not said:  # they were told to keep quiet about files
+        return f"{query.root} cannot be read"
+    return (
+        f"The pattern cannot be used: {said}. To mean characters such as ( [ * + ? literally, put a backslash before."
+    )
+
+
+async def _ripgrep(slot: Slot) -> str | None:
+    """Where ripgrep is in the slot. Looking costs less than a failing command."""
+    for path in RIPGREP_PATHS:
+        if await slot.stat(path) is not None:
+            return path
+    return None
+
+
+def _safe(path: str) -> str:
+    """A path that no program takes for an option."""
+    return f"./{path}" if path.startswith("-") else path
+
+
+def _shown(path: str) -> str:
+    return path.removeprefix("./")
+
+
+_GIVEN_UP = re.compile(r"^grep: ([^\0\n]+): exceeded PCRE's [a-z ]+limit$", re.MULTILINE)
+_COUNT = re.compile(r"[1-9][0-9]{0,15}")
+_NUMBERED = re.compile(r"([0-9]{1,16})([:-])")
+_NEWLINE_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\[nrR]")

@@ -1,0 +1,173 @@
+"""Files in a slot as text: decoding that loses nothing, and errors that a model can act on.
+
+Not for large data: a file is held in memory whole, within the limit below.
+
+Invariant: `decode` then `encode` gives back the same bytes, whatever the encoding, line ends or byte order mark; so an
+edit changes what it names and nothing else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import posixpath
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+
+from palaestra.core.errors import InfraError
+from palaestra.sandbox.slot import WORKSPACE, FileInfo, Slot
+from palaestra.tools.tool import ToolMistake
+
+MAX_TEXT_BYTES = 16 << 20
+"""The largest file that the file tools open; larger ones are work for the terminal."""
+KINDS = {"dir": "a directory", "other": "a device, pipe or socket", "file": "a file", "symlink": "a link"}
+_SNIFFED_BYTES = 8192
+_SHOWN_CHARS = 100
+_MOST_COMPARED = 500
+"""How many names of a directory are compared with one that is not there; it holds up the event loop."""
+_BOM = "\ufeff"
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """A file's text with `\\n` line ends and no byte order mark; bytes that are not UTF-8 are kept as surrogates.
+
+    `mode` are its permission bits, None where they are not known (behind a symlink) or the file is new.
+    """
+
+    text: str
+    crlf: bool = False
+    bom: bool = False
+    mode: int | None = None
+
+    def encode(self) -> bytes:
+        """The bytes to write."""
+        text = self.text.replace("\n", "\r\n") if self.crlf else self.text
+        return ((_BOM if self.bom else "") + text).encode("utf-8", "surrogateescape")
+
+    def with_text(self, text: str) -> TextFile:
+        """The same kind of file with other text."""
+        return replace(self, text=text)
+
+
+def decode(data: bytes) -> TextFile:
+    """Bytes as text. Line ends are translated only where all of them are CRLF, so that they can be put back."""
+    text = data.decode("utf-8", "surrogateescape")
+    bom = text.startswith(_BOM)
+    text = text.removeprefix(_BOM)
+    crlf = "\r\n" in text and text.count("\r\n") == text.count("\n") and text.count("\r") == text.count("\n")
+    return TextFile(text.replace("\r\n", "\n") if crlf else text, crlf, bom)
+
+
+def is_binary(data: bytes) -> bool:
+    """Whether the beginning of a file holds a NUL byte, which text never does."""
+    return b"\0" in data[:_SNIFFED_BYTES]
+
+
+def in_slot(path: str) -> str:
+    """The absolute, normalised form of a path in the slot."""
+    return posixpath.normpath(posixpath.join(WORKSPACE, path))
+
+
+async def read_text_file(slot: Slot, path: str) -> TextFile:
+    """A text file of the slot. Raises `ToolMistake` for anything that is not one."""
+    info = await file_info(slot, path)
+    data = await read_file_bytes(slot, path, info)
+    if is_binary(data):
+        raise ToolMistake(
+            f"{path} is a binary file ({len(data)} bytes); the file tools handle text only. "
+            "Inspect it with terminal commands such as file, xxd or strings."
+        )
+    mode = info.mode if info is not None and info.kind == "file" else None
+    return replace(decode(data), mode=mode)
+
+
+async def in_full(slot: Slot, path: str) -> str:
+    """The path with a leading `~` as a shell of the slot means it: models write paths as they do in commands."""
+    if path != "~" and not path.startswith("~/"):
+        return path
+    home = await slot.execute('printf %s "$HOME"')
+    return posixpath.normpath(posixpath.join(home.output or "/", path[2:]))
+
+
+async def file_info(slot: Slot, path: str) -> FileInfo | None:
+    """What is at a path, links not followed; None when there is nothing. Raises `ToolMistake` for what is no path."""
+    _check_name(path)
+    try:
+        return await slot.stat(path)
+    except InfraError:
+        raise
+    except OSError as error:
+        raise ToolMistake(f"{_short(path)} is no path that can be used: {reason(error)}") from error
+
+
+async def write_file_bytes(slot: Slot, path: str, data: bytes, mode: int | None = None) -> None:
+    """Write a file of the slot. Raises `ToolMistake` when that is not possible."""
+    _check_name(path)
+    try:
+        await slot.write_bytes(path, data, mode=mode)
+    except InfraError:
+        raise
+    except OSError as error:
+        raise ToolMistake(f"Cannot write {path}: {reason(error)}") from error
+
+
+async def remove_file(slot: Slot, path: str) -> None:
+    """Remove a file of the slot. Raises `ToolMistake` when that is not possible."""
+    try:
+        await slot.remove(path)
+    except InfraError:
+        raise
+    except OSError as error:
+        raise ToolMistake(f"Cannot remove {path}: {reason(error)}") from error
+
+
+async def read_file_bytes(slot: Slot, path: str, info: FileInfo | None, *, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """A file of the slot, of which `stat` said `info`. Raises `ToolMistake` for what is none or too large."""
+    if info is not None and info.kind == "dir":
+        raise ToolMistake(f"{path} is a directory; list it with search_files (target files) or ls")
+    if info is not None and info.kind == "other":
+        raise ToolMistake(f"{path} is {KINDS[info.kind]}, not a file")
+    if info is not None and info.size > most_bytes:
+        raise ToolMistake(f"{path} has {info.size} bytes; this tool opens at most {most_bytes}. Use the terminal")
+    try:
+        return await slot.read_bytes(path, max_bytes=most_bytes)
+    except InfraError:
+        raise
+    except FileNotFoundError:
+        if info is not None and info.kind == "symlink":
+            raise ToolMistake(f"{path} is a link to what does not exist") from None
+        raise await not_found(slot, path) from None
+    except OSError as error:
+        raise ToolMistake(f"Cannot read {path}: {reason(error)}") from error
+
+
+async def not_found(slot: Slot, path: str) -> ToolMistake:
+    """The mistake of naming a file that is not there, with names that are."""
+    parent, name = posixpath.split(in_slot(path))
+    try:
+        entries = [posixpath.basename(info.path) for info in await slot.list_dir(parent)]
+    except InfraError:
+        raise
+    except OSError:
+        return ToolMistake(f"{path} does not exist, and neither does its directory {parent}")
+    by_folded = {entry[:_SHOWN_CHARS].casefold(): entry for entry in sorted(entries)}
+    wanted, known = name[:_SHOWN_CHARS].casefold(), sorted(by_folded)
+    first = max(0, bisect_left(known, wanted) - _MOST_COMPARED // 2)  # in a large directory, those that begin alike
+    close = difflib.get_close_matches(wanted, known[first : first + _MOST_COMPARED], n=5, cutoff=0.6)
+    similar = [posixpath.join(posixpath.dirname(path), by_folded[folded]) for folded in close]
+    hint = f". Did you mean {', '.join(similar)}?" if similar else ""
+    return ToolMistake(f"{path} does not exist{hint}", similar_files=similar)
+
+
+def _short(path: str) -> str:
+    return path if len(path) <= _SHOWN_CHARS else path[:_SHOWN_CHARS] + "…"
+
+
+def reason(error: OSError) -> str:
+    """One line that says what the system said."""
+    return error.strerror or str(error) or type(error).__name__
+
+
+def _check_name(path: str) -> None:
+    if not path or "\0" in path:
+        raise ToolMistake("path must be a file name: not empty and without NUL characters")

@@ -1,0 +1,302 @@
+"""What a function's docstring tells a model: the text before its sections, and the lines of its `Args:`.
+
+The form is Google's: `name: text` or `name (type): text`, with further lines indented deeper. Other sections are for
+people and are left out.
+
+`@tool`: a typed function with a docstring becomes a tool.
+
+    @tool
+    async def forecast(city: str, days: Annotated[int, Field(ge=1, le=14)] = 3) -> dict[str, object]:
+        '''The weather of the next days.
+
+        Args:
+            city: The city's name in English.
+            days: How many days ahead.
+        '''
+
+The annotations become the JSON schema and the validation, the docstring becomes the descriptions. What the function
+returns becomes the reply: text and mappings as they are, anything else as `{"result": …}`. It may raise `ToolMistake`.
+
+A parameter of type `Slot` gets the rollout's sandbox, one of type `ToolRun` all that a running tool may use; the model
+sees neither. The names `sandbox` and `run` without an annotation do the same. Plain functions run in a thread.
+
+Invariant: a function that cannot be described to a model is refused when it is declared, with its name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeAlias, overload
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticUserError
+
+from palaestra.core.config import nearest
+from palaestra.core.errors import ConfigError
+from palaestra.core.io.threads import in_own_thread
+from palaestra.core.types import JSON, Task
+from palaestra.core.user_code import settled
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.arguments import InvalidArguments
+from palaestra.tools.call_text import plain, reply_of, result_of
+from palaestra.tools.tool import NoRollout, Tool, ToolReply, ToolResult, ToolRun, ToolSchema
+
+_SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Examples?|Notes?):\s*$")
+_ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Documented:
+    """What the tool does, and what its parameters mean."""
+
+    summary: str
+    parameters: dict[str, str] = field(default_factory=dict)
+
+
+def documented(called: str, docstring: str | None, parameters: Collection[str]) -> Documented:
+    """Read a docstring. Raises `ConfigError` when there is none, or when it describes a parameter that is not there."""
+    lines = inspect.cleandoc(docstring or "").splitlines()
+    starts = [number for number, line in enumerate(lines) if _SECTION.match(line)]
+    summary = _joined(lines[: starts[0]] if starts else lines)
+    if not summary:
+        raise ConfigError(f"tool {called} has no docstring: its first lines are what a model reads")
+    told: dict[str, str] = {}
+    for start, end in pairwise([*starts, len(lines)]):
+        if lines[start].startswith(("Args", "Arguments", "Parameters")):
+            told |= _entries(lines[start + 1 : end])
+    for name in told:
+        if name not in parameters:
+            raise ConfigError(
+                f"tool {called}: its docstring describes {name!r}, which is not a parameter.{nearest(name, parameters)}"
+            )
+    return Documented(summary, told)
+
+
+def _entries(lines: list[str]) -> dict[str, str]:
+    body = inspect.cleandoc("\n" + "\n".join(lines)).splitlines()
+    found: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in body:
+        entry = _ENTRY.match(line)
+        if entry is not None:
+            current = found.setdefault(entry[1], [])
+            current.append(entry[2])
+        elif line.strip():
+            current.append(line.strip())
+    return {name: " ".join(each).strip() for name, each in found.items()}
+
+
+def _joined(lines: list[str]) -> str:
+    """Paragraphs as they are, the lines of each joined."""
+    paragraphs = re.split(r"\n\s*\n", "\n".join(lines).strip())
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+UserFunction: TypeAlias = Callable[..., object]
+
+CONTEXT: Mapping[str, type] = {"sandbox": Slot, "run": ToolRun, "task": Task}
+"""What a function may ask for besides the model's arguments, by name or by type."""
+
+
+@dataclass(frozen=True, slots=True)
+class TypedTool(Tool):
+    """A tool made of a typed function. Calling it calls the function."""
+
+    function: UserFunction
+    schema: ToolSchema = field()
+    arguments: type[BaseModel] = field()
+    context: Mapping[str, str] = field()
+    """The function's parameters that are not the model's, each with the name in `CONTEXT` that it stands for."""
+    toolset: str = "custom"
+    parallel_safe: bool = False
+    missing: Callable[[], str | None] = lambda: None
+    task: Task | None = None
+    touches_world: bool = False
+    world_session: str = ""
+
+    def __call__(self, *args: JSON, **kwargs: JSON) -> JSON:
+        return self.function(*args, **kwargs)
+
+    def is_available(self) -> tuple[bool, str | None]:
+        reason = self.missing()
+        return reason is None, reason
+
+    def for_task(self, task: Task) -> TypedTool:
+        """The same tool for the rollouts of one task."""
+        return replace(self, task=task)
+
+    async def execute(self, **arguments: JSON) -> ToolResult:
+        async with NoRollout() as run:
+            return result_of(await self.run(arguments, run))
+
+    async def run(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+        """Call the function with the model's arguments as their types, and with what it asks for besides."""
+        given = self._converted(arguments)
+        for parameter, what in self.context.items():
+            given[parameter] = await run.slot() if what == "sandbox" else self.task if what == "task" else run
+        if inspect.iscoroutinefunction(self.function):
+            return reply_from(await self.function(**given))
+        answer = await in_own_thread(partial(self.function, **given))
+        return reply_from(await settled(answer))
+
+    def _converted(self, arguments: Mapping[str, JSON]) -> dict[str, Any]:
+        try:
+            checked = self.arguments.model_validate(dict(arguments))
+        except ValidationError as error:
+            problems = (f"argument '{'.'.join(map(str, each['loc']))}': {each['msg']}" for each in error.errors())
+            raise InvalidArguments(f"Invalid arguments: {'; '.join(problems)}.") from None
+        return {alias: getattr(checked, name) for name, alias in _aliases(self.arguments)}
+
+
+@overload
+def tool(function: UserFunction, /) -> TypedTool: ...
+@overload
+def tool(
+    *,
+    name: str | None = None,
+    toolset: str = "custom",
+    parallel_safe: bool = False,
+    external: bool = False,
+    missing: Callable[[], str | None] | None = None,
+    touches_world: bool = False,
+    world_session: str = "",
+) -> Callable[[UserFunction], TypedTool]: ...
+def tool(
+    function: UserFunction | None = None,
+    /,
+    *,
+    name: str | None = None,
+    toolset: str = "custom",
+    parallel_safe: bool = False,
+    external: bool = False,
+    missing: Callable[[], str | None] | None = None,
+    touches_world: bool = False,
+    world_session: str = "",
+) -> TypedTool | Callable[[UserFunction], TypedTool]:
+    """Make a tool of a typed function. `missing` says why it cannot be used here, or None when it can.
+
+    `touches_world` and `world_session` are those of `Tool`: whether its calls are recorded and played. An `external`
+    tool needs no slot, and runs at a tool server where there is one.
+
+    Raises `ConfigError` for a function without docstring or annotations, whose types have no JSON schema, or that is
+    external and asks for the sandbox.
+    """
+
+    def make(given: UserFunction) -> TypedTool:
+        made = declare(
+            given, name=name, toolset=toolset, parallel_safe=parallel_safe, external=external, missing=missing
+        )
+        made = replace(made, touches_world=touches_world, world_session=world_session)
+        if "task" in made.context.values():
+            raise ConfigError(f"tool {made.name} asks for the task, which only an environment's own tools can have")
+        return made
+
+    return make if function is None else make(function)
+
+
+def declare(
+    function: UserFunction,
+    *,
+    name: str | None = None,
+    toolset: str = "custom",
+    parallel_safe: bool = False,
+    external: bool = False,
+    missing: Callable[[], str | None] | None = None,
+) -> TypedTool:
+    """`tool` without its limits: the function may ask for the task too."""
+    called = name or str(getattr(function, "__name__", "tool"))
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters
+    except (NameError, TypeError, ValueError) as error:
+        raise ConfigError(f"tool {called}: its annotations cannot be read: {error}") from error
+    told = documented(called, inspect.getdoc(function), set(parameters))
+    context = {each.name: what for each in parameters.values() if (what := _context_of(each)) is not None}
+    if external and "sandbox" in context.values():
+        raise ConfigError(f"tool {called} is external, so there is no sandbox that it could ask for")
+    arguments = _arguments(called, [each for each in parameters.values() if each.name not in context], told)
+    return TypedTool(
+        function=function,
+        schema=replace(_schema(called, told.summary, arguments), external=external),
+        arguments=arguments,
+        context=context,
+        toolset=toolset,
+        parallel_safe=parallel_safe,
+        missing=missing or (lambda: None),
+    )
+
+
+def reply_from(answer: object) -> ToolReply:
+    """What a function returned, as a tool's reply."""
+    if isinstance(answer, str):
+        return answer
+    if isinstance(answer, ToolResult):
+        return reply_of(answer)
+    told = plain(answer)
+    return told if isinstance(told, dict) else {"result": told}
+
+
+def _context_of(parameter: inspect.Parameter) -> str | None:
+    """What of `CONTEXT` the parameter stands for; None for the model's own."""
+    if parameter.annotation is inspect.Parameter.empty:
+        return parameter.name if parameter.name in CONTEXT else None
+    return next((name for name, kind in CONTEXT.items() if parameter.annotation is kind), None)
+
+
+def _arguments(called: str, parameters: list[inspect.Parameter], told: Documented) -> type[BaseModel]:
+    """The model of the arguments. Its own field names are numbers, since a parameter may be called `schema` or `_x`."""
+    fields: dict[str, Any] = {}
+    for number, parameter in enumerate(parameters):
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(f"tool {called}: its parameter {parameter} has no name that a model could use")
+        if parameter.annotation is inspect.Parameter.empty:
+            raise ConfigError(f"tool {called}: its parameter {parameter.name!r} has no type; annotate it")
+        more: dict[str, Any] = {"alias": parameter.name}
+        if parameter.name in told.parameters:
+            more["description"] = told.parameters[parameter.name]
+        default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+        fields[f"a{number}"] = (parameter.annotation, Field(default, **more))
+    try:
+        return create_model(called, __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=False), **fields)
+    except PydanticUserError as error:
+        raise ConfigError(f"tool {called}: {error.message}") from error
+
+
+def _aliases(model: type[BaseModel]) -> list[tuple[str, str]]:
+    return [(name, info.alias or name) for name, info in model.model_fields.items()]
+
+
+def _schema(called: str, summary: str, arguments: type[BaseModel]) -> ToolSchema:
+    try:
+        made = arguments.model_json_schema(by_alias=True)
+    except PydanticUserError as error:
+        raise ConfigError(f"tool {called}: {error.message}") from error
+    definitions = made.pop("$defs", {})
+    properties = {name: _inlined(called, value, definitions, ()) for name, value in made.get("properties", {}).items()}
+    return ToolSchema(called, summary, properties, tuple(made.get("required", ())))
+
+
+def _inlined(called: str, value: JSON, definitions: Mapping[str, JSON], above: tuple[str, ...]) -> JSON:
+    """The schema complete in itself: references replaced by what they stand for, titles left out."""
+    if isinstance(value, list):
+        return [_inlined(called, each, definitions, above) for each in value]
+    if not isinstance(value, dict):
+        return value
+    reference = value.get("$ref")
+    if isinstance(reference, str):
+        target = reference.rpartition("/")[2]
+        if target in above:
+            raise ConfigError(f"tool {called}: its type {target} contains itself, which no schema here can say")
+        inner = _inlined(called, definitions[target], definitions, (*above, target))
+        return {**inner, **{name: each for name, each in value.items() if name != "$ref"}}
+    return {
+        name: {key: _inlined(called, each, definitions, above) for key, each in entry.items()}
+        if name == "properties" and isinstance(entry, dict)
+        else _inlined(called, entry, definitions, above)
+        for name, entry in value.items()
+        if not (name == "title" and isinstance(entry, str))
+    }

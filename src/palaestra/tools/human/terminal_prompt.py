@@ -1,0 +1,161 @@
+"""A person at a terminal, who is asked: before dangerous commands (`Approvals`), and what is meant (`clarify`).
+
+    person = TerminalPerson()
+    ToolSession(shared=[Approvals(person.approve), User(person.answer)])
+
+Not a user interface: it takes the terminal for one question at a time and gives it back as it was. Invariants: no
+answer, an interrupt (Ctrl-C) and the end of input (Ctrl-D) are never a yes, and what was typed before the question is
+no answer to it; what a model wrote is shown whole, with its control characters spelled out, so it cannot pass for ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import termios
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from palaestra.core.errors import ConfigError
+from palaestra.tools.human.approval import Answer, Request
+
+T = TypeVar("T")
+
+_ANSWERS = {
+    **dict.fromkeys(("y", "yes", "once"), Answer.ONCE),
+    **dict.fromkeys(("s", "session"), Answer.SESSION),
+    **dict.fromkeys(("", "n", "no", "deny"), Answer.DENY),
+}
+_INTERRUPT = b"\x03"
+
+
+class TerminalPerson:
+    """Whoever sits at `terminal`, by default the one that the process was started from.
+
+    A question waits `timeout_s` seconds for its answer; then it is refused. Raises `ConfigError` where there is no
+    terminal.
+    """
+
+    def __init__(self, terminal: str | Path = "/dev/tty", *, timeout_s: float = 300.0) -> None:
+        self._path = str(terminal)
+        self._timeout_s = timeout_s
+        self._asking = asyncio.Lock()
+        try:
+            with self._opened() as opened:
+                termios.tcgetattr(opened)
+        except (OSError, termios.error) as error:
+            raise ConfigError(
+                f"there is nobody to ask: {self._path} is no terminal here ({error.args[-1]}). Start this in one, or "
+                "answer by code: Approvals(ask), User(ask)"
+            ) from None
+
+    async def approve(self, request: Request) -> Answer:
+        """Whether a command may run: what `Approvals` asks."""
+        what = f"A command of task {_plain(request.task_id)} {', '.join(request.dangers)}:\n{_quoted(request.command)}"
+        prompt = "Run it? y: this time, s: this kind from now on, n: no [n] "
+        return await self._ask(what, prompt, lambda line: _ANSWERS.get(line.lower()), Answer.DENY)
+
+    async def answer(self, question: str, choices: Sequence[str]) -> str | None:
+        """What the person says to a question, one of the choices or not; None: nothing. What `clarify` asks."""
+        offered = "".join(f"\n  {number}: {_plain(choice)}" for number, choice in enumerate(choices, 1))
+
+        def understood(line: str) -> str | None:
+            number = int(line) if line.isascii() and line.isdigit() else 0
+            return choices[number - 1] if 1 <= number <= len(choices) else line or None
+
+        prompt = "A number, or your answer (Ctrl-C: none): " if choices else "Your answer (Ctrl-C: none): "
+        return await self._ask(f"A question:\n{_quoted(question)}{offered}", prompt, understood, None)
+
+    async def _ask(self, what: str, prompt: str, understood: Callable[[str], T | None], refused: T) -> T:
+        """What the first line means that means something; `refused` where none comes."""
+        async with self._asking:
+            with contextlib.suppress(OSError, termios.error), self._opened() as terminal, _line_by_line(terminal):
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        await _write(terminal, f"\n{what}\n")
+                        while True:
+                            await _write(terminal, prompt)
+                            line = await _line(terminal)
+                            if line is None:
+                                await _write(terminal, "\n")
+                                return refused
+                            if (answer := understood(line.strip())) is not None:
+                                return answer
+                except TimeoutError:
+                    termios.tcflush(terminal, termios.TCIFLUSH)  # half an answer is no input for others
+                    os.write(terminal, f"\nNo answer in {self._timeout_s:g} s.\n".encode())
+            return refused  # also where somebody hung up
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        terminal = os.open(self._path, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            yield terminal
+        finally:
+            os.close(terminal)
+
+
+@contextlib.contextmanager
+def _line_by_line(terminal: int) -> Iterator[None]:
+    """For as long as the block runs, the terminal gives what is typed from now on, line by line, and Ctrl-C too."""
+    before = termios.tcgetattr(terminal)
+    termios.tcsetattr(terminal, termios.TCSANOW, _asking_mode(before))
+    try:
+        termios.tcflush(terminal, termios.TCIFLUSH)
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
+def _asking_mode(mode: list[int | list[bytes | int]]) -> list[int | list[bytes | int]]:
+    """The mode of a terminal in which it gives a line at its end, and at Ctrl-C, which interrupts nobody."""
+    iflag, oflag, cflag, lflag, ispeed, ospeed, characters = mode
+    assert isinstance(iflag, int)
+    assert isinstance(lflag, int)
+    assert isinstance(characters, list)
+    ends = [*characters]
+    ends[termios.VEOL] = _INTERRUPT
+    lflag = (lflag | termios.ICANON | termios.ECHO) & ~termios.ISIG
+    return [iflag | termios.ICRNL, oflag, cflag, lflag, ispeed, ospeed, ends]
+
+
+async def _write(terminal: int, text: str) -> None:
+    data = text.encode(errors="replace")
+    while data:
+        try:
+            data = data[os.write(terminal, data) :]
+        except BlockingIOError:
+            await _ready(terminal, writing=True)
+
+
+async def _line(terminal: int) -> str | None:
+    """The next line; None at an interrupt or the end of input."""
+    while True:
+        try:
+            data = os.read(terminal, 1 << 16)
+        except BlockingIOError:
+            await _ready(terminal)
+            continue
+        return None if not data or _INTERRUPT in data else data.decode(errors="replace")
+
+
+async def _ready(terminal: int, *, writing: bool = False) -> None:
+    loop = asyncio.get_running_loop()
+    add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
+    ready = asyncio.Event()
+    add(terminal, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        remove(terminal)
+
+
+def _quoted(text: str) -> str:
+    return "\n".join(f"  | {_plain(line)}" for line in text.split("\n"))
+
+
+def _plain(text: str) -> str:
+    """The text with everything spelled out that could move the cursor, or show in another order."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

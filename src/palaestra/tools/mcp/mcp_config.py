@@ -1,0 +1,196 @@
+"""What an MCP server can be told: `MCPServerConfig`, in the shape in which other programs keep `mcpServers`.
+
+    mcpServers:
+      files: {command: npx, args: [-y, "@modelcontextprotocol/server-filesystem", /data]}
+      tickets: {url: "https://tickets.example.org/mcp", headers: {Authorization: "Bearer ${TICKETS_TOKEN}"}}
+
+`${NAME}` and `${NAME:-default}` stand for environment variables. They are replaced where a server is opened, with the
+variables that the command line or a session has handed over (`take_variables`), so that a run records the name and
+never the value.
+Durations are seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, PrivateAttr, field_serializer, model_validator
+
+from palaestra.core.config import Settings
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.core.yaml_reader import read_yaml
+
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
+_HEADINGS = ("mcpServers", "mcp_servers")
+_HIDDEN = "(hidden)"
+
+
+class MCPToolChoice(Settings):
+    """Which of a server's tools an agent has; names are the server's own."""
+
+    include: list[str] | None = Field(default=None, description="These and no others; left out: all.")
+    exclude: list[str] = Field(default_factory=list, description="Taken away from those.")
+
+    def has(self, name: str) -> bool:
+        """Whether the tool is chosen."""
+        return (self.include is None or name in self.include) and name not in self.exclude
+
+
+class MCPServerConfig(Settings):
+    """One server: a `command` to run on this machine (stdio), or the `url` of one that runs (streamable HTTP)."""
+
+    command: str | None = Field(default=None, description="The program to run; it speaks over stdin and stdout.")
+    args: list[str] = Field(default_factory=list, description="Its arguments.")
+    env: dict[str, str] = Field(
+        default_factory=dict, description="Its variables besides HOME, LOGNAME, PATH, SHELL, TERM and USER."
+    )
+    cwd: str | None = Field(default=None, description="Where it starts; left out: where palaestra was started.")
+    url: str | None = Field(default=None, description="The address of a server that runs already.")
+    headers: dict[str, str] = Field(default_factory=dict, description="Headers of every request to that address.")
+    type: Literal["stdio", "http", "streamable-http", "streamable_http"] | None = Field(
+        default=None, description="What other programs write; command or url says it already."
+    )
+    description: str = Field(default="", description="What the toolset is for; not shown to models.")
+    enabled: bool = Field(default=True, description="Whether the server is used at all.")
+    disabled: bool = Field(default=False, description="The same, as other programs write it.")
+    required: bool = Field(
+        default=True, description="Whether a run without the server ends at its start, instead of going on without it."
+    )
+    connect_timeout: float = Field(default=60, gt=0, description="Seconds to start and to list its tools.")
+    timeout: float = Field(default=120, gt=0, description="Seconds that one call may take.")
+    max_reply_chars: int = Field(default=50_000, ge=100, description="Of one reply that a model gets.")
+    parallel: bool = Field(
+        default=False, description="Whether calls of one turn may run at once that do not say they only read."
+    )
+    tools: MCPToolChoice = Field(default_factory=MCPToolChoice, description="Which of its tools there are.")
+
+    _variables: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_way_to_reach_it(self) -> Self:
+        if (self.command is None) == (self.url is None):
+            raise ConfigError("say either command (a program to run) or url (a server that runs)")
+        if self.type is not None and (self.type == "stdio") != (self.command is not None):
+            raise ConfigError(f"type {self.type} does not go with {'command' if self.command else 'url'}")
+        unused = ("headers",) if self.command else ("args", "env", "cwd")
+        for name in unused:
+            if getattr(self, name):
+                raise ConfigError(f"{name} means nothing for a server with {'command' if self.command else 'url'}")
+        return self
+
+    @field_serializer("env", "headers")
+    def _without_values(self, values: dict[str, str]) -> dict[str, str]:
+        """What a record may hold: names, and values that only name a variable."""
+        return {name: value if _VARIABLE.search(value) else _HIDDEN for name, value in values.items()}
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, JSON]]:
+        return self.model_dump(exclude_unset=True).items()
+
+    @property
+    def used(self) -> bool:
+        """Whether the server is to be used."""
+        return self.enabled and not self.disabled
+
+    def take_variables(self, environ: Mapping[str, str]) -> None:
+        """Remember the variables that the settings refer to. Raises `ConfigError` for one that is not set."""
+        for name, default in _VARIABLE.findall("\n".join(self._texts())):
+            if name in environ:
+                self._variables[name] = environ[name]
+            elif f"${{{name}:-{default}}}" not in "\n".join(self._texts()):
+                raise ConfigError(
+                    f"${{{name}}} is not set in the environment: export it, or write ${{{name}:-default}}"
+                )
+
+    def resolved(self) -> MCPServerConfig:
+        """The same with every variable replaced by its value. Raises `ConfigError` for one that nobody handed over."""
+        return self.model_copy(
+            update={
+                "command": self._value(self.command) if self.command else None,
+                "args": [self._value(each) for each in self.args],
+                "env": {name: self._value(value) for name, value in self.env.items()},
+                "cwd": self._value(self.cwd) if self.cwd else None,
+                "url": self._value(self.url) if self.url else None,
+                "headers": {name: self._value(value) for name, value in self.headers.items()},
+            }
+        )
+
+    def _texts(self) -> list[str]:
+        single = [each for each in (self.command, self.cwd, self.url) if each is not None]
+        return [*single, *self.args, *self.env.values(), *self.headers.values()]
+
+    def _value(self, text: str) -> str:
+        def value(match: re.Match[str]) -> str:
+            name, default = match[1], match[2]
+            if name in self._variables:
+                return self._variables[name]
+            if default is None:
+                raise ConfigError(f"${{{name}}} has no value here: nobody handed over any variables")
+            return default
+
+        return _VARIABLE.sub(value, text)
+
+
+def read_servers(path: Path) -> dict[str, JSON]:
+    """The servers of a JSON or YAML file, by name and as they are written. Raises `ConfigError`."""
+    try:
+        content = read_yaml(path.read_text(encoding="utf-8"))  # JSON is YAML too
+    except OSError as error:
+        raise ConfigError(f"cannot read the file of MCP servers {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is neither JSON nor YAML: {error}") from None
+    return _by_name(content, str(path))
+
+
+def servers_of(
+    told: str | Path | Mapping[str, JSON], variables: Mapping[str, str] | None = None
+) -> dict[str, MCPServerConfig]:
+    """The servers of a file, or as such a file would tell them, with the variables they refer to.
+
+    Raises `ConfigError`, also for a variable that is not among them.
+    """
+    written = _by_name(told, "mcp") if isinstance(told, Mapping) else read_servers(Path(told))
+    servers = configured(written)
+    checked_names(servers)
+    hand_over(variables or {}, servers)
+    return servers
+
+
+def _by_name(content: JSON, where: str) -> dict[str, JSON]:
+    if isinstance(content, Mapping):
+        content = next((content[heading] for heading in _HEADINGS if heading in content), content)
+    if not isinstance(content, Mapping) or not all(isinstance(value, Mapping) for value in content.values()):
+        raise ConfigError(f"{where}: expected servers by name under {_HEADINGS[0]}, each with a command or a url")
+    return dict(content)
+
+
+def configured(servers: Mapping[str, Mapping[str, JSON]]) -> dict[str, MCPServerConfig]:
+    """The servers as they are written, checked. Raises `ConfigError` with the server's name."""
+    made: dict[str, MCPServerConfig] = {}
+    for name, written in servers.items():
+        try:
+            made[name] = MCPServerConfig(**written)
+        except ConfigError as error:
+            raise ConfigError(f"MCP server '{name}': {error}") from None
+    return made
+
+
+def hand_over(environ: Mapping[str, str], servers: Mapping[str, MCPServerConfig]) -> None:
+    """Give every server that is used the variables it refers to. Raises `ConfigError` for one that is not set."""
+    for name, server in servers.items():
+        if server.used:
+            try:
+                server.take_variables(environ)
+            except ConfigError as error:
+                raise ConfigError(f"MCP server '{name}': {error}") from None
+
+
+def checked_names(servers: Mapping[str, MCPServerConfig]) -> None:
+    """Raises `ConfigError` for a name of a server that no tool's name could hold."""
+    for name in servers:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"{name!r} cannot be a server's name: letters, digits, - _ . and 40 of them at most")

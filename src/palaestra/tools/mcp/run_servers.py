@@ -1,0 +1,103 @@
+"""The MCP servers of one run: opened together, offered as toolsets, closed together.
+
+Invariant: after `aclose`, however `open` went, no server that was started here is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from palaestra.core.errors import PalaestraError
+from palaestra.core.types import JSON
+from palaestra.tools.mcp.mcp_config import MCPServerConfig, checked_names
+from palaestra.tools.mcp.mcp_server import MCPServer, owner_of, recorded_tool, toolset_of
+from palaestra.tools.registry.entry_points import Installed
+from palaestra.tools.tool import FunctionTool, ToolSchema
+
+
+class MCPServers:
+    """Servers by name. An async context manager; without servers it does nothing and loads nothing.
+
+    `without` are toolsets that nobody will have, so that their servers need not run. With `forgiving` a server that
+    cannot be had is a toolset that says why it is empty, whether it is required or not.
+    """
+
+    def __init__(
+        self,
+        configs: Mapping[str, MCPServerConfig],
+        *,
+        without: Collection[str] = (),
+        forgiving: bool = False,
+    ) -> None:
+        checked_names(configs)
+        self._configs = {
+            name: config for name, config in configs.items() if config.used and toolset_of(name) not in without
+        }
+        self._forgiving = forgiving
+        self._recorded: Mapping[str, Sequence[FunctionTool]] | None = None
+        self._servers: dict[str, MCPServer] = {}
+        self._problems: dict[str, str] = {}
+
+    async def __aenter__(self) -> MCPServers:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    @classmethod
+    def recorded(
+        cls,
+        configs: Mapping[str, MCPServerConfig],
+        definitions: Iterable[Mapping[str, JSON]],
+        *,
+        without: Collection[str] = (),
+    ) -> MCPServers:
+        """The servers as a record tells of them: tools with the schemas of `definitions`, and nothing to open."""
+        servers = cls(configs, without=without)
+        known: dict[str, list[FunctionTool]] = {name: [] for name in servers._configs}
+        for definition in definitions:
+            schema = ToolSchema.from_dict(definition)
+            owner = owner_of(schema.name, known)
+            if owner is not None:
+                known[owner].append(recorded_tool(owner, schema))
+        servers._recorded = known
+        return servers
+
+    async def open(self) -> None:
+        """Open all servers at once and list their tools. Raises what the first required one raised that failed."""
+        if self._recorded is not None:
+            return
+        for name, config in self._configs.items():
+            self._servers[name] = MCPServer(name, config)
+        ended = await asyncio.gather(*(server.open() for server in self._servers.values()), return_exceptions=True)
+        failed = {name: each for name, each in zip(self._servers, ended, strict=True) if each is not None}
+        for name, error in failed.items():
+            if not isinstance(error, PalaestraError) or (self._configs[name].required and not self._forgiving):
+                await self.aclose()
+                raise error
+            self._problems[name] = str(error)
+
+    async def aclose(self) -> None:
+        """Close all servers. Idempotent."""
+        servers, self._servers = self._servers, {}
+        await asyncio.gather(*(server.aclose() for server in servers.values()))
+
+    def tools(self) -> list[FunctionTool]:
+        """The tools of all servers."""
+        return [tool for server in self._servers.values() for tool in server.tools]
+
+    def toolsets(self) -> list[str]:
+        """The toolsets that the servers make, in the order of the settings."""
+        return [toolset_of(name) for name in self._configs]
+
+    def installed(self) -> tuple[Installed, ...]:
+        """What the servers offer, as packages offer theirs."""
+        if self._recorded is not None:
+            recorded = self._recorded.items()
+            return tuple(Installed(toolset_of(name), f"MCP server {name}", tuple(tools)) for name, tools in recorded)
+        return tuple(
+            Installed(toolset_of(name), f"MCP server {name}", server.tools, self._problems.get(name))
+            for name, server in self._servers.items()
+        )

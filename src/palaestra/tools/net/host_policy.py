@@ -1,0 +1,147 @@
+"""Which addresses a call of a model may reach: public ones, and those that the configuration allows.
+
+A model names hosts; what counts is the address that is connected to. The check is made where the socket is made, so a
+name that resolves to something else a moment later, or a redirect, is checked like any other.
+
+Covered: loopback, private, link-local (cloud metadata), shared, reserved and multicast addresses, also where an IPv6
+address carries an IPv4 one (mapped, NAT64; the tunnels 6to4 and Teredo are not used at all). Not covered: what a public
+server does with a request.
+
+Which hosts a tool that runs on this machine may reach: `Reach`, for the browser and whatever else fetches pages.
+
+Not for slots, whose network is theirs (`sandbox`), though names, lists and the addresses of cloud metadata are judged
+by the same rules. Does no I/O: who connects asks `refusal` before the look-up and `address_refusal` for each address
+found, and then connects to the address that was judged, not to the name again.
+
+Invariant: cloud metadata is refused whatever the lists say. Loopback, private and other addresses that the internet
+does not route are refused unless the allow-list names the address itself (or `localhost`, for the loopback).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from typing import Any, TypeAlias
+
+from palaestra.core.errors import ConfigError
+from palaestra.sandbox.slotd.network import allowlist
+from palaestra.sandbox.slotd.network.allowlist import Address
+
+IPAddress: TypeAlias = IPv4Address | IPv6Address
+IPNetwork: TypeAlias = IPv4Network | IPv6Network
+
+_NAT64 = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
+
+_REFUSAL = "it is at a private or reserved address, which web tools do not reach"
+"""The same for all addresses of a name, so that one error is left of them. It does not tell what a name stands for."""
+
+
+class PrivateAddress(PermissionError):
+    """The address that a name stands for is not to be reached."""
+
+
+class Reachable:
+    """The addresses that may be connected to. `allowed` are private ones that may be all the same."""
+
+    def __init__(self, allowed: Iterable[str] = ()) -> None:
+        self._allowed: list[IPNetwork] = []
+        for each in allowed:
+            try:
+                self._allowed.append(ipaddress.ip_network(each, strict=False))
+            except ValueError:
+                raise ConfigError(f"web_allow: {each!r} is no address and no network such as 10.1.0.0/16") from None
+
+    def covers(self, address: IPAddress) -> bool:
+        """Whether the address may be connected to."""
+        address = _carried(address)
+        if any(address.version == network.version and address in network for network in self._allowed):
+            return True
+        if isinstance(address, IPv6Address) and (address.is_site_local or address.sixtofour or address.teredo):
+            return False
+        return address.is_global and not address.is_multicast and not address.is_reserved
+
+    def socket(self, info: tuple[Any, ...]) -> socket.socket:
+        """A socket for a resolved address, as aiohttp's `socket_factory`. Raises `PrivateAddress`."""
+        family, kind, protocol, _, where = info
+        self.check(str(where[0]))
+        return socket.socket(family, kind, protocol)
+
+    def check(self, resolved: str) -> None:
+        """Raises `PrivateAddress` for an address that may not be connected to."""
+        address = ipaddress.ip_address(resolved.partition("%")[0])
+        if not self.covers(address):
+            raise PrivateAddress(_REFUSAL)
+
+
+def _carried(address: IPAddress) -> IPAddress:
+    """The IPv4 address that an IPv6 one stands for, where it does: what is reached is that."""
+    if isinstance(address, IPv4Address):
+        return address
+    if any(address in network for network in _NAT64):
+        return IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped or address
+
+
+class Reach:
+    """Lists of hosts in the form of `AllowList`, `*:*` by default. Raises ValueError for an entry without meaning."""
+
+    def __init__(self, allowed: Iterable[str] = ("*:*",), blocked: Iterable[str] = ()) -> None:
+        self._allowed = tuple(allowlist.parse(entry) for entry in allowed)
+        self._blocked = tuple(allowlist.parse(entry) for entry in blocked)
+
+    def refusal(self, host: str, port: int) -> str | None:
+        """Why a host, as it was asked for, may not be reached; None where it may be looked up."""
+        try:
+            host = allowlist.normal(host)
+        except ValueError as error:
+            return str(error)
+        if allowlist.is_metadata_name(host):
+            return f"{host} answers questions about the machine and is never reached"
+        if any(_covers(rule, host, port) for rule in self._blocked):
+            return f"{host}:{port} is on the list of blocked hosts"
+        address = allowlist.literal(host)
+        if address is not None:
+            return self.address_refusal(host, port, address)
+        if _is_localhost(host) and not self._names(host, port):
+            return f"{host} is this machine, which is not open"
+        if not any(_covers(rule, host, port) for rule in self._allowed):
+            return f"{host}:{port} is not on the list of allowed hosts"
+        return None
+
+    def address_refusal(self, host: str, port: int, address: Address) -> str | None:
+        """Why an address, found for an allowed host or written as one, may not be connected to; None where it may."""
+        if allowlist.is_metadata(address):
+            return f"{_as(host, address)} answers questions about the machine and is never reached"
+        if any(_covers(rule, str(address), port) for rule in self._blocked):
+            return f"{_as(host, address)} is on the list of blocked hosts"
+        if self._names(str(address), port) or (address.is_loopback and _is_localhost(host) and self._names(host, port)):
+            return None
+        if not Reachable().covers(address):
+            return f"{_as(host, address)} belongs to this machine or to a private network, and is not open"
+        if allowlist.literal(host) is not None and not any(
+            rule.name == "*" and rule.covers("x", port) for rule in self._allowed
+        ):
+            return f"{address}:{port} is not on the list of allowed hosts"
+        return None
+
+    def _names(self, host: str, port: int) -> bool:
+        """Whether the allow-list names exactly this host or a range that it lies in."""
+        return any(rule.name != "*" and _covers(rule, host, port) for rule in self._allowed)
+
+
+def _as(host: str, address: Address) -> str:
+    return host if host == str(address) else f"{host}, which is {address},"
+
+
+def _is_localhost(host: str) -> bool:
+    return host == "localhost" or host.endswith(".localhost")
+
+
+def _covers(rule: allowlist.Rule, host: str, port: int) -> bool:
+    """A range is every spelling of its addresses: version 4 may be written inside version 6."""
+    address = allowlist.literal(host)
+    if rule.range is None or not isinstance(address, ipaddress.IPv6Address):
+        return rule.covers(host, port)
+    return any(rule.covers(str(one), port) for one in allowlist.meanings(address))

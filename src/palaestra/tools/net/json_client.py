@@ -1,0 +1,149 @@
+"""Asking a server whose address the user configured, for tools: JSON over HTTP, tried again, with typed errors.
+
+Not for addresses that a model names (`web/fetching.py` refuses private ones), and not for the agent's own model server
+(`inference/http/transport.py`).
+
+Invariant: every failure is either the model's mistake, which it reads (`ToolMistake`), or `ToolUnavailable`, which no
+reward comes of. No key is ever in a message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.errors import ToolUnavailable
+from palaestra.core.retry import RETRIED_STATUSES, Passing, RetryPolicy, persist, retry_after_s
+from palaestra.core.types import JSON
+from palaestra.core.uncharged_time import take_turn
+from palaestra.tools.tool import ToolMistake
+
+logger = logging.getLogger(__name__)
+
+TRY_TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
+"""For one try, and for one request with all its tries."""
+MAX_REPLY_BYTES = 16 << 20
+RETRY = RetryPolicy(attempts=5, first_s=0.5, longest_s=30.0)
+_SHOWN_CHARS = 300
+_HEADERS = {"Accept": "application/json"}
+
+
+@dataclass(slots=True)
+class Server:
+    """A provider's server. `key` names the setting to look at when it refuses the caller.
+
+    `lane` bounds how many requests are under way at once; `headers` carry the key.
+    """
+
+    name: str
+    base_url: str
+    key: str
+    headers: Mapping[str, str]
+    lane: asyncio.Semaphore
+    retry: RetryPolicy = RETRY
+    try_timeout_s: float = TRY_TIMEOUT_S
+    clock: Clock | None = None
+    rng: random.Random | None = None
+
+    async def get(self, path: str, query: Mapping[str, str]) -> JSON:
+        """The JSON reply to a GET. Raises as `post` does."""
+        return await self._ask("GET", (URL(self.base_url) / path.lstrip("/")).with_query(query), None)
+
+    async def post(self, path: str, payload: JSON) -> JSON:
+        """The JSON reply to a POST. Raises `ToolMistake` for what was asked, `ToolUnavailable` for all else."""
+        return await self._ask("POST", URL(self.base_url) / path.lstrip("/"), msgspec.json.encode(payload))
+
+    async def _ask(self, method: str, url: URL, body: bytes | None) -> JSON:
+        clock = self.clock or SystemClock()
+
+        async def send(tries: int, left_s: float) -> JSON:
+            try:
+                status, told, retry_after = await self._send(method, url, body, min(left_s, self.try_timeout_s))
+            except (aiohttp.ClientError, OSError) as error:  # a time-out is an OSError too
+                why = str(error) or type(error).__name__
+                raise Passing(self._down(f"cannot be reached ({why}), tried {_times(tries)}")) from error
+            if status in RETRIED_STATUSES:
+                problem = self._down(f"answers HTTP {status}, tried {_times(tries)}: {_said(told)}")
+                raise Passing(problem, retry_after_s(retry_after, clock.wall()))
+            return self._accepted(status, told)
+
+        def again(wait_s: float, problem: Exception) -> None:
+            logger.info("Trying again in %.1f s: %s", wait_s, problem)
+
+        return await persist(
+            send, retry=self.retry, timeout_s=TIMEOUT_S, clock=clock, rng=self.rng or random.Random(), again=again
+        )
+
+    async def _send(self, method: str, url: URL, body: bytes | None, timeout_s: float) -> tuple[int, bytes, str | None]:
+        headers = {**_HEADERS, **self.headers, **({"Content-Type": "application/json"} if body is not None else {})}
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, 10.0))
+        await take_turn(self.lane)
+        try:
+            async with (
+                aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), timeout=timeout) as session,
+                session.request(method, url, data=body, headers=headers, allow_redirects=False) as reply,
+            ):
+                content = bytearray()
+                async for chunk in reply.content.iter_any():
+                    content += chunk
+                    if len(content) > MAX_REPLY_BYTES:
+                        raise self._down(f"sends more than {MAX_REPLY_BYTES >> 20} MB")
+                return reply.status, bytes(content), reply.headers.get("Retry-After")
+        finally:
+            self.lane.release()
+
+    def _accepted(self, status: int, told: bytes) -> JSON:
+        if status in (401, 402, 403):
+            raise self._down(f"refuses the caller (HTTP {status}); look at {self.key}: {_said(told)}")
+        if status in (400, 413, 414, 422):
+            raise ToolMistake(f"{self.name} refuses this request (HTTP {status}): {_said(told)}")
+        if not 200 <= status < 300:
+            raise self._down(f"answers HTTP {status}; look at its address: {_said(told)}")
+        try:
+            return msgspec.json.decode(told)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise self._down(f"answers with what is no JSON: {_said(told)}") from None
+
+    def _down(self, what: str) -> ToolUnavailable:
+        return ToolUnavailable(f"{self.name} at {URL(self.base_url).origin()} {what}")
+
+    def malformed(self, told: JSON) -> ToolUnavailable:
+        """The error for a reply of another shape than the provider promises."""
+        return self._down(f"answers in another shape than it promises: {_said(msgspec.json.encode(told))}")
+
+
+def rows(server: Server, told: JSON, *path: str) -> list[dict[str, JSON]]:
+    """The list of objects at `path` of a reply; empty where a provider leaves it out. Raises `ToolUnavailable`."""
+    value = told
+    for name in path:
+        if not isinstance(value, dict):
+            raise server.malformed(told)
+        value = value.get(name)
+        if value is None:
+            return []
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise server.malformed(told)
+    return value
+
+
+def text(row: Mapping[str, JSON], *names: str) -> str:
+    """The first of these fields that holds text, as one line-broken string; empty where none does."""
+    return next((str(row[name]) for name in names if isinstance(row.get(name), str) and row[name]), "")
+
+
+def _said(told: bytes) -> str:
+    words = " ".join(told.decode(errors="replace").split())
+    return words if len(words) <= _SHOWN_CHARS else words[:_SHOWN_CHARS] + "…"
+
+
+def _times(tries: int) -> str:
+    return "once" if tries == 1 else f"{tries} times"

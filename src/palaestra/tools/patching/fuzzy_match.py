@@ -1,0 +1,299 @@
+"""Find the text that a model meant to replace, although it wrote it down a little differently.
+
+Not for guessing: strategies from exact to loose are tried in order, the first that finds anything decides, and if it
+finds more than one place, overlapping ones too, the answer is `Ambiguous`, never a looser try and never the first hit.
+The strategy that matched is part of the result. Files whose line ends are all CRLF are normalised by the caller.
+
+Invariant: text outside the replaced spans is returned unchanged, character for character.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from palaestra.tools.patching.reindent import Reindent, carriage_return
+from palaestra.tools.patching.suggest import nearest, places
+
+BLOCK_SIMILARITY = 0.8
+"""How alike the inner lines of a block must be when only its first and last line match exactly."""
+_MAX_BLOCK_LINES, _MAX_COMPARED_PAIRS = 100_000, 10_000_000
+"""Up to how many lines, and pairs of letters, such blocks are looked at: more are never a certain place."""
+_MAX_LINES_LOOKED_AT = 2_000_000
+"""Up to how many lines, of all places together, are compared by their depth."""
+_MOST_NAMED = 10
+"""How many places are named to a model that did not say which it meant."""
+
+
+class NoMatch(ValueError):
+    """The text is not there in any form; the message shows the nearest lines."""
+
+
+class Ambiguous(ValueError):
+    """The text is there more than once; the message names the lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """A finished edit: the new text, the strategy that found the place, and how many places were replaced."""
+
+    text: str
+    strategy: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Characters `[start, end)` of the file and what goes there."""
+
+    start: int
+    end: int
+    new: str
+
+
+def replace(text: str, old: str, new: str, *, replace_all: bool = False) -> Replacement:
+    """`text` with `old` replaced by `new`. Raises `NoMatch` or `Ambiguous`; `old` must not be empty."""
+    if not old.strip():
+        strategies: tuple[tuple[str, Strategy], ...] = STRATEGIES[:1]  # blank text has no features to be fuzzy about
+    else:
+        strategies = STRATEGIES
+    for name, strategy in strategies:
+        every = replace_all and name != "block_anchor"
+        # Of those that make it ambiguous, no more are looked for than are named: they may be millions.
+        spans = list(itertools.islice(strategy(text, old, new, every), None if every else _MOST_NAMED + 1))
+        if not spans:
+            continue
+        if len(spans) > 1 and not every:
+            raise Ambiguous(_ambiguous(text, spans, name))
+        return Replacement(_apply(text, spans), name, len(spans))
+    raise NoMatch(f"old_string was not found. {nearest(text, old)}")
+
+
+Strategy: TypeAlias = Callable[[str, str, str, bool], Iterable[Span]]
+"""`strategy(text, old, new, apart)`: the places, in order. `apart`: only those that begin where the one before has
+ended, for replacing all; otherwise overlapping ones too."""
+
+
+def _exact(text: str, old: str, new: str, apart: bool) -> Iterator[Span]:
+    for start in _found(text, old, len(old) if apart else 1):
+        yield Span(start, start + len(old), new)
+
+
+def _found(text: str, wanted: str, step: int) -> Iterator[int]:
+    """Where `wanted` begins, looking on `step` characters behind each place."""
+    at = text.find(wanted)
+    while at >= 0:
+        yield at
+        at = text.find(wanted, at + step)
+
+
+def _by_lines(same: Callable[[str], str], *, reindent: bool) -> Strategy:
+    """Whole lines that are equal after `same`. With `reindent` the new text takes over the file's indentation."""
+
+    def strategy(text: str, old: str, new: str, apart: bool) -> Iterator[Span]:
+        wanted, ends_line = _split(old)
+        keys = [same(line) for line in wanted]
+        for window in _windows(text, keys, same, apart):
+            adapted = Reindent.between(wanted, window.lines).apply(new) if reindent else new
+            yield window.span(adapted, ends_line)
+
+    return strategy
+
+
+def _indentation(text: str, old: str, new: str, apart: bool) -> Iterator[Span]:
+    """The same lines at another depth: equal once the common indentation is taken from both."""
+    wanted, ends_line = _split(old)
+    dedented = _dedent(wanted)
+    keys = [line.strip() for line in wanted]
+    for window in _windows(text, keys, str.strip, apart, lambda lines: _dedent(lines) == dedented):
+        yield window.span(Reindent.between(wanted, window.lines).apply(new), ends_line)
+
+
+def _blank_edges(text: str, old: str, new: str, apart: bool) -> Iterable[Span]:
+    """Superfluous blank lines before or after the text, taken from old and new alike."""
+    begins, ends = old.startswith("\n"), old.endswith("\n")
+    if not (begins or ends):
+        return ()
+    return _of_lines(text, old.strip("\n"), new.strip("\n"), apart, begins=begins, ends=ends)
+
+
+def _line_numbers(text: str, old: str, new: str, apart: bool) -> Iterable[Span]:
+    """Whole lines copied together with the `12|` prefixes of read_file."""
+    bare_old, bare_new = _without_numbers(old), _without_numbers(new)
+    if bare_old is None or not bare_old.strip():
+        return ()
+    return _of_lines(text, bare_old, new if bare_new is None else bare_new, apart, ends=not bare_old.endswith("\n"))
+
+
+def _of_lines(text: str, old: str, new: str, apart: bool, *, begins: bool = True, ends: bool = True) -> Iterator[Span]:
+    """Where `old` is and, as is asked for, `begins` with a line and `ends` with one."""
+    wanted = "\n" * begins + old + "\n" * ends
+    for at in _found(f"\n{text}\n", wanted, len(old) if apart else 1):
+        start = at + begins - 1
+        yield Span(start, start + len(old), new)
+
+
+def _escapes(text: str, old: str, new: str, apart: bool) -> Iterable[Span]:
+    """Text escaped once too often: a backslash and n where a line end was meant. Both texts are unescaped alike."""
+    bare = _unescape(old)
+    return _exact(text, bare, _unescape(new), apart) if bare != old and bare.strip() else ()
+
+
+def _block_anchor(text: str, old: str, new: str, apart: bool) -> list[Span]:
+    """First and last line match, the lines between are as many and nearly the same."""
+    wanted, ends_line = _split(old)
+    if len(wanted) < 3:
+        return []
+    bare, lines = [line.strip() for line in wanted], text.split("\n")
+    last_start = len(lines) - len(bare)
+    starts = [at for at in range(last_start + 1) if lines[at].strip() == bare[0]]
+    starts = [at for at in starts if lines[at + len(bare) - 1].strip() == bare[-1]]
+    if len(starts) * len(bare) > _MAX_BLOCK_LINES:
+        return []
+    windows = list(map(_located(text, lines, len(bare)), starts))
+    pairs = [_unlike(bare, [line.strip() for line in window.lines]) for window in windows]
+    if sum(len(a) * len(b) for unlike in pairs for a, b in unlike) > _MAX_COMPARED_PAIRS:
+        return []
+    return [
+        window.span(Reindent.between(wanted, window.lines).apply(new), ends_line)
+        for window, unlike in zip(windows, pairs, strict=True)
+        if _similarity(unlike, len(bare) - 2) >= BLOCK_SIMILARITY
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Consecutive whole lines of the file; `start` is the offset of the first, `end` that after the last's text."""
+
+    lines: list[str]
+    start: int
+    end: int
+    text_length: int
+
+    def span(self, new: str, ends_line: bool) -> Span:
+        """The window as a span; the line end after it belongs to it when the model's text ended with one."""
+        takes_end = ends_line and self.end < self.text_length
+        new = new if takes_end or not ends_line else new.removesuffix("\n")
+        if end := carriage_return(self.lines):
+            new = new.replace("\r\n", "\n").replace("\n", f"{end}\n") + ("" if takes_end else end)
+        return Span(self.start, self.end + takes_end, new)
+
+
+def _windows(
+    text: str,
+    keys: list[str],
+    same: Callable[[str], str],
+    apart: bool,
+    fits: Callable[[list[str]], bool] | None = None,
+) -> Iterator[_Window]:
+    """Windows whose lines equal `keys` after `same`, and that `fit`; where too many would be asked, none."""
+    lines = text.split("\n")
+    starts = places([same(line) for line in lines], keys)
+    if fits is not None and len(starts) * len(keys) > _MAX_LINES_LOOKED_AT:
+        return
+    end, located = 0, _located(text, lines, len(keys))
+    for start in starts:
+        if (start >= end or not apart) and (fits is None or fits(lines[start : start + len(keys)])):
+            yield located(start)
+            end = start + len(keys)
+
+
+def _located(text: str, lines: list[str], size: int) -> Callable[[int], _Window]:
+    """The window of so many lines that begins with a line."""
+    offsets = [0]
+    for line in lines:
+        offsets.append(offsets[-1] + len(line) + 1)
+    return lambda at: _Window(lines[at : at + size], offsets[at], offsets[at + size] - 1, len(text))
+
+
+def _split(old: str) -> tuple[list[str], bool]:
+    """The lines of a model's text, and whether it ended with a line end."""
+    lines = old.split("\n")
+    ends_line = len(lines) > 1 and lines[-1] == ""
+    return (lines[:-1] if ends_line else lines), ends_line
+
+
+def _dedent(lines: list[str]) -> list[str]:
+    depths = [len(line) - len(line.lstrip()) for line in lines if line.strip()]
+    common = min(depths, default=0)
+    return [line[common:].rstrip() if line.strip() else "" for line in lines]
+
+
+def _collapse(line: str) -> str:
+    return " ".join(line.split())
+
+
+_TYPOGRAPHY = str.maketrans(
+    {"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "—": "-", "−": "-", "…": "...", "\u00a0": " ", "\u2002": " "}
+)
+
+
+def _plain(line: str) -> str:
+    return line.translate(_TYPOGRAPHY).rstrip()
+
+
+_NUMBERED = re.compile(r" *(\d+)\|(.*)", re.DOTALL)
+
+
+def _without_numbers(text: str) -> str | None:
+    """The text without `12|` prefixes when every line has one and they count up, else None."""
+    lines, ends_line = _split(text)
+    matches = [_NUMBERED.fullmatch(line) for line in lines]
+    parts = [(int(match[1]), match[2]) for match in matches if match is not None]
+    if len(parts) < len(lines) or any(b[0] != a[0] + 1 for a, b in itertools.pairwise(parts)):
+        return None
+    return "\n".join(part[1] for part in parts) + ("\n" if ends_line else "")
+
+
+_ESCAPE = re.compile(r"\\([nrt\"'\\])")
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
+
+
+def _unescape(text: str) -> str:
+    return _ESCAPE.sub(lambda match: _ESCAPED.get(match[1], match[1]), text)
+
+
+def _unlike(a: list[str], b: list[str]) -> list[tuple[str, str]]:
+    """The pairs of lines at equal places that differ, as far as they are compared."""
+    return [(x[:500], y[:500]) for x, y in zip(a, b, strict=True) if x != y]
+
+
+def _similarity(unlike: list[tuple[str, str]], count: int) -> float:
+    """Mean likeness of `count` pairs of lines, 0 to 1, of which these are the ones that differ."""
+    ratios = [difflib.SequenceMatcher(None, x, y, autojunk=False).ratio() for x, y in unlike]
+    return (count - len(unlike) + sum(ratios)) / count
+
+
+def _apply(text: str, spans: list[Span]) -> str:
+    parts, at = [], 0
+    for span in spans:
+        parts += [text[at : span.start], span.new]
+        at = span.end
+    return "".join([*parts, text[at:]])
+
+
+def _ambiguous(text: str, spans: list[Span], strategy: str) -> str:
+    numbers = [str(text.count("\n", 0, span.start) + 1) for span in spans[:_MOST_NAMED]]
+    count, more = (f"more than {_MOST_NAMED}", ", …") if len(spans) > _MOST_NAMED else (str(len(spans)), "")
+    return (
+        f"old_string is there {count} times (at lines {', '.join(numbers)}{more}; match: {strategy}). "
+        "Add surrounding lines until it is unique, or set replace_all to replace every one."
+    )
+
+
+STRATEGIES: tuple[tuple[str, Strategy], ...] = (
+    ("exact", _exact),
+    ("trailing_whitespace", _by_lines(str.rstrip, reindent=False)),
+    ("indentation", _indentation),
+    ("blank_edges", _blank_edges),
+    ("line_numbers", _line_numbers),
+    ("typography", _by_lines(_plain, reindent=False)),
+    ("whitespace", _by_lines(_collapse, reindent=True)),
+    ("escapes", _escapes),
+    ("block_anchor", _block_anchor),
+)
+"""From exact to loose; all but the last replace only text that differs in form."""

@@ -1,0 +1,405 @@
+"""Tools by function call, for code written to the contract: `handle_function_call` and what belongs to it.
+
+    reply = handle_function_call("terminal", {"command": "ls"}, task_id="t1")   # JSON text
+    cleanup_vm("t1")
+
+Each task id has a slot of its own on this machine, made on its first call and kept until it is cleaned up. Rollouts do
+not use this: they have a slot of their run's pool. A `ToolSession` is the same without sharing it with the process.
+
+Invariants: nothing starts before the first call; calls of one task run in order, calls of different tasks together;
+when the process ends, however it ends, no slot stays behind, unless the session was given a backend whose slots are
+meant to stay (`LocalBackend(service=…)`): the next session with that one has them again, with what runs in them. The
+calls are synchronous and run on a loop of their own, so they work anywhere; on a running loop they block it, and
+`handle_function_call_async` does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import threading
+from collections.abc import Coroutine, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from palaestra.core.clock import Clock
+from palaestra.core.config import nearest
+from palaestra.core.errors import ConfigError, SandboxError
+from palaestra.core.types import JSON
+from palaestra.processes.notifications import Told
+from palaestra.processes.registry import ProcessRegistry
+from palaestra.processes.session import ProcessSession
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.sandbox.slot import Backend, Lasting, Slot, SlotSpec, Snapshot
+from palaestra.tools.arguments import InvalidArguments, parse_arguments
+from palaestra.tools.mcp.lazy_servers import ServersOnDemand
+from palaestra.tools.mcp.mcp_config import servers_of
+from palaestra.tools.registry.registry import ToolRegistry, chosen_tools, unrestricted
+from palaestra.tools.runtime.bound_tools import reply_text
+from palaestra.tools.runtime.delegation import DelegationSource
+from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
+from palaestra.tools.runtime.recorded_calls import Worlds
+from palaestra.tools.runtime.ttl import Leases
+from palaestra.tools.settings import ToolSettings
+
+T = TypeVar("T")
+
+IMAGES = ("docker_image", "singularity_image", "modal_image", "daytona_image")
+"""Overrides that name a task's image for one backend or another; the first that is given counts."""
+OVERRIDES = (*IMAGES, "cwd")
+DEFAULT_TASK = "default"
+_CLOSE_S = 30.0
+
+
+class ToolSession:
+    """A pool of slots by task id, with its own event loop in a thread. Close it, or use it in a `with` statement.
+
+    `registry` has every tool by default, those that are missing with their reason, and those that need a key with the
+    ones of `settings`. `config` says what calls may do; its default, the contract's, is a network and the best
+    isolation there is. `shared` are objects that the tools of all tasks have together: `Approvals`, `Notes`.
+    `delegates` do the work of `delegate_task`. `mcp` are MCP servers: a file of them, or what such a file would say;
+    `variables` are what `${NAME}` in it stands for. Each is started by the first call of one of its tools, or of one
+    that hands all tools on, and ends with the session.
+
+    With `idle_s`, a task's slot is ended so many seconds after its last call, unless a call or a background process of
+    the task still runs. Its next call then raises `StaleLease`, until the task is released: it must not take an empty
+    workspace for its own.
+
+    `checkpoint_path` is a file that says which background process is which, for the session after this one: with a
+    backend whose slots stay. Closing leaves such slots; `release` ends them. `told` has what background processes tell.
+
+    `world` records what the tools were told that touch the world, or answers from a recording: see `open_world`. It is
+    closed with the session.
+    """
+
+    def __init__(
+        self,
+        registry: ToolRegistry | None = None,
+        *,
+        config: ToolExecutorConfig | None = None,
+        backend: Backend | None = None,
+        settings: ToolSettings | None = None,
+        shared: Iterable[object] = (),
+        delegates: DelegationSource | None = None,
+        idle_s: float | None = None,
+        clock: Clock | None = None,
+        checkpoint_path: Path | None = None,
+        world: Worlds | None = None,
+        mcp: str | Path | Mapping[str, JSON] | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self._leases = None if idle_s is None else Leases(idle_s, clock)
+        self._sweeping: Future[None] | None = None
+        self._lasting = _lasting(backend)
+        if checkpoint_path is not None and self._lasting is None:
+            raise ConfigError("checkpoint_path needs a backend whose slots stay, such as LocalBackend(service='NAME')")
+        self.told = Told()
+        self._processes = ProcessRegistry(checkpoint_path=checkpoint_path, told=self.told)
+        self._taking_up = asyncio.Lock()
+        self._taken_up: int | None = None if self._lasting is not None else 0
+        self._slots = _TaskSlots(backend or LocalBackend())
+        tools = unrestricted(settings=settings) if registry is None else registry.copy()
+        self._world = world
+        lent = (*shared, self._processes)
+        self._executor = ToolExecutor(self._slots, tools, config, shared=lent, delegates=delegates, world=world)
+        self._registry = self._executor.registry
+        self._servers = ServersOnDemand(servers_of(mcp or {}, variables), self._registry)
+        self._left_out = () if delegates is not None else ("delegate_task",)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tool-session", daemon=True)
+        self._starting = threading.Lock()
+        self._closed = False
+
+    def __enter__(self) -> ToolSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def handle(
+        self, name: str, arguments: Mapping[str, JSON] | str, task_id: str | None = None, user_task: str | None = None
+    ) -> str:
+        """Run one call in its task's slot and return the JSON text that a model would read.
+
+        Mistakes and failures of a tool are replies. Raises `InfraError` when the world failed.
+        """
+        return self._wait(self._reply(name, arguments, task_id or DEFAULT_TASK))
+
+    async def handle_async(
+        self, name: str, arguments: Mapping[str, JSON] | str, task_id: str | None = None, user_task: str | None = None
+    ) -> str:
+        """`handle`, to be awaited. Cancelling it kills the command."""
+        return await asyncio.wrap_future(self._post(self._reply(name, arguments, task_id or DEFAULT_TASK)))
+
+    def definitions(
+        self, enabled_toolsets: Iterable[str] | None = None, disabled_toolsets: Iterable[str] | None = None
+    ) -> list[dict[str, JSON]]:
+        """What a model is shown of the tools that work here, in OpenAI's form, with those of the MCP servers.
+
+        Toolsets are chosen as by `get_tool_definitions`; a server's is `mcp-NAME`. Starts all servers. Raises
+        `ConfigError` for an unknown toolset, `ToolServerError` for a server that cannot be had and is required.
+        """
+        return self._wait(self._definitions(enabled_toolsets, disabled_toolsets))
+
+    async def definitions_async(
+        self, enabled_toolsets: Iterable[str] | None = None, disabled_toolsets: Iterable[str] | None = None
+    ) -> list[dict[str, JSON]]:
+        """`definitions`, to be awaited."""
+        return await asyncio.wrap_future(self._post(self._definitions(enabled_toolsets, disabled_toolsets)))
+
+    def spawn(self, task_id: str, command: str, **options: JSON) -> ProcessSession:
+        """Start a background process in the task's slot; `options` and errors are `ProcessRegistry.spawn`'s."""
+        return self._wait(self._spawn(task_id, command, options))
+
+    def recover(self) -> int:
+        """Take up the slots that stayed from a former session, as the first call does; how many background processes
+        were found again.
+
+        Raises `ConfigError` for a checkpoint that cannot be read, `SandboxError` while another process has the slots.
+        """
+        return self._wait(self._take_up())
+
+    def override(self, task_id: str, overrides: Mapping[str, JSON]) -> None:
+        """What the task's slot is made from (`IMAGES`) and where its commands start (`cwd`), from its next slot on.
+
+        Raises `ConfigError` for a key that means nothing here.
+        """
+        for key in overrides:
+            if key not in OVERRIDES:
+                raise ConfigError(f"{key!r} cannot be overridden for a task.{nearest(key, OVERRIDES)}")
+        self._slots.overrides[task_id] = dict(overrides)
+
+    def clear_override(self, task_id: str) -> None:
+        """Forget them again."""
+        self._slots.overrides.pop(task_id, None)
+
+    def release(self, task_id: str) -> None:
+        """End the task's slot with everything that runs in it. Its next call gets a new one."""
+        if self._thread.is_alive() or self._lasting is not None:
+            self._wait(self._release(task_id))
+
+    def tasks(self) -> list[str]:
+        """The tasks that have a slot now."""
+        return self._wait(self._holders()) if self._thread.is_alive() or self._lasting is not None else []
+
+    def close(self) -> None:
+        """End the loop and every slot that does not stay. Idempotent; a closed session takes no calls."""
+        with self._starting:
+            already, self._closed = self._closed, True
+        if not already and self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CLOSE_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_CLOSE_S)
+        if self._world is not None:
+            self._world.close()
+        if not self._loop.is_running():
+            self._loop.close()
+
+    async def _definitions(
+        self, enabled: Iterable[str] | None, disabled: Iterable[str] | None
+    ) -> list[dict[str, JSON]]:
+        await self._servers.all()
+        chosen = chosen_tools(self._registry.tools(), enabled, disabled)
+        return [tool.schema.to_dict() for tool in chosen if tool.missing() is None and tool.name not in self._left_out]
+
+    async def _reply(self, name: str, arguments: Mapping[str, JSON] | str, task_id: str) -> str:
+        name = self._registry.known_as(name)
+        cwd = self._slots.overrides.get(task_id, {}).get("cwd")
+        if cwd is not None and name == "terminal" and (tool := self._registry.get(name)) is not None:
+            with contextlib.suppress(InvalidArguments):  # the call will be refused for them
+                arguments = {"workdir": cwd, **parse_arguments(arguments, tool.schema)}
+        await self._take_up()
+        with self._in_use(task_id):
+            await self._servers.for_call(name)
+            return reply_text(await self._executor.reply(task_id, name, arguments))
+
+    async def _spawn(self, task_id: str, command: str, options: Mapping[str, JSON]) -> ProcessSession:
+        await self._take_up()
+        with self._in_use(task_id):
+            return await self._executor.spawn(task_id, command, **options)
+
+    async def _take_up(self) -> int:
+        """Once: the slots that stayed, each for its task, and the processes in them."""
+        async with self._taking_up:
+            if self._lasting is not None and self._taken_up is None:
+                await self._slots.start()
+                slots = self._lasting.leases()
+                self._taken_up = await self._processes.recover_from_checkpoint(slots)
+                for slot in slots:
+                    self._slots.take_up(slot)
+                    self._executor.take_up(slot)
+                    if self._leases is not None:
+                        with self._leases.in_use(slot.trajectory_id):
+                            pass  # its time begins now
+            return self._taken_up or 0
+
+    def _in_use(self, task_id: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._leases is None else self._leases.in_use(task_id)
+
+    async def _release(self, task_id: str) -> None:
+        await self._take_up()
+        if self._leases is not None:
+            self._leases.end(task_id)
+        await self._end_task(task_id)
+
+    async def _end_task(self, task_id: str) -> None:
+        await self._executor.release_trajectory(task_id)
+        self._processes.forget(task_id)
+
+    async def _holders(self) -> list[str]:
+        await self._take_up()
+        return [str(each["trajectory_id"]) for each in self._slots.get_status()["holders"]]
+
+    async def _end(self) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        self._slots.leaving = self._lasting is not None
+        await self._processes.aclose()
+        await self._executor.close()
+        await self._servers.aclose()
+        await self._slots.aclose()
+
+    def _wait(self, work: Coroutine[object, object, T]) -> T:
+        future = self._post(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # an interrupted caller leaves no command behind
+            raise
+
+    def _post(self, work: Coroutine[object, object, T]) -> Future[T]:
+        with self._starting:
+            if self._closed:
+                work.close()
+                raise SandboxError("this tool session is closed")
+            if not self._thread.is_alive():
+                self._thread.start()
+                if self._leases is not None:
+                    sweeping = self._leases.sweep(self._end_task, self._executor.is_busy)
+                    self._sweeping = asyncio.run_coroutine_threadsafe(sweeping, self._loop)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+def _lasting(backend: object) -> Lasting | None:
+    """The backend, where its slots stay."""
+    return backend if isinstance(backend, Lasting) and backend.stays else None
+
+
+class _TaskSlots(SlotPool):
+    """The pool of a session: it starts with its first slot, and makes slots as their task's overrides say."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(SlotPoolConfig(), backend)
+        self.overrides: dict[str, dict[str, JSON]] = {}
+        self.leaving = False
+        self._first = asyncio.Lock()
+
+    async def release(self, slot: Slot) -> None:
+        if not self.leaving:
+            await super().release(slot)
+
+    async def acquire(
+        self,
+        trajectory_id: str,
+        *,
+        spec: SlotSpec | None = None,
+        snapshot: Snapshot | None = None,
+        timeout_s: float | None = None,
+    ) -> Slot:
+        async with self._first:
+            await self.start()
+        chosen = self.overrides.get(trajectory_id, {})
+        image = next((chosen[key] for key in IMAGES if chosen.get(key)), None)
+        if image is not None:
+            spec = replace(spec or SlotSpec(), image=str(image))
+        return await super().acquire(trajectory_id, spec=spec, snapshot=snapshot, timeout_s=timeout_s)
+
+
+_own: ToolSession | None = None
+_choosing = threading.Lock()
+
+
+def default_session() -> ToolSession:
+    """The process's own session: what `use_session` was given, else a plain one, made on first use.
+
+    It is closed when the interpreter ends.
+    """
+    global _own
+    with _choosing:
+        if _own is None:
+            _own = ToolSession()
+            atexit.register(_own.close)
+        return _own
+
+
+def use_session(session: ToolSession) -> None:
+    """Make this the process's own: `handle_function_call`, `process_registry` and what belongs to them work through it.
+
+    The one before it is closed. Its slots end with that, unless they stay.
+    """
+    global _own
+    with _choosing:
+        before, _own = _own, session
+    atexit.register(session.close)
+    if before is not None and before is not session:
+        before.close()
+
+
+def handle_function_call(
+    function_name: str,
+    function_args: Mapping[str, JSON] | str,
+    task_id: str | None = None,
+    user_task: str | None = None,
+) -> str:
+    """Run one tool call in the task's slot and return the JSON text for the model. See `ToolSession.handle`.
+
+    `user_task` is the contract's: no tool here reads it.
+    """
+    return default_session().handle(function_name, function_args, task_id, user_task)
+
+
+async def handle_function_call_async(
+    function_name: str,
+    function_args: Mapping[str, JSON] | str,
+    task_id: str | None = None,
+    user_task: str | None = None,
+) -> str:
+    """`handle_function_call`, to be awaited: what `HermesAgentLoop` calls when it is given no handler."""
+    return await default_session().handle_async(function_name, function_args, task_id, user_task)
+
+
+def register_task_env_overrides(task_id: str, overrides: Mapping[str, JSON]) -> None:
+    """Say what the slot of a task is made from (`docker_image`, …) and where its commands start (`cwd`).
+
+    Counts for the slots of `handle_function_call`. Images are paths, as in `SlotSpec`. Raises `ConfigError`.
+    """
+    default_session().override(task_id, overrides)
+
+
+def clear_task_env_overrides(task_id: str) -> None:
+    """Forget a task's overrides."""
+    default_session().clear_override(task_id)
+
+
+def cleanup_vm(task_id: str) -> None:
+    """End a task's slot and everything in it."""
+    default_session().release(task_id)
+
+
+def cleanup_all_environments() -> int:
+    """End the slots of all tasks; how many there were."""
+    tasks = default_session().tasks()
+    for task_id in tasks:
+        cleanup_vm(task_id)
+    return len(tasks)
+
+
+def get_active_environments_info() -> dict[str, JSON]:
+    """`{"count", "task_ids"}` of the tasks that have a slot now."""
+    tasks = default_session().tasks()
+    return {"count": len(tasks), "task_ids": tasks}

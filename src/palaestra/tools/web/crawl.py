@@ -1,0 +1,195 @@
+"""Reading a site from one page on: its links are followed within the host, and within a bound on everything.
+
+What is read and how is `reading.py`'s; which addresses may be reached is `addresses.py`'s, for every page anew. What a
+site asks crawlers to leave alone (robots.txt, RFC 9309) is left alone. Not for scripts and forms: that is a browser's
+work.
+
+Invariant: equal sites give equal pages in the same order, as long as the time is not over, and then that is said. The
+nearest pages come first, and of them those whose links have most of the wanted words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from urllib.robotparser import RobotFileParser
+
+from yarl import URL
+
+from palaestra.tools.web.fetch import Fetched, Unreadable, fetch
+from palaestra.tools.web.page_text import HTML, Fetcher, as_text, decoded
+from palaestra.tools.web.provider import Page
+
+AGENT = "Palaestra"
+AT_ONCE = 4
+"""Pages of one site that are under way at a time."""
+MAX_LINKS = 1000
+"""How many links of one page are looked at."""
+MAX_ROBOTS_BYTES = 500 << 10
+_WORD = re.compile(r"\w+")
+
+
+@dataclass(slots=True)
+class Crawled:
+    """`pages` as they were read, `left` links of the site that were not followed, `over` whether the time was."""
+
+    pages: list[Page] = field(default_factory=list)
+    left: int = 0
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Link:
+    """One that waits; the least comes first. `missing` are the wanted words that it does not have."""
+
+    depth: int
+    missing: int
+    number: int
+    url: str = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Crawler:
+    """Reads a site with `fetcher`: `limit` pages at most, those that could not be read among them, up to `depth` links
+    away from the first, in `time_s` seconds."""
+
+    fetcher: Fetcher
+    limit: int
+    depth: int
+    time_s: float
+
+    async def crawl(self, url: str, wanted: str = "") -> Crawled:
+        """The pages from this one on; `wanted` is a text with words to look for in links."""
+        crawled = Crawled()
+        try:
+            async with asyncio.timeout(self.time_s):
+                await _Walk(self, crawled, _words(wanted)).go(url)
+        except TimeoutError:
+            crawled.over = True
+        return crawled
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """What came of one link: the page, where it lay in the end (None for one that could not be had), and of each of its
+    links the address and the words."""
+
+    page: Page
+    place: str | None = None
+    links: Sequence[tuple[str, str]] = ()
+
+
+class _Walk:
+    """One crawl under way. A page is in the reply once, whichever of its addresses links lead to."""
+
+    def __init__(self, crawler: Crawler, crawled: Crawled, words: frozenset[str]) -> None:
+        self._crawler, self._crawled, self._words = crawler, crawled, words
+        self._waiting: list[_Link] = []
+        self._seen: set[str] = set()
+        self._read: set[str] = set()
+        """Where the pages lay that were read, after redirects."""
+        self._site: URL | None = None
+        self._robots = RobotFileParser()
+
+    async def go(self, url: str) -> None:
+        """From the first page, which may lead elsewhere: the site is where it is in the end."""
+        first = await self._visit(url)
+        self._take(first)
+        if self._site is None:
+            return
+        await self._ask_robots(self._site)
+        self._note(first.links, 1)
+        while self._waiting and len(self._crawled.pages) < self._crawler.limit:
+            batch = self._next(min(AT_ONCE, self._crawler.limit - len(self._crawled.pages)))
+            visits = await asyncio.gather(*(self._visit(link.url) for link in batch))
+            for link, visit in zip(batch, visits, strict=True):
+                self._take(visit)
+                self._note(visit.links, link.depth + 1)
+
+    def _next(self, most: int) -> list[_Link]:
+        """The links that come next; those to a page that was read by another address are dropped."""
+        self._waiting = sorted(link for link in self._waiting if link.url not in self._read)
+        batch, self._waiting = self._waiting[:most], self._waiting[most:]
+        self._crawled.left = len(self._waiting)
+        return batch
+
+    def _take(self, visit: _Visit) -> None:
+        """Keep a page, unless it was read by another address."""
+        if visit.place is None or visit.place not in self._read:
+            self._crawled.pages.append(visit.page)
+        if visit.place is not None:
+            self._read.add(visit.place)
+
+    async def _visit(self, url: str) -> _Visit:
+        place = None
+        try:
+            async with self._crawler.fetcher.lane:
+                fetched = await fetch(url, self._crawler.fetcher.reachable)
+                self._stay(URL(fetched.url))
+                place = _plain(URL(fetched.url))
+                return _Visit(await as_text(url, fetched), place, await asyncio.to_thread(_links, fetched))
+        except Unreadable as why:
+            return _Visit(Page(url, error=str(why)), place)
+
+    def _stay(self, url: URL) -> None:
+        """The first page says which site it is. Raises `Unreadable` for one of another."""
+        if self._site is None:
+            self._site = url
+        elif url.origin() != self._site.origin():
+            raise Unreadable(f"it leads to another site, {url.origin()}")
+
+    def _note(self, links: Sequence[tuple[str, str]], depth: int) -> None:
+        """What of a page's links is to be read too."""
+        for url, text in links if depth <= self._crawler.depth else ():
+            if self._site is None or URL(url).origin() != self._site.origin() or url in self._seen | self._read:
+                continue
+            self._seen.add(url)
+            if self._robots.can_fetch(AGENT, url):
+                missing = len(self._words - _words(f"{text} {URL(url).path_qs}"))
+                self._waiting.append(_Link(depth, missing, len(self._seen), url))
+        self._crawled.left = len(self._waiting)
+
+    async def _ask_robots(self, site: URL) -> None:
+        """A site that does not answer, or has none, allows everything."""
+        reachable = self._crawler.fetcher.reachable
+        try:
+            rules = await fetch(
+                str(site.origin() / "robots.txt"), reachable, max_bytes=MAX_ROBOTS_BYTES, timeout_s=10.0
+            )
+        except Unreadable:
+            self._robots.parse([])
+        else:
+            self._robots.parse(rules.body.decode("utf-8", "replace").splitlines())
+
+
+def _links(fetched: Fetched) -> list[tuple[str, str]]:
+    """Where the links of an HTML page lead, each place once, without its fragment, and the words of the link."""
+    if fetched.content_type.lower() not in HTML:
+        return []
+    html = importlib.import_module("lxml.html")
+    try:
+        tree = html.document_fromstring(
+            decoded(fetched).encode("utf-8", "replace"), parser=html.HTMLParser(encoding="utf-8")
+        )
+    except importlib.import_module("lxml.etree").LxmlError:  # an empty page
+        return []
+    found: dict[str, str] = {}
+    for element in tree.xpath(f"(//a[@href])[position() <= {MAX_LINKS}]"):
+        try:
+            url = URL(fetched.url).join(URL(element.get("href").strip()))
+            if url.scheme in ("http", "https") and url.host:
+                found.setdefault(_plain(url), " ".join(element.text_content().split()))
+        except ValueError:
+            continue
+    return list(found.items())
+
+
+def _plain(url: URL) -> str:
+    return str(url.with_fragment(None))
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(word.casefold() for word in _WORD.findall(text))

@@ -1,0 +1,98 @@
+"""The title and the main text of an HTML page, as Markdown, by trafilatura (extra `web`).
+
+Finding the main text of a page can cost a minute of a processor for each megabyte of HTML, and whoever wrote the page
+decides that. So a large page is read in a process of its own, with a limit on its time and memory; what it does not
+manage is read as plain text, which is cheap.
+
+    python -m palaestra.tools.web.extract_article URL < page.html      # what the process is: JSON to stdout
+
+Invariant: equal pages give equal text, as long as the limits are not reached; where they are, the note says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import resource
+import sys
+from dataclasses import dataclass
+
+LARGE_CHARS = 100_000
+LIMIT_S = 20.0
+MAX_MEMORY_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Article:
+    """What was found. `note` says that it is all text of the page and not its main one."""
+
+    title: str
+    text: str
+    note: str = ""
+
+
+async def read_article(source: str, url: str, *, limit_s: float = LIMIT_S) -> Article:
+    """The article of a page; its text is empty where it has none. A large page costs a process."""
+    if len(source) <= LARGE_CHARS:
+        return await asyncio.to_thread(find_article, source, url)
+    found = await _apart(source, url, limit_s)
+    if found is not None:
+        return found
+    note = "the page is too much to find its main text in; this is all of its text"
+    return Article(*await asyncio.to_thread(all_text, source), note)
+
+
+def find_article(source: str, url: str) -> Article:
+    """The article of a page. The caller sees to it that this ends."""
+    title, everything = all_text(source)
+    extracted = importlib.import_module("trafilatura").extract(
+        source, url=url, output_format="markdown", include_links=True, include_tables=True, include_comments=False
+    )
+    return Article(title, extracted or everything)
+
+
+def all_text(source: str) -> tuple[str, str]:
+    """The title, and all text that a reader would see, without finding out what matters."""
+    html = importlib.import_module("lxml.html")
+    try:
+        tree = html.document_fromstring(source.encode("utf-8", "replace"), parser=html.HTMLParser(encoding="utf-8"))
+    except importlib.import_module("lxml.etree").LxmlError:  # an empty page
+        return "", ""
+    title = " ".join((tree.findtext(".//title") or "").split())
+    for hidden in tree.xpath("//script|//style|//noscript|//template|//head"):
+        hidden.drop_tree()
+    lines = (" ".join(line.split()) for line in str(tree.text_content()).splitlines())
+    return title, "\n".join(line for line in lines if line)
+
+
+async def _apart(source: str, url: str, limit_s: float) -> Article | None:
+    """`find_article` in a process of its own; None where it did not manage within its limits."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", __name__, url),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        async with asyncio.timeout(limit_s):
+            told, _ = await process.communicate(source.encode("utf-8", "replace"))
+    except TimeoutError:
+        return None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await asyncio.shield(process.wait())
+    return Article(**json.loads(told)) if process.returncode == 0 else None
+
+
+def main() -> None:
+    """Read the page on stdin and write its article to stdout."""
+    resource.setrlimit(resource.RLIMIT_CPU, (int(LIMIT_S), int(LIMIT_S)))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    found = find_article(sys.stdin.buffer.read().decode("utf-8", "replace"), sys.argv[1])
+    sys.stdout.write(json.dumps({"title": found.title, "text": found.text}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Fetching what a model names: one GET with a bound on everything, and never from a private address.
+
+Not for turning it into text (`reading.py`). A page that cannot be had is `Unreadable`, whose message the model reads:
+pages are missing, slow or forbidden every day, and that is nobody's failure.
+
+Invariant: no request is sent to an address that was not checked; what was cut off is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass
+
+import aiohttp
+from aiohttp.client_exceptions import ClientConnectorDNSError
+from yarl import URL
+
+from palaestra.tools.net.host_policy import PrivateAddress, Reachable
+
+MAX_BYTES = 3 << 20
+MAX_REDIRECTS = 5
+TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 10.0
+_HEADERS = {
+    "User-Agent": "Mozilla/5.0 (compatible; Palaestra)",
+    "Accept": "text/html,application/xhtml+xml,text/markdown,text/plain,application/json;q=0.9,*/*;q=0.5",
+    "Accept-Encoding": "gzip, deflate",
+}
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+
+
+class Unreadable(ValueError):
+    """Why a page could not be had, for the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What lay at an address. `url` is where it was in the end, `cut` says that `body` is only its beginning."""
+
+    url: str
+    content_type: str
+    charset: str | None
+    body: bytes
+    cut: bool = False
+
+
+async def fetch(url: str, reachable: Reachable, *, max_bytes: int = MAX_BYTES, timeout_s: float = TIMEOUT_S) -> Fetched:
+    """What lies at the address, after redirects. Raises `Unreadable`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _follow(_checked(url), reachable, max_bytes)
+    except TimeoutError:
+        raise Unreadable(f"no answer within {timeout_s:g} s") from None
+    except aiohttp.ClientConnectorError as error:
+        if isinstance(error.os_error, PrivateAddress):
+            raise Unreadable(str(error.os_error)) from None
+        what = "no such host" if isinstance(error, ClientConnectorDNSError) else "cannot connect"
+        raise Unreadable(f"{what}: {error.host}") from None
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        if isinstance(error, Unreadable):
+            raise
+        raise Unreadable(f"the connection failed: {str(error) or type(error).__name__}") from None
+
+
+async def screen(url: str, reachable: Reachable) -> None:
+    """Look at what the address resolves to, without a request. Raises `Unreadable` where any of it is private."""
+    parsed = _checked(url)
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
+        for info in found:
+            reachable.check(str(info[4][0]))
+    except PrivateAddress as private:
+        raise Unreadable(str(private)) from None
+    except OSError:
+        raise Unreadable(f"no such host: {parsed.host}") from None
+
+
+async def _follow(url: URL, reachable: Reachable, max_bytes: int) -> Fetched:
+    connector = aiohttp.TCPConnector(socket_factory=reachable.socket, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, headers=_HEADERS, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
+    ) as session:
+        for _ in range(MAX_REDIRECTS + 1):
+            async with session.get(url, allow_redirects=False) as reply:
+                where = reply.headers.get("Location")
+                if reply.status not in _REDIRECTS or where is None:
+                    return await _taken(reply, max_bytes)
+                url = _checked(str(url.join(URL(where))))
+    raise Unreadable(f"it redirects more than {MAX_REDIRECTS} times")
+
+
+async def _taken(reply: aiohttp.ClientResponse, max_bytes: int) -> Fetched:
+    if reply.status >= 400:
+        raise Unreadable(f"the page answers HTTP {reply.status} {reply.reason or ''}".rstrip())
+    body, cut = bytearray(), False
+    async for chunk in reply.content.iter_any():
+        body += chunk
+        if len(body) > max_bytes:
+            del body[max_bytes:]
+            cut = True
+            break
+    if cut:
+        reply.close()  # the rest is not waited for
+    return Fetched(str(reply.url), reply.content_type, reply.charset, bytes(body), cut)
+
+
+def _checked(url: str) -> URL:
+    """The address, if it is one that web pages have."""
+    try:
+        parsed = URL(url.strip())
+    except ValueError:
+        raise Unreadable("it is no address of a page") from None
+    if parsed.scheme not in ("http", "https"):
+        raise Unreadable(f"only http and https addresses are read, not {parsed.scheme or 'one without a scheme'}")
+    if not parsed.host:
+        raise Unreadable("it names no host")
+    if parsed.user is not None or parsed.password is not None:
+        raise Unreadable("addresses with a user or a password are not read")
+    return parsed

@@ -1,0 +1,169 @@
+"""The contract's fields and defaults, and what this version refuses."""
+
+import pytest
+
+from palaestra.agent.budget import Budget
+from palaestra.core.config import Layer, has_effect, merge
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import Prices
+from palaestra.envs.config.build import agent_settings
+from palaestra.envs.config.fields import BaseEnvConfig, EvalHandlingEnum, HermesAgentEnvConfig
+from palaestra.rollouts.watchdog import IDLE_LIMITS
+
+CONTRACT = {
+    "group_size": 4,
+    "max_num_workers": -1,
+    "max_eval_workers": 16,
+    "max_num_workers_per_node": 8,
+    "steps_per_eval": 100,
+    "max_token_length": 2048,
+    "eval_handling": EvalHandlingEnum.STOP_TRAIN,
+    "eval_limit_ratio": 0.5,
+    "inference_weight": 1.0,
+    "batch_size": -1,
+    "max_batches_offpolicy": 3,
+    "use_wandb": True,
+    "rollout_server_url": "http://localhost:8000",
+    "total_steps": 1000,
+    "wandb_name": None,
+    "num_rollouts_to_keep": 32,
+    "num_rollouts_per_group_for_logging": 1,
+    "ensure_scores_are_not_same": True,
+    "data_path_to_save_groups": None,
+    "data_dir_to_save_evals": None,
+    "min_items_sent_before_logging": 2,
+    "include_messages": False,
+    "min_batch_allocation": None,
+    "worker_timeout": 600,
+    "enabled_toolsets": None,
+    "disabled_toolsets": None,
+    "distribution": None,
+    "max_agent_turns": 30,
+    "system_prompt": None,
+    "agent_temperature": 1.0,
+    "terminal_backend": "local",
+    "terminal_timeout": 120,
+    "terminal_lifetime": 3600,
+    "dataset_name": None,
+    "dataset_split": "train",
+    "prompt_field": "prompt",
+    "tool_pool_size": 128,
+    "tool_call_parser": "hermes",
+    "extra_body": None,
+    "tool_pool_mode": "default",
+    "allow_network": True,
+    "require_sandbox": False,
+    "purge_job_on_start": False,
+    "purge_job_on_shutdown": True,
+    "acquire_timeout_s": 30,
+    "nomad_address": "http://localhost:4646",
+    "sandbox_job_id": "atropos-sandbox",
+    "sandbox_image": "atropos-sandbox:local",
+    "slots_per_container": 10,
+    "min_containers": 1,
+    "max_containers": 10,
+    "privileged": False,
+    "driver": "docker",
+    "singularity_image": None,
+    "modal_app_name": "atropos-sandbox",
+    "modal_image": "python:3.11",
+    "modal_gpu": None,
+    "modal_cpu": 1.0,
+    "modal_memory": 2048,
+    "modal_slots_per_sandbox": 10,
+    "modal_min_sandboxes": 1,
+    "modal_max_sandboxes": 5,
+    "modal_idle_timeout": 120,
+    "modal_max_lifetime": 3600,
+    "modal_acquire_timeout": 60,
+    "modal_execution_timeout": 30,
+    "modal_secrets": "",
+    "modal_env_vars": "",
+    "modal_workspace_base": "/data",
+}
+
+
+def test_the_contracts_fields_have_the_contracts_defaults() -> None:
+    config = HermesAgentEnvConfig()
+    assert {name: getattr(config, name) for name in CONTRACT} == CONTRACT
+
+
+def test_every_field_is_described() -> None:
+    for name, field in HermesAgentEnvConfig.model_fields.items():
+        assert field.description, name
+
+
+def test_a_group_of_one_is_not_dropped_for_equal_scores() -> None:
+    assert BaseEnvConfig(group_size=1).ensure_scores_are_not_same is False
+    assert BaseEnvConfig(group_size=1, ensure_scores_are_not_same=True).ensure_scores_are_not_same is True
+
+
+def test_a_larger_group_size_from_a_flag_undoes_that_default() -> None:
+    own = BaseEnvConfig(group_size=1)
+    values = {name: getattr(own, name) for name in own.model_fields_set}
+    merged = merge(BaseEnvConfig, [Layer("config_init", values), Layer("command line", {"group_size": 8})])
+    assert merged.value.ensure_scores_are_not_same is True
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("tool_pool_mode", "modal", "not available in this version, which has default and local"),
+        ("tool_pool_mode", "nomad", "not available in this version"),
+        ("terminal_backend", "docker", "not available in this version, which has local"),
+        ("isolation", "vm", "not one of best, full, userns, confined, none"),
+        ("otel_endpoint", "localhost:4318", "must be a URL of OTLP over HTTP"),
+        ("group_size", 0, "greater than or equal to 1"),
+        ("group_size", True, "group_size True: must be a number"),
+        ("metrics_port", False, "metrics_port False: must be a number"),
+        ("data_path_to_save_groups", "a/b.html", "name a .jsonl file"),
+        ("total_steps", -2, "greater than or equal to -1"),
+    ],
+)
+def test_what_cannot_work_is_refused(field: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        merge(HermesAgentEnvConfig, [Layer("test", {field: value})])
+
+
+def test_toolsets_come_from_one_place() -> None:
+    with pytest.raises(ConfigError, match="either enabled_toolsets or distribution"):
+        HermesAgentEnvConfig(enabled_toolsets=["terminal"], distribution="science")
+
+
+def test_remote_pools_settings_are_accepted_without_effect() -> None:
+    assert not has_effect(HermesAgentEnvConfig, "modal_image")
+    assert has_effect(HermesAgentEnvConfig, "tool_pool_mode")
+
+
+def test_a_limit_of_one_stage_leaves_the_others() -> None:
+    limits = HermesAgentEnvConfig(idle_limits={"tool": 5.0, "model": 0}).idle_limits
+    assert (limits["tool"], limits["model"], limits["grade"]) == (5.0, 0.0, IDLE_LIMITS["grade"])
+    for wrong, says in (({"tol": 5.0}, "no stage 'tol'"), ({"tool": -1.0}, "the limit of tool must be seconds")):
+        with pytest.raises(ConfigError, match=says):
+            HermesAgentEnvConfig(idle_limits=wrong)
+
+
+def test_a_cost_needs_prices() -> None:
+    with pytest.raises(ConfigError, match="max_cost needs prompt_price"):
+        HermesAgentEnvConfig(max_cost=1.0)
+    with pytest.raises(ConfigError, match="both prompt_price and completion_price"):
+        HermesAgentEnvConfig(prompt_price=1.0)
+
+
+def test_what_a_rollout_may_use_comes_from_the_settings() -> None:
+    config = HermesAgentEnvConfig(
+        max_rollout_tokens=9_000,
+        max_rollout_completion_tokens=800,
+        max_rollout_output_bytes=70_000,
+        max_rollout_cost=0.5,
+        prompt_price=3,
+        completion_price=15,
+        worker_timeout=0,
+    )
+    prices = Prices(3, 15)
+    settings = agent_settings(config)
+    wanted = Budget(tokens=9_000, completion_tokens=800, output_bytes=70_000, cost=0.5, prices=prices)
+    assert (settings.budget, settings.prices) == (wanted, prices)
+    assert agent_settings(HermesAgentEnvConfig()).budget == Budget(wall_s=600)
+    with pytest.raises(ConfigError, match="max_rollout_cost needs prompt_price"):
+        HermesAgentEnvConfig(max_rollout_cost=1)

@@ -1,0 +1,54 @@
+"""What an evaluation comes to: pass rates against counting, figures of hand-made attempts."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from palaestra.core.types import Blame, Outcome
+from palaestra.envs.run.pass_at_k import figures, pass_at_k, sample
+from palaestra.rollouts.records import Trajectory
+
+
+@pytest.mark.parametrize(("n", "passed", "k"), [(5, 0, 2), (5, 2, 1), (5, 2, 3), (6, 3, 2), (4, 4, 4), (1, 1, 1)])
+def test_pass_at_k_is_the_share_of_draws_with_a_pass(n: int, passed: int, k: int) -> None:
+    draws = list(combinations([True] * passed + [False] * (n - passed), k))
+    assert pass_at_k(n, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_what_cannot_be_told_is_refused() -> None:
+    for n, passed, k in ((2, 3, 1), (2, 1, 3), (2, 1, 0)):
+        with pytest.raises(ValueError, match="cannot be told"):
+            pass_at_k(n, passed, k)
+
+
+def attempt(task: str, index: int, reward: float | None) -> Trajectory:
+    return Trajectory(
+        rollout_id=f"{task}/{index}",
+        group_id=task,
+        task_id=task,
+        index=index,
+        messages=[],
+        outcome=Outcome.INFRA_ERROR if reward is None else Outcome.NATURAL,
+        reward=reward,
+        blame=Blame.GRADER if reward is None else None,
+    )
+
+
+def test_an_evaluation_counts_attempts_apart_from_tasks() -> None:
+    rewards: dict[str, list[float | None]] = {"a": [1.0, 0.0, 1.0, 0.0], "b": [0.5, 0.0, None, 0.0]}
+    done = [attempt(name, index, reward) for name, row in rewards.items() for index, reward in enumerate(row)]
+    found = figures(done, 4, tasks=3, labels={"a": ("category/files",), "b": ("category/text",)})
+    assert (found["tasks"], found["tasks_not_run"], found["attempts"]) == (3, 1, 8)
+    assert (found["unscored"], found["unscored/grader"]) == (1, 1)
+    assert found["pass_rate"] == pytest.approx(2 / 7)
+    assert found["mean_reward"] == pytest.approx(2.5 / 7)
+    assert found["mean_reward/low"] < 2.5 / 7 < found["mean_reward/high"]
+    assert found["pass@1"] == pytest.approx((0.5 + 0) / 2)
+    assert found["pass@2"] == pytest.approx((5 / 6 + 0) / 2)
+    assert (found["pass@4"], found["pass@4/tasks"]) == (1.0, 1)
+    assert found["pass@1/low"] < found["pass@1"] < found["pass@1/high"]
+    assert found["category/files/pass@1"] == 0.5
+    assert found["category/text/pass_rate"] == 0
+    assert [sample(each)["passed"] for each in done] == [True, False, True, False, False, False, None, False]

@@ -1,0 +1,199 @@
+"""The programs of a check start as they were prepared, whatever the agent put in their place."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import cli
+from palaestra.rollouts.grading.tampering import planted
+from palaestra.sandbox.slot import Change
+
+ENV = """
+from palaestra import Task, environment
+
+CHEAT = '''
+cat > green <<'END'
+#!/bin/sh
+echo right
+END
+chmod 755 green
+for d in /bin /usr/local/bin ~/.local/bin; do mkdir -p $d; rm -f $d/cat; cp green $d/cat; done
+cp green /usr/local/bin/greet
+echo 'print("right"); import os; os._exit(0)' > /usr/lib/python3/dist-packages/sitecustomize.py || true
+echo /usr/lib/nothing.so > /etc/ld.so.preload
+echo wrong > answer.txt
+'''
+
+@environment(toolsets=["terminal"])
+def planting():
+    yield Task(id="one", prompt="?", solution=CHEAT)
+
+@planting.score
+async def seen(sandbox):
+    assert (await sandbox.execute("cat answer.txt")).output == "wrong\\n"
+    assert (await sandbox.execute("python3 -c 'print(1)'")).output == "1\\n"
+    assert (await sandbox.execute("greet")).output == "right\\n"
+    return 0.25
+"""
+
+
+@pytest.mark.slots
+def test_a_check_runs_its_own_programs_and_sees_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("planting_env.py").write_text(ENV)
+    argv = ["run", "planting_env.py", "--policy", "oracle", "--env.group_size", "1"]
+    assert run_guarded(lambda: cli.main(argv, standalone_mode=False)) == 0
+    assert json.loads(Path("data/planting.jsonl").read_text())["scores"] == [0.25]
+
+
+SEARCHING = """
+from palaestra import Task, environment
+
+CHEAT = '''
+library=$(ls -d /usr/lib/*-linux-*/libz.so.1 /lib/*-linux-*/libz.so.1 /usr/lib64/libz.so.1 2>/dev/null | head -1)
+mkdir -p /opt/first && cp $library /opt/first/libz.so.1
+cp $library /usr/local/lib/libz.so.1
+echo /opt/first > /etc/ld.so.conf.d/00.conf
+ldconfig
+'''
+
+@environment(toolsets=["terminal"])
+def searching():
+    yield Task(id="one", prompt="?", solution=CHEAT)
+
+@searching.score
+async def seen(sandbox):
+    lines = (await sandbox.execute("ldconfig -p | grep libz.so.1")).output.splitlines()
+    musl = (await sandbox.execute("ls /lib/ld-musl*")).success  # whose loader takes /usr/local/lib before /usr/lib
+    assert len(lines) == (1 if musl else 2) and "/opt/first/" not in str(lines), lines
+    assert musl or "/usr/local/lib/" in lines[1], lines
+    return 0.25
+"""
+
+
+@pytest.mark.slots
+def test_new_libraries_are_found_after_those_of_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("searching_env.py").write_text(SEARCHING)
+    argv = ["run", "searching_env.py", "--policy", "oracle", "--env.group_size", "1"]
+    assert run_guarded(lambda: cli.main(argv, standalone_mode=False)) == 0
+    assert json.loads(Path("data/searching.jsonl").read_text())["scores"] == [0.25]
+
+
+FILES = """
+/bin/bash /usr/bin/python3 /usr/bin/python3.11 /usr/bin/git /usr/sbin/nginx /usr/local/bin/backup.sh
+/usr/lib/x86_64-linux-gnu/libtinfo.so.6.4 /usr/lib/x86_64-linux-gnu/libz.so.1 /usr/lib/git-core/git-status
+/usr/lib/python3.11/os.py /usr/lib/python3.11/distutils/__init__.py /usr/lib/python3.11/lib-dynload/_json.so
+/usr/lib/python3/dist-packages/_pytest/main.py /usr/lib/python3/dist-packages/pytest/__init__.py
+/usr/lib/python3/dist-packages/requests/api.py
+/usr/lib/python3/dist-packages/_distutils_hack/__init__.py /usr/local/lib/libtask.so /lib/libgcc_s.so.1
+"""
+HAD = FILES.split()
+
+
+class Had:
+    """A root of these files."""
+
+    async def names(self, directory: str) -> frozenset[str]:
+        inside = f"{directory.rstrip('/')}/"
+        return frozenset(path[len(inside) :].split("/")[0] for path in HAD if path.startswith(inside))
+
+
+@pytest.mark.parametrize(
+    ("path", "gone"),
+    [
+        ("/bin/sh", True),
+        ("usr/bin/[", True),
+        ("/usr/local/bin/cat", True),
+        ("/etc/alternatives/awk", True),
+        ("/usr/bin/bash", True),
+        ("/usr/local/bin/python3", True),
+        ("/usr/local/bin/python3.11", True),
+        ("/usr/local/bin/python3.13", False),
+        ("/usr/local/bin/node", False),
+        ("/usr/local/bin/backup.sh", False),
+        ("/usr/sbin/nginx", False),
+        ("/usr/bin/jq", False),
+        ("/usr/bin/x/cat", False),
+        ("/app/bin/bash", False),
+        ("/workspace/bin/cat", False),
+        # the loader
+        ("/etc/ld.so.preload", True),
+        ("/etc/ld.so.cache", True),
+        ("/etc/ld.so.conf", True),
+        ("/etc/ld.so.conf.d/00.conf", True),
+        ("/etc/ld.so.conf.d/00\n.conf", True),
+        ("/etc/nsswitch.conf", True),
+        ("/usr/lib/x86_64-linux-gnu/libtinfo.so.6.4", True),
+        ("/usr/lib/x86_64-linux-gnu/libtinfo.so.7", False),
+        ("/usr/lib/x86_64-linux-gnu/glibc-hwcaps/x86-64-v3/libz.so.1", True),
+        ("/usr/lib/x86_64-linux-gnu/gconv/new.so", True),
+        ("/usr/lib/x86_64-linux-gnu/gconv/gconv-modules.d/new\n.conf", True),
+        ("/lib/libz.so.1", True),
+        ("/usr/lib/x86_64-linux-gnu/libcurl.so.4", False),
+        ("/usr/lib/firefox/libz.so.1", False),
+        ("/usr/local/lib/libz.so.1", False),
+        ("/usr/local/lib/libtask.so", True),
+        ("/usr/lib/git-core/git-status", True),
+        ("/usr/lib/git-core/git-new", False),
+        # Python
+        ("/usr/lib/python3/usercustomize.py", True),
+        ("/usr/lib/python3/dist-packages/sitecustomize.py", True),
+        ("/usr/lib/python3/dist-packages/sitecustomize/__init__.py", True),
+        ("/workspace/sitecustomize.py", False),
+        ("/usr/lib/python3/dist-packages/zz.pth", True),
+        ("/root/.local/lib/python3.11/site-packages/zz.pth", True),
+        ("/workspace/venv/lib/python3.11/site-packages/zz.pth", False),
+        ("/app/data.pth", False),
+        ("/usr/pyvenv.cfg", True),
+        ("/usr/bin/pyvenv.cfg", True),
+        ("/opt/venv/pyvenv.cfg", False),
+        ("/usr/lib/python311.zip", True),
+        ("/opt/a\nb/lib/python311.zip", True),
+        ("/usr/bin/lib/python3.11/os.py", True),
+        ("/usr/lib/python3.11/os.py", True),
+        ("/usr/lib/python3.11/os.so", True),
+        ("/usr/lib/python3.11/os/__init__.py", True),
+        ("/usr/lib/python3.11/__pycache__/os.cpython-311.pyc", True),
+        ("/usr/lib/python3.11/distutils/__init__.so", True),
+        ("/usr/lib/python3.11/distutils/command/build.py", False),
+        ("/usr/lib/python3.11/lib-dynload/os.so", True),
+        ("/usr/lib/python3.11/lib-dynload/_tkinter.so", False),
+        ("/usr/lib/python3.11/tkinter/__init__.py", False),
+        ("/usr/lib/python3.12/os.py", False),
+        ("/usr/lib/python3/dist-packages/_pytest/new.py", True),
+        ("/usr/local/lib/python3.11/dist-packages/pytest-9.dist-info/METADATA", True),
+        ("/usr/lib/python3/dist-packages/_distutils_hack/__init__.py", True),
+        ("/usr/lib/python3/dist-packages/requests/api.py", False),
+        ("/usr/local/lib/python3.11/dist-packages/numpy/__init__.py", False),
+    ],
+)
+def test_what_a_check_meets_before_its_own_code_is_as_it_was(path: str, gone: bool) -> None:
+    found = asyncio.run(planted([Change(path, "file")], "/workspace", Had()))
+    assert found == ((path,) if gone else ())
+
+
+def test_a_directory_counts_where_it_hides_what_was_there() -> None:
+    changes = [
+        Change("/usr/lib/x86_64-linux-gnu", "dir"),
+        Change("/usr/lib/git-core", "dir", opaque=True),
+        Change("/usr/lib", "symlink"),
+        Change("/usr/lib/python3/dist-packages/requests", "dir", opaque=True),
+        Change("/bin", "dir", opaque=True),
+        Change("/usr/bin/python3", "deleted"),
+    ]
+    found = asyncio.run(planted(changes, "/workspace", Had()))
+    assert found == ("/bin", "/usr/bin/python3", "/usr/lib", "/usr/lib/git-core")
+
+
+def test_a_program_that_a_task_is_about_can_be_kept() -> None:
+    assert asyncio.run(planted([Change("/usr/bin/git", "file")], "/", Had(), kept=["git"])) == ()
+
+
+def test_a_workspace_that_is_the_whole_root_hides_no_start_up_file() -> None:
+    assert asyncio.run(planted([Change("/app/sitecustomize.py", "file")], "/", Had())) == ("/app/sitecustomize.py",)

@@ -1,0 +1,111 @@
+"""A run read back one group at a time is the run that `read_groups` reads at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from recorded import broken, sky, write_run
+
+from palaestra.core.errors import ConfigError
+from palaestra.rollouts.journal.journal import read_groups
+from palaestra.rollouts.journal.reader import Recording, open_recording
+from palaestra.rollouts.records import Group
+
+
+def bare(number: int) -> Group:
+    return Group(group_id=f"{number:06d}-t", number=number, task_id="t")
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_same_groups_in_item_order_whatever_ended_first(order: tuple[int, ...], tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", sky(), broken(), order=order)
+    recording = open_recording(folder)
+    assert list(recording.groups()) == read_groups(folder / "journal.jsonl") == [sky(), broken()]
+    assert (recording.finished, recording.unfinished) == (2, 0)
+    assert (recording.meta.run_id, recording.meta.env, recording.meta.seed) == ("run-1", "weather", 7)
+
+
+def test_every_prefix_of_a_journal_gives_what_the_journals_reader_gives(tmp_path: Path) -> None:
+    journal = write_run(tmp_path / "run", bare(0), sky(), bare(2), order=(2, 0, 1)) / "journal.jsonl"
+    whole = journal.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for length in range(len(lines[0]), len(whole) + 1, 97):
+        journal.write_bytes(whole[:length])
+        assert list(Recording(journal).groups()) == read_groups(journal)
+
+
+def test_groups_that_had_not_ended_are_counted(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", bare(0), bare(1), bare(2), order=(1,), ended=False)
+    recording = open_recording(folder)
+    assert (recording.finished, recording.unfinished) == (1, 2)
+    assert [group.number for group in recording.groups()] == [1]
+
+
+def test_a_group_that_was_taken_up_again_is_none_of_the_finished(tmp_path: Path) -> None:
+    journal = write_run(tmp_path / "run", bare(0), bare(1)) / "journal.jsonl"
+    again = next(line for line in journal.read_bytes().splitlines(keepends=True) if b'"event":"group",' in line)
+    journal.write_bytes(journal.read_bytes() + again)
+    recording = Recording(journal)
+    assert (recording.finished, recording.unfinished) == (1, 1)
+    assert list(recording.numbers) == [group.number for group in recording.groups()]
+
+
+def test_a_group_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
+    journal = write_run(tmp_path / "run", bare(0), sky()) / "journal.jsonl"
+    stream = Recording(journal).groups()
+    assert next(stream).number == 0
+    with journal.open("r+b") as file:
+        place = file.read().index(b"two calls")
+        file.seek(place)
+        file.write(b"2   calls")
+    assert next(stream).trajectories[1].messages[2]["reasoning_content"] == "Two cities,\n2   calls."
+
+
+def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", sky(), broken())
+    lines = (folder / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    lines[2] = lines[2][:40] + b"\n"
+    (folder / "journal.jsonl").write_bytes(b"".join(lines))
+    with pytest.raises(ConfigError, match=r"line 3 is damaged"):
+        open_recording(folder)
+
+
+def test_what_is_no_run_folder_is_said_and_the_latest_run_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs" / "env--m" / "20260801", broken())
+    with pytest.raises(ConfigError, match=r"no run folder nowhere.*The latest below is runs/env--m/20260801"):
+        open_recording(Path("nowhere"))
+    with pytest.raises(ConfigError, match=r"has no journal\.jsonl.*20260801"):
+        open_recording(Path("runs"))
+
+
+@pytest.mark.parametrize("content", [b"", b'{"event": "end", "reason": "done"}\n', b"PK\3\4 no text at all"])
+def test_a_file_that_is_no_journal_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "journal.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError, match="does not begin as a journal does"):
+        open_recording(tmp_path)
+
+
+def test_a_journal_of_a_later_form_is_refused(tmp_path: Path) -> None:
+    journal = write_run(tmp_path, broken()) / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes().replace(b'"run_id"', b'"schema":"palaestra.journal/9","run_id"', 1))
+    with pytest.raises(ConfigError, match=r"palaestra\.journal/9"):
+        open_recording(tmp_path)
+
+
+def test_a_rollout_of_a_group_that_never_began_is_said_in_words(tmp_path: Path) -> None:
+    journal = write_run(tmp_path, sky()) / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(line for line in lines if b'"event":"group",' not in line))
+    with pytest.raises(ConfigError, match=r"line 2 is damaged: it tells of group '000000-sky', which no line before"):
+        Recording(journal)
+
+
+def test_what_is_no_journal_is_not_called_a_damaged_one(tmp_path: Path) -> None:
+    path = tmp_path / "groups.jsonl"
+    path.write_text("tokens\nmasks\n")
+    with pytest.raises(ConfigError, match="does not begin as a journal does"):
+        Recording(path)

@@ -1,0 +1,196 @@
+"""How a run stands, from its folder alone: live, ended, killed, resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from recorded import broken, rollout, sky, write_run
+from toy import Sums, services, until_cancelled
+
+from palaestra.core.clock import ManualClock
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import Blame, Outcome
+from palaestra.rollouts.journal.journal import AttemptDiscarded, GroupStarted, Journal, RolloutEnded, RunResumed
+from palaestra.rollouts.observe.in_flight import LONGEST_LISTED, InFlight, read_stages
+from palaestra.rollouts.observe.intervals import mean_interval, rate_interval
+from palaestra.rollouts.observe.status import RunReader
+from palaestra.rollouts.records import Beside, Group
+from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.runner import Runner
+
+
+def test_the_intervals_are_those_of_the_books() -> None:
+    assert rate_interval(8, 10) == (pytest.approx(0.4901, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
+    assert rate_interval(0, 20) == (0.0, pytest.approx(0.1611, abs=1e-4))
+    assert rate_interval(20, 20)[1] == 1.0
+    assert mean_interval([[1.0, 0.0], []]) is None
+    apart = mean_interval([[0.0], [1.0]] * 50)
+    assert apart == (pytest.approx(0.4003, abs=1e-4), pytest.approx(0.5997, abs=1e-4))
+    assert mean_interval([[2.0], [4.0], [6.0]]) == (
+        pytest.approx(4 - 4.9683, abs=1e-4),
+        pytest.approx(8.9683, abs=1e-4),
+    )
+    assert mean_interval([[0.0], [1.0]]) == (0.0, 1.0), "a mean of rewards within 0 and 1 lies there, too"
+    assert mean_interval([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]] * 50) == pytest.approx(apart), "copies add no certainty"
+
+
+def test_an_ended_run(tmp_path: Path) -> None:
+    status = RunReader(write_run(tmp_path, sky(), broken()) / "journal.jsonl").read()
+    assert (status.run_id, status.env, status.model, status.state) == ("run-1", "weather", "m", "done")
+    assert (status.groups_begun, status.groups_ended, status.groups_failed) == (2, 2, 1)
+    assert (status.rollouts, status.scored) == (4, 3)
+    assert (status.mean_reward, status.mean_with_unscored) == (pytest.approx(1.25 / 3), pytest.approx(1.25 / 4))
+    assert status.outcomes == {"natural": 2, "max_turns": 1, "infra_error": 1}
+    rate = status.blame["sandbox"]
+    assert (rate.count, rate.share) == (1, 0.25)
+    assert 0 < rate.low < 0.25 < rate.high < 1
+    assert (status.full.count, status.full.share) == (1, pytest.approx(1 / 3))
+    assert status.mean_interval is None, "one group with a reward says nothing of others"
+    assert status.in_flight == {}
+    assert status.cost is None
+    assert status.disk_free_bytes > 0
+    json.dumps(status.to_dict())
+
+
+def test_how_sure_the_score_is_and_how_long_the_stages_took(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, ended=False)
+    journal = Journal(folder / "journal.jsonl")
+    for number, rewards in enumerate([(1.0, 1.0), (0.0, None)]):
+        name = f"g{number}"
+        journal.append(GroupStarted(group=Group(group_id=name, number=number, task_id=name, prepare_s=2.0)))
+        for index, reward in enumerate(rewards):
+            one = rollout(index, [], reward, rollout_id=f"{name}/{index}", group_id=name)
+            one.beside = Beside(started_at=1.0, duration_s=9.0, stages={"tool": 3.0}, turn_s=[(1.0, 3.0), (4.0, 0.0)])
+            one.blame = None if reward is not None else Blame.SANDBOX
+            journal.append(RolloutEnded(trajectory=one))
+    journal.close()
+    status = RunReader(journal.path).read()
+    assert status.mean_interval == pytest.approx(mean_interval([[1.0, 1.0], [0.0]]))
+    assert status.mean_with_unscored_interval == pytest.approx(mean_interval([[1.0, 1.0], [0.0, 0.0]]))
+    stages = {name: (each.count, each.total_s, each.p50_s) for name, each in status.stages.items()}
+    assert stages == {
+        "model": (4, 20.0, 5.0),
+        "prepare": (2, 4.0, 2.0),
+        "rollout": (4, 36.0, 9.0),
+        "tool": (4, 12.0, 3.0),
+    }
+
+
+def test_what_a_resumed_run_writes_again_is_counted_once(tmp_path: Path) -> None:
+    group = Group(group_id="g", number=0, task_id="t")
+
+    def ended(index: int, started_at: float, reward: float | None = 1.0) -> RolloutEnded:
+        one = rollout(index, [], reward, rollout_id=f"g/{index}", group_id="g", prompt_tokens=10, cost=0.5)
+        one.beside = Beside(started_at=started_at)
+        if reward is None:
+            one.outcome, one.blame = Outcome.CANCELLED, Blame.RUN
+        return RolloutEnded(trajectory=one)
+
+    folder = write_run(tmp_path, ended=False)
+    journal = Journal(folder / "journal.jsonl")
+    journal.append(GroupStarted(group=group))
+    journal.append(ended(0, 1.0))
+    journal.append(AttemptDiscarded(trajectory=ended(1, 2.0).trajectory))
+    journal.append(ended(1, 3.0, None))
+    reader = RunReader(journal.path)
+    assert (reader.read().rollouts, reader.read().discarded) == (2, 1)
+    journal.append(RunResumed())
+    journal.append(GroupStarted(group=group))
+    journal.append(ended(0, 1.0))
+    journal.append(ended(1, 4.0))
+    journal.close()
+    for status in (reader.read(), RunReader(journal.path).read()):
+        assert (status.rollouts, status.scored, status.discarded, status.blame) == (2, 2, 1, {})
+        assert (status.prompt_tokens, status.cost) == (40, 2.0)
+
+
+def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    path = write_run(tmp_path, sky(), ended=False) / "journal.jsonl"
+    whole = path.read_bytes()
+    last = whole.rstrip(b"\n").rfind(b"\n") + 1
+    path.write_bytes(whole[: last + 5])
+    reader = RunReader(path)
+    assert reader.read().groups_ended == 0
+    path.write_bytes(whole)
+    assert reader.read().groups_ended == 1
+    path.write_bytes(whole + b"{nonsense}\n")
+    with pytest.raises(ConfigError, match="is damaged"):
+        reader.read()
+
+
+def test_what_is_in_flight_is_seen_from_the_folder(tmp_path: Path) -> None:
+    inflight = InFlight()
+    shared = services(tmp_path, group_size=2)
+
+    async def main() -> None:
+        entered = asyncio.Event()
+
+        async def waits(rollout: Rollout) -> float:
+            return 1.0 if rollout.index == 0 else await until_cancelled(entered)
+
+        async with inflight.written(tmp_path):
+            running = asyncio.create_task(Runner(Sums(1, score=waits), replace(shared, observer=inflight)).run())
+            await entered.wait()
+            while RunReader(shared.journal.path).read().rollouts < 1:  # noqa: ASYNC110 - the other one ends meanwhile
+                await asyncio.sleep(0)
+            inflight.write(tmp_path / "status.json")
+            status = RunReader(shared.journal.path).read()
+            running.cancel()
+            await asyncio.wait([running])
+        shared.journal.close()
+        assert status.state == "running"
+        assert status.in_flight == {"grade": 1}
+        assert [(idle.name, idle.stage) for idle in status.oldest] == [("000000-sum-0/1", "grade")]
+
+    asyncio.run(main())
+    after = RunReader(shared.journal.path).read()
+    assert after.in_flight == {}
+    assert after.blame["run"].count == 1
+
+
+def test_who_died_is_not_taken_for_running(tmp_path: Path) -> None:
+    inflight = InFlight()
+    inflight.stage("g/0", "tool")
+    inflight.write(tmp_path / "status.json")
+    path = write_run(tmp_path, sky(), ended=False) / "journal.jsonl"
+    reader = RunReader(path)
+    assert reader.read().state == "running"
+    found = read_stages(tmp_path)
+    assert found is not None
+    for changes, state in (({"started": found.started + 1}, "killed"), ({"host": "elsewhere.test"}, "elsewhere")):
+        changed = msgspec.structs.replace(found, **changes)
+        (tmp_path / "status.json").write_bytes(msgspec.json.encode(changed))
+        assert reader.read().state == state
+        assert reader.read().in_flight == {"tool": 1}, "what was in flight when it died"
+    (tmp_path / "status.json").write_bytes(b"{")
+    assert reader.read().state == "killed"
+
+
+def test_a_disk_that_does_not_take_the_file_does_not_end_the_run(tmp_path: Path) -> None:
+    inflight = InFlight()
+    (tmp_path / "status.json").mkdir()
+    inflight.write(tmp_path / "status.json")
+    (tmp_path / "status.json").rmdir()
+    inflight.write(tmp_path / "status.json")
+    assert read_stages(tmp_path) is not None, "it is written as soon as that works"
+
+
+def test_the_file_is_bounded_and_names_the_longest_idle_first(tmp_path: Path) -> None:
+    clock = ManualClock()
+    inflight = InFlight(clock)
+    for number in range(LONGEST_LISTED + 10):
+        clock.now += 1
+        inflight.stage(f"r{number}", "model")
+    inflight.stage("r0", "tool")
+    inflight.stage("r1", "")
+    now = inflight.now()
+    assert now.stages == {"model": LONGEST_LISTED + 8, "tool": 1}
+    assert [idle.name for idle in now.idle][:2] == ["r2", "r3"]
+    assert len(now.idle) == LONGEST_LISTED
+    assert now.pid == os.getpid()

@@ -1,0 +1,129 @@
+"""Where a rollout is, what counts as a sign of life, and who is blamed when there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from toy import Sums, services
+
+from palaestra.core.errors import EngineUnavailable, InfraError, PrepareError, SandboxError, ToolStuck
+from palaestra.core.types import Blame, Outcome, Task
+from palaestra.rollouts.attempt import Attempt
+from palaestra.rollouts.group import GroupRun
+from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.runner import Runner
+from palaestra.rollouts.watchdog import IDLE_LIMITS, WAITING_FOR, Stages
+
+SOON = 0.02
+
+
+def test_calls_that_run_together_end_in_any_order() -> None:
+    told: list[str] = []
+    at = Stages("r", lambda name, stage: told.append(stage))
+    with at.stage("agent", shown="model"):
+        first, second = at.stage("tool"), at.stage("tool")
+        first.__enter__()
+        second.__enter__()
+        with at.stage("acquire"):
+            first.__exit__(None, None, None)
+        second.__exit__(None, None, None)
+    assert told == ["model", "tool", "tool", "acquire", "acquire", "tool", "model", ""]
+    assert set(at.seconds) == {"agent", "tool", "acquire"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "error", "blame"),
+    [
+        ("acquire", SandboxError, Blame.SANDBOX),
+        ("setup", PrepareError, Blame.TASK),
+        ("model", EngineUnavailable, Blame.ENGINE),
+        ("tool", ToolStuck, Blame.TOOL),
+    ],
+)
+def test_who_gives_no_sign_of_life_is_ended_and_named(stage: str, error: type[InfraError], blame: Blame) -> None:
+    async def main() -> None:
+        at = Stages("r/0", limits={stage: SOON})
+        async with at.watched():
+            with at.stage("outer"), at.stage(stage):
+                await asyncio.Event().wait()
+
+    with pytest.raises(error, match=rf"r/0 gave no sign of life for 0.02 s at stage {stage}") as raised:
+        asyncio.run(main())
+    assert raised.value.blame is blame
+    assert WAITING_FOR.keys() == IDLE_LIMITS.keys()
+
+
+def test_a_sign_of_life_begins_the_wait_anew() -> None:
+    async def main() -> list[float | None]:
+        loop, whens = asyncio.get_running_loop(), []
+        at = Stages("r", limits={"model": 60.0})
+        async with at.watched():
+            assert at._deadline is not None
+            with at.stage("model"):
+                for _ in range(2):
+                    before = loop.time()
+                    at.moved()
+                    whens.append((at._deadline.when() or 0) - before)
+                with at.stage("admit"):
+                    whens.append(at._deadline.when())
+        return whens
+
+    first, second, waiting = asyncio.run(main())
+    assert first is not None
+    assert second is not None
+    assert min(first, second) >= 60.0
+    assert waiting is None, "waiting for a place has no limit"
+
+
+def test_a_timeout_of_somebody_elses_passes_through() -> None:
+    async def main() -> None:
+        async with Stages("r", limits={"model": 60.0}).watched():
+            raise TimeoutError("theirs")
+
+    with pytest.raises(TimeoutError, match="theirs"):
+        asyncio.run(main())
+
+
+def test_a_score_that_hangs_is_the_graders_fault_and_tried_again(tmp_path: Path) -> None:
+    hung = 0
+
+    async def hangs(rollout: Rollout) -> float:
+        nonlocal hung
+        hung += 1
+        if hung == 1:
+            await asyncio.Event().wait()
+        return 1.0
+
+    shared = replace(services(tmp_path, group_size=1, infra_retries=1), idle_limits={"grade": SOON})
+
+    async def main() -> tuple[int, int]:
+        totals = await Runner(Sums(1, score=hangs), shared).run()
+        shared.journal.close()
+        return totals.scored, hung
+
+    assert asyncio.run(main()) == (1, 2)
+
+
+def test_a_preparation_that_hangs_ends_its_group(tmp_path: Path) -> None:
+    class Hanging(Sums):
+        async def begin(self, rollout: Rollout) -> None:
+            await asyncio.Event().wait()
+
+    shared = replace(services(tmp_path, group_size=1), idle_limits={"setup": SOON})
+
+    async def main() -> Attempt:
+        env = Hanging(1)
+        run = GroupRun(env, shared, 0, await anext(env.tasks()))
+        run._kit = env.kit(Task("t", "?"), random.Random(0))
+        attempt = Attempt(env, run._rollout(0, None))
+        await attempt.run()
+        shared.journal.close()
+        return attempt
+
+    ended = asyncio.run(main()).trajectory()
+    assert (ended.outcome, ended.blame, ended.reward) == (Outcome.INFRA_ERROR, Blame.TASK, None)
+    assert "idle_limits.setup" in ended.error

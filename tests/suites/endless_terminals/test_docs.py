@@ -1,0 +1,44 @@
+"""The commands of the environment's page run as they are printed there, with the rewards that it promises."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import cli
+from palaestra.suites.endless_terminals.compose_tasks import HIGHEST_LEVEL
+from palaestra.suites.endless_terminals.families.all_families import AREAS, FAMILIES
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "environments" / "endless_terminals.md").read_text()
+
+
+def test_the_page_counts_what_there_is() -> None:
+    areas = dict(re.findall(r"^\| (\w+) \| (\d+) \|", PAGE, re.MULTILINE))
+    assert {area: int(count) for area, count in areas.items()} == {area: len(known) for area, known in AREAS.items()}
+    assert f"There are {len(FAMILIES)} families in ten areas" in PAGE
+    assert len(AREAS) == 10
+    assert HIGHEST_LEVEL == 5
+    assert "and five levels" in PAGE
+
+
+@pytest.mark.long
+@pytest.mark.slots
+@pytest.mark.timeout(600)
+def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "environments").symlink_to(ROOT / "environments")
+    commands = [shlex.split(line, comments=True) for line in PAGE.splitlines() if line.startswith("palaestra ")]
+    assert len(commands) == 5
+    for command in commands:
+        assert run_guarded(lambda argv=command[1:]: cli.main(argv, standalone_mode=False)) == 0, command
+    found = [
+        [score for line in path.read_text().splitlines() for score in json.loads(line)["scores"]]
+        for path in sorted((tmp_path / "data").glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    ]
+    assert [set(scores) for scores in found] == [{1.0}, {0.0}, {1.0}]

@@ -1,0 +1,134 @@
+"""The tests decide: agents' changes graded as the environment grades them, over a sealed workspace."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from palaestra.sandbox.slot import View
+from palaestra.suites.swe.protected import hidden_files, protected_paths
+from palaestra.suites.swe.run_tests import Verdict, run_tests, verdict
+from palaestra.suites.swe.swe_rows import SweRow, parse_row
+
+from .conftest import F2P, FILES, P2P, REPO, Bench, RunBench
+
+pytestmark = [pytest.mark.slots, pytest.mark.long]
+FIXED = FILES["pkg/calc.py"].replace("return a - b", "return a + b")
+
+
+def task() -> SweRow:
+    return parse_row(
+        {
+            "repo": "o/n",
+            "base_commit": "abc",
+            "problem_statement": "p",
+            "instance_id": "i",
+            "FAIL_TO_PASS": list(F2P),
+            "PASS_TO_PASS": list(P2P),
+        }
+    )
+
+
+async def grade(bench: Bench, written: Mapping[str, str], command: str = "true") -> Verdict:
+    """What the environment does after an agent has written these files and run this command."""
+    row = task()
+    agent = await bench.acquire("agent", snapshot=await bench.prepared())
+    for path, text in written.items():
+        await agent.write_text(path if path.startswith("/") else f"{REPO}/{path}", text)
+    done = await agent.execute(command, cwd=REPO)
+    assert done.success, done.output
+    changes = await agent.changes()
+    dropped = protected_paths(changes, row, tuple(FILES), REPO)
+    sealed = await bench.seal(agent, View(only=(REPO,), without=dropped))
+    async with bench.slot(sealed) as slot:
+        for path in hidden_files(changes, row, tuple(FILES), REPO):
+            await slot.write_text(f"{REPO}/{path}", FILES[path])
+        return verdict(await run_tests(slot, bench.toolchain, REPO, row.node_ids, timeout_s=30), row)
+
+
+def test_the_fix_passes(run_bench: RunBench) -> None:
+    async def scenario(bench: Bench) -> None:
+        score = await grade(bench, {"pkg/calc.py": FIXED})
+        assert score.resolved
+        assert (score.fail_to_pass, score.pass_to_pass) == ((1, 1), (3, 3))
+
+    run_bench(scenario)
+
+
+@pytest.mark.parametrize(
+    ("files", "command"),
+    [
+        ({"pkg/calc.py": FIXED.replace("a + b", "sum((a, b))")}, "true"),
+        ({"pkg/helper.py": "plus = int.__add__\n", "pkg/calc.py": "from pkg.helper import plus\n" + FIXED}, "true"),
+        ({}, "sed -i 's/return a - b/return b + a/' pkg/calc.py && git init -q . 2>/dev/null || true"),
+        ({}, "cp -r pkg new && rm -rf pkg && mv new pkg && sed -i 's/a - b/a + b/' pkg/calc.py"),
+    ],
+    ids=["other text", "a new module", "by command", "a rewritten directory"],
+)
+def test_an_equivalent_fix_passes(run_bench: RunBench, files: dict[str, str], command: str) -> None:
+    async def scenario(bench: Bench) -> None:
+        score = await grade(bench, files, command)
+        assert score.resolved, score
+
+    run_bench(scenario)
+
+
+def test_doing_nothing_fails(run_bench: RunBench) -> None:
+    async def scenario(bench: Bench) -> None:
+        score = await grade(bench, {})
+        assert not score.resolved
+        assert (score.fail_to_pass, score.pass_to_pass) == ((0, 1), (3, 3))
+
+    run_bench(scenario)
+
+
+def test_half_a_fix_fails(run_bench: RunBench) -> None:
+    async def scenario(bench: Bench) -> None:
+        half = FILES["pkg/calc.py"].replace("return a - b", "return a - b if a == 1 else a + b")
+        score = await grade(bench, {"pkg/calc.py": half})
+        assert not score.resolved
+        assert score.fail_to_pass == (0, 1)
+
+    run_bench(scenario)
+
+
+def test_a_fix_that_breaks_something_else_fails(run_bench: RunBench) -> None:
+    async def scenario(bench: Bench) -> None:
+        score = await grade(bench, {"pkg/calc.py": FIXED.replace("a - -a", "a + 1")})
+        assert not score.resolved
+        assert (score.fail_to_pass, score.pass_to_pass) == ((1, 1), (2, 3))
+
+    run_bench(scenario)
+
+
+SKIP = "import pytest\ndef pytest_collection_modifyitems(items):\n    items[:] = []\n"
+PASS = (
+    "import pytest\n@pytest.hookimpl(hookwrapper=True)\ndef pytest_runtest_makereport():\n"
+    "    result = yield\n    result.get_result().outcome = 'passed'\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("files", "command"),
+    [
+        ({"conftest.py": SKIP}, "rm -rf tests"),
+        ({"conftest.py": PASS}, "true"),
+        ({"tests/conftest.py": PASS}, "true"),
+        ({"tests/test_calc.py": "def test_double(): pass\n"}, "true"),
+        ({"pytest.ini": "[pytest]\naddopts = -p plant\n", "plant.py": PASS}, "true"),
+        ({"sitecustomize.py": "import os; os._exit(0)\n"}, "true"),
+        ({"pytest.py": "def main(*a, **k): pass\n"}, "true"),
+        ({"/usr/lib/python3/dist-packages/x.pth": "import os; os._exit(0)\n"}, "true"),
+        ({"evil.egg-info/entry_points.txt": "[pytest11]\nevil = plant\n", "plant.py": PASS}, "true"),
+        ({}, "mkdir -p pkg/__pycache__ && echo x > pkg/__pycache__/calc.cpython-311.pyc"),
+        ({}, "mv tests hidden && ln -s hidden tests && sed -i 's/== c/or True/' hidden/test_calc.py"),
+        ({"pkg/calc.py": "import os\nos._exit(0)\n"}, "true"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else None,
+)
+def test_what_only_looks_like_a_fix_fails(run_bench: RunBench, files: dict[str, str], command: str) -> None:
+    async def scenario(bench: Bench) -> None:
+        score = await grade(bench, files, command)
+        assert not score.resolved
+        assert score.fail_to_pass == (0, 1)
+
+    run_bench(scenario)

@@ -1,0 +1,123 @@
+"""Diffs against git itself: what we write, git applies; what git writes, we read, reverse and apply."""
+
+import string
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from palaestra.suites.swe import apply_diff, unified_diff
+
+LINES = st.lists(st.sampled_from(["a\n", "b\n", "\n", "x = 1\n", "  y\r\n", "--- z\n", "+++ q\n", "@@ @@\n", "ü\f\n"]))
+TEXTS = st.builds(lambda lines, tail: "".join(lines) + tail, LINES, st.sampled_from(["", "end", "\r", "\\ No"]))
+SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def git(*arguments: str, cwd: Path, check: bool = True) -> str:
+    done = subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, check=False)
+    assert not check or done.returncode == 0, done.stderr
+    return done.stdout.decode("utf-8", "surrogateescape")
+
+
+def git_diff(tmp_path: Path, before: str, after: str) -> str:
+    for side, text in (("a", before), ("b", after)):
+        (tmp_path / side).mkdir(exist_ok=True)
+        (tmp_path / side / "f.txt").write_bytes(text.encode("utf-8", "surrogateescape"))
+    return git("diff", "--no-index", "--no-prefix", "a", "b", cwd=tmp_path, check=False)
+
+
+@SLOW
+@given(TEXTS, TEXTS)
+def test_reads_and_applies_what_git_writes(tmp_path: Path, before: str, after: str) -> None:
+    text = git_diff(tmp_path, before, after)
+    if before == after:
+        assert text == ""
+        return
+    (file,) = unified_diff.parse(text)
+    assert apply_diff.apply_to_text(file, before) == after
+    (back,) = unified_diff.parse(unified_diff.reverse(text))
+    assert apply_diff.apply_to_text(back, after) == before
+
+
+@SLOW
+@given(TEXTS, TEXTS)
+def test_git_applies_what_we_write(tmp_path: Path, before: str, after: str) -> None:
+    text = apply_diff.between("some dir/f.txt", before, after)
+    assert (text == "") == (before == after)
+    if not text:
+        return
+    target = tmp_path / "some dir" / "f.txt"
+    target.parent.mkdir(exist_ok=True)
+    target.write_bytes(before.encode())
+    (tmp_path / "p.diff").write_bytes(text.encode())
+    git("-c", "core.autocrlf=false", "apply", "--whitespace=nowarn", "p.diff", cwd=tmp_path)
+    assert target.read_bytes().decode() == after
+    (tmp_path / "r.diff").write_bytes(unified_diff.reverse(text).encode())
+    git("apply", "--whitespace=nowarn", "r.diff", cwd=tmp_path)
+    assert target.read_bytes().decode() == before
+
+
+@settings(deadline=None)
+@given(TEXTS, TEXTS)
+def test_reversing_twice_and_rendering_change_nothing(before: str, after: str) -> None:
+    text = apply_diff.between("f", before, after)
+    if text:
+        assert unified_diff.reverse(unified_diff.reverse(text)) == text
+        assert unified_diff.render(unified_diff.parse(text)) == text
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="ab\n", max_size=60), st.text(alphabet="ab\n", max_size=60))
+def test_edits_are_unique_at_their_turn_and_make_the_new_text(before: str, after: str) -> None:
+    text = apply_diff.between("f", before, after)
+    if not text or not before:
+        return
+    current = before
+    for edit in apply_diff.edits(unified_diff.parse(text)[0], before):
+        assert current.count(edit.old_text) == 1
+        current = current.replace(edit.old_text, edit.new_text)
+    assert current == after
+
+
+def test_new_deleted_and_renamed_files_round_trip(tmp_path: Path) -> None:
+    git("init", "-q", cwd=tmp_path)
+    (tmp_path / "gone.txt").write_text("bye\n")
+    (tmp_path / "old.txt").write_text("".join(f"{letter}\n" for letter in string.ascii_letters))
+    git("add", "-A", cwd=tmp_path)
+    git("-c", "user.name=t", "-c", "user.email=t@localhost", "commit", "-q", "-m", "one", cwd=tmp_path)
+    (tmp_path / "gone.txt").unlink()
+    (tmp_path / "old.txt").rename(tmp_path / "näme with space.txt")
+    (tmp_path / "fresh.txt").write_text("hello")
+    git("add", "-A", cwd=tmp_path)
+    text = git("diff", "--cached", "-M", cwd=tmp_path)
+    files = {file.path: file for file in unified_diff.parse(text)}
+    assert files["gone.txt"].new_path is None
+    assert files["fresh.txt"].old_path is None
+    renamed = files["näme with space.txt"]
+    assert (renamed.old_path, renamed.renamed) == ("old.txt", True)
+    tree = {"gone.txt": "bye\n", "old.txt": (tmp_path / "näme with space.txt").read_text()}
+    changed = apply_diff.apply(unified_diff.parse(text), tree)
+    assert changed["gone.txt"] is None
+    assert changed["old.txt"] is None
+    assert changed["fresh.txt"] == "hello"
+    after = {path: text for path, text in {**tree, **changed}.items() if text is not None}
+    assert apply_diff.apply(unified_diff.parse(unified_diff.reverse(text)), after)["gone.txt"] == "bye\n"
+
+
+def test_a_diff_that_does_not_fit_is_refused() -> None:
+    (file,) = unified_diff.parse(apply_diff.between("f", "a\nb\n", "a\nc\n"))
+    with pytest.raises(unified_diff.DiffError, match="does not fit"):
+        apply_diff.apply_to_text(file, "a\nx\n")
+
+
+@pytest.mark.parametrize("text", ["", "hello\n", "diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1,2 +1,2 @@\n a\n"])
+def test_what_is_no_whole_diff_is_refused(text: str) -> None:
+    with pytest.raises(unified_diff.DiffError):
+        unified_diff.parse(text)
+
+
+def test_binary_patches_are_refused() -> None:
+    with pytest.raises(unified_diff.DiffError, match="binary"):
+        unified_diff.parse("diff --git a/f b/f\nindex 1..2 100644\nGIT binary patch\nliteral 0\n")

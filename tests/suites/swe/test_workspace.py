@@ -1,0 +1,130 @@
+"""A row from its repository into a slot, and out again by its reference solution."""
+
+import asyncio
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from palaestra.core.errors import TaskError
+from palaestra.core.types import ToolStep
+from palaestra.suites.swe import apply_diff
+from palaestra.suites.swe.repository import RepositoryCache
+from palaestra.suites.swe.swe_rows import SweRow, parse_row
+from palaestra.suites.swe.swe_solution import solution_steps
+from palaestra.suites.swe.workspace import add_tests, agent_texts, prepare_repository, restore_files
+
+from .conftest import FILES, REPO, Bench, RunBench
+
+CLEAN = FILES["pkg/calc.py"].replace("return a - b", "return a + b")
+BUG = apply_diff.between("pkg/calc.py", CLEAN, FILES["pkg/calc.py"])
+
+
+def make_source(path: Path, calc: str) -> str:
+    """A repository with a past and a future around the commit that a task is about. Returns that commit."""
+
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=t", "-c", "user.email=t@localhost")
+        return subprocess.run(
+            ["git", *identity, *arguments], cwd=path, check=True, capture_output=True, text=True
+        ).stdout
+
+    path.mkdir(parents=True)
+    git("init", "-q", "-b", "main")
+    for text in ("past = 1\n", calc, "future = 1\n"):
+        for name, content in {**FILES, "pkg/calc.py": text}.items():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_text(content)
+        git("add", "-A")
+        git("commit", "-q", "-m", text[:6])
+    return git("rev-parse", "HEAD~1").strip()
+
+
+def row(tmp_path: Path, calc: str = CLEAN, **columns: str) -> SweRow:
+    base = {
+        "repo": "o/n",
+        "problem_statement": "p",
+        "instance_id": "i",
+        "FAIL_TO_PASS": ["tests/test_calc.py::test_add"],
+    }
+    commit = make_source(tmp_path / "hub" / "o" / "n", calc)
+    return parse_row({**base, "base_commit": commit, **columns})
+
+
+def cache(tmp_path: Path) -> RepositoryCache:
+    return RepositoryCache(tmp_path / "cache", str(tmp_path / "hub"))
+
+
+@pytest.mark.slots
+def test_the_agent_gets_the_bug_and_one_commit(tmp_path: Path, run_bench: RunBench) -> None:
+    task = row(tmp_path, patch=BUG)
+
+    async def scenario(bench: Bench) -> None:
+        heads = []
+        for _ in range(2):
+            async with bench.slot() as slot:
+                await prepare_repository(slot, cache(tmp_path), task, REPO)
+                assert await slot.read_text(f"{REPO}/pkg/calc.py") == FILES["pkg/calc.py"]
+                log = await slot.execute("git log --all --format=%H; git reflog; git remote; git status -s", cwd=REPO)
+                assert len(log.output.split()) == 1, log.output
+                objects = await slot.execute("git cat-file --batch-all-objects --batch-check | grep -c blob", cwd=REPO)
+                assert objects.output.strip() == str(len(set(FILES.values())))
+                heads.append(log.output)
+        assert heads[0] == heads[1]
+
+    run_bench(scenario)
+
+
+@pytest.mark.slots
+def test_the_tests_of_a_bench_row_come_at_grading_only(tmp_path: Path, run_bench: RunBench) -> None:
+    after = FILES["tests/test_calc.py"] + "\ndef test_more(): pass\n"
+    tests = apply_diff.between("tests/test_calc.py", FILES["tests/test_calc.py"], after)
+    fix = apply_diff.between("pkg/calc.py", FILES["pkg/calc.py"], CLEAN)
+    task = row(tmp_path, FILES["pkg/calc.py"], patch=fix, test_patch=tests)
+
+    async def scenario(bench: Bench) -> None:
+        async with bench.slot() as slot:
+            await prepare_repository(slot, cache(tmp_path), task, REPO)
+            assert await slot.read_text(f"{REPO}/tests/test_calc.py") == FILES["tests/test_calc.py"]
+            await slot.write_text(f"{REPO}/tests/test_calc.py", "")
+            await add_tests(slot, cache(tmp_path), task, REPO)
+            assert await slot.read_text(f"{REPO}/tests/test_calc.py") == after
+            await restore_files(slot, cache(tmp_path), task, REPO, ("tests/test_calc.py",))
+            assert await slot.read_text(f"{REPO}/tests/test_calc.py") == FILES["tests/test_calc.py"]
+
+    run_bench(scenario)
+
+
+def test_the_reference_solution_is_patch_calls_that_fit(tmp_path: Path) -> None:
+    task = row(tmp_path, patch=BUG)
+    texts = asyncio.run(agent_texts(cache(tmp_path), task))
+    (step,) = solution_steps(task.fix_patch, texts, REPO)
+    assert step.name == "patch"
+    old, new = str(step.arguments["old_string"]), str(step.arguments["new_string"])
+    assert texts["pkg/calc.py"].count(old) == 1
+    assert texts["pkg/calc.py"].replace(old, new) == CLEAN
+
+
+def test_new_deleted_and_moved_files_are_steps_too() -> None:
+    patch = (
+        "diff --git a/n.py b/n.py\nnew file mode 100644\n--- /dev/null\n+++ b/n.py\n@@ -0,0 +1 @@\n+x = 1\n"
+        "diff --git a/d d.py b/d d.py\ndeleted file mode 100644\n--- a/d d.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n"
+        "diff --git a/o.py b/s/m.py\nsimilarity index 100%\nrename from o.py\nrename to s/m.py\n"
+    )
+    assert solution_steps(patch, {"o.py": "x\n", "d d.py": "x\n"}, "/r") == (
+        ToolStep("write_file", {"path": "/r/n.py", "content": "x = 1\n"}),
+        ToolStep("terminal", {"command": "rm -- '/r/d d.py'"}),
+        ToolStep("terminal", {"command": "mkdir -p -- /r/s"}),
+        ToolStep("terminal", {"command": "mv -- /r/o.py /r/s/m.py"}),
+    )
+
+
+def test_a_commit_that_has_the_bug_already_is_left_as_it_is(tmp_path: Path) -> None:
+    task = row(tmp_path, FILES["pkg/calc.py"], patch=BUG)
+    assert asyncio.run(agent_texts(cache(tmp_path), task)) == {"pkg/calc.py": FILES["pkg/calc.py"]}
+
+
+def test_a_patch_that_fits_neither_way_is_the_rows_fault(tmp_path: Path) -> None:
+    task = row(tmp_path, "something = 'else'\n", patch=BUG)
+    with pytest.raises(TaskError, match="does not fit"):
+        asyncio.run(agent_texts(cache(tmp_path), task))

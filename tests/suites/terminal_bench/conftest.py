@@ -1,0 +1,45 @@
+"""Trying the miniature tasks as `palaestra env import` does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from palaestra.envs.config.build import make_pool
+from palaestra.suites.swe.install import DependencyCache
+from palaestra.suites.terminal_bench.check_tasks import Line, Proving
+from palaestra.suites.terminal_bench.environment import TerminalBenchEnvironment
+from palaestra.suites.terminal_bench.find_tasks import LeftOut
+from palaestra.suites.terminal_bench.tb_config import TerminalBench2EvalConfig
+from palaestra.suites.terminal_bench.tb_env import TerminalBench2EvalEnv
+from suites.terminal_bench.mini import HARBOR
+
+collect_ignore = ["tasks"]
+
+Try = Callable[..., dict[str, Line]]
+
+
+@pytest.fixture
+def try_tasks(installed_pytest: DependencyCache, tmp_path: Path) -> Try:
+    """Try tasks of a source as `palaestra env import` does; the lines by name. `settings` are the environment's."""
+
+    def run(source: Path | str = HARBOR, **settings: object) -> dict[str, Line]:
+        own = {"base_image": "host", "cache_dir": str(tmp_path / "cache"), "dataset_name": str(source)}
+        config = TerminalBench2EvalConfig(**{**own, **settings})  # type: ignore[arg-type]
+
+        async def main() -> dict[str, Line]:
+            async with make_pool(config) as pool:
+                inner = TerminalBench2EvalEnv(config, [])
+                await inner.sort_out()
+                environment = TerminalBenchEnvironment(inner, config, installed_pytest)
+                report = await Proving(environment, pool).run(
+                    [each for each in inner.left_out if isinstance(each, LeftOut)]
+                )
+            return {line.name: line for line in report.lines}
+
+        return asyncio.run(main())
+
+    return run

@@ -1,0 +1,158 @@
+"""Folders of tasks and rows with packed ones: all that can be used, and a message for each that cannot."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+
+from palaestra.core.errors import ConfigError
+from palaestra.suites.terminal_bench.find_tasks import load_tasks
+from suites.terminal_bench.mini import HARBOR, LEGACY, TASKS
+
+
+def packed(folder: Path) -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz") as archive:
+        archive.add(folder, ".")
+    return data.getvalue()
+
+
+def one_file(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", content: bytes = b"") -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz") as archive:
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname, info.size = kind, link, len(content)
+        archive.addfile(info, io.BytesIO(content))
+    return data.getvalue()
+
+
+def parts(task: Path) -> dict[str, str]:
+    """A row in the columns of the public data set."""
+    return {
+        "task_name": task.name,
+        "category": "files",
+        "instruction": (task / "instruction.md").read_text(),
+        "environment_tar": base64.b64encode(packed(task / "environment")).decode(),
+        "tests_tar": base64.b64encode(packed(task / "tests")).decode(),
+        "test_sh": (task / "tests/test.sh").read_text(),
+    }
+
+
+def test_a_tree_of_both_formats_is_read_whole(tmp_path: Path) -> None:
+    loaded = load_tasks(str(TASKS), tmp_path)
+    assert {"greeting", "hello"} <= {task.name for task in loaded.tasks}
+    left_out = {each.name: each.reason for each in loaded.left_out}
+    assert len(left_out) == 12
+    assert left_out["needs-gpu"] == "it needs GPUs"
+
+
+def test_one_task_folder_is_a_source(tmp_path: Path) -> None:
+    assert [task.name for task in load_tasks(str(HARBOR / "greeting"), tmp_path).tasks] == ["greeting"]
+
+
+def test_two_tasks_of_one_name_are_one_and_a_message(tmp_path: Path) -> None:
+    for part in ("a", "b"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "hello").symlink_to(LEGACY / "hello")
+    loaded = load_tasks(str(tmp_path), tmp_path)
+    assert len(loaded.tasks) == 1
+    assert "there is another task of this name" in loaded.left_out[0].reason
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_rows_in_parts(tmp_path: Path, ending: str) -> None:
+    rows = [parts(HARBOR / "greeting"), parts(HARBOR / "in-tmp") | {"tests_tar": "%%%"}]
+    path = tmp_path / f"tasks.{ending}"
+    if ending == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        parquet.write_table(arrow.Table.from_pylist(rows), path)
+    loaded = load_tasks(str(path), tmp_path / "cache")
+    (task,) = loaded.tasks
+    assert (task.name, task.category) == ("greeting", "files")
+    assert task.verifier.folder.joinpath("test_outputs.py").is_file()
+    assert task.recipe.dockerfile is not None
+    assert task.path.is_relative_to(tmp_path / "cache")
+    assert str(loaded.left_out[0]).startswith("in-tmp: row 2: column 'tests_tar' is not base64")
+    assert load_tasks(str(path), tmp_path / "cache").tasks == loaded.tasks
+
+
+def test_rows_with_whole_tasks(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.parquet"
+    rows = [
+        {"path": "some/greeting", "task_binary": packed(HARBOR / "greeting")},
+        {"path": "some/broken-toml", "task_binary": packed(HARBOR / "broken-toml")},
+        {"path": "some/noise", "task_binary": b"no archive"},
+        {"path": "..", "task_binary": packed(HARBOR / "greeting")},
+    ]
+    parquet.write_table(arrow.Table.from_pylist(rows), path)
+    loaded = load_tasks(str(path), tmp_path / "cache")
+    assert [task.name for task in loaded.tasks] == ["greeting"]
+    assert [each.name for each in loaded.left_out] == ["broken-toml", "noise", ".."]
+    assert "is not an archive" in loaded.left_out[1].reason
+
+
+def test_a_row_that_cannot_be_unpacked_is_left_out_alone(tmp_path: Path) -> None:
+    whole = packed(HARBOR / "greeting")
+    torn = whole[:10] + b"\xff" * (len(whole) - 10)  # a gzip header, and no stream behind it
+    deep = one_file("task.toml", content=b"a = " + b"[" * 5000)
+    rows: list[dict[str, str]] = [
+        {"path": "torn", "task_binary": base64.b64encode(torn).decode()},
+        {"path": "n" * 300, "task_binary": base64.b64encode(whole).decode()},
+        {"path": "deep", "task_binary": base64.b64encode(deep).decode()},
+        parts(HARBOR / "greeting") | {"task_name": "surrogate", "instruction": "\ud800"},
+        {"path": "greeting", "task_binary": base64.b64encode(whole).decode()},
+    ]
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load_tasks(str(path), tmp_path / "cache")
+    assert [task.name for task in loaded.tasks] == ["greeting"]
+    reasons = [each.reason for each in loaded.left_out]
+    told = ["is not an archive", "cannot be the name", "task.toml is not TOML", "surrogates not allowed"]
+    assert [message in reason for message, reason in zip(told, reasons, strict=True)] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (one_file("../outside"), "is outside the destination"),
+        (one_file("/outside"), "environment/Dockerfile is missing"),  # it is taken for a relative path
+        (one_file("link", tarfile.SYMTYPE, "../../../../outside"), "is outside the destination"),
+        (one_file("device", tarfile.CHRTYPE), "is a special file"),
+    ],
+    ids=["parent", "absolute", "link", "device"],
+)
+def test_an_archive_never_reaches_outside(tmp_path: Path, data: bytes, message: str) -> None:
+    row = parts(HARBOR / "greeting") | {"environment_tar": base64.b64encode(data).decode()}
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    (left_out,) = load_tasks(str(path), tmp_path / "cache").left_out
+    assert message in left_out.reason
+    assert all(found.parent.name == "environment" for found in tmp_path.rglob("outside"))
+    assert not Path("/outside").exists()
+
+
+def test_a_row_without_instruction_names_the_column(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"task_name": "empty"}\nno json\n')
+    reasons = [str(each) for each in load_tasks(str(path), tmp_path / "cache").left_out]
+    assert reasons == [
+        "empty: row 1: column 'instruction' is missing or empty",
+        "row 2: not JSON: Expecting value: line 1 column 1 (char 0)",
+    ]
+
+
+def test_a_source_without_tasks_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no task"):
+        load_tasks(str(tmp_path), tmp_path)
+    with pytest.raises(ConfigError, match="there is no"):
+        load_tasks(str(tmp_path / "tasks.jsonl"), tmp_path)
+    with pytest.raises(ConfigError, match="there is no"):
+        load_tasks(str(tmp_path / "nowhere"), tmp_path)

@@ -1,0 +1,225 @@
+"""Miniature tasks through the real loop, slots and grading: whose fault what is, and what is paid."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from palaestra.envs.cheats.bank import BANK
+from palaestra.envs.cheats.check import Check, Proof
+from palaestra.envs.config.build import make_pool
+from palaestra.suites.swe.install import DependencyCache
+from palaestra.suites.terminal_bench.check_tasks import Finding
+from palaestra.suites.terminal_bench.environment import TerminalBenchEnvironment
+from palaestra.suites.terminal_bench.tb_config import TerminalBench2EvalConfig
+from palaestra.suites.terminal_bench.tb_env import TerminalBench2EvalEnv
+from suites.terminal_bench.conftest import Try
+from suites.terminal_bench.mini import HARBOR, TASKS, copied
+from suites.terminal_bench.roots import make_root
+
+pytestmark = [pytest.mark.slots, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "environments/terminalbench_2_env.py"
+
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="other users of a slot need root")
+
+IN_AN_IMAGE = (
+    "greeting,in-tmp,settings,as-a-user,partial,word-counts,hello,older-bootstrap,typed-solution,in-an-archive"
+)
+
+
+def test_good_tasks_of_both_formats(try_tasks: Try) -> None:
+    lines = try_tasks(TASKS, task_filter="greeting,hello")
+    good = {name: line for name, line in lines.items() if line.finding is not Finding.REFUSED}
+    assert set(good) == {"greeting", "hello"}
+    for line in good.values():
+        assert (line.finding, line.noop, line.solution) == (Finding.GOOD, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"no-reward": "wrote no reward", "not-a-number": "holds nan"},
+        pytest.param(
+            {
+                "verifier-needs-network": "needs palaestra-no-such-package, which only the network has",
+                "tests-do-not-load": "ran no test: ModuleNotFoundError: No module named 'no_such_distribution'",
+            },
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["rewards", "tests"],
+)
+def test_a_verifier_that_said_nothing_is_at_fault(try_tasks: Try, wanted: dict[str, str]) -> None:
+    lines = try_tasks(task_filter=",".join(wanted))
+    for name, message in wanted.items():
+        line = lines[name]
+        assert (line.finding, line.noop, line.solution) == (Finding.VERIFIER_FAILS, None, None), line
+        assert message in line.reason
+
+
+def test_scripts_that_end_before_their_tests(try_tasks: Try, tmp_path: Path) -> None:
+    gate = "#!/bin/bash\n[ -f hello.txt ] || { echo 0 > /logs/verifier/reward.txt; exit; }\n"
+    reward = "echo 0 > /logs/verifier/reward.txt\n"
+    fetch = "git clone https://palaestra.invalid/x || { echo Could not resolve host; " + reward.strip() + "; exit; }\n"
+    scripts = {
+        "gated": gate + "pytest /tests && echo 1 > /logs/verifier/reward.txt\n",
+        "without": gate + "echo 1 > /logs/verifier/reward.txt\nexit\npytest /tests\n",
+        "fetching": "#!/bin/bash\n" + fetch + "pytest /tests\n",
+        "elsewhere": "#!/bin/bash\n/nowhere/bin/uvx pytest /tests\n" + reward,
+    }
+    for name, text in scripts.items():
+        copied(HARBOR / "greeting", tmp_path, {"tests/test.sh": text}).rename(tmp_path / name)
+    lines = try_tasks(tmp_path)
+    assert (lines["gated"].finding, lines["gated"].noop, lines["gated"].solution) == (Finding.GOOD, 0.0, 1.0)
+    assert (lines["without"].finding, lines["without"].noop) == (Finding.VERIFIER_FAILS, 0.0)
+    assert "gives 1 without having started its tests" in lines["without"].reason
+    assert lines["fetching"].finding is Finding.VERIFIER_FAILS
+    assert "reached for the network" in lines["fetching"].reason
+    assert lines["elsewhere"].finding is Finding.VERIFIER_FAILS
+    assert "No such file or directory" in lines["elsewhere"].reason
+
+
+def test_tasks_that_cannot_be_trusted_are_named(try_tasks: Try) -> None:
+    lines = try_tasks(task_filter="wrong-solution,pays-for-nothing,no-solution,does-not-build,only-an-image")
+    assert lines["wrong-solution"].finding is Finding.SOLUTION_FAILS
+    assert lines["wrong-solution"].solution == 0.0
+    assert "assert '41' == '42'" in lines["wrong-solution"].reason
+    assert lines["pays-for-nothing"].finding is Finding.PAYS_FOR_NOTHING
+    assert lines["no-solution"].finding is Finding.UNPROVEN
+    assert lines["does-not-build"].finding is Finding.REFUSED
+    assert (
+        "Dockerfile, line 3: RUN echo this cannot work && false failed: Exit code: 1" in lines["does-not-build"].reason
+    )
+    assert "it has no Dockerfile that could be followed" in lines["only-an-image"].reason
+    assert lines["broken-toml"].finding is Finding.REFUSED
+
+
+@pytest.mark.long
+def test_a_missing_module_of_the_work_is_a_failure_and_not_the_graders(try_tasks: Try) -> None:
+    line = try_tasks(HARBOR / "import-the-work")["import-the-work"]
+    assert (line.finding, line.noop, line.solution) == (Finding.GOOD, 0.0, 1.0)
+
+
+@pytest.mark.long
+def test_a_service_is_graded_where_it_runs(try_tasks: Try, tmp_path: Path) -> None:
+    assert try_tasks(HARBOR / "web-service")["web-service"].finding is Finding.GOOD
+    quiet = copied(HARBOR / "web-service", tmp_path, {"task.toml": ""})
+    line = try_tasks(quiet)["web-service"]
+    assert (line.finding, line.solution) == (Finding.NEEDS_LIVE, 0.0)
+    assert "live_tasks" in line.reason
+    assert try_tasks(quiet, live_tasks="web-*")["web-service"].finding is Finding.GOOD
+
+
+CHEATS = {
+    "fake-program": "printf '#!/bin/sh\\necho 3\\n' > /usr/local/bin/grep; chmod 755 /usr/local/bin/grep\n"
+    "printf '#!/bin/sh\\necho 3\\n' > /tmp/x; cp /tmp/x /usr/bin/tr; cp /tmp/x /usr/bin/bash\n",
+    "planted": "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; mkdir -p /tests; echo x > /tests/test.sh\n"
+    "mkdir -p /opt/palaestra/verifier/bin; cp /bin/true /opt/palaestra/verifier/bin/uvx; cp /bin/true /usr/bin/uvx\n",
+    "forged-reports": "cat > shapes.py <<'END'\nimport _pytest.reports as r\n"
+    "make = r.TestReport.from_item_and_call.__func__\n"
+    "def forced(cls, item, call):\n report = make(cls, item, call)\n report.outcome = 'passed'\n return report\n"
+    "r.TestReport.from_item_and_call = classmethod(forced)\narea = lambda *a: 0\nEND\n",
+    "daemon": "(setsid sh -c 'while :; do mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; done' &) 2>&1\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "cheat"),
+    [
+        ("partial", "fake-program"),
+        pytest.param("greeting", "planted", marks=pytest.mark.long),
+        pytest.param("import-the-work", "forged-reports", marks=pytest.mark.long),
+        pytest.param("web-service", "daemon", marks=pytest.mark.long),
+    ],
+)
+def test_what_speaks_in_the_verifiers_place_is_not_paid(try_tasks: Try, tmp_path: Path, task: str, cheat: str) -> None:
+    text = "#!/bin/bash\n" + CHEATS[cheat]
+    line = try_tasks(copied(HARBOR / task, tmp_path, {"solution/solve.sh": text}))[task]
+    assert (line.noop, line.solution) == (0.0, 0.0), line
+
+
+@pytest.mark.long
+@AS_ROOT
+def test_an_image_without_python_and_a_user_of_its_own(try_tasks: Try, tmp_path: Path) -> None:
+    root = make_root(tmp_path / "root")
+    lines = try_tasks(HARBOR, base_image=str(root), task_filter="as-a-user,greeting")
+    for name in ("as-a-user", "greeting"):
+        assert lines[name].finding is Finding.GOOD, lines[name]
+
+
+def test_a_ready_root_needs_no_build(try_tasks: Try, tmp_path: Path) -> None:
+    roots = tmp_path / "roots"
+    roots.mkdir()
+    root = make_root(roots / "word-counts")
+    (root / "app").mkdir()
+    (root / "app/text.txt").write_text((HARBOR / "word-counts/environment/text.txt").read_text())
+    settings = {"base_image": None, "image_dir": str(roots), "builder": "palaestra-no-such-builder"}
+    lines = try_tasks(HARBOR, task_filter="word-counts,partial", **settings)
+    assert lines["word-counts"].finding is Finding.GOOD, lines["word-counts"]
+    assert lines["partial"].finding is Finding.REFUSED
+    assert "none of palaestra-no-such-builder is installed" in lines["partial"].reason
+    assert "--env.image_dir" in lines["partial"].reason
+
+
+def test_an_evaluation_from_the_command_line_and_its_resumption(tmp_path: Path) -> None:
+    settings = ["--env.dataset_name", str(HARBOR), "--env.base_image", "host", "--env.group_size", "2"]
+    settings += ["--env.task_filter", "category:text,partial", "--env.skip_tasks", "solution-*"]
+    settings += ["--env.data_dir_to_save_evals", "evals", "--policy", "oracle", "--env.cache_dir", str(tmp_path)]
+    command = [sys.executable, str(SCRIPT), "evaluate", *settings]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "left out: broken-toml: task.toml is not TOML" in done.stderr
+    results = json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"]
+    assert (results["tasks"], results["attempts"], results["pass_rate"]) == (2, 4, 1.0)
+    assert (results["pass@2"], results["category/text/pass@1"], results["tasks_left_out"]) == (1.0, 1.0, 9)
+    assert results["pass@1/low"] < 0.5
+    samples = [json.loads(line) for line in (tmp_path / "evals/samples.jsonl").read_text().splitlines()]
+    assert [(sample["task_name"], sample["attempt"], sample["passed"]) for sample in samples] == [
+        ("partial", 0, True), ("partial", 1, True), ("word-counts", 0, True), ("word-counts", 1, True),
+    ]  # fmt: skip
+    (run,) = (tmp_path / "runs").glob("*/*")
+    again = subprocess.run([*command, "--resume", str(run)], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"] == results
+
+
+@pytest.mark.long
+@AS_ROOT
+def test_every_task_that_an_image_can_have(try_tasks: Try, tmp_path: Path) -> None:
+    lines = try_tasks(TASKS, base_image=str(make_root(tmp_path / "root")), task_filter=IN_AN_IMAGE)
+    assert {name for name, line in lines.items() if line.finding is Finding.GOOD} == set(IN_AN_IMAGE.split(","))
+
+
+@pytest.mark.long
+def test_the_rest_over_the_hosts_own_programs(try_tasks: Try) -> None:
+    names = "solution-with-files,sum-program,one-of-two"
+    lines = try_tasks(TASKS, task_filter=names)
+    assert [lines[name].finding for name in names.split(",")] == [Finding.GOOD, Finding.GOOD, Finding.SOLUTION_FAILS]
+    assert lines["one-of-two"].solution == 0.0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_no_cheat_of_the_bank_is_paid(installed_pytest: DependencyCache, tmp_path: Path) -> None:
+    config = TerminalBench2EvalConfig(
+        dataset_name=str(HARBOR), task_filter="greeting,word-counts", base_image="host", cache_dir=str(tmp_path)
+    )
+
+    async def main() -> Proof:
+        async with make_pool(config) as pool:
+            environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, installed_pytest)
+            await environment.open()
+            return await Check(environment, pool).run(2)
+
+    proof = asyncio.run(main())
+    assert proof.proven
+    assert proof.holds, [line for line in proof.lines if not line.ok]
+    assert len(proof.lines) == len(BANK) + 2

@@ -1,0 +1,151 @@
+"""Task directories of both formats: what is read of a good one, and the one message of each bad one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from palaestra.core.errors import TaskError
+from palaestra.core.types import AllowList, Network
+from palaestra.suites.images.image_spec import Unsupported
+from palaestra.suites.terminal_bench import harbor, task_yaml
+from palaestra.suites.terminal_bench.find_tasks import read_folder
+from palaestra.suites.terminal_bench.terminal_task import Format
+from suites.terminal_bench.mini import HARBOR, LEGACY, copied
+
+MINUTE = 60.0
+
+
+def test_a_task_of_the_first_schema() -> None:
+    task = harbor.read_task(HARBOR / "greeting")
+    assert task.format is Format.HARBOR
+    assert (task.name, task.category, task.difficulty, task.tags) == ("greeting", "files", "easy", ("mini",))
+    assert (task.limits.memory_bytes, task.limits.disk_bytes, task.limits.cpus) == (1 << 30, 1 << 30, 1.0)
+    assert (task.agent_timeout_s, task.verifier.timeout_s) == (2 * MINUTE, MINUTE)
+    assert task.network is Network.ON
+    assert task.solution is not None
+    assert task.solution.files == ("solve.sh",)
+    assert not task.live
+
+
+def test_variables_of_each_part_stay_apart() -> None:
+    task = harbor.read_task(HARBOR / "settings")
+    assert task.solution is not None
+    assert task.env == {"COLOUR": "green"}
+    assert task.verifier.env == {"WANTED": "green"}
+    assert task.solution.env == {"DEBIAN_FRONTEND": "noninteractive", "NOTE": "noted"}
+
+
+@pytest.mark.parametrize(
+    ("text", "network"),
+    [
+        ("", Network.ON),
+        ("[environment]\nallow_internet = false\n", Network.OFF),
+        ('[environment]\nnetwork_mode = "no-network"\n', Network.OFF),
+        ('[environment]\nnetwork_mode = "ALLOWLIST"\nallowed_hosts = ["a.example"]\n', AllowList(("a.example",))),
+        ('[environment]\nallow_internet = false\n[agent]\nnetwork_mode = "public"\n', Network.ON),
+    ],
+)
+def test_the_network_that_a_task_asks_for(tmp_path: Path, text: str, network: Network | AllowList) -> None:
+    assert harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text})).network == network
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"), [("512M", 512 << 20), ("1.5G", 3 << 29), ("2Gi", 2 << 30), ("10gb", 10 << 30)]
+)
+def test_sizes_as_text(tmp_path: Path, size: str, wanted: int) -> None:
+    task = copied(HARBOR / "greeting", tmp_path, {"task.toml": f'[environment]\nmemory = "{size}"\n'})
+    assert harbor.read_task(task).limits.memory_bytes == wanted
+
+
+def test_a_default_for_a_variable_of_the_host_is_taken(tmp_path: Path) -> None:
+    text = '[environment]\nenv = { KEY = "${SOME_KEY:-none} and ${OTHER:-}" }\n'
+    assert harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text})).env == {"KEY": "none and "}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("broken-toml", r"task.toml is not TOML: .*line 2"),
+        ("bad-size", r"environment.memory must be a size such as 2G or 512M, not 'lots'"),
+        ("two-sizes", r"environment.memory and environment.memory_mb say the same thing"),
+        ("no-tests", r"tests/test.sh is missing"),
+        ("no-instruction", r"instruction.md is missing"),
+    ],
+)
+def test_a_broken_task_is_one_message(name: str, message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        read_folder(HARBOR / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("future-schema", r"schema_version 2.0 is not known; this version reads 1.0 to 1.4"),
+        ("two-containers", r"it needs 2 containers \(main, db\)"),
+        ("needs-gpu", r"it needs GPUs"),
+        ("host-secret", r"environment.env.KEY takes SOME_API_KEY from the host"),
+    ],
+)
+def test_what_slots_cannot_do_is_refused_by_name(name: str, message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        read_folder(HARBOR / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[agent]\ntimeout_sec = 0\n", r"agent.timeout_sec must be a number above 0, not 0"),
+        ("[agent]\ntimeout_sec = true\n", r"agent.timeout_sec must be a number above 0, not True"),
+        ("metadata = 3\n", r"metadata must be a table, not int"),
+        ("[metadata]\ntags = [1]\n", r"metadata.tags must be a list of texts"),
+        ("[environment]\nenv = { A = [1] }\n", r"environment.env.A must be text"),
+        ('[environment]\nnetwork_mode = "some"\n', r"environment.network_mode must be public, no_network or allowlist"),
+        ('[environment]\nos = "windows"\n', r"it needs the system 'windows'"),
+        ('[verifier]\nenvironment_mode = "separate"\n', r"its verifier has an environment of its own"),
+        ('[environment.healthcheck]\ncommand = "true"\n', r"environment.healthcheck"),
+        ('[[environment.mcp_servers]]\nname = "x"\n', r"environment.mcp_servers"),
+    ],
+)
+def test_a_wrong_value_names_its_key(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text}))
+
+
+def test_a_terminal_bench_1_task() -> None:
+    task = task_yaml.read_task(LEGACY / "hello")
+    assert task.format is Format.TERMINAL_BENCH_1
+    assert task.instruction == "Create /app/hello.txt with the line Hello."
+    assert (task.agent_timeout_s, task.verifier.timeout_s) == (2 * MINUTE, MINUTE)
+    assert task.verifier.env["TEST_DIR"] == "/tests"
+    assert task.solution is not None
+    assert task.solution.files == ()
+
+
+def test_typed_steps_are_commands_or_no_solution(tmp_path: Path) -> None:
+    typed = LEGACY / "typed-solution"
+    assert task_yaml.commands(typed / "solution.yaml") == ["seq 1 5 > numbers.txt"]
+    keys = "- command: i\n  append_enter: false\n- command: ':wq'\n"
+    assert task_yaml.read_task(copied(typed, tmp_path, {"solution.yaml": keys})).solution is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("broken-yaml", r"task.yaml is not YAML"),
+        ("other-parser", r"parser_name 'swebench'"),
+        ("two-services", r"it needs 2 containers \(client, server\)"),
+    ],
+)
+def test_bad_tasks_of_the_older_format(name: str, message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        read_folder(LEGACY / name)
+
+
+@pytest.mark.parametrize("missing", ["run-tests.sh", "Dockerfile"])
+def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
+    task = copied(LEGACY / "hello", tmp_path)
+    (task / missing).unlink()
+    with pytest.raises(TaskError, match=f"{missing} is missing"):
+        read_folder(task)

@@ -1,0 +1,59 @@
+"""Reference solutions as tool calls. No slots."""
+
+from __future__ import annotations
+
+import base64
+import re
+from pathlib import Path
+
+from palaestra.core.types import ToolStep
+from palaestra.suites.terminal_bench import harbor, task_yaml
+from palaestra.suites.terminal_bench.solution import solution_steps
+from suites.terminal_bench.mini import HARBOR, LEGACY, copied
+
+
+def commands(steps: tuple[ToolStep, ...] | None) -> list[str]:
+    assert steps is not None
+    return [str(step.arguments["command"]) for step in steps]
+
+
+def written(lines: list[str], path: str) -> bytes:
+    """What the commands write to a path."""
+    found = re.findall(rf"printf %s (\S+) \| base64 -d >>? {re.escape(path)}$", "\n".join(lines), re.MULTILINE)
+    return b"".join(base64.b64decode(piece) for piece in found)
+
+
+def test_files_of_any_bytes_and_size_arrive_whole(tmp_path: Path) -> None:
+    task = copied(HARBOR / "greeting", tmp_path)
+    data = bytes(range(256)) * 1000
+    (task / "solution/data.bin").write_bytes(data)
+    (task / "solution/empty").write_bytes(b"")
+    lines = commands(solution_steps(harbor.read_task(task), "root", 60))
+    assert written(lines, "/solution/data.bin") == data
+    assert "base64 -d > /solution/empty" in "\n".join(lines)
+    assert max(map(len, lines)) < 100_000
+    assert lines[-1] == "env DEBIAN_FRONTEND=noninteractive bash /solution/solve.sh"
+
+
+def test_somebody_without_root_has_a_place_of_his_own() -> None:
+    lines = commands(solution_steps(harbor.read_task(HARBOR / "greeting"), "ada", 60))
+    assert lines[-1].endswith("bash /tmp/palaestra-solution/solve.sh")
+
+
+def test_a_long_solution_is_waited_for() -> None:
+    steps = solution_steps(harbor.read_task(HARBOR / "greeting"), "", 1800)
+    assert steps is not None
+    lines = commands(steps)
+    assert lines[-5].endswith("& echo $! > /solution/ended.pid")
+    assert lines[-4:] == [lines[-1]] * 4
+    assert all(step.arguments["timeout"] <= 600 for step in steps)
+
+
+def test_typed_commands_are_a_script() -> None:
+    task = task_yaml.read_task(LEGACY / "typed-solution")
+    lines = commands(solution_steps(task, "root", 60))
+    assert written(lines, "/solution/solution.sh") == b"seq 1 5 > numbers.txt\n"
+
+
+def test_without_one_there_are_no_steps() -> None:
+    assert solution_steps(harbor.read_task(HARBOR / "no-solution"), "root", 60) is None

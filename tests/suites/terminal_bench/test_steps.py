@@ -1,0 +1,164 @@
+"""Tasks of several steps: what is read of them, and one rollout through all of them in real slots."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.types import Score
+from palaestra.envs.cheats.command import check_environment
+from palaestra.envs.config.build import make_pool
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engines.policies import OraclePolicy
+from palaestra.inference.engines.scripted import ScriptedEngine
+from palaestra.rollouts.admission import AdmittedSlots
+from palaestra.rollouts.group import GroupRun, Services
+from palaestra.rollouts.journal.journal import Journal
+from palaestra.rollouts.observe.console import NullObserver
+from palaestra.rollouts.records import Group
+from palaestra.rollouts.shared_setup import Foundations
+from palaestra.suites.images.image_spec import Unsupported
+from palaestra.suites.swe.install import DependencyCache
+from palaestra.suites.terminal_bench import harbor
+from palaestra.suites.terminal_bench.check_tasks import Finding
+from palaestra.suites.terminal_bench.environment import TerminalBenchEnvironment
+from palaestra.suites.terminal_bench.group_state import parts_of
+from palaestra.suites.terminal_bench.steps import combined, falls_short
+from palaestra.suites.terminal_bench.tb_config import TerminalBench2EvalConfig
+from palaestra.suites.terminal_bench.tb_env import TerminalBench2EvalEnv
+from suites.terminal_bench.conftest import Try
+from suites.terminal_bench.mini import HARBOR, copied
+
+STEPS = HARBOR / "several-steps"
+
+
+def test_what_is_read_of_steps() -> None:
+    task = harbor.read_task(STEPS)
+    assert [step.name for step in task.steps] == ["count", "sort"]
+    assert task.instruction == task.steps[0].instruction
+    first, second = task.steps
+    assert (first.verifier.timeout_s, second.verifier.timeout_s) == (30.0, 60.0)
+    assert first.verifier.env == {"WANTED": "from the task"}
+    files = second.verifier.files()
+    assert files["helper.sh"] == STEPS / "tests/helper.sh"
+    assert files["test.sh"] == STEPS / "steps/sort/tests/test.sh"
+    assert second.workdir == STEPS / "steps/sort/workdir"
+    gated = harbor.read_task(HARBOR / "gated-steps")
+    assert gated.reward_strategy == "final"
+    assert [step.min_reward for step in gated.steps] == [{"reward": 1.0}, {"reward": 0.5}]
+    assert gated.of_step(gated.steps[0]).agent_timeout_s == 60.0
+    assert gated.steps[1].verifier.files()["test.sh"] == HARBOR / "gated-steps/tests/test.sh"
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ('[[steps]]\nname = "../x"\n', TaskError, r"steps\[0\].name must be the name of a folder"),
+        ('[[steps]]\nname = "count"\n[[steps]]\nname = "Count"\n', TaskError, "and of no other step"),
+        ('[[steps]]\nname = "none"\n', TaskError, "step none: instruction.md is missing"),
+        ('[[steps]]\nname = "count"\nmin_reward = "much"\n', TaskError, "min_reward must be a table|must be a number"),
+        ('multi_step_reward_strategy = "sum"\n[[steps]]\nname = "count"\n', TaskError, "must be mean or final"),
+        ("", TaskError, "task.toml names none"),
+        ('[[steps]]\nname = "count"\n[steps.healthcheck]\ncommand = "true"\n', Unsupported, "slots start none"),
+        ('[[steps]]\nname = "count"\n[steps.agent]\nuser = "ada"\n', Unsupported, "a rollout has one slot"),
+        ('[[steps]]\nname = "count"\n[steps.verifier]\nenvironment_mode = "separate"\n', Unsupported, "of its own"),
+    ],
+)
+def test_steps_that_cannot_be_used(tmp_path: Path, text: str, error: type[TaskError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        harbor.read_task(copied(STEPS, tmp_path, {"task.toml": text}))
+
+
+def test_the_rewards_of_steps_become_one() -> None:
+    def scored(**rewards: float) -> Score:
+        return Score(rewards.get("reward", 0.0), {}, {"rewards": rewards})
+
+    mean, final = harbor.read_task(STEPS), harbor.read_task(HARBOR / "gated-steps")
+    scores = [scored(reward=1.0, tidy=0.5), scored(reward=0.5)]
+    assert combined(mean, scores).detail["rewards"] == {"reward": 0.75, "tidy": 0.25}
+    assert combined(mean, scores).reward == 0.75
+    assert combined(final, scores).reward == 0.5
+    assert combined(mean, scores[:1]).metrics["steps_verified"] == 1.0
+    gate = parts_of(final)[1]
+    assert not falls_short(gate, scored(reward=0.5))
+    assert falls_short(gate, scored(reward=0.4))
+    assert falls_short(gate, scored(tidy=1.0))
+    cheated = Score(0.0, {}, {"rewards": {"reward": 1.0}, "tampering": "it pays for failed tests"})
+    assert falls_short(gate, cheated)
+    assert combined(mean, [cheated, scores[0]]).reward == 0.5
+
+
+@pytest.mark.slots
+@pytest.mark.timeout(300)
+def test_the_solution_passes_every_step_and_nothing_none(try_tasks: Try) -> None:
+    lines = try_tasks(task_filter="several-steps,gated-steps")
+    assert (lines["gated-steps"].finding, lines["gated-steps"].noop) == (Finding.GOOD, 0.0), lines["gated-steps"]
+    assert (lines["several-steps"].finding, lines["several-steps"].noop) == (Finding.GOOD, 0.0), lines["several-steps"]
+
+
+def played(task: Path, packages: DependencyCache, tmp_path: Path) -> Group:
+    """One rollout of a task's own solution."""
+    config = TerminalBench2EvalConfig(dataset_name=str(task), base_image="host", cache_dir=str(tmp_path / "cache"))
+
+    async def main() -> Group:
+        async with make_pool(config) as pool:
+            environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, packages)
+            await environment.open()
+            slots = AdmittedSlots(pool, pool.total_slots)
+            foundations, journal = Foundations(slots), Journal(tmp_path / "journal.jsonl")
+            engine = ScriptedEngine(APIServerConfig(server_type="scripted", model_name="oracle"), OraclePolicy())
+            services = Services(
+                engine=engine, slots=slots, journal=journal, observer=NullObserver(), foundations=foundations
+            )
+            try:
+                task = await anext(environment.tasks())
+                return await GroupRun(environment, services, 0, task).run()
+            finally:
+                await foundations.aclose()
+                journal.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.slots
+@pytest.mark.timeout(300)
+def test_a_conversation_goes_on_from_step_to_step(installed_pytest: DependencyCache, tmp_path: Path) -> None:
+    fake = '#!/bin/sh\n[ "$1" = -d ] && echo 22 || printf "apple fig pear "\n'
+    plant = f"cat > /usr/bin/tr <<'END'\n{fake}END\nchmod 755 /usr/bin/tr\n"
+    solve = (STEPS / "steps/count/solution/solve.sh").read_text() + plant
+    second = "#!/bin/bash\ntouch sorted.txt\n"
+    files = {"steps/count/solution/solve.sh": solve, "steps/sort/solution/solve.sh": second}
+    (rollout,) = played(copied(STEPS, tmp_path, files), installed_pytest, tmp_path).trajectories
+    said = [message["content"] for message in rollout.messages if message["role"] == "user"]
+    assert [text.split(",")[0] for text in said] == [
+        "Write the number of lines of fruit.txt to count.txt",
+        "There is more fruit in more.txt. Write all of it",
+    ]
+    assert [turn.number for turn in rollout.turns] == list(range(1, len(rollout.turns) + 1))
+    calls = [call["id"] for message in rollout.messages for call in message.get("tool_calls") or ()]
+    assert len(calls) == len(set(calls))
+    assert (rollout.reward, rollout.metrics["tidy"], rollout.metrics["steps_verified"]) == (0.5, 1.0, 2.0)
+    assert [step["reward"] for step in rollout.detail["steps"]] == [1.0, 0.0]
+
+
+SCRIPT = str(Path(__file__).parents[3] / "environments/terminalbench_2_env.py")
+
+
+@pytest.mark.slots
+@pytest.mark.timeout(300)
+def test_the_tasks_of_the_package_are_checked_without_a_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    proof = check_environment(SCRIPT, [], tasks=2, only=["fake-python"], quiet=True)
+    assert proof.tasks == ("releases", "stock")
+    assert proof.proven
+    assert proof.holds, proof.lines
+
+
+def test_what_a_user_says_is_checked_instead(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no task"):
+        check_environment(SCRIPT, ["--env.dataset_name", str(tmp_path)], tasks=1, quiet=True)

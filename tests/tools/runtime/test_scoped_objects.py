@@ -1,0 +1,105 @@
+"""Objects that outlive a call: made once, closed once, the newest first."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.scoped_objects import States
+from palaestra.tools.tool import FunctionTool, ToolCall, ToolReply, ToolRun, ToolSchema
+
+CLOSED: list[str] = []
+
+
+class First:
+    async def aclose(self) -> None:
+        CLOSED.append("first")
+
+
+class Second:
+    async def aclose(self) -> None:
+        CLOSED.append("second")
+        raise RuntimeError("stuck")
+
+
+class Plain:
+    aclose = "not a method"
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    CLOSED.clear()
+
+
+async def _hold(arguments: object, run: ToolRun) -> ToolReply:
+    run.state(First)
+    run.shared.get(Second)
+    return {"same": run.state(First) is run.state(First)}
+
+
+HOLD = FunctionTool(ToolSchema("hold", "Hold."), _hold)
+
+
+async def _no_slot() -> Slot:
+    raise AssertionError("not needed")
+
+
+def test_the_newest_is_closed_first_and_one_that_fails_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        states = States()
+        assert states.get(First) is states.get(First)
+        states.get(Plain)
+        states.get(Second)
+        await states.aclose()
+        await states.aclose()
+        assert states.get(First) is not None
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+    assert CLOSED == ["second", "first"]
+    assert "Second could not be closed" in caplog.text
+
+
+def test_what_was_put_there_is_its_owners_to_close() -> None:
+    async def main() -> None:
+        states, second = States(), Second()
+        states.put(second)
+        assert states.get(Second) is second
+        await states.aclose()
+
+    asyncio.run(main())
+    assert CLOSED == []
+
+
+def test_a_binding_closes_its_own_and_leaves_what_is_shared() -> None:
+    async def main() -> None:
+        shared = States()
+        tools = SlotTools(ToolRegistry([HOLD], shared=shared), _no_slot, "t")
+        assert await tools.reply("hold", {}) == {"same": True}
+        await tools.aclose()
+        assert CLOSED == ["first"]
+        await shared.aclose()
+        assert CLOSED == ["first", "second"]
+
+    asyncio.run(main())
+
+
+def test_a_binding_that_shares_nothing_closes_all() -> None:
+    async def main() -> None:
+        tools = SlotTools(ToolRegistry([HOLD]), _no_slot, "t")
+        await tools.reply("hold", {})
+        await tools.aclose()
+
+    asyncio.run(main())
+    assert CLOSED == ["first", "second"]
+
+
+def test_a_call_outside_any_rollout_leaves_nothing() -> None:
+    result = asyncio.run(ToolRegistry([HOLD]).execute(ToolCall("hold", {})))
+    assert result.success
+    assert CLOSED == ["first", "second"]
