@@ -220,7 +220,7 @@ def test_a_finished_rollout_leaves_no_cycle_behind(tmp_path: Path) -> None:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
-    assert not left & {"Rollout", "GroupRun", "Trajectory", "SlotTools", "AgentResult"}
+    assert not left & {"Rollout", "GroupRun", "Trajectory", "ToolRuntime", "AgentResult"}
 
 
 def test_waiting_for_a_slot_is_not_the_agents_time(tmp_path: Path) -> None:

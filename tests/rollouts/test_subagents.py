@@ -58,7 +58,7 @@ from palaestra.testing.fake_engine import toy_logprob, toy_tokenizer
 from palaestra.tools.builtin.delegate_task import DELEGATE_TASK
 from palaestra.tools.builtin.todo import TODO
 from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import FunctionTool, ToolReply, ToolRun, ToolSchema
 from rollouts.resume.test_recorded_chat import cut, middle, part, taken_up
 
@@ -334,7 +334,7 @@ def test_what_its_own_tools_hold_ends_with_a_sub_agent(tmp_path: Path) -> None:
 def test_tools_that_the_environment_has_bound_itself_have_them_too(tmp_path: Path) -> None:
     class Bound(Delegating):
         async def act(self, rollout: Rollout) -> AgentResult:
-            tools = SlotTools(rollout.kit.registry, rollout.sandbox, rollout.rollout_id)
+            tools = ToolRuntime(rollout.kit.registry, rollout.sandbox, rollout.rollout_id)
             rollout.closes(tools)
             return await rollout.run_agent(tool_handler=tools.handle)
 

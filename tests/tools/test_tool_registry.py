@@ -20,7 +20,7 @@ from palaestra.tools.registry.registry import (
     schema_hash,
 )
 from palaestra.tools.registry.toolsets import TOOLSETS
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import FunctionTool, Tool, ToolCall, ToolReply, ToolResult, ToolRun, ToolSchema
 
 
@@ -192,7 +192,7 @@ def test_whatever_a_tool_of_the_contract_gives_is_an_answer(given: object, reply
         def is_available(self) -> tuple[bool, str | None]:
             return True  # type: ignore[return-value]
 
-    tools = SlotTools(ToolRegistry([Given()]), no_slot, "t")
+    tools = ToolRuntime(ToolRegistry([Given()]), no_slot, "t")
     assert reply in asyncio.run(tools.handle("give", {}))
 
 

@@ -150,7 +150,7 @@ class AtroposAgent:
         """A sub-agent: it speaks, waits between calls and looks for its commands' directory as this one does."""
 
         async def execute(call: ToolCall) -> CallResult:
-            return result_of(await post.tools.reply(call.name, call.arguments))
+            return result_of((await post.tools.call(call.name, call.arguments, by_agent=True)).reply)
 
         agent = AtroposAgent(
             post.server,

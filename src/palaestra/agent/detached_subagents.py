@@ -19,8 +19,8 @@ from palaestra.core.types import JSON
 from palaestra.inference.config import ServerBaseline
 from palaestra.inference.engine import Engine, SessionContext
 from palaestra.inference.server_group import ServerGroup
-from palaestra.tools.runtime.bound_tools import SlotTools
 from palaestra.tools.runtime.delegation import Assignment, Report, Work
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 
 class Delegates:
@@ -57,7 +57,7 @@ class Delegates:
         self._opening = asyncio.Lock()
         self._engine: Engine | None = None
 
-    def work(self, tools: SlotTools) -> Work:
+    def work(self, tools: ToolRuntime) -> Work:
         """Who works for the task that has these tools."""
         subagents: Subagents | None = None
 

@@ -29,9 +29,9 @@ from palaestra.tools.builtin.execute_code import Programs
 from palaestra.tools.human.approval import Approvals
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.registry.toolsets import TOOLSETS, resolve_toolsets
-from palaestra.tools.runtime.bound_tools import SlotTools
 from palaestra.tools.runtime.delegation import Assignment, Delegation, Report
 from palaestra.tools.runtime.inner_calls import Inside
+from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import ToolMistake
 
 MAX_DEPTH = 1
@@ -63,7 +63,7 @@ class Post:
     """What a new sub-agent is given: whom it asks, its tools, its work and its limits."""
 
     server: ChatServer
-    tools: SlotTools
+    tools: ToolRuntime
     work: str
     max_turns: int
     budget: Budget
@@ -117,7 +117,7 @@ class Calling:
             temperature=above.temperature,
             max_tokens=above.max_tokens,
             extra_body=above.extra_body,
-            tool_handler=tools.handle,
+            tool_handler=tools,
             max_context_tokens=above.max_context_tokens,
             parallel_safe=tools.parallel_safe,
             on_turn=post.on_turn,
@@ -140,7 +140,7 @@ class Subagents:
     """
 
     loop: HermesAgentLoop
-    tools: SlotTools
+    tools: ToolRuntime
     moved: Callable[[], None] = lambda: None
     served: Callable[[ChatServer, int], ChatServer] = lambda server, number: server
     depth: int = 0
@@ -180,14 +180,22 @@ class Subagents:
         if assignment.toolsets is not None:
             wanted = _members(assignment.toolsets, {tool.toolset for tool in tools})
             tools = [tool for tool in tools if tool.name in wanted or tool.toolset in assignment.toolsets]
-        return ToolRegistry(tools)
+        return ToolRegistry(tools, replayed=own.replayed)
 
     def _started(self, assignment: Assignment, registry: ToolRegistry, together: int) -> _One:
         """A sub-agent that is ready to go, and in the record already."""
         number, above = next(self.numbers), self.loop
         own = self.tools
-        world = None if own.world is None else own.world.beside(f"subagent-{number}")
-        tools = SlotTools(registry, own.slot, own.task_id, assignment.goal, own.timeout_s, world, own.shared)
+        tools = ToolRuntime(
+            registry,
+            own.slot,
+            own.task_id,
+            assignment.goal,
+            own.timeout_s,
+            middleware=own.middleware,
+            shared=own.shared,
+            conversation=f"subagent-{number}",
+        )
         tools.share(own.state(ProcessRegistry))
         tools.share(own.state(Approvals))
         tools.share(Programs(f"subagent-{number}-"))
@@ -217,7 +225,7 @@ class _One:
     """One sub-agent at work."""
 
     talk: Conversation
-    tools: SlotTools
+    tools: ToolRuntime
     record: Subagent
     above: HermesAgentLoop
     server: ChatServer

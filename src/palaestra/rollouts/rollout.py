@@ -188,7 +188,7 @@ class Rollout:
                 task_id=self.rollout_id,
                 user_task=_first_user_text(self.task.messages()),
                 timeout_s=self.settings.tool_timeout_s,
-                world=self.world,
+                middleware=() if self.world is None else (self.world,),
             )
             self._tools.share(Notes(self.settings.memory))
             self._tools.share(Sessions(self.settings.sessions))

@@ -21,7 +21,7 @@ import fastjsonschema
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.tools.tool import ToolSchema
+from palaestra.tools.tool import ToolMistake, ToolSchema
 
 _CACHED_SCHEMAS = 512
 _CACHED_OBJECTS = 64
@@ -29,7 +29,7 @@ _SHOWN_CHARS = 120
 _MOST_OPTIONS = 12
 
 
-class InvalidArguments(ValueError):
+class InvalidArguments(ToolMistake):
     """The call must not run; the message says what is wrong with it and what the tool expects."""
 
 

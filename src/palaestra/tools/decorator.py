@@ -44,7 +44,7 @@ from palaestra.core.user_code import settled
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.call_text import plain, reply_of, result_of
-from palaestra.tools.tool import NoRollout, Tool, ToolReply, ToolResult, ToolRun, ToolSchema
+from palaestra.tools.tool import Tool, ToolReply, ToolResult, ToolRun, ToolSchema
 
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Examples?|Notes?):\s*$")
 _ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
@@ -131,7 +131,7 @@ class TypedTool(Tool):
         return replace(self, task=task)
 
     async def execute(self, **arguments: JSON) -> ToolResult:
-        async with NoRollout() as run:
+        async with ToolRun() as run:
             return result_of(await self.run(arguments, run))
 
     async def run(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:

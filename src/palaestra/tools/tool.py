@@ -11,20 +11,28 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Self, TypeAlias, TypeVar
+
+import msgspec
 
 from palaestra.core.types import JSON
-from palaestra.core.user_code import settled
+from palaestra.core.user_code import ForeignError, foreign, settled
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.call_text import ToolCall as ToolCall
 from palaestra.tools.call_text import ToolResult as ToolResult
-from palaestra.tools.call_text import reply_of, result_of
+from palaestra.tools.call_text import encodable, reply_of, result_of
 from palaestra.tools.runtime.scoped_objects import States
 
+logger = logging.getLogger(__name__)
+
 StateT = TypeVar("StateT")
+
+MAX_USER_TASK = 500
+"""Characters of the prompt that `ToolRun.user_task` holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,41 +80,100 @@ class ToolSchema:
         return json.dumps(self.to_dict()["function"], ensure_ascii=False)
 
 
-class ToolRun(Protocol):
-    """What a running tool may use: its rollout's slot (acquired when first asked for) and identity."""
+ToolReply: TypeAlias = Mapping[str, JSON] | str
+"""What a tool's function returns: a dict becomes the JSON reply, a string is the reply as it is."""
+
+
+@dataclass(slots=True)
+class ToolOutcome:
+    """The answer to one tool call.
+
+    `reply` is what the tool returned, `text` the same as the text that the model reads (UTF-8 can encode it), and
+    `error` why the tool failed, or the empty string. A command that ran and exited above zero has not failed: an
+    `error` counts if `exit_code` is missing or negative.
+    """
+
+    reply: ToolReply
+    text: str
+    error: str = ""
 
     @property
-    def task_id(self) -> str: ...
+    def failed(self) -> bool:
+        """Whether the tool failed."""
+        return bool(self.error)
 
-    @property
-    def user_task(self) -> str: ...
+    @classmethod
+    def of(cls, reply: ToolReply) -> ToolOutcome:
+        """The outcome of a reply. Raises `TypeError` or `ValueError` if it cannot be written as JSON."""
+        if isinstance(reply, str):
+            text = encodable(reply)
+            return cls(reply, text, _error_in_text(text))
+        text = encodable(json.dumps(dict(reply), ensure_ascii=False))
+        return cls(reply, text, _error(reply.get("error"), reply.get("exit_code")))
 
-    @property
-    def timeout_s(self) -> float:
+    @classmethod
+    def refused(cls, error: str, **details: JSON) -> ToolOutcome:
+        """The outcome of a call that failed or was not run."""
+        return cls.of({"error": error, **details})
+
+
+class ToolRun:
+    """What a running tool may use: its task, its sandbox, objects that outlive the call, and the other tools.
+
+    This base class serves a call outside any task: it has no sandbox and no other tools. `tools/runtime/runtime.py` has
+    the one of a rollout. Use it in an `async with`, or call `aclose`.
+    """
+
+    def __init__(
+        self, task_id: str = "", user_task: str = "", timeout_s: float = 120.0, shared: States | None = None
+    ) -> None:
+        self.task_id = task_id
+        self.user_task = user_task[:MAX_USER_TASK]
+        """The beginning of the prompt."""
+        self.timeout_s = timeout_s
         """The default time limit of a command."""
-        ...
+        self.shared = States() if shared is None else shared
+        """Objects that all rollouts of a run share, such as one browser."""
+        self._own_shared = shared is None
+        self._states = States()
 
-    @property
-    def shared(self) -> States:
-        """What the rollouts of a run have together, such as one browser."""
-        ...
-
-    async def slot(self) -> Slot: ...
+    async def slot(self) -> Slot:
+        """The sandbox of the task, acquired on the first call. Raises `ToolMistake` if there is none."""
+        raise ToolMistake(
+            "This tool works in a sandbox slot and there is none: call it through a rollout, a ToolExecutor or "
+            "handle_function_call"
+        )
 
     def state(self, kind: type[StateT]) -> StateT:
-        """The rollout's one object of this type, made without arguments when first asked for.
+        """The task's one object of this type, created without arguments on the first call.
 
-        Its `aclose`, where it has one, is awaited when the rollout has ended, however it ended.
+        If it has an `aclose`, that is awaited when the rollout ends.
         """
-        ...
+        return self._states.get(kind)
+
+    def share(self, thing: object) -> None:
+        """Set the task's object of this type, for example one that several conversations share. It is not closed."""
+        self._states.put(thing)
 
     def schemas(self) -> Sequence[ToolSchema]:
-        """The tools that the agent has, this one among them."""
-        ...
+        """The schemas of the agent's tools that are available here."""
+        return ()
 
-    async def call(self, name: str, arguments: Mapping[str, JSON]) -> ToolReply:
-        """Run another of them, checked as a model's call is. Raises `PalaestraError`; all else is in the reply."""
-        ...
+    async def call(self, name: str, arguments: Mapping[str, JSON]) -> ToolOutcome:
+        """Run another tool as if the model had called it. Raises `PalaestraError`."""
+        raise ToolMistake(f"There is no tool '{name}' to call: this is no rollout")
+
+    async def aclose(self) -> None:
+        """Close the objects of `state`. A later call creates new ones. Idempotent."""
+        await self._states.aclose()
+        if self._own_shared:
+            await self.shared.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
 
 class ToolMistake(ValueError):
@@ -119,9 +186,6 @@ class ToolMistake(ValueError):
         super().__init__(message)
         self.details = details
 
-
-ToolReply: TypeAlias = Mapping[str, JSON] | str
-"""What a tool's function returns: a dict becomes the JSON reply, a string is taken as it is."""
 
 ToolFunction: TypeAlias = Callable[[Mapping[str, JSON], ToolRun], Awaitable[ToolReply]]
 
@@ -208,41 +272,47 @@ class FunctionTool(Tool):
         return reason is None, reason
 
     async def execute(self, **arguments: JSON) -> ToolResult:
-        async with NoRollout() as run:
+        async with ToolRun() as run:
             return result_of(await self.run(arguments, run))
 
 
-class NoRollout:
-    """A `ToolRun` for one call outside any rollout, in an `async with`: there is no slot, and state ends with it."""
+async def run_tool(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> ToolOutcome:
+    """Run a tool, in a task of its own, with arguments that fit its schema. Raises `PalaestraError`."""
+    try:
+        return await foreign(_outcome(tool, arguments, run))
+    except ForeignError as error:
+        logger.warning("tool %s failed in task %s", tool.name, run.task_id, exc_info=True)
+        return ToolOutcome.refused(f"Tool execution failed: {error}")
 
-    task_id = ""
-    user_task = ""
-    timeout_s = 120.0
 
-    def __init__(self, shared: States | None = None) -> None:
-        self.shared = shared if shared is not None else States()
-        self._own_shared = shared is None
-        self._states = States()
+async def _outcome(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> ToolOutcome:
+    try:
+        return ToolOutcome.of(await tool.run(arguments, run))
+    except ToolMistake as mistake:
+        return ToolOutcome.refused(str(mistake), **mistake.details)
 
-    async def __aenter__(self) -> NoRollout:
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._states.aclose()
-        if self._own_shared:
-            await self.shared.aclose()
+class _Report(msgspec.Struct):
+    """The two fields of a JSON reply that decide whether the tool failed."""
 
-    async def slot(self) -> Slot:
-        raise ToolMistake(
-            "This tool works in a sandbox slot and there is none: call it through a rollout, a ToolExecutor or "
-            "handle_function_call"
-        )
+    error: JSON = None
+    exit_code: JSON = None
 
-    def state(self, kind: type[StateT]) -> StateT:
-        return self._states.get(kind)
 
-    def schemas(self) -> Sequence[ToolSchema]:
-        return ()
+_REPORT = msgspec.json.Decoder(_Report)
 
-    async def call(self, name: str, arguments: Mapping[str, JSON]) -> ToolReply:
-        raise ToolMistake(f"There is no tool '{name}' to call: this is no rollout")
+
+def _error_in_text(text: str) -> str:
+    """The error of a reply that is JSON text already."""
+    if not text.startswith("{") or '"error"' not in text:
+        return ""
+    try:
+        report = _REPORT.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return ""
+    return _error(report.error, report.exit_code)
+
+
+def _error(error: JSON, exit_code: JSON) -> str:
+    ran = isinstance(exit_code, int) and exit_code >= 0
+    return "" if ran or not error else encodable(str(error))

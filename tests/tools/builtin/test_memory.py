@@ -19,21 +19,21 @@ from palaestra.tools.builtin.clarify import User
 from palaestra.tools.memory.notes import MAX_CHARS, Notes
 from palaestra.tools.memory.past_conversations import Session, Sessions
 from palaestra.tools.registry.registry import build_tool_registry
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 
 async def no_slot() -> Slot:
     raise AssertionError("no slot is needed")
 
 
-def tools(*shared: object) -> SlotTools:
-    made = SlotTools(build_tool_registry(["memory", "session_search", "clarify"]), no_slot, "t")
+def tools(*shared: object) -> ToolRuntime:
+    made = ToolRuntime(build_tool_registry(["memory", "session_search", "clarify"]), no_slot, "t")
     for thing in shared:
         made.share(thing)
     return made
 
 
-def call(made: SlotTools, name: str, **arguments: JSON) -> JSON:
+def call(made: ToolRuntime, name: str, **arguments: JSON) -> JSON:
     return json.loads(asyncio.run(made.handle(name, arguments)))
 
 

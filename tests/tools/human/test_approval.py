@@ -12,8 +12,8 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.human.approval import Answer, Approvals, Request, dangers
 from palaestra.tools.registry.registry import build_tool_registry
-from palaestra.tools.runtime.bound_tools import SlotTools
 from palaestra.tools.runtime.function_calls import ToolSession
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 from ..conftest import AtDesk, Desk
 
@@ -159,6 +159,6 @@ def test_nothing_is_asked_where_nobody_is() -> None:
     async def no_slot() -> Slot:
         raise AssertionError("reached the slot")
 
-    tools = SlotTools(build_tool_registry(["terminal"]), no_slot, "t")
+    tools = ToolRuntime(build_tool_registry(["terminal"]), no_slot, "t")
     reply: JSON = json.loads(asyncio.run(tools.handle("terminal", {"command": "rm -rf /"})))
     assert "reached the slot" in reply["error"]

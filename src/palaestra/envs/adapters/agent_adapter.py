@@ -45,7 +45,7 @@ class AgentEnvironment(ContractEnvironment):
             recall = rollout.recall
             recorded = recall.expected(call.name, call.arguments) if recall is not None else None
             with rollout.calling(call.name, call.arguments) as answered:
-                reply = await rollout.tools.reply(call.name, call.arguments)
+                reply = (await rollout.tools.call(call.name, call.arguments, by_agent=True)).reply
                 answered(reply)
                 result = result_of(reply)
             if recall is None or recorded is None:

@@ -29,7 +29,7 @@ from palaestra.rollouts.records import TokenRow
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.registry import unrestricted
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +89,10 @@ class ContractEnvironment(ClassEnvironment):
             return sandbox
 
         @functools.cache  # one for all calls of the hook, whose shell goes on between them
-        def tools() -> SlotTools:
+        def tools() -> ToolRuntime:
             registry = unrestricted(self.inner.tool_kit(random.Random(0)).registry)
-            world = self.world.rollout(f"{task.id}:prepare") if self.world is not None else None
-            return SlotTools(registry, slot, task.id, timeout_s=self._settings.tool_timeout_s, world=world)
+            middleware = [] if self.world is None else [self.world.rollout(f"{task.id}:prepare")]
+            return ToolRuntime(registry, slot, task.id, timeout_s=self._settings.tool_timeout_s, middleware=middleware)
 
         exec_tool = ExecTool(slot, tools)
         try:

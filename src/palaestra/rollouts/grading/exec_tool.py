@@ -14,7 +14,7 @@ from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import WORKSPACE, ExecutionResult, Slot
 from palaestra.tools.builtin.terminal_stateful import StatefulShell
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import ToolCall
 
 HOOK_OUTPUT_BYTES = 4 << 20
@@ -27,7 +27,7 @@ STATEFUL_NAMES = frozenset({"bash_stateful", "terminal_stateful"})
 class ExecTool:
     """Runs tool calls of an environment's hooks in one slot."""
 
-    def __init__(self, slot: Callable[[], Awaitable[Slot]], tools: Callable[[], SlotTools]) -> None:
+    def __init__(self, slot: Callable[[], Awaitable[Slot]], tools: Callable[[], ToolRuntime]) -> None:
         self._slot = slot
         self._tools = tools
 

@@ -32,7 +32,6 @@ class Grading:
         self.slots = rollout.slots
         self.spec = spec
         self.live = rollout.task.grading == LIVE
-        self._world = rollout.world.beside("grade") if rollout.world is not None else None
         self._slot: Slot | None = None
         self._shown: Slot | None = None
         self._trouble: InfraError | None = None
@@ -140,7 +139,8 @@ class Grading:
             self.slot,
             task_id=f"{self.rollout.rollout_id}:grade",
             timeout_s=timeout_s,
-            world=self._world,
+            middleware=() if self.rollout.world is None else (self.rollout.world,),
+            conversation="grade",
         )
         self._tools.append(made)
         return made

@@ -19,7 +19,7 @@ from palaestra.core.types import JSON
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.sandbox.slot import Slot
 from palaestra.sandbox.transfer import Transferred, download_dir, upload_dir
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ CONTEXT_OUTPUT_BYTES = 4 << 20
 class ToolContext:
     """Open access to one rollout's workspace and tools, for scoring. `task_id` names the rollout."""
 
-    def __init__(self, task_id: str, *, slot: Callable[[], Awaitable[Slot]], tools: SlotTools) -> None:
+    def __init__(self, task_id: str, *, slot: Callable[[], Awaitable[Slot]], tools: ToolRuntime) -> None:
         self.task_id = task_id
         self._slot = slot
         self._tools = tools

@@ -7,19 +7,23 @@ on what this rollout did before it, so a rollout that does the same again is tol
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol, TypeAlias
 
 from palaestra.core.types import JSON
 from palaestra.rollouts.recorded_tools.recording_file import Heard
-from palaestra.tools.runtime.recorded_calls import Ask, call_key, failed, with_defaults
-from palaestra.tools.tool import Tool, ToolReply, ToolRun
+from palaestra.tools.runtime.recorded_calls import call_key, failed, with_defaults
+from palaestra.tools.runtime.runtime import CheckedCall, Next
+from palaestra.tools.tool import Tool, ToolOutcome, ToolReply
+
+Ask: TypeAlias = Callable[[], Awaitable[ToolOutcome]]
+"""Runs the call itself. The tool's mistakes and failures are outcomes too."""
 
 
 class Answers(Protocol):
     """Where a run's replies come from."""
 
-    async def reply(self, call: Call, ask: Ask) -> ToolReply:
+    async def reply(self, call: Call, ask: Ask) -> ToolOutcome:
         """The reply to one call. Raises `InfraError`."""
         ...
 
@@ -52,25 +56,26 @@ class Call:
 
 
 class RolloutWorld:
-    """Names the calls of one rollout. Implements `World`."""
+    """Names the calls of one rollout: a `ToolMiddleware`. Each of its conversations counts its calls apart."""
 
     def __init__(self, rollout: str, answers: Answers, *, replayed: bool = False) -> None:
         self.rollout = rollout
         self.replayed = replayed
         self._answers = answers
-        self._made: Counter[str] = Counter()
-        self._sessions: dict[str, str] = {}
+        self._made: Counter[tuple[str, str]] = Counter()
+        self._sessions: dict[tuple[str, str], str] = {}
 
-    async def call(self, tool: Tool, arguments: Mapping[str, JSON], run: ToolRun, ask: Ask) -> ToolReply:
-        """The reply to a call. Raises `InfraError` where the run is to end on what a recording lacks."""
-        what = await tool.world_key(with_defaults(arguments, tool.schema.parameters), run)
-        key = call_key(tool.name, what, self._sessions.get(tool.world_session, ""))
+    async def __call__(self, call: CheckedCall, then: Next) -> ToolOutcome:
+        """Answer a call of a tool that touches the world. Raises `InfraError` if a strict recording lacks it."""
+        tool = call.tool
+        if not tool.touches_world:
+            return await then(call)
+        what = await tool.world_key(with_defaults(call.arguments, tool.schema.parameters), call.run)
+        session = (call.conversation, tool.world_session)
+        key = call_key(tool.name, what, self._sessions.get(session, ""))
         if tool.world_session:
-            self._sessions[tool.world_session] = key
-        n = self._made[key]
-        self._made[key] += 1
-        return await self._answers.reply(Call(self.rollout, tool, arguments, key, n), ask)
-
-    def beside(self, name: str) -> RolloutWorld:
-        """The same world for another part of the rollout, such as its grading or a sub-agent: its calls count apart."""
-        return RolloutWorld(f"{self.rollout}:{name}", self._answers, replayed=self.replayed)
+            self._sessions[session] = key
+        n = self._made[call.conversation, key]
+        self._made[call.conversation, key] += 1
+        name = f"{self.rollout}:{call.conversation}" if call.conversation else self.rollout
+        return await self._answers.reply(Call(name, tool, call.arguments, key, n), lambda: then(call))

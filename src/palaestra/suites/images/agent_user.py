@@ -8,7 +8,7 @@ from palaestra.core.errors import PrepareError
 from palaestra.rollouts.rollout import Rollout, RolloutTool
 from palaestra.sandbox.slot import WORKSPACE, Slot
 from palaestra.suites.images.as_user import is_root
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 
 async def start_in(slot: Slot, workdir: str, *folders: str) -> None:
@@ -30,13 +30,13 @@ def tools_of_user(rollout: Rollout, user: str, slot: Callable[[], Awaitable[Slot
     """
     if is_root(user):
         return None
-    tools = SlotTools(
+    tools = ToolRuntime(
         rollout.kit.registry,
         slot,
         task_id=rollout.rollout_id,
         user_task=about,
         timeout_s=rollout.settings.tool_timeout_s,
-        world=rollout.world,
+        middleware=() if rollout.world is None else (rollout.world,),
     )
     rollout.closes(tools)
     return tools.handle

@@ -24,7 +24,7 @@ from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, bounded, clamp_time
 from palaestra.tools.programs.generated_module import MODULE, module_text
 from palaestra.tools.programs.host_channel import MAX_REQUEST_BYTES, BrokenChannel, Channel
 from palaestra.tools.runtime.inner_calls import Inside
-from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.tool import FunctionTool, ToolMistake, ToolOutcome, ToolReply, ToolRun, ToolSchema
 
 MAX_CALLS = 50
 """How many calls one program may make."""
@@ -102,15 +102,16 @@ class _Calls:
         if self.made >= MAX_CALLS:
             return _refused(f"a program may make {MAX_CALLS} calls at most; nothing was run")
         self.made += 1
-        reply = await self._reply(name, arguments)
-        self.run.state(Inside).called(name, arguments, reply)
+        outcome = await self._outcome(name, arguments)
+        self.run.state(Inside).called(name, arguments, outcome.text)
+        reply = outcome.reply
         return json.dumps({"reply": reply if isinstance(reply, str) else dict(reply)}).encode()
 
-    async def _reply(self, name: str, arguments: JSON) -> ToolReply:
+    async def _outcome(self, name: str, arguments: JSON) -> ToolOutcome:
         if name in NOT_FROM_PROGRAMS:
-            return {"error": f"{name} cannot be called by a program; call it yourself."}
+            return ToolOutcome.refused(f"{name} cannot be called by a program; call it yourself.")
         if not isinstance(arguments, dict):
-            return {"error": "Invalid arguments: expected a JSON object."}
+            return ToolOutcome.refused("Invalid arguments: expected a JSON object.")
         return await self.run.call(name, arguments)
 
 

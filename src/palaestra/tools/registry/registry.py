@@ -17,15 +17,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.types import JSON
-from palaestra.tools.arguments import InvalidArguments, parse_arguments
+from palaestra.tools.arguments import ArgumentSchema, InvalidArguments, compiled
 from palaestra.tools.call_text import ToolCall, ToolResult, result_of
 from palaestra.tools.registry.entry_points import Installed, installed_tools
 from palaestra.tools.registry.toolsets import ALIASES, TOOL_ALIASES, TOOLSETS, Toolset, resolve_toolsets
 from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.settings import ToolSettings
-from palaestra.tools.tool import NoRollout, Tool, ToolMistake, ToolSchema
+from palaestra.tools.tool import Tool, ToolRun, ToolSchema, run_tool
 
 if TYPE_CHECKING:
     from palaestra.tools.serving.tool_server_client import ToolServerLink
@@ -37,7 +37,8 @@ class ToolRegistry:
     """Tools by name, in the order in which they were registered. `missing` names those asked for but not here.
 
     `settings` are what its tools were made with. `shared` is what rollouts with these tools have together; who made it
-    closes it. None: each has its own.
+    closes it. None: each has its own. With `replayed`, tools that touch the world are answered from a recording and
+    need nothing here.
     """
 
     def __init__(
@@ -46,27 +47,44 @@ class ToolRegistry:
         missing: Mapping[str, str] | None = None,
         settings: ToolSettings | None = None,
         shared: States | None = None,
+        replayed: bool = False,
     ) -> None:
         self._tools: dict[str, Tool] = {}
+        self._arguments: dict[str, ArgumentSchema] = {}
+        self.replayed = replayed
         self.settings = settings
         self.shared = shared
         self.missing: Mapping[str, str] = dict(missing or {})
         for tool in tools:
             self.register(tool)
 
-    def register(self, tool: Tool) -> None:
-        """Add a tool. Raises `ConfigError` when the name is taken."""
+    def register(self, tool: Tool, arguments: ArgumentSchema | None = None) -> None:
+        """Add a tool. `arguments` replaces its schema for checking calls. Raises `ConfigError` if the name is taken."""
         if tool.name in self._tools:
             raise ConfigError(f"Two tools are called '{tool.name}'; rename one of them")
         self._tools[tool.name] = tool
+        if arguments is not None:
+            self._arguments[tool.name] = arguments
 
     def copy(self) -> ToolRegistry:
         """The same tools, to which others can be added."""
-        return ToolRegistry(self._tools.values(), self.missing, self.settings, self.shared)
+        return ToolRegistry(self._tools.values(), self.missing, self.settings, self.shared, self.replayed)
 
     def get(self, name: str) -> Tool | None:
         """The tool of that name, or None."""
         return self._tools.get(name)
+
+    def argument_schema(self, name: str) -> ArgumentSchema:
+        """The compiled argument schema of a tool. Raises `KeyError`, or `ConfigError` if it is no JSON schema."""
+        schema = self._arguments.get(name)
+        if schema is None:
+            schema = self._arguments[name] = compiled(self._tools[name].schema)
+        return schema
+
+    def missing_reason(self, name: str) -> str | None:
+        """Why the tool cannot be used here, or None if it can or is unknown."""
+        tool = self._tools.get(name)
+        return None if tool is None else _reason(tool, self.replayed)
 
     def known_as(self, name: str) -> str:
         """The registered name of what a caller in code calls `name`; `name` itself where nothing is known by it."""
@@ -103,15 +121,15 @@ class ToolRegistry:
         if call.error or tool is None:
             return ToolResult(False, error=call.error or f"Unknown tool: {call.name}", uniq_id=call.uniq_id)
         try:
-            async with NoRollout(self.shared) as run:
-                reply = await tool.run(parse_arguments(call.arguments, tool.schema), run)
-        except (InvalidArguments, ToolMistake) as mistake:
+            async with ToolRun(shared=self.shared) as run:
+                outcome = await run_tool(tool, self.argument_schema(call.name).parse(call.arguments), run)
+        except InvalidArguments as mistake:
             return ToolResult(False, error=str(mistake), uniq_id=call.uniq_id)
-        except Exception as error:
+        except PalaestraError as error:
             logger.warning("tool %s failed", call.name, exc_info=True)
             text = f"Tool execution failed: {type(error).__name__}: {error}"
             return ToolResult(False, error=text, uniq_id=call.uniq_id)
-        return result_of(reply, call.uniq_id)
+        return result_of(outcome.reply, call.uniq_id)
 
 
 def build_tool_registry(
@@ -163,7 +181,7 @@ def build_tool_registry(
         reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
         raise ConfigError(f"Tools that were asked for are missing: {reasons}")
     usable = (tool for tool in [*chosen, *own] if _reason(tool, replayed) is None)
-    return ToolRegistry(usable, missing, settings, shared)
+    return ToolRegistry(usable, missing, settings, shared, replayed)
 
 
 def _link(server: str | ToolServerLink) -> ToolServerLink:
@@ -177,12 +195,12 @@ def unrestricted(registry: ToolRegistry | None = None, settings: ToolSettings | 
 
     What is missing here is in it and answers with its reason. The others have `settings`, else those of `registry`.
     """
-    own = [] if registry is None else [tool for name in registry.list_tools() if (tool := registry.get(name))]
-    if settings is None and registry is not None:
-        settings = registry.settings
-    names = {tool.name for tool in own}
-    others = (tool for tool in all_tools(settings) if tool.name not in names)
-    return ToolRegistry([*own, *others], settings=settings, shared=None if registry is None else registry.shared)
+    registry = registry or ToolRegistry()
+    settings = settings or registry.settings
+    others = (tool for tool in all_tools(settings) if registry.get(tool.name) is None)
+    return ToolRegistry(
+        [*registry.tools(), *others], settings=settings, shared=registry.shared, replayed=registry.replayed
+    )
 
 
 def chosen_tools(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from palaestra.tools.runtime.bound_tools import SlotTools
+    from palaestra.tools.runtime.runtime import ToolRuntime
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Delegation:
 class DelegationSource(Protocol):
     """Who does work for tasks whose agent is elsewhere, such as those of a `ToolExecutor`."""
 
-    def work(self, tools: SlotTools) -> Work:
+    def work(self, tools: ToolRuntime) -> Work:
         """Who does it for the task that has these tools."""
         ...
 

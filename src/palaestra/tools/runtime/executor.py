@@ -1,7 +1,7 @@
 """Run tool calls for many trajectories at once: `ToolExecutor`, the contract's front door to tools in slots.
 
-Not the agent loop's way to tools, which is one `SlotTools` per rollout. This is for code that names trajectories by id
-and lets the executor lease, keep and give back their slots.
+For code that names trajectories by id and lets the executor lease, keep and return their slots. The agent loop uses one
+`ToolRuntime` per rollout instead.
 
 Invariant: calls of one trajectory run one at a time in the order they were made; calls of different trajectories never
 wait for each other. A trajectory keeps one slot from its first call to its release. What a call may do (network,
@@ -29,9 +29,8 @@ from palaestra.sandbox.slot import Rung, Slot, SlotSource, SlotSpec
 from palaestra.tools.builtin.terminal import clamp_timeout
 from palaestra.tools.call_text import ToolCall, ToolResult, result_of
 from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.runtime.bound_tools import SlotTools
 from palaestra.tools.runtime.delegation import Assignment, Delegation, DelegationSource, Report
-from palaestra.tools.runtime.recorded_calls import World, Worlds
+from palaestra.tools.runtime.runtime import ToolMiddleware, ToolRecordings, ToolRuntime
 from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.serving import artifacts
 from palaestra.tools.serving.payloads import (
@@ -43,7 +42,7 @@ from palaestra.tools.serving.payloads import (
     ArtifactReadResponsePayload,
 )
 from palaestra.tools.serving.tool_server_client import ToolServerLink
-from palaestra.tools.tool import ToolReply
+from palaestra.tools.tool import ToolOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -104,19 +103,23 @@ class ToolExecutor:
         spec: SlotSpec | None = None,
         shared: Iterable[object] = (),
         delegates: DelegationSource | None = None,
-        world: Worlds | None = None,
+        world: ToolRecordings | None = None,
     ) -> None:
         source = backend if backend is not None else pool
         if source is None:
             raise ConfigError("ToolExecutor needs backend= or pool=: what hands out its slots")
         self._source = source
         self._tools = tools if tools is not None else ToolRegistry()
+        if world is not None and world.replayed and not self._tools.replayed:
+            self._tools = self._tools.copy()
+            self._tools.replayed = True
         self._config = config or ToolExecutorConfig()
         self._link: ToolServerLink | None = None
         if self._config.tool_server_url is not None:
             self._link = ToolServerLink(self._config.tool_server_url, self._config.tool_server_token)
             served = self._link.served(self._tools.tools())
-            self._tools = ToolRegistry(served, self._tools.missing, self._tools.settings, self._tools.shared)
+            own = self._tools
+            self._tools = ToolRegistry(served, own.missing, own.settings, own.shared, own.replayed)
         self._spec = _with_network(spec or SlotSpec(), self._config.allow_network)
         self._lent = tuple(shared)
         self._delegates = delegates
@@ -182,16 +185,17 @@ class ToolExecutor:
         if isinstance(arguments, Mapping):  # others are refused as a model's are, or are its JSON text
             decided = POLICY_ARGUMENTS if timeout_s is None else POLICY_ARGUMENTS | {"timeout"}
             arguments = {key: value for key, value in arguments.items() if key not in decided}
-        return result_of(await self.reply(trajectory_id, name, arguments, timeout_s), call.uniq_id)
+        outcome = await self.call(trajectory_id, name, arguments, timeout_s)
+        return result_of(outcome.reply, call.uniq_id)
 
-    async def reply(
+    async def call(
         self,
         trajectory_id: str,
         name: str,
         arguments: Mapping[str, JSON] | str,
         timeout_s: float | None = None,
-    ) -> ToolReply:
-        """Run one call as `execute` does, without its statistics, and return what the tool replied."""
+    ) -> ToolOutcome:
+        """Run one call as `execute` does, without its statistics."""
         return await self._binding(trajectory_id).run(name, arguments, timeout_s)
 
     async def read_artifact(self, request: ArtifactReadRequestPayload) -> ArtifactReadResponsePayload:
@@ -218,14 +222,14 @@ class ToolExecutor:
         """Make a slot that was there before, as in a service, the one of its trajectory."""
         self._binding(slot.trajectory_id).slot = slot
 
-    def tools_of(self, trajectory_id: str) -> SlotTools:
+    def tools_of(self, trajectory_id: str) -> ToolRuntime:
         """The trajectory's tools as the executor binds them: for an agent of its own that calls them beside it.
 
         Calls through these do not wait for the trajectory's others, and have no part in the statistics.
         """
         return self._binding(trajectory_id).tools
 
-    def delegation(self, tools: SlotTools) -> Delegation:
+    def delegation(self, tools: ToolRuntime) -> Delegation:
         """Who does work for a trajectory that has these tools."""
         if self._delegates is None:
             return Delegation(missing="no model server was given for sub-agents (delegates=)")
@@ -240,16 +244,21 @@ class ToolExecutor:
             raise StaleLease(f"The executor is closed; trajectory {trajectory_id} cannot make further calls")
         if trajectory_id not in self._bindings:
             self._bindings[trajectory_id] = _Binding(
-                self, self._tools, trajectory_id, shared=self._shared, lent=self._lent, world=self._world(trajectory_id)
+                self,
+                self._tools,
+                trajectory_id,
+                shared=self._shared,
+                lent=self._lent,
+                middleware=self._recorded(trajectory_id),
             )
         return self._bindings[trajectory_id]
 
-    def _world(self, trajectory_id: str) -> World | None:
+    def _recorded(self, trajectory_id: str) -> Sequence[ToolMiddleware]:
         if self._worlds is None:
-            return None
+            return ()
         self._lives[trajectory_id] += 1
         life = self._lives[trajectory_id]
-        return self._worlds.rollout(trajectory_id if life == 1 else f"{trajectory_id}#{life}")
+        return (self._worlds.rollout(trajectory_id if life == 1 else f"{trajectory_id}#{life}"),)
 
     async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = False) -> None:
         """Give the trajectory's slot back. Its unfinished calls raise `StaleLease`; a later call gets a new slot.
@@ -303,30 +312,30 @@ class _Binding:
         *,
         shared: States,
         lent: Iterable[object] = (),
-        world: World | None = None,
+        middleware: Sequence[ToolMiddleware] = (),
     ) -> None:
         self._executor = executor
         self._trajectory_id = trajectory_id
         self._delegated = Ending()
-        self.tools = SlotTools(tools, self._lease, trajectory_id, shared=shared, world=world)
+        self.tools = ToolRuntime(tools, self._lease, trajectory_id, shared=shared, middleware=middleware)
         for thing in (*lent, self._delegation(executor.delegation(self.tools))):
             self.tools.share(thing)
         self._turn = asyncio.Lock()  # asyncio locks are first come, first served
         self.slot: Slot | None = None
         self._released = False
 
-    async def run(self, name: str, arguments: Mapping[str, JSON] | str, timeout_s: float | None) -> ToolReply:
+    async def run(self, name: str, arguments: Mapping[str, JSON] | str, timeout_s: float | None) -> ToolOutcome:
         async with self._turn:
             self._check()
             tool = self.tools.registry.get(name)
             limit_s = timeout_s if tool is not None and tool.schema.external else None  # others end their own commands
             try:
                 async with asyncio.timeout(limit_s) as limit:
-                    return await self.tools.reply(name, arguments, timeout_s=timeout_s)
+                    return await self.tools.call(name, arguments, timeout_s=timeout_s)
             except TimeoutError:
                 if not limit.expired():
                     raise
-                return {"error": f"The tool did not answer within {limit_s:g} s."}
+                return ToolOutcome.refused(f"The tool did not answer within {limit_s:g} s.")
 
     async def spawn(self, command: str, options: Mapping[str, JSON]) -> ProcessSession:
         async with self._turn:

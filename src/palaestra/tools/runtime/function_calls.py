@@ -40,10 +40,9 @@ from palaestra.tools.arguments import InvalidArguments, parse_arguments
 from palaestra.tools.mcp.lazy_servers import ServersOnDemand
 from palaestra.tools.mcp.mcp_config import servers_of
 from palaestra.tools.registry.registry import ToolRegistry, chosen_tools, unrestricted
-from palaestra.tools.runtime.bound_tools import reply_text
 from palaestra.tools.runtime.delegation import DelegationSource
 from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
-from palaestra.tools.runtime.recorded_calls import Worlds
+from palaestra.tools.runtime.runtime import ToolRecordings
 from palaestra.tools.runtime.ttl import Leases
 from palaestra.tools.settings import ToolSettings
 
@@ -89,7 +88,7 @@ class ToolSession:
         idle_s: float | None = None,
         clock: Clock | None = None,
         checkpoint_path: Path | None = None,
-        world: Worlds | None = None,
+        world: ToolRecordings | None = None,
         mcp: str | Path | Mapping[str, JSON] | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
@@ -216,7 +215,7 @@ class ToolSession:
         await self._take_up()
         with self._in_use(task_id):
             await self._servers.for_call(name)
-            return reply_text(await self._executor.reply(task_id, name, arguments))
+            return (await self._executor.call(task_id, name, arguments)).text
 
     async def _spawn(self, task_id: str, command: str, options: Mapping[str, JSON]) -> ProcessSession:
         await self._take_up()

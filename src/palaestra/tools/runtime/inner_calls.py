@@ -9,7 +9,6 @@ Invariant: a text that is kept here is bounded, and says what was left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from palaestra.core.types import JSON
@@ -34,10 +33,9 @@ class Inside:
 
     calls: list[InnerCall] = field(default_factory=list)
 
-    def called(self, tool: str, arguments: JSON, reply: Mapping[str, JSON] | str) -> None:
-        """Keep one call."""
-        text = reply if isinstance(reply, str) else json.dumps(dict(reply), ensure_ascii=False)
-        self.calls.append(InnerCall(tool, kept(json.dumps(arguments, ensure_ascii=False)), kept(text)))
+    def called(self, tool: str, arguments: JSON, reply: str) -> None:
+        """Keep one call and the text of its reply."""
+        self.calls.append(InnerCall(tool, kept(json.dumps(arguments, ensure_ascii=False)), kept(reply)))
 
     def taken(self, turn: int) -> list[InnerCall]:
         """The calls so far, which were made in that turn and are not kept here any longer."""

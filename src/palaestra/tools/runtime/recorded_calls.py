@@ -1,9 +1,5 @@
 """How calls that touch the world are named, so that a recorded reply can be found again. No I/O.
 
-`World` is what a rollout's tools ask instead of running such a call themselves, `Worlds` where the trajectories of an
-executor or a tool session have theirs from; `rollouts/world` implements both over a file. Not for tools that work in
-the slot: what those find is made again by running them.
-
 Invariant: equal calls have equal keys, however their arguments were written down.
 """
 
@@ -11,43 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol, TypeAlias
+from collections.abc import Mapping
 
 from palaestra.core.types import JSON
-from palaestra.tools.tool import Tool, ToolReply, ToolRun
-
-Ask: TypeAlias = Callable[[], Awaitable[ToolReply]]
-"""Runs the call itself. Its reply is what the model reads; the tool's mistakes and failures are replies too."""
-
-
-class World(Protocol):
-    """The world as one rollout sees it: really there, or as it was recorded."""
-
-    @property
-    def replayed(self) -> bool:
-        """Whether nobody is ever asked: then a tool that touches the world can be called whatever it lacks here."""
-        ...
-
-    async def call(self, tool: Tool, arguments: Mapping[str, JSON], run: ToolRun, ask: Ask) -> ToolReply:
-        """The reply to a call of a tool that touches the world. Raises `InfraError`."""
-        ...
-
-    def beside(self, name: str) -> World:
-        """The same world for another conversation of the rollout, such as a sub-agent's: its calls count apart."""
-        ...
-
-
-class Worlds(Protocol):
-    """The world for many rollouts, and what is kept of it. `open_world` makes one."""
-
-    def rollout(self, rollout_id: str, /) -> World:
-        """The world as this rollout sees it, from its beginning."""
-        ...
-
-    def close(self) -> None:
-        """Flush what is kept, and close. Idempotent."""
-        ...
+from palaestra.tools.tool import ToolReply
 
 
 def call_key(tool: str, what: JSON, after: str = "") -> str:

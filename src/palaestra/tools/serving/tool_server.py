@@ -24,7 +24,7 @@ from palaestra.sandbox.slot import Slot
 from palaestra.tools.builtin.terminal import clamp_timeout
 from palaestra.tools.call_text import ToolResult, result_of
 from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.runtime.ttl import Leases
 from palaestra.tools.serving.http_common import (
@@ -68,7 +68,7 @@ class ToolServer:
         self.tools = ToolRegistry(served, shared=self._own if shared is None else shared)
         self.leases = Leases(lease_s, clock)
         self._token = token
-        self._states: dict[str, SlotTools] = {}
+        self._states: dict[str, ToolRuntime] = {}
         self._posts: dict[str, Handle] = {"/execute": self._execute, "/release": self._release}
         self.total_requests = self.total_errors = 0
 
@@ -133,12 +133,12 @@ class ToolServer:
             await bound.aclose()
 
     async def _called(
-        self, bound: SlotTools, name: str, arguments: dict[str, JSON], timeout_s: float | None
+        self, bound: ToolRuntime, name: str, arguments: dict[str, JSON], timeout_s: float | None
     ) -> ToolServerResultPayload:
         limit = DEFAULT_TIMEOUT_S if timeout_s is None else clamp_timeout(timeout_s)
         try:
             async with asyncio.timeout(limit):
-                reply = await bound.reply(name, arguments, timeout_s=limit)
+                reply = (await bound.call(name, arguments, timeout_s=limit)).reply
         except PalaestraError:
             raise
         except TimeoutError:
@@ -177,8 +177,8 @@ def external(tool: FunctionTool) -> FunctionTool:
     return replace(tool, schema=replace(tool.schema, external=True))
 
 
-def _bound(tools: ToolRegistry, trajectory_id: str) -> SlotTools:
-    return SlotTools(tools, _no_slot, trajectory_id, timeout_s=DEFAULT_TIMEOUT_S)
+def _bound(tools: ToolRegistry, trajectory_id: str) -> ToolRuntime:
+    return ToolRuntime(tools, _no_slot, trajectory_id, timeout_s=DEFAULT_TIMEOUT_S)
 
 
 async def _no_slot() -> Slot:

@@ -23,15 +23,13 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer, get_current_span
 from opentelemetry.util.types import AttributeValue
 
-from palaestra.agent.tool_calls import reported_error
 from palaestra.core.types import JSON, Message, Score
 from palaestra.inference.engine import ChatCompletion, ChatServer
 from palaestra.rollouts.export.messages import Said, heard
 from palaestra.rollouts.journal.journal import plain
 from palaestra.rollouts.observe.tracing.spans import Tracing
 from palaestra.rollouts.records import Group, Trajectory
-from palaestra.tools.runtime.bound_tools import reply_text
-from palaestra.tools.tool import ToolReply
+from palaestra.tools.tool import ToolOutcome, ToolReply
 
 
 def messages_text(messages: Sequence[Message], finish_reason: str | None = None) -> str:
@@ -150,12 +148,12 @@ class OtelTracing(Tracing):
         if self.content:
             attributes["gen_ai.tool.call.arguments"] = json.dumps(arguments)
         with self._open(f"execute_tool {name}", attributes) as span:
-            yield lambda reply: self._answered(span, reply_text(reply))
+            yield lambda reply: self._answered(span, ToolOutcome.of(reply))
 
-    def _answered(self, span: Span, text: str) -> None:
+    def _answered(self, span: Span, outcome: ToolOutcome) -> None:
         if self.content:
-            span.set_attribute("gen_ai.tool.call.result", plain(text))
-        if reported_error(text):
+            span.set_attribute("gen_ai.tool.call.result", plain(outcome.text))
+        if outcome.failed:
             failed(span, "tool_error")
 
     def graded(self, score: Score) -> None:
