@@ -25,7 +25,7 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import SlotSpec
 from palaestra.tools.call_text import ToolCall
-from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.executor import ToolExecutor
 from palaestra.tools.runtime.runtime import ToolRuntime
 

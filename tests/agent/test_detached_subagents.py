@@ -25,7 +25,7 @@ from palaestra.testing.fake_engine import ToyEngine
 from palaestra.testing.fake_token_server import TokenLoopback
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 from palaestra.tools.call_text import ToolCall
-from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
 
 
 def calls(name: str, **arguments: JSON) -> Answer:

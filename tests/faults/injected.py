@@ -29,7 +29,7 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import Slot
 from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
 from palaestra.testing.fake_engine import toy_tokenizer
-from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
 
 ENGINE_FAULTS: Mapping[str, Answer] = {
     "429": Answer({"error": {"message": "slow down"}}, status=429),

@@ -13,7 +13,7 @@ from palaestra.core.errors import IsolationUnavailable
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Slot, SlotSpec
-from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
 
 

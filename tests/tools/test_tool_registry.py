@@ -12,13 +12,9 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.arguments import compiled
-from palaestra.tools.registry.registry import (
-    ToolRegistry,
-    build_tool_registry,
-    builtin_tools,
-    get_tool_definitions,
-    schema_hash,
-)
+from palaestra.tools.registry.build import build_tool_registry, get_tool_definitions
+from palaestra.tools.registry.catalog import builtin_tools
+from palaestra.tools.registry.registry import ToolRegistry, schema_hash
 from palaestra.tools.registry.toolsets import TOOLSETS
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import FunctionTool, Tool, ToolCall, ToolReply, ToolResult, ToolRun, ToolSchema

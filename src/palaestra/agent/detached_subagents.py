@@ -19,7 +19,7 @@ from palaestra.core.types import JSON
 from palaestra.inference.config import ServerBaseline
 from palaestra.inference.engine import Engine, SessionContext
 from palaestra.inference.server_group import ServerGroup
-from palaestra.tools.runtime.delegation import Assignment, Report, Work
+from palaestra.tools.builtin.delegate_task import Assignment, SubagentReport, Work
 from palaestra.tools.runtime.runtime import ToolRuntime
 
 
@@ -61,7 +61,7 @@ class Delegates:
         """Who works for the task that has these tools."""
         subagents: Subagents | None = None
 
-        async def work(assignments: Sequence[Assignment]) -> list[Report]:
+        async def work(assignments: Sequence[Assignment]) -> list[SubagentReport]:
             nonlocal subagents
             if subagents is None:
                 subagents = Subagents(await self._above(tools.task_id), tools, wall_s=self._budget.wall_s)

@@ -25,11 +25,11 @@ from palaestra.core.errors import ConfigError, ContextExceeded
 from palaestra.core.types import Message, Outcome
 from palaestra.inference.engine import ChatServer
 from palaestra.processes.registry import ProcessRegistry
+from palaestra.tools.builtin.delegate_task import Assignment, Delegation, SubagentReport
 from palaestra.tools.builtin.execute_code import Programs
 from palaestra.tools.human.approval import Approvals
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.registry.toolsets import TOOLSETS, resolve_toolsets
-from palaestra.tools.runtime.delegation import Assignment, Delegation, Report
 from palaestra.tools.runtime.inner_calls import Inside
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import ToolMistake
@@ -153,7 +153,7 @@ class Subagents:
         if self.tools.registry.get(_NAME) is not None:
             self.tools.share(Delegation(self.work))
 
-    async def work(self, assignments: Sequence[Assignment]) -> list[Report]:
+    async def work(self, assignments: Sequence[Assignment]) -> list[SubagentReport]:
         """Have all of them done at the same time. Raises `ToolMistake` before any is started, and `PalaestraError`."""
         registries = [self._registry(assignment) for assignment in assignments]
         started = [
@@ -231,7 +231,7 @@ class _One:
     server: ChatServer
     turned: Callable[[], None]
 
-    async def run(self) -> Report:
+    async def run(self) -> SubagentReport:
         """Do the work and report. Raises what the world did to it."""
         try:
             await self.talk.run()
@@ -270,7 +270,7 @@ def _members(toolsets: Sequence[str], brought: Collection[str]) -> set[str]:
         raise ToolMistake(f"{error}. Nothing was started") from None
 
 
-def _report(result: AgentResult) -> Report:
-    return Report(
+def _report(result: AgentResult) -> SubagentReport:
+    return SubagentReport(
         result.final_response, result.outcome.value, result.turns_used, result.tool_calls_attempted, result.error
     )

@@ -85,7 +85,7 @@ async def _serve_tools(
 ) -> None:
     from palaestra.cli.tools import configured_servers, tool_settings
     from palaestra.tools.mcp.run_servers import MCPServers
-    from palaestra.tools.registry.registry import build_tool_registry
+    from palaestra.tools.registry.build import build_tool_registry
     from palaestra.tools.serving.tool_server import ToolServer, external
 
     stop = told_to_stop()
@@ -228,7 +228,7 @@ async def _serve_executor(
     from palaestra.sandbox.isolation.probe import warning
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
     from palaestra.sandbox.slot import SlotSpec
-    from palaestra.tools.registry.registry import build_tool_registry
+    from palaestra.tools.registry.build import RunConditions, build_tool_registry
     from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
     from palaestra.tools.serving.executor_service import ExecutorService
     from palaestra.tools.serving.tool_server_client import elsewhere
@@ -244,9 +244,10 @@ async def _serve_executor(
     )
     allowed, replayed = settings.allow_network, settings.world == "replay"
     world = open_world(settings.world, settings.world_file, strict=settings.world_miss == "fail")
-    registry = build_tool_registry(toolsets or None, settings=tool_settings(), world=allowed, replayed=replayed)
+    conditions = RunConditions(allowed, replayed)
+    registry = build_tool_registry(toolsets or None, settings=tool_settings(), conditions=conditions)
     if not toolsets:
-        registry = _with_more(registry, _ON_REQUEST if allowed else _ON_REQUEST - {"web_crawl"}, replayed)
+        registry = _with_more(registry, _ON_REQUEST if allowed else _ON_REQUEST - {"web_crawl"})
     for schema in await _offered(settings):
         if registry.get(schema.name) is None:
             registry.register(elsewhere(schema))
@@ -269,18 +270,16 @@ async def _serve_executor(
                     click.echo(f"{left} calls had not ended after {drain_s:g} s and are killed", err=True)
 
 
-def _with_more(registry: ToolRegistry, names: Collection[str], replayed: bool) -> ToolRegistry:
-    """Besides, tools that a model is not shown unasked; and of all that is missing why, so that calls are told."""
-    from palaestra.tools.registry.registry import ToolRegistry, builtin_tools
+def _with_more(registry: ToolRegistry, names: Collection[str]) -> ToolRegistry:
+    """Also the tools of these names, and the reason of every tool that is missing, so that its calls get it."""
+    from palaestra.tools.registry.catalog import builtin_tools
 
-    others = {tool.name: tool for tool in builtin_tools(registry.settings) if registry.get(tool.name) is None}
-    missing = {
-        name: why
-        for name, tool in others.items()
-        if (why := None if replayed and tool.touches_world else tool.missing()) is not None
-    }
-    more = [tool for name, tool in others.items() if name in names and name not in missing]
-    return ToolRegistry([*registry.tools(), *more], {**registry.missing, **missing}, registry.settings, registry.shared)
+    others = [tool for tool in builtin_tools(registry.settings) if registry.get(tool.name) is None]
+    reasons = {tool.name: tool.missing_in(replayed=registry.replayed) for tool in others}
+    more = [tool for tool in others if tool.name in names and reasons[tool.name] is None]
+    registry = registry.with_tools([*registry.tools(), *more])
+    registry.missing = {**registry.missing, **{name: why for name, why in reasons.items() if why is not None}}
+    return registry
 
 
 def _delegates(settings: ExecutorSettings) -> Delegates | None:

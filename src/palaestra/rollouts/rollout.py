@@ -33,10 +33,10 @@ from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
 from palaestra.rollouts.resume.recorded_chat import Anew, Recall
 from palaestra.rollouts.watchdog import Stages, Tell
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
+from palaestra.tools.builtin.delegate_task import Delegation
 from palaestra.tools.memory.notes import Notes
 from palaestra.tools.memory.past_conversations import Sessions
 from palaestra.tools.runtime.bound_tools import SlotTools
-from palaestra.tools.runtime.delegation import Delegation
 from palaestra.tools.runtime.inner_calls import InnerCall, Inside
 from palaestra.tools.tool import ToolReply
 

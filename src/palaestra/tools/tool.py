@@ -230,6 +230,10 @@ class Tool(ABC):
         available, reason = told if isinstance(told, tuple) else (told, None)
         return None if available else reason or "it says that it is not available"
 
+    def missing_in(self, *, replayed: bool) -> str | None:
+        """`missing`, or None if the run is `replayed` and a recording answers for the tool."""
+        return None if replayed and self.touches_world else self.missing()
+
     def world_key(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[JSON]:
         """What decides the reply of a tool that touches the world: its arguments, unless it says more.
 

@@ -24,7 +24,7 @@ from palaestra.rollouts.shared_setup import Foundations
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Slot
-from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
 from rollouts.toy import services
 
 pytestmark = pytest.mark.slots

@@ -12,7 +12,7 @@ import pytest
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.browser import launch
-from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.settings import ToolSettings

@@ -18,7 +18,7 @@ from palaestra.sandbox.slot import Slot
 from palaestra.tools.builtin.clarify import User
 from palaestra.tools.memory.notes import MAX_CHARS, Notes
 from palaestra.tools.memory.past_conversations import Session, Sessions
-from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import MAX_PROCESSES
-from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 
 from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.tools.builtin.terminal import MAX_OUTPUT_CHARS
-from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
 
 if TYPE_CHECKING:

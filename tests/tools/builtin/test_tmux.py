@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import json
 
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
-from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
 
 

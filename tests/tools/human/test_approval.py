@@ -11,7 +11,7 @@ from palaestra.core.errors import IsolationUnavailable
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.human.approval import Answer, Approvals, Request, dangers
-from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.function_calls import ToolSession
 from palaestra.tools.runtime.runtime import ToolRuntime
 

@@ -21,7 +21,7 @@ from palaestra.sandbox.slot import Slot
 from palaestra.tools.mcp import supervised_command
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
 from palaestra.tools.mcp.run_servers import MCPServers
-from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
 from tools.mcp.serving import command, http_server, living
 

@@ -14,7 +14,8 @@ import pytest
 from palaestra import ToolSession
 from palaestra.core.errors import ConfigError, InfraError, IsolationUnavailable, ToolServerUnavailable
 from palaestra.core.types import JSON
-from palaestra.tools.registry.registry import ToolRegistry, build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.registry.registry import ToolRegistry
 from tools.mcp.serving import command, http_server, living
 
 pytest.importorskip("mcp", reason="needs the extra 'mcp'")

@@ -13,7 +13,8 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.call_text import result_of
-from palaestra.tools.registry.registry import ToolRegistry, build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.tool import FunctionTool, ToolCall, ToolReply, ToolResult, ToolRun, ToolSchema
 

@@ -13,7 +13,7 @@ from palaestra.core.errors import IsolationUnavailable, ToolUnavailable
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Slot, SlotSpec
-from palaestra.tools.registry.registry import build_tool_registry, unrestricted
+from palaestra.tools.registry.build import build_tool_registry, unrestricted
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.settings import ToolSettings
 

@@ -14,7 +14,8 @@ from palaestra import ToolSession, ToolSettings, open_world
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.builtin.web_crawl import web_crawl_tool
-from palaestra.tools.registry.registry import ToolRegistry, build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolRuntime
 
 from .site import Site

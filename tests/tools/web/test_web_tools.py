@@ -13,7 +13,7 @@ from palaestra.core.errors import ToolUnavailable
 from palaestra.core.types import JSON
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.sandbox.slot import Slot
-from palaestra.tools.registry.registry import build_tool_registry, unrestricted
+from palaestra.tools.registry.build import RunConditions, build_tool_registry, unrestricted
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.settings import ToolSettings
 
@@ -128,17 +128,20 @@ def test_without_a_provider_the_tool_is_missing_and_says_what_to_set() -> None:
 
 
 def test_a_replayed_world_needs_no_key() -> None:
-    assert build_tool_registry(["search"], replayed=True).list_tools() == ["web_search"]
-    assert build_tool_registry(["search"], replayed=True).missing == {}
+    assert build_tool_registry(["search"], conditions=RunConditions(replayed=True)).list_tools() == ["web_search"]
+    assert build_tool_registry(["search"], conditions=RunConditions(replayed=True)).missing == {}
 
 
 def test_an_agent_without_a_network_has_the_web_only_by_name() -> None:
     settings = ToolSettings(web_urls={"searxng": "http://s.example"})
     everything = build_tool_registry(settings=settings).list_tools()
-    offline = build_tool_registry(settings=settings, world=False).list_tools()
+    offline = build_tool_registry(settings=settings, conditions=RunConditions(network=False)).list_tools()
     assert {"web_search", "web_extract"} <= set(everything) - set(offline)
     assert not any(name.startswith(("web_", "browser_")) for name in offline)
-    assert build_tool_registry(["web"], settings=settings, world=False).list_tools() == ["web_search", "web_extract"]
+    assert build_tool_registry(["web"], settings=settings, conditions=RunConditions(network=False)).list_tools() == [
+        "web_search",
+        "web_extract",
+    ]
 
 
 def test_a_reward_function_searches_and_reads(engine: Site, site: Site) -> None:

@@ -28,7 +28,7 @@ from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.records import TokenRow
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import Slot
-from palaestra.tools.registry.registry import unrestricted
+from palaestra.tools.registry.build import unrestricted
 from palaestra.tools.runtime.runtime import ToolRuntime
 
 logger = logging.getLogger(__name__)

@@ -22,9 +22,10 @@ from palaestra.sandbox.snapshots.cache import Prepared
 from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
 from palaestra.tools.mcp.mcp_server import toolset_of
 from palaestra.tools.mcp.run_servers import MCPServers
+from palaestra.tools.registry.build import RunConditions, build_tool_registry
 from palaestra.tools.registry.distributions import sample_toolsets_from_distribution
 from palaestra.tools.registry.entry_points import installed_tools
-from palaestra.tools.registry.registry import ToolRegistry, build_tool_registry
+from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.serving.tool_server_client import ToolServerLink
 from palaestra.tools.tool import Tool
@@ -127,9 +128,7 @@ def tools_with(
         strict=config.strict_tools,
         installed=installed,
         settings=config,
-        world=config.allow_network,
-        replayed=config.world == "replay",
-        shared=shared,
+        conditions=RunConditions(config.allow_network, config.world == "replay", shared),
     )
 
 

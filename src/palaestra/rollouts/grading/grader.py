@@ -16,7 +16,7 @@ from palaestra.core.errors import GraderError, InfraError, SandboxError, TaskErr
 from palaestra.rollouts.grading.tampering import CACHE, SlotRoot, library_directories, link, planted, suspects
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import WORKSPACE, Change, Slot, SlotSpec, Snapshot, View
-from palaestra.tools.registry.registry import unrestricted
+from palaestra.tools.registry.build import unrestricted
 from palaestra.tools.runtime.bound_tools import SlotTools
 
 SEALED, LIVE = "sealed", "live"

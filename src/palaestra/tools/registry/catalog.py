@@ -11,13 +11,69 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from palaestra.core.types import JSON
-from palaestra.tools.registry.entry_points import Installed
-from palaestra.tools.registry.registry import all_tools, builtin_tools, usable_packages
-from palaestra.tools.registry.toolsets import TOOL_ALIASES, TOOLSETS, resolve_toolsets
+from palaestra.tools.builtin.browser import browser_tools
+from palaestra.tools.builtin.clarify import CLARIFY
+from palaestra.tools.builtin.delegate_task import DELEGATE_TASK
+from palaestra.tools.builtin.execute_code import EXECUTE_CODE
+from palaestra.tools.builtin.file_tools import READ_FILE, WRITE_FILE
+from palaestra.tools.builtin.memory import MEMORY
+from palaestra.tools.builtin.patch import PATCH
+from palaestra.tools.builtin.process import PROCESS
+from palaestra.tools.builtin.search import SEARCH_FILES
+from palaestra.tools.builtin.session_search import SESSION_SEARCH
+from palaestra.tools.builtin.terminal import TERMINAL
+from palaestra.tools.builtin.terminal_stateful import TERMINAL_STATEFUL
+from palaestra.tools.builtin.tmux import TMUX
+from palaestra.tools.builtin.todo import TODO
+from palaestra.tools.builtin.vision import vision_tool
+from palaestra.tools.builtin.web import web_tools
+from palaestra.tools.builtin.web_crawl import web_crawl_tool
+from palaestra.tools.registry.entry_points import Installed, installed_tools
+from palaestra.tools.registry.toolsets import ALIASES, TOOL_ALIASES, TOOLSETS, resolve_toolsets
+from palaestra.tools.registry.unavailable import ASSISTANT, MODELS, TRAINING
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import Tool
 
 logger = logging.getLogger(__name__)
+
+
+def builtin_tools(settings: ToolSettings | None = None) -> tuple[Tool, ...]:
+    """All tools that the package knows, in the order in which models see them; those that are missing say so.
+
+    Some are missing because of `settings`; without any, those that need a key or an address are.
+    """
+    settings = settings or ToolSettings()
+    files = (READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES)
+    here = (TERMINAL, PROCESS, *files, TODO, TERMINAL_STATEFUL, TMUX, EXECUTE_CODE, DELEGATE_TASK)
+    people = (CLARIFY, MEMORY, SESSION_SEARCH)
+    eyes = (*browser_tools(settings), vision_tool(settings))
+    web = (*web_tools(settings), web_crawl_tool(settings))
+    return (*here, *people, *web, *eyes, *MODELS, *ASSISTANT, *TRAINING)
+
+
+def all_tools(settings: ToolSettings | None = None, others: Iterable[Installed] | None = None) -> list[Tool]:
+    """Every tool of the package, then those of others (`usable_packages`); those that are missing too."""
+    return [*builtin_tools(settings), *(tool for each in usable_packages(others) for tool in each.tools)]
+
+
+def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed]:
+    """What other packages offer. One whose names are taken by others offers nothing, and says so.
+
+    `others` are by default what the entry points offer.
+    """
+    taken = {tool.name for tool in builtin_tools()}
+    kept: list[Installed] = []
+    for each in installed_tools() if others is None else others:
+        clashes = [f"tool '{tool.name}'" for tool in each.tools if tool.name in taken]
+        if each.toolset in TOOLSETS or each.toolset in ALIASES:
+            clashes = [f"toolset '{each.toolset}'"]
+        if clashes:
+            problem = f"{each.origin} brings the {clashes[0]}, which there is already"
+            each = Installed(each.toolset, each.origin, problem=problem)
+        taken.update(tool.name for tool in each.tools)
+        kept.append(each)
+    return kept
+
 
 TOOL_TO_TOOLSET_MAP: Mapping[str, str] = MappingProxyType({tool.name: tool.toolset for tool in builtin_tools()})
 """The toolset that each tool of the package belongs to."""

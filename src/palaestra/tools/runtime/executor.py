@@ -17,6 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -26,10 +27,10 @@ from palaestra.core.types import JSON, AllowList, Network
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import ProcessSession
 from palaestra.sandbox.slot import Rung, Slot, SlotSource, SlotSpec
+from palaestra.tools.builtin.delegate_task import Assignment, Delegation, SubagentReport, Work
 from palaestra.tools.builtin.terminal import clamp_timeout
 from palaestra.tools.call_text import ToolCall, ToolResult, result_of
 from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.runtime.delegation import Assignment, Delegation, DelegationSource, Report
 from palaestra.tools.runtime.runtime import ToolMiddleware, ToolRecordings, ToolRuntime
 from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.serving import artifacts
@@ -73,6 +74,18 @@ class ToolExecutorConfig(BaseModel):
     """The bearer token of that server."""
 
 
+class DelegationSource(Protocol):
+    """Does the work of `delegate_task` for the trajectories of a `ToolExecutor`, whose agents are elsewhere."""
+
+    def work(self, tools: ToolRuntime) -> Work:
+        """What does it for the trajectory that has these tools."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close what the work has opened. Later work opens it again. Idempotent."""
+        ...
+
+
 @dataclass(slots=True)
 class ExecutorStats:
     """Counts since the start, and the latest latencies in seconds."""
@@ -111,15 +124,12 @@ class ToolExecutor:
         self._source = source
         self._tools = tools if tools is not None else ToolRegistry()
         if world is not None and world.replayed and not self._tools.replayed:
-            self._tools = self._tools.copy()
-            self._tools.replayed = True
+            self._tools = self._tools.with_tools(replayed=True)
         self._config = config or ToolExecutorConfig()
         self._link: ToolServerLink | None = None
         if self._config.tool_server_url is not None:
             self._link = ToolServerLink(self._config.tool_server_url, self._config.tool_server_token)
-            served = self._link.served(self._tools.tools())
-            own = self._tools
-            self._tools = ToolRegistry(served, own.missing, own.settings, own.shared, own.replayed)
+            self._tools = self._tools.with_tools(self._link.served(self._tools.tools()))
         self._spec = _with_network(spec or SlotSpec(), self._config.allow_network)
         self._lent = tuple(shared)
         self._delegates = delegates
@@ -352,7 +362,7 @@ class _Binding:
         if done is None:
             return given
 
-        async def work(assignments: Sequence[Assignment]) -> list[Report]:
+        async def work(assignments: Sequence[Assignment]) -> list[SubagentReport]:
             released = StaleLease(f"Trajectory {self._trajectory_id} was released while sub-agents worked for it")
             async with self._delegated.block(released):
                 return await done(assignments)

@@ -39,9 +39,9 @@ from palaestra.sandbox.slot import Backend, Lasting, Slot, SlotSpec, Snapshot
 from palaestra.tools.arguments import InvalidArguments, parse_arguments
 from palaestra.tools.mcp.lazy_servers import ServersOnDemand
 from palaestra.tools.mcp.mcp_config import servers_of
-from palaestra.tools.registry.registry import ToolRegistry, chosen_tools, unrestricted
-from palaestra.tools.runtime.delegation import DelegationSource
-from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
+from palaestra.tools.registry.build import chosen_tools, unrestricted
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.runtime.executor import DelegationSource, ToolExecutor, ToolExecutorConfig
 from palaestra.tools.runtime.runtime import ToolRecordings
 from palaestra.tools.runtime.ttl import Leases
 from palaestra.tools.settings import ToolSettings
@@ -102,7 +102,8 @@ class ToolSession:
         self._taking_up = asyncio.Lock()
         self._taken_up: int | None = None if self._lasting is not None else 0
         self._slots = _TaskSlots(backend or LocalBackend())
-        tools = unrestricted(settings=settings) if registry is None else registry.copy()
+        replayed = world is not None and world.replayed
+        tools = unrestricted(settings=settings, replayed=replayed) if registry is None else registry.with_tools()
         self._world = world
         lent = (*shared, self._processes)
         self._executor = ToolExecutor(self._slots, tools, config, shared=lent, delegates=delegates, world=world)

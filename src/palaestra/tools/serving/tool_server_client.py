@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 from weakref import WeakSet
 
 import aiohttp
@@ -28,15 +28,14 @@ from palaestra.core.errors import (
 from palaestra.core.types import JSON
 from palaestra.tools.builtin.terminal import clamp_timeout
 from palaestra.tools.call_text import ToolCall, reply_of
+from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.serving.http_common import Answer, encoded
 from palaestra.tools.serving.payloads import ToolCallPayload, ToolServerExecuteRequest, ToolServerResultPayload
+from palaestra.tools.serving.tool_server import ToolServer
 from palaestra.tools.tool import FunctionTool, Tool, ToolReply, ToolRun, ToolSchema
 
 logger = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    from palaestra.tools.serving.tool_server import ToolServer
 
 INPROCESS = "inprocess"
 """The address of a tool server in this process."""
@@ -106,9 +105,6 @@ class ToolServerLink:
         return f"Bearer {self._token}" if self._token else None
 
     def _made_here(self, tools: Iterable[Tool]) -> _InProcess:
-        from palaestra.tools.registry.registry import ToolRegistry
-        from palaestra.tools.serving.tool_server import ToolServer
-
         wire = _InProcess(ToolServer(ToolRegistry(tools), token=self._token, shared=self._shared))
         self._here.add(wire)
         return wire
