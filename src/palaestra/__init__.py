@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
     from palaestra.tools.runtime.function_calls import (
         ToolSession,
+        ToolSessionConfig,
         cleanup_all_environments,
         cleanup_vm,
         clear_task_env_overrides,
@@ -139,6 +140,7 @@ __all__ = [
     "ToolServer",
     "ToolServerExecuteRequest",
     "ToolSession",
+    "ToolSessionConfig",
     "ToolSettings",
     "ToolStep",
     "build_tool_registry",
@@ -229,6 +231,7 @@ _MODULES = {
     "ToolServer": "tools.serving.tool_server",
     "ToolServerExecuteRequest": "tools.serving.payloads",
     "ToolSession": "tools.runtime.function_calls",
+    "ToolSessionConfig": "tools.runtime.function_calls",
     "ToolSettings": "tools.settings",
     "ToolStep": "core.types",
     "build_tool_registry": "tools.registry.build",

@@ -200,7 +200,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
             return await executor.execute(name, call)
 
         def delegate(loop: HermesAgentLoop, agent: AtroposAgent) -> None:
-            Subagents(loop, executor.tools_of(name), agent=agent).offer()
+            Subagents(loop, executor.trajectory(name).tools, agent=agent).offer()
 
         config = self.build_agent_config(None)
         agent = AtroposAgent(self.server, self.tools, config, execute_tool=execute, task_id=name, on_loop=delegate)

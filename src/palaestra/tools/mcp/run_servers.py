@@ -1,19 +1,28 @@
-"""The MCP servers of one run: opened together, offered as toolsets, closed together.
+"""Several MCP servers: `MCPServers` for a run, opened together at its start, and `ServersOnDemand` for a session, each
+started by the first call that needs one of its tools.
 
-Invariant: after `aclose`, however `open` went, no server that was started here is left.
+Invariant: after `aclose`, however opening went, no server that was started here is left.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from palaestra.core.errors import PalaestraError
+from palaestra.core.cancel_scope import Ending
+from palaestra.core.errors import InfraError, PalaestraError, ToolServerUnavailable
 from palaestra.core.types import JSON
 from palaestra.tools.mcp.mcp_config import MCPServerConfig, checked_names
 from palaestra.tools.mcp.mcp_server import MCPServer, owner_of, recorded_tool, toolset_of
 from palaestra.tools.registry.entry_points import Installed
+from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolSchema
+
+logger = logging.getLogger(__name__)
+
+HAND_ON = frozenset({"delegate_task", "execute_code"})
+"""Tools that give away all the others: with them every server is wanted."""
 
 
 class MCPServers:
@@ -101,3 +110,49 @@ class MCPServers:
             Installed(toolset_of(name), f"MCP server {name}", server.tools, self._problems.get(name))
             for name, server in self._servers.items()
         )
+
+
+class ServersOnDemand:
+    """Servers by name. The tools of one that has started are in `registry`, and stay there."""
+
+    def __init__(self, configs: Mapping[str, MCPServerConfig], registry: ToolRegistry) -> None:
+        self._required = {name: config.required for name, config in configs.items() if config.used}
+        self._servers = {name: MCPServer(name, configs[name]) for name in self._required}
+        self._registry = registry
+        self._started: set[str] = set()
+        self._starting = {name: asyncio.Lock() for name in self._required}
+        self._ending = Ending()
+
+    async def for_call(self, tool: str) -> None:
+        """Start what a call of this tool needs, and has not been started yet. Raises as `start` does."""
+        if tool in HAND_ON:
+            await self.all()
+        elif (owner := owner_of(tool, self._servers)) is not None:
+            await self.start(owner)
+
+    async def all(self) -> None:
+        """Start every server. Raises what the first required one raised; of the others that failed, the log tells."""
+        ended = await asyncio.gather(*map(self.start, self._servers), return_exceptions=True)
+        for name, error in zip(self._servers, ended, strict=True):
+            if error is None:
+                continue
+            if self._required[name] or not isinstance(error, InfraError):
+                raise error
+            logger.warning("going on without %s", error)
+
+    async def start(self, name: str) -> None:
+        """Start one, if it has not been. Raises `ConfigError` and `ToolServerError`; the next call tries again."""
+        closed = ToolServerUnavailable(f"The session was closed while MCP server '{name}' was being started")
+        async with self._ending.block(closed), self._starting[name]:
+            if name in self._started:
+                return
+            server = self._servers[name]
+            await server.open()
+            for tool in server.tools:
+                self._registry.register(tool)
+            self._started.add(name)
+
+    async def aclose(self) -> None:
+        """End all servers. Idempotent."""
+        await self._ending.end()
+        await asyncio.gather(*(server.aclose() for server in self._servers.values()))

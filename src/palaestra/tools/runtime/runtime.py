@@ -143,7 +143,10 @@ class ToolRuntime(ToolRun):
         by_agent: bool = False,
         timeout_s: float | None = None,
     ) -> ToolOutcome:
-        """Check a call and run it. Raises `PalaestraError`; every other failure is in the outcome."""
+        """Check a call and run it. Raises `PalaestraError`; every other failure is in the outcome.
+
+        An external tool is ended after `timeout_s`; other tools end their own commands.
+        """
         try:
             call = self.check(name, arguments, by_agent=by_agent, timeout_s=timeout_s)
         except InvalidArguments as mistake:
@@ -151,7 +154,13 @@ class ToolRuntime(ToolRun):
             return ToolOutcome.refused(str(mistake) if reason is None else f"{name} cannot be used here: {reason}")
         except ToolMistake as mistake:
             return ToolOutcome.refused(str(mistake))
-        return await self._answer(call)
+        try:
+            async with asyncio.timeout(timeout_s if call.tool.schema.external else None) as limit:
+                return await self._answer(call)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return ToolOutcome.refused(f"The tool did not answer within {timeout_s:g} s.")
 
     async def handle(self, name: str, args: Mapping[str, JSON], task_id: str | None = None) -> str:
         """`call` in the form of the contract's `tool_handler`: returns the text that the model reads."""
