@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.tools.patching.v4a_apply import apply_patch
-from palaestra.tools.patching.v4a_parse import PatchError, parse_patch
+from palaestra.tools.patching.v4a import PatchError, apply_patch, parse_patch
 
 CODE = "import os\n\nclass A:\n    def run(self):\n        return 1\n\nclass B:\n    def run(self):\n        return 1\n"
 

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from palaestra.tools.patching.edit_diff import MAX_DIFF_CHARS, unified_diff
 from palaestra.tools.patching.fuzzy_match import NoMatch, replace
-from palaestra.tools.patching.suggest import places
-from palaestra.tools.patching.v4a_apply import apply_patch
-from palaestra.tools.patching.v4a_parse import PatchError, parse_patch
+from palaestra.tools.patching.lines import places
+from palaestra.tools.patching.v4a import PatchError, apply_patch, parse_patch
 
 LINES = st.lists(st.sampled_from("ab"), max_size=12)
 
