@@ -116,18 +116,22 @@ class Add(Tool):
     async def execute(self, **arguments: JSON) -> ToolResult:
         return ToolResult(True, str(arguments["a"] + arguments["b"]))
 
+
+class Unavailable(Add):
     def is_available(self) -> tuple[bool, str | None]:
         return False, "no numbers here"
 
 
-def test_a_tool_written_to_the_contract_runs_and_says_whether_it_is_there() -> None:
+def test_a_tool_written_to_the_contract_runs_where_it_is_available() -> None:
     registry = ToolRegistry([Add()])
     done = asyncio.run(registry.execute(ToolCall("add", {"a": 1, "b": 2}, uniq_id="c1")))
     assert done == ToolResult(True, "3", uniq_id="c1")
     refused = asyncio.run(registry.execute(ToolCall("add", {"a": "1", "b": 2})))
     assert not refused.success
     assert "argument 'a' must be integer" in refused.error
-    assert build_tool_registry([], extra=[Add()]).missing == {"add": "no numbers here"}
+    assert build_tool_registry([], extra=[Unavailable()]).missing == {"add": "no numbers here"}
+    missing = asyncio.run(ToolRegistry([Unavailable()]).execute(ToolCall("add", {"a": 1, "b": 2})))
+    assert missing.error == "add cannot be used here: no numbers here"
 
 
 def test_a_tool_that_needs_a_slot_says_so_outside_of_one() -> None:

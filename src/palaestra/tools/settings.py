@@ -14,7 +14,7 @@ from pydantic import Field, PrivateAttr, field_validator
 
 from palaestra.core.config import Settings
 from palaestra.core.errors import ConfigError
-from palaestra.tools.net.host_policy import Reach
+from palaestra.tools.net.host_policy import HostPolicy
 
 WEB_KEYS: Mapping[str, str] = {
     "tavily": "TAVILY_API_KEY",
@@ -101,7 +101,7 @@ class ToolSettings(Settings):
     @classmethod
     def _hosts_mean_something(cls, entries: list[str]) -> list[str]:
         try:
-            Reach(entries)
+            HostPolicy(entries)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return entries

@@ -291,6 +291,8 @@ async def run_tool(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> T
 
 async def _outcome(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> ToolOutcome:
     try:
+        if (reason := tool.missing()) is not None:
+            return ToolOutcome.refused(f"{tool.name} cannot be used here: {reason}")
         return ToolOutcome.of(await tool.run(arguments, run))
     except ToolMistake as mistake:
         return ToolOutcome.refused(str(mistake), **mistake.details)

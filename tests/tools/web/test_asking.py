@@ -13,7 +13,7 @@ from palaestra.core.errors import ToolUnavailable
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Blame
 from palaestra.testing.fake_chat_server import Answer, LoopbackServer
-from palaestra.tools.net.json_client import Server, rows, text
+from palaestra.tools.net.json_client import JsonServer, rows, text
 from palaestra.tools.tool import ToolMistake
 
 OK = Answer({"ok": True})
@@ -22,7 +22,7 @@ OK = Answer({"ok": True})
 def ask(server: LoopbackServer, clock: ManualClock | None = None, **more: JSON) -> JSON:
     async def main() -> JSON:
         async with server:
-            provider = Server(
+            provider = JsonServer(
                 "engine",
                 server.url,
                 "web_api_keys.engine",
@@ -72,7 +72,9 @@ def test_a_server_that_is_silent_or_gone_is_unavailable() -> None:
         ask(LoopbackServer(Answer(hang=True)), retry=once, try_timeout_s=0.05)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        gone = Server("engine", f"http://127.0.0.1:{free.getsockname()[1]}", "k", {}, asyncio.Semaphore(1), retry=once)
+        gone = JsonServer(
+            "engine", f"http://127.0.0.1:{free.getsockname()[1]}", "k", {}, asyncio.Semaphore(1), retry=once
+        )
         with pytest.raises(ToolUnavailable, match="cannot be reached"):
             asyncio.run(gone.get("/search", {"q": "x"}))
 
@@ -105,7 +107,7 @@ def test_a_request_that_is_refused_is_the_models_to_mend() -> None:
 
 
 def test_rows_are_found_where_they_are_promised() -> None:
-    server = Server("engine", "http://engine.example", "k", {}, asyncio.Semaphore(1))
+    server = JsonServer("engine", "http://engine.example", "k", {}, asyncio.Semaphore(1))
     assert rows(server, {"web": {"results": [{"a": 1}]}}, "web", "results") == [{"a": 1}]
     assert rows(server, {"web": None}, "web", "results") == []
     for told in ([], {"web": {"results": {}}}, {"web": {"results": [1]}}):

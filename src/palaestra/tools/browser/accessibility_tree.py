@@ -54,7 +54,7 @@ _REFERENCE = re.compile(r"^\s*@?(e\d+)\s*$")
 
 
 @dataclass(frozen=True, slots=True)
-class Element:
+class PageElement:
     """One line of the tree. `own` is Playwright's reference; `marks` are states such as `checked` or `level=1`."""
 
     depth: int
@@ -87,7 +87,7 @@ class Numbers:
         self._numbers: dict[Known, int] = {}
         self._known: dict[str, Known] = {}
 
-    def of(self, document: int, element: Element) -> str:
+    def of(self, document: int, element: PageElement) -> str:
         """The element's reference."""
         known = Known(document, element.own, element.role, element.name)
         number = self._numbers.setdefault(known, len(self._numbers) + 1)
@@ -101,7 +101,7 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class PageView:
     """A form of a page. `left_out` counts elements that compact form has not, `cut` lines that did not fit."""
 
     text: str
@@ -111,12 +111,14 @@ class Shown:
     cut: int = 0
 
 
-def parse(source: str) -> list[Element]:
+def parse(source: str) -> list[PageElement]:
     """The elements of a snapshot as Playwright gives it, in order."""
     return [_element(line) for line in source.splitlines() if line.strip()]
 
 
-def show(source: str, numbers: Numbers, document: int, *, full: bool, most_chars: int, skipped_lines: int = 0) -> Shown:
+def show(
+    source: str, numbers: Numbers, document: int, *, full: bool, most_chars: int, skipped_lines: int = 0
+) -> PageView:
     """The text that a model reads: from line `skipped_lines` on, as much as fits into `most_chars`."""
     elements = parse(source)
     kept = elements if full else _compact(elements)
@@ -130,18 +132,18 @@ def show(source: str, numbers: Numbers, document: int, *, full: bool, most_chars
         chosen.append(line)
     used = sum(1 for each in kept[skipped_lines : skipped_lines + len(chosen)] if each.own)
     cut = max(0, len(lines) - skipped_lines - len(chosen))
-    return Shown("\n".join(chosen), used, len(lines), len(elements) - len(kept), cut)
+    return PageView("\n".join(chosen), used, len(lines), len(elements) - len(kept), cut)
 
 
-def _element(line: str) -> Element:
+def _element(line: str) -> PageElement:
     match = _LINE.match(line)
     if match is None:  # a form that this version does not know is shown as it is
-        return Element((len(line) - len(line.lstrip())) // 2, "", text=line.strip())
+        return PageElement((len(line) - len(line.lstrip())) // 2, "", text=line.strip())
     quote = "''" if match["quoted"] else ""
     marks = re.findall(r"\[([^\]]*)\]", match["marks"])
     own = next((mark[4:] for mark in marks if mark.startswith("ref=")), "")
     name = match["name"] or ""
-    return Element(
+    return PageElement(
         len(match["indent"]) // 2,
         match["role"],
         _plain(name.replace("''", "'") if quote else name),
@@ -160,12 +162,12 @@ def _plain(text: str) -> str:
     return text
 
 
-def _compact(elements: Sequence[Element]) -> list[Element]:
+def _compact(elements: Sequence[PageElement]) -> list[PageElement]:
     """Elements that can be used and signs of where one is, indented by those of them that they lie in.
 
     One without a name is told by the first text inside it.
     """
-    kept: list[Element] = []
+    kept: list[PageElement] = []
     above: list[int] = []
     for place, each in enumerate(elements):
         if not each.own or not (each.usable or each.role in _SIGNS):
@@ -174,12 +176,12 @@ def _compact(elements: Sequence[Element]) -> list[Element]:
             above.pop()
         told = each.name or not (each.usable or each.role in _SAYINGS)
         text = each.text or ("" if told else next(_inside(elements, place), ""))
-        kept.append(Element(len(above), each.role, each.name, each.marks, text, each.own))
+        kept.append(PageElement(len(above), each.role, each.name, each.marks, text, each.own))
         above.append(each.depth)
     return kept
 
 
-def _inside(elements: Sequence[Element], place: int) -> Iterator[str]:
+def _inside(elements: Sequence[PageElement], place: int) -> Iterator[str]:
     """The texts inside an element."""
     for each in elements[place + 1 :]:
         if each.depth <= elements[place].depth:
@@ -190,7 +192,7 @@ def _inside(elements: Sequence[Element], place: int) -> Iterator[str]:
             yield each.name
 
 
-def _line(element: Element, reference: str) -> str:
+def _line(element: PageElement, reference: str) -> str:
     marks = [_MARKS.get(mark, mark) for mark in element.marks]
     if element.role in USABLE:
         marks = [mark for mark in marks if mark != "clickable"]

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 from palaestra.sandbox.slotd.network.forward import HEAD_BYTES, Forwarder
-from palaestra.tools.net.host_policy import Reach
+from palaestra.tools.net.host_policy import HostPolicy
 
 MAX_CONNECTIONS = 512
 _REMEMBERED = 256
@@ -26,7 +26,7 @@ _USER = "browser"
 class Egress:
     """Start it, give Chromium `address`, `user` and `password`, close it."""
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: HostPolicy) -> None:
         self._refused: OrderedDict[tuple[str, int], str] = OrderedDict()
         self.user, self.password = _USER, secrets.token_urlsafe(24)
         self._resolver = ThreadPoolExecutor(4, thread_name_prefix="browser-names")

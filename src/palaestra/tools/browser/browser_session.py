@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.types import JSON
 from palaestra.sandbox.slotd.network.forward import NAME
-from palaestra.tools.browser.accessibility_tree import Numbers, Shown, show
+from palaestra.tools.browser.accessibility_tree import Numbers, PageView, show
 from palaestra.tools.browser.page_events import Happenings
-from palaestra.tools.browser.shared_browser import Lease, SharedBrowser
-from palaestra.tools.net.host_policy import Reach
+from palaestra.tools.browser.shared_browser import BrowserLease, SharedBrowser
+from palaestra.tools.net.host_policy import HostPolicy
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import ToolMistake, ToolRun
 
@@ -53,7 +53,7 @@ class BrowserSession:
         self.happenings = Happenings()
         self._numbers = Numbers()
         self._shared: SharedBrowser | None = None
-        self._lease: Lease | None = None
+        self._lease: BrowserLease | None = None
         self._tabs: list[Page] = []
         self._broken: set[Page] = set()
         self._documents: dict[Page, tuple[JSHandle, int]] = {}
@@ -98,7 +98,7 @@ class BrowserSession:
     async def navigate(self, url: str, run: ToolRun, settings: ToolSettings) -> int | None:
         """Open an address in the page that is looked at; the status of the reply, where there is one."""
         url, host, port = _address(url)
-        reach = Reach(settings.browser_allow, settings.browser_block)
+        reach = HostPolicy(settings.browser_allow, settings.browser_block)
         if host and (why := reach.refusal(host, port)) is not None:
             raise ToolMistake(f"{url} is not opened: {why}")
         await self._open(run, settings)
@@ -128,7 +128,7 @@ class BrowserSession:
         why = self._lease.egress.why(host, port) if self._lease is not None and "ERR_TUNNEL" in words else None
         raise ToolMistake(f"{url} cannot be opened: {why or words}")
 
-    async def snapshot(self, settings: ToolSettings, *, full: bool, skipped_lines: int = 0) -> Shown:
+    async def snapshot(self, settings: ToolSettings, *, full: bool, skipped_lines: int = 0) -> PageView:
         """The page as text, with references for `element`."""
         page = self.page
         for _ in range(3):

@@ -24,7 +24,7 @@ from palaestra.core.errors import ToolUnavailable
 from palaestra.sandbox.slotd.unprivileged import users
 from palaestra.tools.browser import launch
 from palaestra.tools.browser.browser_proxy import Egress
-from palaestra.tools.net.host_policy import Reach
+from palaestra.tools.net.host_policy import HostPolicy
 from palaestra.tools.settings import ToolSettings
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ WIDTH, HEIGHT = 1280, 800
 
 
 @dataclass(slots=True)
-class Lease:
+class BrowserLease:
     """A context, and the way out that its pages have."""
 
     context: BrowserContext
@@ -99,7 +99,7 @@ class SharedBrowser:
         """How many contexts are open."""
         return len(self._running.browser.contexts) if self._running is not None else 0
 
-    async def lease(self, settings: ToolSettings) -> Lease:
+    async def lease(self, settings: ToolSettings) -> BrowserLease:
         """A context of one's own, to be given back. Raises `ToolUnavailable`."""
         if self._turns is None:
             self._turns = asyncio.Semaphore(settings.browser_max_contexts)
@@ -116,7 +116,7 @@ class SharedBrowser:
             self._turns.release()
             raise
 
-    async def give_back(self, lease: Lease) -> None:
+    async def give_back(self, lease: BrowserLease) -> None:
         """Close the context with its pages. One that does not close in time is left to the browser's end."""
         assert self._turns is not None
         try:
@@ -134,7 +134,7 @@ class SharedBrowser:
             if running is not None:
                 await asyncio.shield(running.aclose())
 
-    async def _context(self, settings: ToolSettings) -> Lease:
+    async def _context(self, settings: ToolSettings) -> BrowserLease:
         from playwright.async_api import Error
 
         async with self._starting:
@@ -164,7 +164,7 @@ class SharedBrowser:
             raise ToolUnavailable(f"the browser gives no context: {error.message}") from None
         context.set_default_timeout(settings.browser_action_timeout_s * 1000)
         context.set_default_navigation_timeout(settings.browser_navigation_timeout_s * 1000)
-        return Lease(context, running.egress, running)
+        return BrowserLease(context, running.egress, running)
 
 
 def _unwanted(making: asyncio.Future[BrowserContext]) -> None:
@@ -182,7 +182,7 @@ async def _started(settings: ToolSettings) -> _Running:
         raise ToolUnavailable(reason)
     executable = launch.usable(settings.browser_executable)
     assert executable is not None
-    egress = Egress(Reach(settings.browser_allow, settings.browser_block))
+    egress = Egress(HostPolicy(settings.browser_allow, settings.browser_block))
     home, lock = await asyncio.to_thread(new_home)
     playwright = None
     try:

@@ -15,12 +15,11 @@ from functools import partial
 
 from palaestra.core.types import JSON
 from palaestra.tools.browser import launch
-from palaestra.tools.browser.accessibility_tree import Shown
+from palaestra.tools.browser.accessibility_tree import PageView
 from palaestra.tools.browser.browser_session import BrowserSession
+from palaestra.tools.builtin.vision import Image, look, vision_problem
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
-from palaestra.tools.vision.ask_model import look, vision_problem
-from palaestra.tools.vision.image_format import Image
 
 MAX_IMAGES = 100
 _SHOWN_URL_CHARS = 500
@@ -56,8 +55,6 @@ def browser_tools(settings: ToolSettings) -> tuple[Tool, ...]:
 
 
 async def _run(action: _Action, settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    if (reason := launch.absent(settings.browser_executable)) is not None:
-        raise ToolMistake(f"There is no browser here: {reason}")
     session = run.state(BrowserSession)
     async with session.turn:
         await session.check()
@@ -175,7 +172,7 @@ async def _where(session: BrowserSession) -> dict[str, JSON]:
     return {"url": page.url[:_SHOWN_URL_CHARS], "title": (await session.ask(page.title()))[:_SHOWN_URL_CHARS]}
 
 
-def _told(shown: Shown, skipped: int) -> dict[str, JSON]:
+def _told(shown: PageView, skipped: int) -> dict[str, JSON]:
     """A snapshot with what it lacks said in its own text, where a model cannot miss it."""
     lacks = []
     if shown.cut:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import WORKSPACE, Slot
 from palaestra.tools.builtin.globs import name_filter
-from palaestra.tools.builtin.search_backends import Query, count_matches, list_files, matching_lines
+from palaestra.tools.builtin.search_backends import SearchQuery, count_matches, list_files, matching_lines
 from palaestra.tools.builtin.text_files import KINDS, file_info, in_full, not_found
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
@@ -93,7 +93,7 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
         named = name_filter(arguments["pattern"], path, root.kind == "dir", loose=True)
         found = await list_files(slot, path, timeout_s)
         return _page("files", await _kept(found, lambda name: wanted(name) and named(name), timeout_s), arguments)
-    query = Query(arguments["pattern"], path, arguments.get("file_glob"), timeout_s)
+    query = SearchQuery(arguments["pattern"], path, arguments.get("file_glob"), timeout_s)
     counted = await count_matches(slot, query)
     counts = {name: counted[name] for name in await _kept(list(counted), wanted, timeout_s)}
     mode = arguments.get("output_mode", "content")
@@ -117,7 +117,7 @@ async def _kept(names: Sequence[str], wanted: Callable[[str], bool], timeout_s: 
     return kept
 
 
-async def _lines(slot: Slot, query: Query, counts: Mapping[str, int], arguments: Mapping[str, JSON]) -> ToolReply:
+async def _lines(slot: Slot, query: SearchQuery, counts: Mapping[str, int], arguments: Mapping[str, JSON]) -> ToolReply:
     """The page of matching lines: only the files that it touches are read again."""
     offset, limit = int(arguments.get("offset", 0)), int(arguments.get("limit", 50))
     before, files, reached = 0, [], 0

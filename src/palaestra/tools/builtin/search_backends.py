@@ -25,7 +25,7 @@ RIPGREP_PATHS = ("/usr/bin/rg", "/usr/local/bin/rg", "/bin/rg")
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
+class SearchQuery:
     """A search for a regular expression below `root`, limited in seconds."""
 
     pattern: str
@@ -45,7 +45,7 @@ class Match:
     after: tuple[str, ...] = ()
 
 
-async def count_matches(slot: Slot, query: Query) -> dict[str, int]:
+async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
     """Matching lines per file, for files that have any, sorted by path. Raises `ToolMistake` for a bad pattern."""
     _check_pattern(query.pattern)
     engine = await _ripgrep(slot)
@@ -70,7 +70,7 @@ async def count_matches(slot: Slot, query: Query) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-async def matching_lines(slot: Slot, query: Query, files: Sequence[str], context: int, most: int) -> list[Match]:
+async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], context: int, most: int) -> list[Match]:
     """The matching lines of these files, at most `most` per file, in order of path and line."""
     engine = await _ripgrep(slot)
     argv = _rg(engine, query) if engine else _grep(query)
@@ -115,17 +115,17 @@ def _records(output: str) -> Iterator[tuple[str, str]]:
         path = following.removeprefix("--\n")  # what stands between groups of context lines
 
 
-def _rg(engine: str, query: Query) -> list[str]:
+def _rg(engine: str, query: SearchQuery) -> list[str]:
     scope = ["--hidden", "--no-ignore", "--no-messages", "--no-config", "--encoding=none"]
     form = ["--null", "--no-heading", "--with-filename", "--color=never", "--engine=auto"]
     return [engine, *scope, *form, *(["--no-unicode"] if query.pattern.isascii() else [])]
 
 
-def _grep(query: Query) -> list[str]:
+def _grep(query: SearchQuery) -> list[str]:
     return ["grep", "--perl-regexp", "--null", "--with-filename", "--color=never", "--no-messages", "-I"]
 
 
-async def _run(slot: Slot, argv: list[str], query: Query) -> ExecutionResult:
+async def _run(slot: Slot, argv: list[str], query: SearchQuery) -> ExecutionResult:
     locale = "C" if query.pattern.isascii() else "C.UTF-8"
     result = await slot.execute(
         argv, env={"LC_ALL": locale}, timeout_s=query.timeout_s, max_output_bytes=MAX_LISTING_BYTES
@@ -156,7 +156,7 @@ def _check_pattern(pattern: str) -> None:
         raise ToolMistake("The search goes line by line, so a pattern cannot match a line end; search for one line.")
 
 
-def _engine_error(result: ExecutionResult, query: Query) -> str:
+def _engine_error(result: ExecutionResult, query: SearchQuery) -> str:
     said = result.output.strip().rpartition("\n")[2][:300]  # both engines say last what is wrong
     if not said:  # they were told to keep quiet about files
         return f"{query.root} cannot be read"

@@ -7,7 +7,7 @@ Covered: loopback, private, link-local (cloud metadata), shared, reserved and mu
 address carries an IPv4 one (mapped, NAT64; the tunnels 6to4 and Teredo are not used at all). Not covered: what a public
 server does with a request.
 
-Which hosts a tool that runs on this machine may reach: `Reach`, for the browser and whatever else fetches pages.
+Which hosts a tool that runs on this machine may reach: `HostPolicy`, for the browser and whatever else fetches pages.
 
 Not for slots, whose network is theirs (`sandbox`), though names, lists and the addresses of cloud metadata are judged
 by the same rules. Does no I/O: who connects asks `refusal` before the look-up and `address_refusal` for each address
@@ -42,7 +42,7 @@ class PrivateAddress(PermissionError):
     """The address that a name stands for is not to be reached."""
 
 
-class Reachable:
+class AddressPolicy:
     """The addresses that may be connected to. `allowed` are private ones that may be all the same."""
 
     def __init__(self, allowed: Iterable[str] = ()) -> None:
@@ -84,7 +84,7 @@ def _carried(address: IPAddress) -> IPAddress:
     return address.ipv4_mapped or address
 
 
-class Reach:
+class HostPolicy:
     """Lists of hosts in the form of `AllowList`, `*:*` by default. Raises ValueError for an entry without meaning."""
 
     def __init__(self, allowed: Iterable[str] = ("*:*",), blocked: Iterable[str] = ()) -> None:
@@ -118,7 +118,7 @@ class Reach:
             return f"{_as(host, address)} is on the list of blocked hosts"
         if self._names(str(address), port) or (address.is_loopback and _is_localhost(host) and self._names(host, port)):
             return None
-        if not Reachable().covers(address):
+        if not AddressPolicy().covers(address):
             return f"{_as(host, address)} belongs to this machine or to a private network, and is not open"
         if allowlist.literal(host) is not None and not any(
             rule.name == "*" and rule.covers("x", port) for rule in self._allowed

@@ -38,7 +38,7 @@ _HEADERS = {"Accept": "application/json"}
 
 
 @dataclass(slots=True)
-class Server:
+class JsonServer:
     """A provider's server. `key` names the setting to look at when it refuses the caller.
 
     `lane` bounds how many requests are under way at once; `headers` carry the key.
@@ -121,7 +121,7 @@ class Server:
         return self._down(f"answers in another shape than it promises: {_said(msgspec.json.encode(told))}")
 
 
-def rows(server: Server, told: JSON, *path: str) -> list[dict[str, JSON]]:
+def rows(server: JsonServer, told: JSON, *path: str) -> list[dict[str, JSON]]:
     """The list of objects at `path` of a reply; empty where a provider leaves it out. Raises `ToolUnavailable`."""
     value = told
     for name in path:

@@ -178,9 +178,6 @@ async def _through(middleware: ToolMiddleware, then: Next, call: CheckedCall) ->
 
 
 async def _execute(call: CheckedCall) -> ToolOutcome:
-    reason = call.tool.missing()
-    if reason is not None:
-        return ToolOutcome.refused(f"{call.name} cannot be used here: {reason}")
     return await run_tool(call.tool, call.arguments, call.run)
 
 
