@@ -30,7 +30,7 @@ from palaestra.tools.builtin.execute_code import Programs
 from palaestra.tools.human.approval import Approvals
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.registry.toolsets import TOOLSETS, resolve_toolsets
-from palaestra.tools.runtime.inner_calls import Inside
+from palaestra.tools.runtime.inner_calls import InnerCalls
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import ToolMistake
 
@@ -203,7 +203,7 @@ class Subagents:
         server = self._server(giver.server, number)
 
         def turned(*_: object) -> None:
-            record.inner_calls.extend(tools.state(Inside).taken(talk.loop.result.turns_used))
+            record.inner_calls.extend(tools.state(InnerCalls).taken(talk.loop.result.turns_used))
             self.moved()
 
         work = f"{assignment.goal}\n\n{assignment.context}" if assignment.context else assignment.goal

@@ -34,10 +34,10 @@ from palaestra.rollouts.resume.recorded_chat import Anew, Recall
 from palaestra.rollouts.watchdog import Stages, Tell
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.builtin.delegate_task import Delegation
-from palaestra.tools.memory.notes import Notes
-from palaestra.tools.memory.past_conversations import Sessions
+from palaestra.tools.builtin.memory import Notes
+from palaestra.tools.builtin.session_search import Sessions
 from palaestra.tools.runtime.bound_tools import SlotTools
-from palaestra.tools.runtime.inner_calls import InnerCall, Inside
+from palaestra.tools.runtime.inner_calls import InnerCall, InnerCalls
 from palaestra.tools.tool import ToolReply
 
 
@@ -375,7 +375,7 @@ class Rollout:
     def _note_inside(self, turn: int) -> None:
         """Take what programs did in the turn into the record."""
         for tools in self._every_tools():
-            self.inner_calls += tools.state(Inside).taken(turn)
+            self.inner_calls += tools.state(InnerCalls).taken(turn)
 
     def _every_tools(self) -> list[SlotTools]:
         """The rollout's tools, and those that its environment has bound otherwise."""

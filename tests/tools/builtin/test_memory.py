@@ -16,8 +16,8 @@ from palaestra.core.types import JSON
 from palaestra.inference.engine import AssistantMessage, ChatCompletion, Choice, FunctionCall, ToolCallMessage
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.builtin.clarify import User
-from palaestra.tools.memory.notes import MAX_CHARS, Notes
-from palaestra.tools.memory.past_conversations import Session, Sessions
+from palaestra.tools.builtin.memory import MAX_CHARS, Notes
+from palaestra.tools.builtin.session_search import Session, Sessions
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
 

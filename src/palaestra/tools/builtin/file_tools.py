@@ -1,8 +1,6 @@
-"""The `read_file` and `write_file` tools.
+"""The `read_file` and `write_file` tools, over the slot's file channel.
 
-Not for editing (`edits.py`) or searching (`search.py`). Everything goes through the slot's file channel.
-
-Invariant: what a reply shows is bounded, and it says how to get the rest; a write is whole or did not happen.
+Invariant: a reply is bounded and says how to get the rest; a write is whole or did not happen.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ MAX_LINES = 2000
 MAX_LINE_CHARS = 2000
 MAX_CONTENT_CHARS = 100_000
 _UNREADABLE = re.compile("[\udc80-\udcff]")
-"""What stands for bytes that are no UTF-8."""
+"""Surrogates that stand for bytes that are not UTF-8."""
 
 PATH_PARAMETER: Mapping[str, JSON] = {
     "type": "string",
@@ -65,7 +63,7 @@ WRITE_SCHEMA = ToolSchema(
 
 
 async def run_read_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """One window of a text file: `content`, `total_lines`, `truncated`, and a `hint` how to go on."""
+    """One window of a text file: `content`, `total_lines`, `truncated`, and a `hint` how to continue."""
     offset, limit = int(arguments.get("offset", 1)), int(arguments.get("limit", 500))
     slot = await run.slot()
     path = await in_full(slot, arguments["path"])
@@ -109,7 +107,7 @@ def _cut(line: str) -> str:
 
 
 async def run_write_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Write the file whole: `bytes_written`, `created`, and `syntax_check` where the kind of file has one."""
+    """Write the whole file: `bytes_written`, `created`, and `syntax_check` if the kind of file has one."""
     slot, content = await run.slot(), arguments["content"]
     path = await in_full(slot, arguments["path"])
     try:

@@ -1,9 +1,7 @@
 """The `search_files` tool: lines that match a pattern, or files by name.
 
-Not for running a regular expression over model-chosen text outside the slot: the matching happens inside, by ripgrep
-where the slot has it, else by GNU grep (`search_engines.py`), with the same results.
-
-Invariant: results are sorted by path and line, pages never overlap or leave a gap, and totals count everything.
+The matching happens inside the slot, by ripgrep or GNU grep (`search_backends.py`) with the same results. Invariant:
+results are sorted by path and line, pages never overlap or leave a gap, and totals count everything.
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ SCHEMA = ToolSchema(
 
 
 async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """One page of results, `total_count` of all, and a `hint` how to go on when there are more."""
+    """One page of results, `total_count` of all, and a `hint` how to continue if there are more."""
     slot = await run.slot()
     path = await in_full(slot, arguments.get("path", ".") or ".")
     if any("\0" in text for text in (path, arguments["pattern"], arguments.get("file_glob", ""))):

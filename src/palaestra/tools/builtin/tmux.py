@@ -1,10 +1,9 @@
 """The `tmux` tool: one terminal of the rollout, for programs that draw on a screen and wait for keys.
 
-No tmux runs: the terminal is the slot's, the screen is emulated here. For commands whose output is enough there are
-`terminal` and `terminal_stateful`.
+No tmux runs: the terminal is the slot's, and the screen is emulated here.
 
-Invariant: there is one such terminal per rollout. What a reply shows is the screen as it was when nothing had been
-written for a moment, or when the time was over; `still_running` tells of a command that was waited for in vain.
+Invariant: there is one such terminal per rollout. A reply shows the screen once nothing was written for a moment, or
+when the time was over; `still_running` reports a command that had not ended by then.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, 
 ROWS, COLUMNS = 40, 160
 DEFAULT_MAX_WAIT_S, MIN_QUIET_S, LONGEST_WAIT_S = 10.0, 0.1, 30.0
 MIN_TYPING_S = 1.0
-"""How long a program may take at least to read what is typed."""
+"""The least time that a program has to read what is typed."""
 DEFAULT_STREAM_BYTES = 20_000
 
 _ENVIRONMENT = {"PROMPT_COMMAND": r"printf '\e]133;D;%s\a' $?"}
-"""Before every prompt the shell says that a command has ended, and how, in a sequence that no screen shows.
+"""Before every prompt the shell writes a sequence that no screen shows, with the exit code of the last command.
 
 The sequence is that of semantic prompts: https://gitlab.freedesktop.org/Per_Bothner/specifications/blob/master/proposals/semantic-prompts.md
 """
@@ -95,7 +94,7 @@ SCHEMA = ToolSchema(
 
 
 class Pane:
-    """A rollout's one terminal. Calls wait for each other."""
+    """A rollout's one terminal. Calls run one after the other."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
@@ -103,7 +102,7 @@ class Pane:
         self.cursor = 0
 
     def open(self) -> Terminal:
-        """The terminal. Raises `ToolMistake` where none is open."""
+        """The terminal. Raises `ToolMistake` if none is open."""
         if self.terminal is None:
             raise ToolMistake("No terminal is open; start opens one")
         return self.terminal
@@ -189,7 +188,7 @@ async def _stop(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> Tool
 
 
 async def _command_ended(terminal: Terminal, cursor: int, patience_s: float) -> int | None:
-    """Wait until the shell says after `cursor` that a command has ended: its exit code. None: not in time, or never."""
+    """Wait for the end of a command after `cursor`. Returns its exit code, or None if it did not end in time."""
     deadline = asyncio.get_running_loop().time() + patience_s
     seen = b""
     while (left := deadline - asyncio.get_running_loop().time()) > 0:

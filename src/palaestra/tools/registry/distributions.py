@@ -1,10 +1,8 @@
-"""Random draws of toolsets: the named distributions, as data, and how one draw is made.
+"""Random draws of toolsets: the named distributions, as data, and one draw.
 
-Not for what a toolset holds (`toolsets.py`). Names and numbers are the contract's: for each toolset the chance, in
-percent, that a draw has it. The chances are independent of each other and need not add up to anything.
-
-Invariant: a draw depends on the distribution and on the generator that it is given, and on nothing else. A run gives
-each group a generator of its own, so the rollouts of a group share one draw, and a resumed run makes the same ones.
+Names and numbers are the contract's: for each toolset the chance, in percent, that a draw has it. The chances are
+independent of each other. Invariant: a draw depends only on the distribution and the generator. A run gives each group
+a generator of its own, so the rollouts of a group share one draw, and a resumed run makes the same draws.
 """
 
 from __future__ import annotations
@@ -91,7 +89,7 @@ def find_distribution(name: str) -> Distribution:
 def sample_toolsets_from_distribution(distribution_name: str, rng: random.Random | None = None) -> list[str]:
     """One draw: each toolset by its own chance; if none came up, the likeliest (of equals the first).
 
-    Without `rng` every call is a fresh draw that nothing can repeat. Raises `ConfigError` for an unknown name.
+    Without `rng` a draw cannot be repeated. Raises `ConfigError` for an unknown name.
     """
     chances = find_distribution(distribution_name).chances
     rng = rng if rng is not None else random.Random()
@@ -100,7 +98,7 @@ def sample_toolsets_from_distribution(distribution_name: str, rng: random.Random
 
 
 def get_distribution(name: str) -> dict[str, JSON] | None:
-    """`{"description", "toolsets": {name: percent}}`, the caller's own copy, or None when there is none."""
+    """`{"description", "toolsets": {name: percent}}` as a copy, or None for an unknown name."""
     return list_distributions().get(name)
 
 
