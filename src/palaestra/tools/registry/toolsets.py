@@ -21,7 +21,7 @@ class Toolset:
     tools: tuple[str, ...] = ()
     includes: tuple[str, ...] = ()
     on_request: bool = False
-    """Only available by name: it duplicates another tool, or needs what must be arranged (a user, a folder for notes)."""
+    """Only available by name: it duplicates another tool, or needs something arranged (a user, a folder for notes)."""
 
 
 # fmt: off
