@@ -1,10 +1,8 @@
-"""The vocabulary of tools: `ToolSchema`, `Tool`, and what a running tool is given. No I/O.
+"""Tools: `ToolSchema`, `Tool`, what a running tool is given (`ToolRun`) and its answer (`ToolOutcome`).
 
-`Tool` is what a registry holds. The built-in tools are `FunctionTool`s; a user writes a typed function (`functions.py`)
-or, as the contract has it, a subclass of `Tool` with `schema` and `execute`. `ToolCall` and `ToolResult`, calls and
-results as values, live in `wire.py` and are importable from here too.
-
-Invariant: a tool holds no state of a rollout. What must outlive a call is in the rollout's slot or in `ToolRun.state`.
+The built-in tools are `FunctionTool`s; users write typed functions (`decorator.py`) or, as the contract has it, a
+subclass of `Tool` with `schema` and `execute`. Invariant: a tool holds no state of a rollout; what must outlive a call
+is in the rollout's slot or in `ToolRun.state`.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ MAX_USER_TASK = 500
 class ToolSchema:
     """Name, description and JSON-schema parameters of one tool. `parameters` maps argument names to their schemas.
 
-    `keywords` are what else the schema of the arguments says of them together, such as `$defs` or
-    `additionalProperties`. An `external` tool is run by a tool server (`server.py`), not in a slot.
+    `keywords` are further keywords of the arguments' schema, such as `$defs` or `additionalProperties`. An `external`
+    tool needs no slot; a tool server may run it.
     """
 
     name: str
@@ -52,7 +50,7 @@ class ToolSchema:
 
     @classmethod
     def from_dict(cls, definition: Mapping[str, JSON], *, external: bool = False) -> ToolSchema:
-        """The schema out of an OpenAI function schema. Raises `KeyError`, `TypeError` or `ValueError` for others."""
+        """From an OpenAI function schema. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
         function = definition["function"]
         keywords = dict(function.get("parameters") or {})
         properties, required = keywords.pop("properties", {}), tuple(keywords.pop("required", ()))
@@ -60,7 +58,7 @@ class ToolSchema:
         return cls(str(function["name"]), function.get("description") or "", properties, required, external, keywords)
 
     def to_dict(self) -> dict[str, JSON]:
-        """The OpenAI function schema, a fresh copy each time: nobody can change the registry's by accident."""
+        """The OpenAI function schema, a fresh copy."""
         return {
             "type": "function",
             "function": {
@@ -86,11 +84,10 @@ ToolReply: TypeAlias = Mapping[str, JSON] | str
 
 @dataclass(slots=True)
 class ToolOutcome:
-    """The answer to one tool call.
+    """The answer to one tool call: what the tool returned (`reply`), the text of it that the model reads (`text`, which
+    UTF-8 can encode), and why the tool failed (`error`) or the empty string.
 
-    `reply` is what the tool returned, `text` the same as the text that the model reads (UTF-8 can encode it), and
-    `error` why the tool failed, or the empty string. A command that ran and exited above zero has not failed: an
-    `error` counts if `exit_code` is missing or negative.
+    A command that ran and exited above zero has not failed: an `error` counts if `exit_code` is missing or negative.
     """
 
     reply: ToolReply
@@ -120,8 +117,8 @@ class ToolOutcome:
 class ToolRun:
     """What a running tool may use: its task, its sandbox, objects that outlive the call, and the other tools.
 
-    This base class serves a call outside any task: it has no sandbox and no other tools. `tools/runtime/runtime.py` has
-    the one of a rollout. Use it in an `async with`, or call `aclose`.
+    This base class is for a call outside any task, without a sandbox and other tools; `ToolRuntime` is for a rollout.
+    Use it in an `async with`, or call `aclose`.
     """
 
     def __init__(
@@ -177,7 +174,7 @@ class ToolRun:
 
 
 class ToolMistake(ValueError):
-    """What a tool raises when the call cannot be done as asked: the model reads the message as the reply's `error`.
+    """An error that the model can act on; it reads the message as the reply's `error`.
 
     `details` are further keys of that reply, such as the names of similar files.
     """
@@ -191,12 +188,11 @@ ToolFunction: TypeAlias = Callable[[Mapping[str, JSON], ToolRun], Awaitable[Tool
 
 
 class Tool(ABC):
-    """One thing the agent can call. Subclass it with `schema` and `execute`; `is_available` where it may be missing.
+    """One thing the agent can call. Subclass it with `schema` and `execute`, and `is_available` if it may be missing.
 
-    `parallel_safe` calls of one turn may run at the same time. `touches_world` is true of a tool whose reply comes from
-    beyond the machine (a search engine, a web page, another model): a run records its calls and can be played without a
-    network. Where a reply depends on the calls before it, as a browser's does, the tools that share what is out there
-    name the same `world_session`.
+    `parallel_safe` calls of one turn may run concurrently. `touches_world` marks a tool whose reply comes from outside
+    this machine (a search engine, a web page, another model): its calls are recorded and can be replayed. Tools whose
+    replies depend on earlier calls, such as a browser's, name a common `world_session`.
     """
 
     toolset: str = "custom"
@@ -207,7 +203,7 @@ class Tool(ABC):
     @property
     @abstractmethod
     def schema(self) -> ToolSchema:
-        """What the model is told."""
+        """What the model sees."""
 
     @property
     def name(self) -> str:
@@ -215,17 +211,17 @@ class Tool(ABC):
 
     @abstractmethod
     async def execute(self, **arguments: JSON) -> ToolResult:
-        """Run with arguments that the schema accepts, in no slot. What it raises is told to the model as a failure."""
+        """Run outside a slot, with arguments that the schema accepts. The model reads an exception as a failure."""
 
     def is_available(self) -> tuple[bool, str | None]:
-        """Whether the tool can be used here, and why not."""
+        """Whether the tool can be used here, or why not."""
         return True, None
 
     def missing(self) -> str | None:
-        """Why the tool cannot be used here, or None when it can."""
+        """Why the tool cannot be used here, or None."""
         try:
             told: object = self.is_available()
-        except Exception as error:  # who wrote the tool did not foresee it, and reads it here
+        except Exception as error:  # from the tool's author
             return f"is_available of {type(self).__name__} failed: {type(error).__name__}: {error}"
         available, reason = told if isinstance(told, tuple) else (told, None)
         return None if available else reason or "it says that it is not available"
@@ -235,14 +231,12 @@ class Tool(ABC):
         return None if replayed and self.touches_world else self.missing()
 
     def world_key(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[JSON]:
-        """What decides the reply of a tool that touches the world: its arguments, unless it says more.
-
-        A tool that is given the path of a file in the slot adds the file's hash, for example.
-        """
+        """What decides the reply of a tool that touches the world: its arguments, and for example the hash of a file in
+        the slot that they name."""
         return given_arguments(arguments, run)
 
     def run(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[ToolReply]:
-        """Run for a rollout. Raises `ToolMistake` for what the model can mend."""
+        """Run for a rollout. Raises `ToolMistake` for an error that the model can act on."""
 
         async def reply() -> ToolReply:
             result: object = await settled(self.execute(**arguments))
@@ -254,15 +248,15 @@ class Tool(ABC):
 
 
 async def given_arguments(arguments: Mapping[str, JSON], run: ToolRun, /) -> JSON:
-    """The arguments alone: what decides the reply of most tools that touch the world."""
+    """The arguments: the `world_key` of most tools."""
     return arguments
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionTool(Tool):
-    """A tool made of a schema and a function: what the built-in tools are."""
+    """A tool made of a schema and a function."""
 
-    schema: ToolSchema = field()  # field(): the names of the base class are no defaults
+    schema: ToolSchema = field()  # field(): else the base class's attributes would be defaults
     run: ToolFunction = field()
     toolset: str = "custom"
     parallel_safe: bool = False

@@ -48,7 +48,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class PageEvents:
-    """What pages did by themselves: consoles, script errors, dialogs, downloads, new tabs. Dropped entries are counted."""
+    """Consoles, script errors, and notes on dialogs, downloads and new tabs. Dropped entries are counted."""
 
     def __init__(self) -> None:
         self._console: deque[dict[str, JSON]] = deque(maxlen=MOST_ENTRIES)

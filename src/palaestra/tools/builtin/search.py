@@ -104,7 +104,7 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
 
 
 async def _kept(names: Sequence[str], wanted: Callable[[str], bool], timeout_s: float) -> list[str]:
-    """The names that are wanted; of very many, without holding up the loop. Raises `ToolMistake` for a slow glob."""
+    """The wanted names, without blocking the loop for many of them. Raises `ToolMistake` for a slow glob."""
     kept: list[str] = []
     deadline = asyncio.get_running_loop().time() + timeout_s
     for first in range(0, len(names), _NAMES_AT_ONCE):
@@ -116,7 +116,7 @@ async def _kept(names: Sequence[str], wanted: Callable[[str], bool], timeout_s: 
 
 
 async def _lines(slot: Slot, query: SearchQuery, counts: Mapping[str, int], arguments: Mapping[str, JSON]) -> ToolReply:
-    """The page of matching lines: only the files that it touches are read again."""
+    """The page of matching lines: only the files on it are searched again."""
     offset, limit = int(arguments.get("offset", 0)), int(arguments.get("limit", 50))
     before, files, reached = 0, [], 0
     for name, count in counts.items():

@@ -22,14 +22,14 @@ from palaestra.tools.tool import FunctionTool, ToolSchema
 logger = logging.getLogger(__name__)
 
 HAND_ON = frozenset({"delegate_task", "execute_code"})
-"""Tools that give away all the others: with them every server is wanted."""
+"""Tools that call all others, and so need every server."""
 
 
 class MCPServers:
     """Servers by name. An async context manager; without servers it does nothing and loads nothing.
 
-    `without` are toolsets that nobody will have, so that their servers need not run. With `forgiving` a server that
-    cannot be had is a toolset that says why it is empty, whether it is required or not.
+    `without` are disabled toolsets, whose servers need not run. With `forgiving` a server that cannot be opened, even a
+    required one, is a toolset that reports why it is empty.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class MCPServers:
         *,
         without: Collection[str] = (),
     ) -> MCPServers:
-        """The servers as a record tells of them: tools with the schemas of `definitions`, and nothing to open."""
+        """The servers of a recording: tools with the schemas of `definitions`, and nothing to open."""
         servers = cls(configs, without=without)
         known: dict[str, list[FunctionTool]] = {name: [] for name in servers._configs}
         for definition in definitions:
@@ -75,7 +75,7 @@ class MCPServers:
         return servers
 
     async def open(self) -> None:
-        """Open all servers at once and list their tools. Raises what the first required one raised that failed."""
+        """Open all servers concurrently and list their tools. Raises the error of the first failed required one."""
         if self._recorded is not None:
             return
         for name, config in self._configs.items():
@@ -98,7 +98,7 @@ class MCPServers:
         return [tool for server in self._servers.values() for tool in server.tools]
 
     def toolsets(self) -> list[str]:
-        """The toolsets that the servers make, in the order of the settings."""
+        """The servers' toolsets, in the order of the settings."""
         return [toolset_of(name) for name in self._configs]
 
     def installed(self) -> tuple[Installed, ...]:
@@ -113,7 +113,7 @@ class MCPServers:
 
 
 class ServersOnDemand:
-    """Servers by name. The tools of one that has started are in `registry`, and stay there."""
+    """Servers by name. A server that starts registers its tools in `registry`, where they stay."""
 
     def __init__(self, configs: Mapping[str, MCPServerConfig], registry: ToolRegistry) -> None:
         self._required = {name: config.required for name, config in configs.items() if config.used}
@@ -124,14 +124,14 @@ class ServersOnDemand:
         self._ending = Ending()
 
     async def for_call(self, tool: str) -> None:
-        """Start what a call of this tool needs, and has not been started yet. Raises as `start` does."""
+        """Start the servers that a call of this tool needs. Raises as `start` does."""
         if tool in HAND_ON:
             await self.all()
         elif (owner := owner_of(tool, self._servers)) is not None:
             await self.start(owner)
 
     async def all(self) -> None:
-        """Start every server. Raises what the first required one raised; of the others that failed, the log tells."""
+        """Start every server. Raises the first required one's error; others that fail are logged."""
         ended = await asyncio.gather(*map(self.start, self._servers), return_exceptions=True)
         for name, error in zip(self._servers, ended, strict=True):
             if error is None:
@@ -141,7 +141,7 @@ class ServersOnDemand:
             logger.warning("going on without %s", error)
 
     async def start(self, name: str) -> None:
-        """Start one, if it has not been. Raises `ConfigError` and `ToolServerError`; the next call tries again."""
+        """Start one, once. Raises `ConfigError` and `ToolServerError`; the next call tries again."""
         closed = ToolServerUnavailable(f"The session was closed while MCP server '{name}' was being started")
         async with self._ending.block(closed), self._starting[name]:
             if name in self._started:
