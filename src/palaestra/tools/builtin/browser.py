@@ -17,6 +17,7 @@ from palaestra.tools.browser import launch
 from palaestra.tools.browser.accessibility_tree import PageView
 from palaestra.tools.browser.browser_session import BrowserSession
 from palaestra.tools.builtin.vision import Image, look, vision_problem
+from palaestra.tools.parameters import choice, flag, integer, text
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
@@ -196,18 +197,7 @@ _IMAGES = """([most, chars]) => {
     width: each.naturalWidth, height: each.naturalHeight}))};
 }"""
 
-_REF: Mapping[str, JSON] = {
-    "type": "string",
-    "description": "The element's reference in the latest snapshot, such as @e5.",
-}
-
-
-def _text(description: str) -> dict[str, JSON]:
-    return {"type": "string", "description": description}
-
-
-def _flag(description: str) -> dict[str, JSON]:
-    return {"type": "boolean", "description": description, "default": False}
+_REF: Mapping[str, JSON] = text("The element's reference in the latest snapshot, such as @e5.")
 
 
 # fmt: off
@@ -215,42 +205,38 @@ _TOOLS: Mapping[str, tuple[_Action, str, Mapping[str, JSON], tuple[str, ...]]] =
     "browser_navigate": (
         _navigate,
         "Open a page in the browser. This comes before every other browser tool. The reply has a compact snapshot.",
-        {"url": _text("The address of the page.")}, ("url",)),
+        {"url": text("The address of the page.")}, ("url",)),
     "browser_snapshot": (
         _snapshot,
         "The open page as text: its accessibility tree, with a reference like @e5 for each element that can be used.",
         {
-            "full": _flag("The whole text of the page and not only what can be used."),
-            "offset": {
-                "type": "integer",
-                "minimum": 0,
-                "description": "How many lines to skip: for what an earlier snapshot had no room for.",
-                "default": 0,
-            },
+            "full": flag("The whole text of the page and not only what can be used."),
+            "offset": integer(
+                "How many lines to skip: for what an earlier snapshot had no room for.", {"minimum": 0}, default=0),
         }, ()),
     "browser_click": (_click, "Click an element of the open page.", {"ref": _REF}, ("ref",)),
     "browser_type": (
         _type,
         "Type into a field of the open page, or choose an option of a list. What it held before is replaced.",
-        {"ref": _REF, "text": _text("What to type.")}, ("ref", "text")),
+        {"ref": _REF, "text": text("What to type.")}, ("ref", "text")),
     "browser_scroll": (
         _scroll, "Scroll the open page by one screen.",
-        {"direction": {"type": "string", "enum": ["up", "down"], "description": "Where to."}}, ("direction",)),
+        {"direction": choice("Where to.", ["up", "down"])}, ("direction",)),
     "browser_back": (_back, "Go back to the page before.", {}, ()),
     "browser_press": (
         _press, "Press a key in the open page.",
-        {"key": _text("The key's name, such as Enter, Tab, Escape or ArrowDown.")}, ("key",)),
+        {"key": text("The key's name, such as Enter, Tab, Escape or ArrowDown.")}, ("key",)),
     "browser_close": (_close, "Close the browser and forget its pages.", {}, ()),
     "browser_get_images": (_get_images, "List the images of the open page with their addresses.", {}, ()),
     "browser_vision": (
         _vision, "Look at the open page as an image and answer a question about it.",
-        {"question": _text("What to find out about the page.")}, ("question",)),
+        {"question": text("What to find out about the page.")}, ("question",)),
     "browser_console": (
         _console,
         "Read what the pages wrote to their console, errors included, or evaluate an expression in the open page.",
         {
-            "clear": _flag("Forget the messages once they are read."),
-            "expression": _text("A JavaScript expression to evaluate in the page."),
+            "clear": flag("Forget the messages once they are read."),
+            "expression": text("A JavaScript expression to evaluate in the page."),
         }, ()),
 }
 # fmt: on

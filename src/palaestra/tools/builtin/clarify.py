@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from palaestra.core.types import JSON
+from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_CHOICES = 4
@@ -33,7 +34,7 @@ SCHEMA = ToolSchema(
         "lead to different work, or before something that cannot be undone; not for what you can find out yourself."
     ),
     parameters={
-        "question": {"type": "string", "minLength": 1, "description": "The question."},
+        "question": parameters.text("The question.", {"minLength": 1}),
         "choices": {
             "type": "array",
             "items": {"type": "string"},

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from palaestra.core.types import JSON, Outcome
+from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_TASKS = 3
@@ -53,12 +54,10 @@ class Delegation:
 
 
 _PART: Mapping[str, JSON] = {
-    "goal": {
-        "type": "string",
-        "minLength": 1,
-        "description": "What to do, complete in itself: the sub-agent sees nothing of this conversation.",
-    },
-    "context": {"type": "string", "description": "What the sub-agent should know: paths, findings, limits."},
+    "goal": parameters.text(
+        "What to do, complete in itself: the sub-agent sees nothing of this conversation.", {"minLength": 1}
+    ),
+    "context": parameters.text("What the sub-agent should know: paths, findings, limits."),
     "toolsets": {
         "type": "array",
         "items": {"type": "string"},
@@ -83,12 +82,10 @@ SCHEMA = ToolSchema(
             "maxItems": MAX_TASKS,
             "description": "Several pieces of work that do not need each other.",
         },
-        "model": {"type": "string", "description": "Sub-agents use the model of this conversation; leave it out."},
-        "max_iterations": {
-            "type": "integer",
-            "minimum": 1,
-            "description": "How many model calls each sub-agent may make. Left out, and at most: as many as you.",
-        },
+        "model": parameters.text("Sub-agents use the model of this conversation; leave it out."),
+        "max_iterations": parameters.integer(
+            "How many model calls each sub-agent may make. Left out, and at most: as many as you.", {"minimum": 1}
+        ),
     },
 )
 

@@ -20,6 +20,7 @@ from importlib.resources import files
 from palaestra.core.errors import SandboxError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import WORKSPACE, Process, Slot
+from palaestra.tools import parameters
 from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, bounded, clamp_timeout
 from palaestra.tools.programs.host_channel import (
     MAX_REQUEST_BYTES,
@@ -60,14 +61,11 @@ SCHEMA = ToolSchema(
         "stdin; files stay, variables do not."
     ),
     parameters={
-        "code": {"type": "string", "description": "The program."},
-        "timeout": {
-            "type": "integer",
-            "description": (
-                "Time limit in seconds, 1 to 600, for the program with all its calls. At the limit it is killed and "
-                "its output up to then is returned with exit code 124. Leave it out for the usual limit."
-            ),
-        },
+        "code": parameters.text("The program."),
+        "timeout": parameters.integer(
+            "Time limit in seconds, 1 to 600, for the program with all its calls. At the limit it is killed and "
+            "its output up to then is returned with exit code 124. Leave it out for the usual limit."
+        ),
     },
     required=("code",),
 )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import WORKSPACE
+from palaestra.tools import parameters
 from palaestra.tools.builtin.syntax_check import check_syntax
 from palaestra.tools.builtin.text_files import KINDS, file_info, in_full, read_text_file, write_file_bytes
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
@@ -20,10 +21,7 @@ MAX_CONTENT_CHARS = 100_000
 _UNREADABLE = re.compile("[\udc80-\udcff]")
 """Surrogates that stand for bytes that are not UTF-8."""
 
-PATH_PARAMETER: Mapping[str, JSON] = {
-    "type": "string",
-    "description": f"Path of the file, absolute or relative to {WORKSPACE}.",
-}
+PATH_PARAMETER: Mapping[str, JSON] = parameters.text(f"Path of the file, absolute or relative to {WORKSPACE}.")
 
 READ_SCHEMA = ToolSchema(
     name="read_file",
@@ -35,14 +33,10 @@ READ_SCHEMA = ToolSchema(
     ),
     parameters={
         "path": PATH_PARAMETER,
-        "offset": {"type": "integer", "description": "First line to show, counted from 1.", "default": 1, "minimum": 1},
-        "limit": {
-            "type": "integer",
-            "description": f"How many lines to show, at most {MAX_LINES}.",
-            "default": 500,
-            "minimum": 1,
-            "maximum": MAX_LINES,
-        },
+        "offset": parameters.integer("First line to show, counted from 1.", default=1, minimum=1),
+        "limit": parameters.integer(
+            f"How many lines to show, at most {MAX_LINES}.", default=500, minimum=1, maximum=MAX_LINES
+        ),
     },
     required=("path",),
 )
@@ -56,7 +50,7 @@ WRITE_SCHEMA = ToolSchema(
     ),
     parameters={
         "path": PATH_PARAMETER,
-        "content": {"type": "string", "description": "The complete new content, exactly as it should be in the file."},
+        "content": parameters.text("The complete new content, exactly as it should be in the file."),
     },
     required=("path", "content"),
 )

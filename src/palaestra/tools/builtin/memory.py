@@ -18,6 +18,7 @@ from pathlib import Path
 
 from palaestra.core.io.atomic_file import replaced
 from palaestra.core.types import JSON
+from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_CHARS: Mapping[str, int] = {"memory": 4000, "user": 2000}
@@ -33,18 +34,12 @@ SCHEMA = ToolSchema(
         f"for {MAX_CHARS['memory']} and {MAX_CHARS['user']} characters."
     ),
     parameters={
-        "action": {
-            "type": "string",
-            "enum": ["add", "replace", "remove", "read"],
-            "description": "What to do with the notes.",
-        },
-        "target": {"type": "string", "enum": list(MAX_CHARS), "description": "Which notes."},
-        "content": {"type": "string", "minLength": 1, "description": "The note, for add and replace."},
-        "old_text": {
-            "type": "string",
-            "minLength": 1,
-            "description": "A part of the note that replace and remove are about; it must name exactly one.",
-        },
+        "action": parameters.choice("What to do with the notes.", ["add", "replace", "remove", "read"]),
+        "target": parameters.choice("Which notes.", list(MAX_CHARS)),
+        "content": parameters.text("The note, for add and replace.", {"minLength": 1}),
+        "old_text": parameters.text(
+            "A part of the note that replace and remove are about; it must name exactly one.", {"minLength": 1}
+        ),
     },
     required=("action", "target"),
 )

@@ -14,6 +14,7 @@ from dataclasses import replace as with_fields
 
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
+from palaestra.tools import parameters
 from palaestra.tools.builtin.file_tools import PATH_PARAMETER
 from palaestra.tools.builtin.syntax_check import check_syntax
 from palaestra.tools.builtin.text_files import (
@@ -43,16 +44,12 @@ SCHEMA = ToolSchema(
         "The reply has the unified diff and, for Python, JSON, YAML and TOML, whether each file still parses."
     ),
     parameters={
-        "mode": {"type": "string", "enum": ["replace", "patch"], "description": "replace or patch, as described."},
+        "mode": parameters.choice("replace or patch, as described.", ["replace", "patch"]),
         "path": {**PATH_PARAMETER, "description": f"mode replace: {PATH_PARAMETER['description']}"},
-        "old_string": {"type": "string", "description": "mode replace: the text to find."},
-        "new_string": {"type": "string", "description": "mode replace: what takes its place; empty to delete it."},
-        "replace_all": {
-            "type": "boolean",
-            "description": "mode replace: replace every occurrence instead of requiring exactly one.",
-            "default": False,
-        },
-        "patch": {"type": "string", "description": "mode patch: the V4A patch, from Begin Patch to End Patch."},
+        "old_string": parameters.text("mode replace: the text to find."),
+        "new_string": parameters.text("mode replace: what takes its place; empty to delete it."),
+        "replace_all": parameters.flag("mode replace: replace every occurrence instead of requiring exactly one."),
+        "patch": parameters.text("mode patch: the V4A patch, from Begin Patch to End Patch."),
     },
     required=("mode",),
 )

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from palaestra.core.types import JSON
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import MAX_OUTPUT_CHARS
+from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 LOG_LINES = 200
@@ -24,40 +25,24 @@ SCHEMA = ToolSchema(
         "and everything it has started. write: data to its input as it is. submit: data and Enter."
     ),
     parameters={
-        "action": {
-            "type": "string",
-            "enum": ["list", "poll", "log", "wait", "kill", "write", "submit"],
-            "description": "What to do.",
-        },
-        "session_id": {"type": "string", "description": "Which process; needed for everything but list."},
-        "data": {"type": "string", "description": "For write and submit: the text to send."},
-        "eof": {
-            "type": "boolean",
-            "description": "For write and submit: end its input after the data.",
-            "default": False,
-        },
-        "timeout": {
-            "type": "integer",
-            "minimum": 0,
-            "description": "For wait: how many seconds at most. Left out: the usual limit, which is also the longest.",
-        },
-        "since": {
-            "type": "integer",
-            "minimum": 0,
-            "description": "For poll: the cursor of an earlier reply, or 0 for the beginning.",
-        },
-        "offset": {
-            "type": "integer",
-            "minimum": 0,
-            "description": "For log: how many lines to skip. 0 means the last lines.",
-            "default": 0,
-        },
-        "limit": {
-            "type": "integer",
-            "minimum": 1,
-            "description": f"For log: how many lines. The last {MAX_OUTPUT_CHARS} bytes of the output are kept.",
-            "default": LOG_LINES,
-        },
+        "action": parameters.choice("What to do.", ["list", "poll", "log", "wait", "kill", "write", "submit"]),
+        "session_id": parameters.text("Which process; needed for everything but list."),
+        "data": parameters.text("For write and submit: the text to send."),
+        "eof": parameters.flag("For write and submit: end its input after the data."),
+        "timeout": parameters.integer(
+            "For wait: how many seconds at most. Left out: the usual limit, which is also the longest.", {"minimum": 0}
+        ),
+        "since": parameters.integer(
+            "For poll: the cursor of an earlier reply, or 0 for the beginning.", {"minimum": 0}
+        ),
+        "offset": parameters.integer(
+            "For log: how many lines to skip. 0 means the last lines.", {"minimum": 0}, default=0
+        ),
+        "limit": parameters.integer(
+            f"For log: how many lines. The last {MAX_OUTPUT_CHARS} bytes of the output are kept.",
+            {"minimum": 1},
+            default=LOG_LINES,
+        ),
     },
     required=("action",),
 )

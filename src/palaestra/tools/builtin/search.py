@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import WORKSPACE, Slot
+from palaestra.tools import parameters
 from palaestra.tools.builtin.globs import name_filter
 from palaestra.tools.builtin.search_backends import SearchQuery, count_matches, list_files, matching_lines
 from palaestra.tools.builtin.text_files import KINDS, file_info, in_full, not_found
@@ -32,43 +33,24 @@ SCHEMA = ToolSchema(
         "Prefer this to grep, rg, find and ls in the terminal."
     ),
     parameters={
-        "pattern": {"type": "string", "description": "Regular expression, or glob for target files.", "minLength": 1},
-        "target": {
-            "type": "string",
-            "enum": ["content", "files"],
-            "description": "Search inside files, or for file names.",
-            "default": "content",
-        },
-        "path": {
-            "type": "string",
-            "description": f"Directory or file to search, absolute or relative to {WORKSPACE}.",
-            "default": ".",
-        },
-        "file_glob": {
-            "type": "string",
-            "description": "Only files that match this glob, e.g. *.py or *.{ts,tsx}; with a /, relative to `path`.",
-        },
-        "limit": {
-            "type": "integer",
-            "description": f"How many results to return, at most {MAX_LIMIT}.",
-            "default": 50,
-            "minimum": 1,
-            "maximum": MAX_LIMIT,
-        },
-        "offset": {"type": "integer", "description": "How many results to skip.", "default": 0, "minimum": 0},
-        "output_mode": {
-            "type": "string",
-            "enum": ["content", "files_only", "count"],
-            "description": "For target content: matching lines, only the files that match, or matches per file.",
-            "default": "content",
-        },
-        "context": {
-            "type": "integer",
-            "description": "Lines to show before and after each matching line.",
-            "default": 0,
-            "minimum": 0,
-            "maximum": 20,
-        },
+        "pattern": parameters.text("Regular expression, or glob for target files.", minLength=1),
+        "target": parameters.choice("Search inside files, or for file names.", ["content", "files"], default="content"),
+        "path": parameters.text(f"Directory or file to search, absolute or relative to {WORKSPACE}.", default="."),
+        "file_glob": parameters.text(
+            "Only files that match this glob, e.g. *.py or *.{ts,tsx}; with a /, relative to `path`."
+        ),
+        "limit": parameters.integer(
+            f"How many results to return, at most {MAX_LIMIT}.", default=50, minimum=1, maximum=MAX_LIMIT
+        ),
+        "offset": parameters.integer("How many results to skip.", default=0, minimum=0),
+        "output_mode": parameters.choice(
+            "For target content: matching lines, only the files that match, or matches per file.",
+            ["content", "files_only", "count"],
+            default="content",
+        ),
+        "context": parameters.integer(
+            "Lines to show before and after each matching line.", default=0, minimum=0, maximum=20
+        ),
     },
     required=("pattern",),
 )

@@ -23,6 +23,7 @@ import msgspec
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.atomic_file import replaced
 from palaestra.core.types import JSON, Message
+from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 SESSION_SCHEMA = "palaestra.session/1"
@@ -42,18 +43,9 @@ SCHEMA = ToolSchema(
         "it when the user speaks of something from before, or when you may have done the like already."
     ),
     parameters={
-        "query": {"type": "string", "description": "What to look for: words that were said."},
-        "role_filter": {
-            "type": "string",
-            "description": "Only messages of these roles, separated by commas: user, assistant, tool.",
-        },
-        "limit": {
-            "type": "integer",
-            "minimum": 1,
-            "maximum": 20,
-            "default": 3,
-            "description": "How many conversations, at most.",
-        },
+        "query": parameters.text("What to look for: words that were said."),
+        "role_filter": parameters.text("Only messages of these roles, separated by commas: user, assistant, tool."),
+        "limit": parameters.integer("How many conversations, at most.", {"minimum": 1, "maximum": 20, "default": 3}),
     },
     required=("query",),
 )

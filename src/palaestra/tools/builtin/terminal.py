@@ -15,6 +15,7 @@ from palaestra.core.types import JSON
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import Watch
 from palaestra.sandbox.slot import WORKSPACE, ExecutionResult, Slot
+from palaestra.tools import parameters
 from palaestra.tools.builtin.text_files import in_full, reason
 from palaestra.tools.human.approval import Approvals
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
@@ -32,25 +33,15 @@ SPILL_DIR = "/tmp/terminal-output"  # noqa: S108 - a path inside the slot, which
 MIN_CHECK_INTERVAL_S = 30.0
 
 _BACKGROUND: Mapping[str, JSON] = {
-    "background": {
-        "type": "boolean",
-        "description": (
-            "Start the command and return at once with a session_id for the process tool: for servers, watchers and "
-            "long jobs. It runs until it ends, is killed or the task is over; timeout does not apply."
-        ),
-        "default": False,
-    },
-    "pty": {
-        "type": "boolean",
-        "description": "With background: give it a terminal of 30x120, for programs that want one.",
-        "default": False,
-    },
-    "check_interval": {
-        "type": "integer",
-        "minimum": 1,
-        "description": "With background: report new output so often, in seconds, 30 at least.",
-    },
-    "notify_on_complete": {"type": "boolean", "description": "With background: report its end.", "default": False},
+    "background": parameters.flag(
+        "Start the command and return at once with a session_id for the process tool: for servers, watchers and "
+        "long jobs. It runs until it ends, is killed or the task is over; timeout does not apply."
+    ),
+    "pty": parameters.flag("With background: give it a terminal of 30x120, for programs that want one."),
+    "check_interval": parameters.integer(
+        "With background: report new output so often, in seconds, 30 at least.", {"minimum": 1}
+    ),
+    "notify_on_complete": parameters.flag("With background: report its end."),
     "watch_patterns": {
         "type": "array",
         "items": {"type": "string", "minLength": 1},
@@ -71,18 +62,12 @@ SCHEMA = ToolSchema(
         "read_file, patch and search_files where you have them."
     ),
     parameters={
-        "command": {"type": "string", "description": "The command line, passed to bash -c as it is."},
-        "timeout": {
-            "type": "integer",
-            "description": (
-                "Time limit in seconds, 1 to 600. At the limit the command and everything it started is killed and the "
-                "output up to then is returned with exit code 124. Leave it out for the usual limit."
-            ),
-        },
-        "workdir": {
-            "type": "string",
-            "description": f"Directory to run in, absolute or relative to {WORKSPACE}, which is the default.",
-        },
+        "command": parameters.text("The command line, passed to bash -c as it is."),
+        "timeout": parameters.integer(
+            "Time limit in seconds, 1 to 600. At the limit the command and everything it started is killed and the "
+            "output up to then is returned with exit code 124. Leave it out for the usual limit."
+        ),
+        "workdir": parameters.text(f"Directory to run in, absolute or relative to {WORKSPACE}, which is the default."),
         **_BACKGROUND,
     },
     required=("command",),

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import WORKSPACE, Shell, Slot
+from palaestra.tools import parameters
 from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, check_command, clamp_timeout, reply_to
 from palaestra.tools.human.approval import Approvals
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
@@ -25,14 +26,11 @@ SCHEMA = ToolSchema(
         "the reply says shell_restarted: the next command starts in a new shell."
     ),
     parameters={
-        "command": {"type": "string", "description": "The command line, as one would type it."},
-        "timeout": {
-            "type": "integer",
-            "description": (
-                "Time limit in seconds, 1 to 600. At the limit the command is stopped and the output up to then is "
-                "returned with exit code 124; the shell goes on where it can. Leave it out for the usual limit."
-            ),
-        },
+        "command": parameters.text("The command line, as one would type it."),
+        "timeout": parameters.integer(
+            "Time limit in seconds, 1 to 600. At the limit the command is stopped and the output up to then is "
+            "returned with exit code 124; the shell goes on where it can. Leave it out for the usual limit."
+        ),
     },
     required=("command",),
 )

@@ -18,6 +18,7 @@ from palaestra.processes import output
 from palaestra.processes.session import MAX_OUTPUT_CHARS
 from palaestra.sandbox.slot import TerminalSize
 from palaestra.sandbox.terminal.terminal import ScreenShot, Terminal
+from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 ROWS, COLUMNS = 40, 160
@@ -42,11 +43,7 @@ SCHEMA = ToolSchema(
         "screen; stream gives what was written since the last stream; stop ends it and all that runs in it."
     ),
     parameters={
-        "action": {
-            "type": "string",
-            "enum": ["start", "send_keys", "capture", "stream", "stop"],
-            "description": "What to do.",
-        },
+        "action": parameters.choice("What to do.", ["start", "send_keys", "capture", "stream", "stop"]),
         "keys": {
             "type": ["string", "array"],
             "items": {"type": "string"},
@@ -55,11 +52,9 @@ SCHEMA = ToolSchema(
                 'A command is sent as ["make", "Enter"].'
             ),
         },
-        "block": {
-            "type": "boolean",
-            "description": "For send_keys: wait until the command has ended and the shell is back, max_wait_s at most.",
-            "default": False,
-        },
+        "block": parameters.flag(
+            "For send_keys: wait until the command has ended and the shell is back, max_wait_s at most."
+        ),
         "min_wait_s": {
             "type": "number",
             "minimum": 0,
@@ -70,24 +65,16 @@ SCHEMA = ToolSchema(
             "minimum": 0,
             "description": f"For send_keys: show the screen then in any case. Default {DEFAULT_MAX_WAIT_S:g}.",
         },
-        "pane_width": {"type": "integer", "minimum": 20, "maximum": 500, "description": "For start: columns."},
-        "pane_height": {"type": "integer", "minimum": 10, "maximum": 200, "description": "For start: rows."},
-        "capture_entire": {
-            "type": "boolean",
-            "description": "For capture: the kept output in plain lines instead of the screen.",
-            "default": False,
-        },
-        "reset": {
-            "type": "boolean",
-            "description": "For start: end the terminal that is open and open another. For stream: from the beginning.",
-            "default": False,
-        },
-        "max_bytes": {
-            "type": "integer",
-            "minimum": 1,
-            "maximum": MAX_OUTPUT_CHARS,
-            "description": f"For stream: how much at most. Default {DEFAULT_STREAM_BYTES}.",
-        },
+        "pane_width": parameters.integer("For start: columns.", {"minimum": 20, "maximum": 500}),
+        "pane_height": parameters.integer("For start: rows.", {"minimum": 10, "maximum": 200}),
+        "capture_entire": parameters.flag("For capture: the kept output in plain lines instead of the screen."),
+        "reset": parameters.flag(
+            "For start: end the terminal that is open and open another. For stream: from the beginning."
+        ),
+        "max_bytes": parameters.integer(
+            f"For stream: how much at most. Default {DEFAULT_STREAM_BYTES}.",
+            {"minimum": 1, "maximum": MAX_OUTPUT_CHARS},
+        ),
     },
     required=("action",),
 )

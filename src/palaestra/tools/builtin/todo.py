@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from palaestra.core.types import JSON
+from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 STATES = ("pending", "in_progress", "completed", "cancelled")
@@ -28,21 +29,17 @@ SCHEMA = ToolSchema(
             "items": {
                 "type": "object",
                 "properties": {
-                    "id": {"type": "string", "description": "A short name that stays the same, such as 1."},
-                    "content": {"type": "string", "description": "What is to be done."},
-                    "status": {"type": "string", "enum": list(STATES), "description": "How far it is."},
+                    "id": parameters.text("A short name that stays the same, such as 1."),
+                    "content": parameters.text("What is to be done."),
+                    "status": parameters.choice("How far it is.", list(STATES)),
                 },
                 "required": ["id", "content", "status"],
             },
         },
-        "merge": {
-            "type": "boolean",
-            "description": (
-                "true: change the steps that have these ids and add the others at the end. false: the steps given are "
-                "the whole new list."
-            ),
-            "default": False,
-        },
+        "merge": parameters.flag(
+            "true: change the steps that have these ids and add the others at the end. false: the steps given are "
+            "the whole new list."
+        ),
     },
 )
 

@@ -20,6 +20,7 @@ from urllib.parse import unquote_to_bytes
 
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.types import JSON
+from palaestra.tools import parameters
 from palaestra.tools.builtin.text_files import file_info, in_full, read_file_bytes
 from palaestra.tools.net.host_policy import AddressPolicy
 from palaestra.tools.net.json_client import JsonServer
@@ -34,11 +35,8 @@ SCHEMA = ToolSchema(
     name="vision_analyze",
     description="Look at an image and answer a question about it.",
     parameters={
-        "image_url": {
-            "type": "string",
-            "description": "Where the image is: a path of a file, an http(s) address, or a data URL.",
-        },
-        "question": {"type": "string", "description": "What to find out about the image."},
+        "image_url": parameters.text("Where the image is: a path of a file, an http(s) address, or a data URL."),
+        "question": parameters.text("What to find out about the image."),
     },
     required=("image_url", "question"),
 )

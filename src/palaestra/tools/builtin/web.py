@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from palaestra.core.types import JSON
+from palaestra.tools import parameters
 from palaestra.tools.net.host_policy import AddressPolicy
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
@@ -37,14 +38,8 @@ SEARCH_SCHEMA = ToolSchema(
         "with web_extract."
     ),
     parameters={
-        "query": {"type": "string", "description": "What to search for.", "minLength": 1},
-        "limit": {
-            "type": "integer",
-            "description": "How many results, at most.",
-            "default": 5,
-            "minimum": 1,
-            "maximum": MAX_RESULTS,
-        },
+        "query": parameters.text("What to search for.", minLength=1),
+        "limit": parameters.integer("How many results, at most.", default=5, minimum=1, maximum=MAX_RESULTS),
     },
     required=("query",),
 )
@@ -64,12 +59,7 @@ EXTRACT_SCHEMA = ToolSchema(
             "minItems": 1,
             "maxItems": MAX_PAGES,
         },
-        "offset": {
-            "type": "integer",
-            "description": "Where to begin in each page, in characters.",
-            "default": 0,
-            "minimum": 0,
-        },
+        "offset": parameters.integer("Where to begin in each page, in characters.", default=0, minimum=0),
     },
     required=("urls",),
 )

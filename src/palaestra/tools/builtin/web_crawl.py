@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from palaestra.core.types import JSON
+from palaestra.tools import parameters
 from palaestra.tools.builtin.web import shown
 from palaestra.tools.net.host_policy import AddressPolicy
 from palaestra.tools.settings import ToolSettings
@@ -29,25 +30,14 @@ SCHEMA = ToolSchema(
         f"{PAGE_CHARS} characters are shown; read one whole with web_extract."
     ),
     parameters={
-        "url": {"type": "string", "description": "The address of the page to begin with.", "minLength": 1},
-        "instructions": {
-            "type": "string",
-            "description": "What to look for, in words that its links may have: those with most of them come first.",
-        },
-        "limit": {
-            "type": "integer",
-            "description": "How many pages, at most.",
-            "default": 10,
-            "minimum": 1,
-            "maximum": MAX_PAGES,
-        },
-        "depth": {
-            "type": "integer",
-            "description": "How many links away from the first page.",
-            "default": 2,
-            "minimum": 1,
-            "maximum": MAX_DEPTH,
-        },
+        "url": parameters.text("The address of the page to begin with.", minLength=1),
+        "instructions": parameters.text(
+            "What to look for, in words that its links may have: those with most of them come first."
+        ),
+        "limit": parameters.integer("How many pages, at most.", default=10, minimum=1, maximum=MAX_PAGES),
+        "depth": parameters.integer(
+            "How many links away from the first page.", default=2, minimum=1, maximum=MAX_DEPTH
+        ),
     },
     required=("url",),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from palaestra.core.types import JSON
+from palaestra.tools.parameters import flag, integer, text
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 EXTERNAL = frozenset({"web", "vision", "image_gen", "tts", "moa"})
@@ -28,82 +29,70 @@ def unavailable(
     )
 
 
-def _text(description: str, *options: str) -> dict[str, JSON]:
-    return {"type": "string", "description": description, **({"enum": list(options)} if options else {})}
-
-
-def _flag(description: str) -> dict[str, JSON]:
-    return {"type": "boolean", "description": description, "default": False}
-
-
-def _number(description: str, **more: JSON) -> dict[str, JSON]:
-    return {"type": "integer", "description": description, **more}
-
-
 def _texts(description: str) -> dict[str, JSON]:
     return {"type": "array", "items": {"type": "string"}, "description": description}
 
 
-_SKILL_ACTIONS = ("create", "patch", "edit", "delete", "write_file", "remove_file")
-_SKILL_FILE = _text("A file of the skill, relative to it.")
-_JOB_ACTIONS = ("create", "list", "update", "pause", "resume", "remove", "run")
-_ENTITY = _text("The entity's id, such as light.kitchen.")
-_DOMAIN = _text("A kind of entity, such as light, switch or climate.")
-_RUN = {"run_id": _text("The training run's id.")}
+_SKILL_ACTIONS = ["create", "patch", "edit", "delete", "write_file", "remove_file"]
+_SKILL_FILE = text("A file of the skill, relative to it.")
+_JOB_ACTIONS = ["create", "list", "update", "pause", "resume", "remove", "run"]
+_ENTITY = text("The entity's id, such as light.kitchen.")
+_DOMAIN = text("A kind of entity, such as light, switch or climate.")
+_RUN = {"run_id": text("The training run's id.")}
 
 # fmt: off
 ASSISTANT = (
     *unavailable("skills", "this version keeps no skills", {
         "skills_list": (
             "List the skills there are: documents on how something is done.",
-            {"category": _text("Only skills of this category.")}, ()),
+            {"category": text("Only skills of this category.")}, ()),
         "skill_view": (
             "Read a skill, or a file that belongs to it.",
-            {"name": _text("The skill's name."), "file_path": _SKILL_FILE}, ("name",)),
+            {"name": text("The skill's name."), "file_path": _SKILL_FILE}, ("name",)),
         "skill_manage": ("Write a skill, change it or remove it.", {
-            "action": _text("What to do.", *_SKILL_ACTIONS),
-            "name": _text("The skill's name."),
-            "content": _text("The whole document, for create and edit."),
-            "old_string": _text("The text to replace, for patch."),
-            "new_string": _text("What replaces it, for patch."),
-            "replace_all": _flag("Replace every place and not only a single one, for patch."),
-            "category": _text("The category of a new skill."),
+            "action": text("What to do.", enum=_SKILL_ACTIONS),
+            "name": text("The skill's name."),
+            "content": text("The whole document, for create and edit."),
+            "old_string": text("The text to replace, for patch."),
+            "new_string": text("What replaces it, for patch."),
+            "replace_all": flag("Replace every place and not only a single one, for patch."),
+            "category": text("The category of a new skill."),
             "file_path": _SKILL_FILE,
-            "file_content": _text("What to write into that file."),
+            "file_content": text("What to write into that file."),
         }, ("action", "name")),
     }),
     *unavailable("cronjob", "this version runs nothing at set times", {
         "cronjob": ("Schedule prompts to be run later or again and again, and look after those that are scheduled.", {
-            "action": _text("What to do.", *_JOB_ACTIONS),
-            "job_id": _text("The job, for everything but create and list."),
-            "prompt": _text("What to do at that time, complete in itself."),
-            "schedule": _text("When: a delay (30m), an interval (every 2h), a cron line or a point in time."),
-            "name": _text("A name for people to read."),
-            "repeat": _number("How many times to run; left out: for as long as the schedule goes on.", minimum=1),
-            "deliver": _text("Where the answer goes: local, origin, or a platform and chat."),
+            "action": text("What to do.", enum=_JOB_ACTIONS),
+            "job_id": text("The job, for everything but create and list."),
+            "prompt": text("What to do at that time, complete in itself."),
+            "schedule": text("When: a delay (30m), an interval (every 2h), a cron line or a point in time."),
+            "name": text("A name for people to read."),
+            "repeat": integer("How many times to run; left out: for as long as the schedule goes on.", minimum=1),
+            "deliver": text("Where the answer goes: local, origin, or a platform and chat."),
             "skills": _texts("Skills to read before the prompt is run."),
         }, ("action",)),
     }),
     *unavailable("messaging", "this version sends no messages", {
         "send_message": ("Send a message to a person or channel, or list whom one can be sent to.", {
-            "action": {**_text("What to do.", "send", "list"), "default": "send"},
-            "target": _text("Whom to send to: a platform, or platform:chat."),
-            "message": _text("The message."),
+            "action": text("What to do.", enum=["send", "list"], default="send"),
+            "target": text("Whom to send to: a platform, or platform:chat."),
+            "message": text("The message."),
         }, ()),
     }),
     *unavailable("homeassistant", "this version does not connect to a smart home", {
         "ha_list_entities": (
             "List what there is in the smart home.",
-            {"domain": _DOMAIN, "area": _text("Only what is in this room.")}, ()),
+            {"domain": _DOMAIN, "area": text("Only what is in this room.")}, ()),
         "ha_get_state": (
             "How an entity of the smart home is right now.", {"entity_id": _ENTITY}, ("entity_id",)),
         "ha_list_services": (
             "List what can be done with entities of the smart home.", {"domain": _DOMAIN}, ()),
         "ha_call_service": ("Do something in the smart home, such as turning on a light.", {
             "domain": _DOMAIN,
-            "service": _text("What to do, such as turn_on."),
+            "service": text("What to do, such as turn_on."),
             "entity_id": _ENTITY,
-            "data": _text("Further settings, as a JSON object in text."),
+            "data": text("Further settings, as a JSON object in text."),
         }, ("domain", "service")),
     }),
 )
@@ -111,38 +100,38 @@ ASSISTANT = (
 MODELS = (
     *unavailable("image_gen", "this version cannot make images", {
         "image_generate": ("Make an image from a description. The reply has its address.", {
-            "prompt": _text("What the image shows."),
-            "aspect_ratio": {**_text("Its shape.", "landscape", "square", "portrait"), "default": "landscape"},
+            "prompt": text("What the image shows."),
+            "aspect_ratio": text("Its shape.", enum=["landscape", "square", "portrait"], default="landscape"),
         }, ("prompt",)),
     }),
     *unavailable("tts", "this version cannot make speech", {
         "text_to_speech": (
             "Turn text into an audio file. The reply has its path.",
-            {"text": _text("What to say."), "output_path": _text("Where to write the audio file.")}, ("text",)),
+            {"text": text("What to say."), "output_path": text("Where to write the audio file.")}, ("text",)),
     }),
     *unavailable("moa", "this version cannot ask several models at once", {
         "mixture_of_agents": (
             "Put a hard question to several models and get one answer made of theirs.",
-            {"user_prompt": _text("The question, complete in itself.")}, ("user_prompt",)),
+            {"user_prompt": text("The question, complete in itself.")}, ("user_prompt",)),
     }),
 )
 
 TRAINING = unavailable("rl", "this version starts no trainings from inside an agent", {
     "rl_list_environments": ("List the environments that can be trained on.", {}, ()),
-    "rl_select_environment": ("Choose the environment to train on.", {"name": _text("Its name.")}, ("name",)),
+    "rl_select_environment": ("Choose the environment to train on.", {"name": text("Its name.")}, ("name",)),
     "rl_get_current_config": (
         "The chosen environment's settings: those that can be changed and those that cannot.", {}, ()),
     "rl_edit_config": (
         "Change a setting of the chosen environment.",
-        {"field": _text("The setting's name."), "value": {"description": "Its new value."}}, ("field", "value")),
+        {"field": text("The setting's name."), "value": {"description": "Its new value."}}, ("field", "value")),
     "rl_start_training": ("Start a training run with the current settings.", {}, ()),
     "rl_check_status": ("How a training run is doing, at most every 30 minutes.", _RUN, ("run_id",)),
     "rl_stop_training": ("Stop a training run.", _RUN, ("run_id",)),
     "rl_get_results": ("The figures of a training run.", _RUN, ("run_id",)),
     "rl_list_runs": ("List the training runs, finished ones too.", {}, ()),
     "rl_test_inference": ("Roll out the chosen environment with a few models, without training.", {
-        "num_steps": _number("How many steps.", default=3, minimum=1),
-        "group_size": _number("Rollouts per step.", default=16, minimum=1),
+        "num_steps": integer("How many steps.", default=3, minimum=1),
+        "group_size": integer("Rollouts per step.", default=16, minimum=1),
         "models": _texts("The models to try."),
     }, ()),
 })
