@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, ToolUnavailable
-from palaestra.rollouts.recorded_tools.recorded_session import Answers, Ask, Call, RolloutWorld
+from palaestra.rollouts.recorded_tools.recorded_session import Answers, Ask, NamedCall, RolloutWorld
 from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME, Reader, Writer, recording_at, recording_in
 from palaestra.tools.tool import ToolOutcome
 
@@ -76,7 +76,7 @@ class RunWorld:
 class Live:
     """The world itself; nothing is kept."""
 
-    async def reply(self, call: Call, ask: Ask) -> ToolOutcome:
+    async def reply(self, call: NamedCall, ask: Ask) -> ToolOutcome:
         return await ask()
 
 
@@ -87,7 +87,7 @@ class Recorded:
         self._answers = answers
         self._kept = kept
 
-    async def reply(self, call: Call, ask: Ask) -> ToolOutcome:
+    async def reply(self, call: NamedCall, ask: Ask) -> ToolOutcome:
         outcome = await self._answers.reply(call, ask)
         self._kept.append(call.heard(outcome.reply))
         return outcome
@@ -102,7 +102,7 @@ class Remembered:
         self._before = before
         self._repeats = repeats
 
-    async def reply(self, call: Call, ask: Ask) -> ToolOutcome:
+    async def reply(self, call: NamedCall, ask: Ask) -> ToolOutcome:
         if self._repeats() and not call.session:
             heard = self._before.find(call.key, call.rollout, call.n)
             if heard is not None and (heard.rollout, heard.n) == (call.rollout, call.n):
@@ -121,7 +121,7 @@ class Replayed:
         self._path = path
         self._strict = strict
 
-    async def reply(self, call: Call, ask: Ask) -> ToolOutcome:
+    async def reply(self, call: NamedCall, ask: Ask) -> ToolOutcome:
         heard = self._recording.find(call.key, call.rollout, call.n) if self._recording is not None else None
         if heard is not None:
             return ToolOutcome.of(heard.reply)
@@ -146,7 +146,7 @@ class Filled:
         self._added = added
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def reply(self, call: Call, ask: Ask) -> ToolOutcome:
+    async def reply(self, call: NamedCall, ask: Ask) -> ToolOutcome:
         if call.session:
             return await self._ask(call, ask)
         lock = self._asking.setdefault(call.key, asyncio.Lock())
@@ -159,7 +159,7 @@ class Filled:
                 return ToolOutcome.of(heard.reply)
             return await self._ask(call, ask)
 
-    async def _ask(self, call: Call, ask: Ask) -> ToolOutcome:
+    async def _ask(self, call: NamedCall, ask: Ask) -> ToolOutcome:
         outcome = await ask()
         self._added.append(call.heard(outcome.reply))
         return outcome

@@ -1,4 +1,4 @@
-"""How calls that touch the world are named."""
+"""How calls of tools that touch the world are named."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palaestra.core.types import JSON
-from palaestra.tools.runtime.recorded_calls import call_key, failed, with_defaults
+from palaestra.rollouts.recorded_tools.recorded_session import call_key, failed, with_defaults
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
