@@ -44,7 +44,11 @@ class ArgumentSchema:
             raise ConfigError(f"a tool's parameters are not a usable JSON schema: {error}") from error
 
     def parse(self, raw: str | Mapping[str, JSON] | None) -> dict[str, JSON]:
-        """The arguments as a fresh dict. Raises `InvalidArguments`."""
+        """The arguments as a fresh dict. Raises `InvalidArguments`.
+
+        The empty string and None mean no arguments. Names that the schema does not list are refused, unless it allows
+        `additionalProperties`.
+        """
         arguments = self._object(raw)
         try:
             self._check(arguments)
@@ -157,15 +161,6 @@ def compiled(schema: Mapping[str, JSON] | ToolSchema) -> ArgumentSchema:
     # Holding the schema keeps its id from being reused. Few, because every rollout may bring its own copy.
     _remember(_by_identity, id(schema), (schema, found), _CACHED_OBJECTS)
     return found
-
-
-def parse_arguments(raw: str | Mapping[str, JSON] | None, schema: Mapping[str, JSON] | ToolSchema) -> dict[str, JSON]:
-    """A call's arguments, checked against the tool's schema (any of the forms of `compiled`).
-
-    The empty string and None mean no arguments. Names that the schema does not list are refused, unless it allows
-    `additionalProperties`. Raises `InvalidArguments`.
-    """
-    return compiled(schema).parse(raw)
 
 
 def _remember(cache: OrderedDict[JSON, JSON], key: object, value: object, most: int) -> None:

@@ -150,12 +150,6 @@ class ToolSession:
         """
         return self._wait(self._definitions(enabled_toolsets, disabled_toolsets))
 
-    async def definitions_async(
-        self, enabled_toolsets: Iterable[str] | None = None, disabled_toolsets: Iterable[str] | None = None
-    ) -> list[dict[str, JSON]]:
-        """`definitions`, to be awaited."""
-        return await asyncio.wrap_future(self._post(self._definitions(enabled_toolsets, disabled_toolsets)))
-
     def spawn(self, task_id: str, command: str, **options: JSON) -> ProcessSession:
         """Start a background process in the task's slot; `options` and errors are `ProcessRegistry.spawn`'s."""
         return self._wait(self._spawn(task_id, command, options))

@@ -64,13 +64,6 @@ class Leases:
         self._worked.discard(trajectory_id)
         self._expired.pop(trajectory_id, None)
 
-    def expire(self) -> list[str]:
-        """Expire the trajectories whose time is over, and return them."""
-        over = self._overdue()
-        for name in over:
-            self._take(name)
-        return over
-
     async def sweep(self, release: Callable[[str], Awaitable[None]], busy: Busy | None = None) -> None:
         """Expire and `release` trajectories until cancelled; one that is `busy` gets more time."""
         while True:
