@@ -1,9 +1,9 @@
 """The tool calls of one turn: checked, run, and answered in call order.
 
-`ToolRuntime` checks and runs each call; this module decides what a rollout may call, which calls run concurrently, and
-what goes into the history. Invariants: a malformed call is answered with one error and never run, and its valid
-siblings run (A1); calls marked parallel-safe run together and answers keep call order (A2); an infrastructure failure
-(`InfraError`) or a configuration error (`ConfigError`) is raised, never shown to the model.
+`ToolRuntime` checks and runs each call; this module decides which tools a rollout may call and which calls run
+concurrently, and writes the messages. Invariants: a malformed call is answered with one error and never run, and its
+valid siblings run (A1); calls marked parallel-safe run together and answers keep call order (A2); an infrastructure
+failure (`InfraError`) or a configuration error (`ConfigError`) is raised, never shown to the model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CallAnswer:
 
     @property
     def text(self) -> str:
-        """What the model reads; `NOT_FINISHED` if there is no answer."""
+        """The text for the model; `NOT_FINISHED` without an answer."""
         return NOT_FINISHED if self.outcome is None else self.outcome.text
 
     @property

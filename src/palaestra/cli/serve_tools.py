@@ -278,7 +278,7 @@ async def _executor_tools(toolsets: Collection[str], settings: ExecutorSettings)
 
 
 def _delegates(settings: ExecutorSettings) -> Delegates | None:
-    """What does delegated work, if a model server was named."""
+    """The sub-agents of delegated work, if a model server was named."""
     if settings.base_url is None:
         return None
     from palaestra.agent.detached_subagents import Delegates

@@ -26,7 +26,7 @@ _MOST_OPTIONS = 12
 
 
 class InvalidArguments(ToolMistake):
-    """The call must not run; the message names the error and what the tool expects."""
+    """The call must not run; the message names the error and the expected arguments."""
 
 
 class ArgumentSchema:

@@ -1,8 +1,8 @@
-"""Tools: `ToolSchema`, `Tool`, what a running tool is given (`ToolRun`) and its answer (`ToolOutcome`).
+"""Tools: `ToolSchema`, `Tool`, the context of a running tool (`ToolRun`) and its answer (`ToolOutcome`).
 
 The built-in tools are `FunctionTool`s; users write typed functions (`decorator.py`) or, as the contract has it, a
-subclass of `Tool` with `schema` and `execute`. Invariant: a tool holds no state of a rollout; what must outlive a call
-is in the rollout's slot or in `ToolRun.state`.
+subclass of `Tool` with `schema` and `execute`. Invariant: a tool holds no state of a rollout; state that outlives a
+call is in the rollout's slot or in `ToolRun.state`.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ ToolReply: TypeAlias = Mapping[str, JSON] | str
 
 @dataclass(slots=True)
 class ToolOutcome:
-    """The answer to one tool call: what the tool returned (`reply`), the text of it that the model reads (`text`, which
-    UTF-8 can encode), and why the tool failed (`error`) or the empty string.
+    """The answer to one tool call: the tool's `reply`, its `text` for the model (which UTF-8 can encode), and the
+    `error` of a tool that failed, or the empty string.
 
     A command that ran and exited above zero has not failed: an `error` counts if `exit_code` is missing or negative.
     """
@@ -115,7 +115,7 @@ class ToolOutcome:
 
 
 class ToolRun:
-    """What a running tool may use: its task, its sandbox, objects that outlive the call, and the other tools.
+    """The context of a running tool: its task, its sandbox, objects that outlive the call, and the other tools.
 
     This base class is for a call outside any task, without a sandbox and other tools; `ToolRuntime` is for a rollout.
     Use it in an `async with`, or call `aclose`.
@@ -203,7 +203,7 @@ class Tool(ABC):
     @property
     @abstractmethod
     def schema(self) -> ToolSchema:
-        """What the model sees."""
+        """The definition that the model sees."""
 
     @property
     def name(self) -> str:

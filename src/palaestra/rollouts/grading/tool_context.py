@@ -1,4 +1,4 @@
-"""`ToolContext`: what a reward function written to the contract uses to look at a rollout's workspace.
+"""`ToolContext`: access to a rollout's workspace and tools for reward functions written to the contract.
 
 The synchronous methods may be called inside an `async def compute_reward` without blocking the event loop (see
 `core/sync_bridge.py`), and from other threads. Each has an async twin, `<name>_async`. All of them work on the grading
@@ -145,7 +145,7 @@ class ToolContext:
         return await self._tools.call(self._tools.registry.known_as(tool_name), arguments)
 
     async def _object(self, tool_name: str, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
-        """A tool's reply as an object; text that is none is put under `output`."""
+        """A tool's reply as an object; other text is put under `output`."""
         reply = (await self._call(tool_name, arguments)).reply
         if not isinstance(reply, str):
             return dict(reply)

@@ -54,7 +54,7 @@ _NO_CHROMIUM = "no Chromium is installed: apt-get install chromium, or playwrigh
 
 @functools.cache
 def absent(executable: str | None = None) -> str | None:
-    """What is not installed, with the remedy, or None. Starts nothing, so it is cheap.
+    """The missing component, with the remedy, or None. Starts nothing, so it is cheap.
 
     A Chromium that does not start is an infrastructure failure of the rollout that browses first (`problem`).
     """

@@ -47,7 +47,7 @@ done as asked, and `PalaestraError`."""
 
 @dataclass(slots=True)
 class Delegation:
-    """What does the work of one rollout; None if nothing does, and `missing` is the reason."""
+    """The work function of one rollout; without one, `missing` is the reason."""
 
     work: Work | None = None
     missing: str = "no agent is at work here whose model sub-agents could ask"

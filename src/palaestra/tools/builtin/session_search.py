@@ -1,7 +1,7 @@
 """The `session_search` tool and the earlier conversations that it searches: files of one folder, each a JSON object
 `palaestra.session/1`, written when a conversation has ended.
 
-It shows what was said and does not summarise. Without a folder (`Sessions`), the agent loop answers the call itself.
+It shows excerpts and does not summarise. Without a folder (`Sessions`), the agent loop answers the call itself.
 
 Invariants: a file is replaced whole; a search reads at most the newest `MAX_SESSIONS` files of the folder, up to
 `MAX_SESSION_BYTES` each; equal folders and queries give equal answers.
@@ -81,7 +81,7 @@ class Sessions:
     current: str = ""
 
     def save(self, session: Session) -> Path:
-        """Write a conversation. Raises `OSError`, and `ConfigError` for an id that is no file name."""
+        """Write a conversation. Raises `OSError`, and `ConfigError` for an id that is not a file name."""
         if self.folder is None:
             raise ConfigError("there is no folder for sessions")
         if _NAME.fullmatch(session.session_id) is None or session.session_id.startswith("."):

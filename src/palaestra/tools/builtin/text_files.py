@@ -1,7 +1,7 @@
 """Files in a slot as text: lossless decoding, and errors that a model can act on. A file is held in memory whole.
 
 Invariant: `decode` then `encode` returns the same bytes, whatever the encoding, line ends or byte order mark; so an
-edit changes what it names and nothing else.
+edit changes nothing else.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ async def in_full(slot: Slot, path: str) -> str:
 
 
 async def file_info(slot: Slot, path: str) -> FileInfo | None:
-    """What is at a path, links not followed, or None. Raises `ToolMistake` for an invalid path."""
+    """The file information of a path, links not followed, or None. Raises `ToolMistake` for an invalid path."""
     _check_name(path)
     try:
         return await slot.stat(path)
@@ -120,7 +120,7 @@ async def remove_file(slot: Slot, path: str) -> None:
 
 
 async def read_file_bytes(slot: Slot, path: str, info: FileInfo | None, *, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """A file of the slot with this `stat` result. Raises `ToolMistake` if it is no file or too large."""
+    """A file of the slot with this `stat` result. Raises `ToolMistake` if it is not a file or is too large."""
     if info is not None and info.kind == "dir":
         raise ToolMistake(f"{path} is a directory; list it with search_files (target files) or ls")
     if info is not None and info.kind == "other":

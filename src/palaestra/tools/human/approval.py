@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 
 class ApprovalAnswer(StrEnum):
-    """What a person may answer."""
+    """The answers of a person."""
 
     ONCE = "once"
     SESSION = "session"

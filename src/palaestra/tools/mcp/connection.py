@@ -1,7 +1,7 @@
 """One session with an MCP server: opened, used by concurrent calls, closed. The only user of the package `mcp`.
 
 A server that is a command runs on this machine, outside every slot, with the rights of whoever runs palaestra;
-`supervised_command.py` ends it with us, and `StderrStderrTail` keeps the end of what it writes to stderr.
+`supervised_command.py` ends it with us, and `StderrTail` keeps the end of what it writes to stderr.
 
 Invariant: a task of the session's own enters and leaves the package's scopes, so that a cancelled caller leaves no
 process behind; an error is a `ToolServerError` that names the server.

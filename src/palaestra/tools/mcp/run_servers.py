@@ -102,7 +102,7 @@ class MCPServers:
         return [toolset_of(name) for name in self._configs]
 
     def installed(self) -> tuple[Installed, ...]:
-        """What the servers offer, as packages offer theirs."""
+        """The servers' tools, in the form of installed packages."""
         if self._recorded is not None:
             recorded = self._recorded.items()
             return tuple(Installed(toolset_of(name), f"MCP server {name}", tuple(tools)) for name, tools in recorded)

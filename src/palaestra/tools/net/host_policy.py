@@ -3,7 +3,7 @@
 A model names hosts; what counts is the address that is connected to. `AddressPolicy` checks it where the socket is
 made, so a name that resolves to something else later, or a redirect, is checked too. It refuses loopback, private,
 link-local (cloud metadata), shared, reserved and multicast addresses, also inside IPv6 ones (mapped, NAT64; the tunnels
-6to4 and Teredo are never used). What a public server does with a request is not covered.
+6to4 and Teredo are never used). The behaviour of public servers is not covered.
 
 `HostPolicy` has lists and does no I/O: call `refusal` before the look-up and `address_refusal` for each address found,
 and connect to that address, not to the name. Invariant: cloud metadata is refused whatever the lists say; other
@@ -70,7 +70,7 @@ class AddressPolicy:
 
 
 def _carried(address: IPAddress) -> IPAddress:
-    """The IPv4 address inside an IPv6 one, which is what is reached, else the address itself."""
+    """The IPv4 address inside an IPv6 one, which is then the target, else the address itself."""
     if isinstance(address, IPv4Address):
         return address
     if any(address in network for network in _NAT64):

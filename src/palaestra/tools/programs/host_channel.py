@@ -1,4 +1,4 @@
-"""What a program of `execute_code` calls tools with: the module it imports, and the host's end of its channel.
+"""Tool calls of `execute_code`'s programs: the module that they import, and the host's end of their channel.
 
 `module_text` writes the module `palaestra_tools` into the slot, with one function per tool of the agent, named and
 parametrised like it; any Python from 3.7 on runs it. `ProgramChannel` reads the program's frames from the output of a
@@ -108,7 +108,7 @@ class BrokenChannel(Exception):
 
 
 class ProgramChannel:
-    """The channel of one program. `output` holds what the program has printed so far."""
+    """The channel of one program. `output` holds the program's output so far."""
 
     def __init__(self, process: Process, max_output_bytes: int) -> None:
         self._process = process

@@ -97,7 +97,7 @@ class ChildProgram:
                 sources.remove(asking)
 
     def _print(self, host: Host) -> bool:
-        """Send what is in the pipe, at most what it can hold. False at its end."""
+        """Send the content of the pipe, up to its capacity. False at its end."""
         for _ in range(64):
             try:
                 data = os.read(self.output, FRAME_BYTES)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunConditions:
-    """What a run offers its tools.
+    """Conditions of a run for its tools.
 
     Without `network`, tools that touch the world are chosen only by the name of their toolset: an agent without a
     network must not get one by another way. With `replayed`, such tools are there whatever they lack, because a

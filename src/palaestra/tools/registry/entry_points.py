@@ -31,7 +31,7 @@ class Installed:
 
 @functools.cache
 def installed_tools() -> tuple[Installed, ...]:
-    """What the installed packages offer, by name. Looked up once per process."""
+    """The offers of installed packages, by name. Looked up once per process."""
     return tuple(
         load(point) for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))
     )

@@ -23,8 +23,8 @@ from palaestra.tools.tool import Tool, ToolRun, ToolSchema, run_tool
 class ToolRegistry:
     """Tools by name, in the order of registration. `missing` has the reasons of requested tools that are not here.
 
-    `settings` are what its tools were made with. `shared` holds the objects that rollouts with these tools share, and
-    is closed by whoever created it; with None each rollout has its own. With `replayed`, tools that touch the world are
+    `settings` are what its tools were made with. `shared` holds the objects that rollouts with these tools share;
+    its creator closes it. With None each rollout has its own. With `replayed`, tools that touch the world are
     answered from a recording and need nothing here.
     """
 
@@ -68,7 +68,7 @@ class ToolRegistry:
         return self._tools.get(name)
 
     def argument_schema(self, name: str) -> ArgumentSchema:
-        """The compiled argument schema of a tool. Raises `KeyError`, or `ConfigError` if it is no JSON schema."""
+        """The compiled argument schema of a tool. Raises `KeyError`, or `ConfigError` if it is not a JSON schema."""
         schema = self._arguments.get(name)
         if schema is None:
             schema = self._arguments[name] = compiled(self._tools[name].schema)
@@ -80,7 +80,7 @@ class ToolRegistry:
         return None if tool is None else tool.missing_in(replayed=self.replayed)
 
     def known_as(self, name: str) -> str:
-        """The registered name of what a caller in code calls `name`; `name` itself if there is none."""
+        """The registered name of a tool that code calls by `name`, else `name`."""
         other = TOOL_ALIASES.get(name, name)
         return other if name not in self._tools and other in self._tools else name
 

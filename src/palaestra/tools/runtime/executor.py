@@ -4,8 +4,8 @@ For code that names trajectories by id and lets the executor lease, keep and ret
 `ToolRuntime` per rollout instead.
 
 Invariant: calls of one trajectory run one at a time in the order they were made; calls of different trajectories never
-wait for each other. A trajectory keeps one slot from its first call to its release. What a call may do (network,
-isolation) comes from the configuration, never from the model's arguments. External tools run at the tool server, if the
+wait for each other. A trajectory keeps one slot from its first call to its release. The configuration decides on
+network and isolation, never the model's arguments. External tools run at the tool server, if the
 configuration names one, and take no slot.
 """
 
@@ -50,7 +50,7 @@ _KEPT_LATENCIES = 1024
 
 
 class ToolExecutorConfig(BaseModel):
-    """What the calls of an executor may do. Field names and defaults are the contract's."""
+    """The permissions of an executor's calls. Field names and defaults are the contract's."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -75,11 +75,11 @@ class DelegationSource(Protocol):
     """Does the work of `delegate_task` for the trajectories of a `ToolExecutor`, whose agents are elsewhere."""
 
     def work(self, tools: ToolRuntime) -> Work:
-        """What does it for the trajectory that has these tools."""
+        """The work function of the trajectory with these tools."""
         ...
 
     async def aclose(self) -> None:
-        """Close what the work has opened. Later work opens it again. Idempotent."""
+        """Close connections. Later work opens them again. Idempotent."""
         ...
 
 

@@ -58,7 +58,7 @@ _CLOSE_S = 30.0
 
 
 class ToolSessionConfig(ToolExecutorConfig):
-    """What the calls of a session may do, how long its slots live, and its MCP servers."""
+    """The permissions of a session's calls, the lifetime of its slots, and its MCP servers."""
 
     idle_s: float | None = None
     """Seconds after a task's last call until its slot is ended, unless a call or a background process of the task still

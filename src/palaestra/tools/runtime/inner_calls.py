@@ -1,7 +1,7 @@
 """The calls that programs made inside tool calls. Records, no I/O.
 
-The model sees only what a program printed. Whoever runs the rollout takes the calls after each turn
-(`InnerCalls.taken`) into its record. Invariant: kept texts are bounded and show what was left out.
+The model sees only a program's output. The rollout takes the calls into its record after each turn
+(`InnerCalls.taken`). Invariant: kept texts are bounded, and mark a cut.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from palaestra.tools.tool import Tool, ToolMistake, ToolOutcome, ToolRun, ToolSc
 class CheckedCall:
     """A call that may run: the tool exists and `arguments` fit its schema.
 
-    `run` is what the tool is given. `conversation` is the runtime's: empty for a rollout's own agent. `by_agent` is
+    `run` is the tool's context. `conversation` is the runtime's: empty for a rollout's own agent. `by_agent` is
     true for a call that an agent's model made, false for one from code: a program, a hook, another tool.
     """
 
@@ -78,7 +78,7 @@ class ToolRuntime(ToolRun):
     sub-agents and programs of the rollout go through the same list (see `CheckedCall`). `shared` defaults to the
     registry's. `conversation` names a sub-agent or another part of the rollout.
 
-    `aclose` ends what the tools opened outside the slot. The slot belongs to whoever provides it.
+    `aclose` closes what the tools opened outside the slot; the slot's provider ends the slot.
     """
 
     def __init__(

@@ -90,8 +90,7 @@ class SharedProcesses:
         return _wait_on(loop, spawn, "ProcessRegistry.spawn")
 
     def recover_from_checkpoint(self) -> int:
-        """Take over what an earlier process left, if this one's session keeps slots (`use_session`): how many processes
-        were found again.
+        """Take over the processes of an earlier session, if this one keeps slots (`use_session`). Returns their number.
 
         A process is found only if its slot still has it with the same pid and start; all others are recorded as lost
         and never signalled. Raises `ConfigError` for a checkpoint that cannot be read.
@@ -114,7 +113,7 @@ class SharedProcesses:
         return None if found is None else found.get(session_id)
 
     def poll(self, session_id: str, since: int | None = None) -> Reply:
-        """Its state, with the end of its output, or with what it wrote after the cursor `since`."""
+        """Its state, with the end of its output, or the output after the cursor `since`."""
         return self._ask(ProcessRegistry.poll, session_id, since)
 
     def read_log(self, session_id: str, offset: int = 0, limit: int = 200) -> Reply:

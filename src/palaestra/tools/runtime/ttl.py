@@ -1,4 +1,4 @@
-"""TTL tracker: expires trajectories whose client has gone away, so that their owner can free what they held.
+"""TTL tracker: expires trajectories whose client has gone away, so that their owner can free their resources.
 
 Invariant: a trajectory in use never expires, and an expired one is refused until it is ended by name, so that no client
 mistakes a new workspace for its old one. A trajectory whose calls all failed has nothing to lose and is forgotten.

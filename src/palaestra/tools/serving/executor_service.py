@@ -1,7 +1,7 @@
 """The executor service: slots and tools for programs that name trajectories over HTTP. `palaestra serve executor`.
 
 The contract's routes over one `ToolExecutor` and one pool: POST /execute, /release, /artifacts/{read,list,archive}; GET
-/, /health, /status. The executor's configuration decides what a call may do.
+/, /health, /status. The executor's configuration sets the permissions of calls.
 
 Invariants: a trajectory whose client is gone is released after its lease and refused from then on, so that no client
 mistakes a fresh workspace for its old one; a draining service takes no new calls and finishes those it has taken.
@@ -47,7 +47,7 @@ RequestT = TypeVar("RequestT", ArtifactReadRequestPayload, ArtifactListRequestPa
 
 
 class ExecutorService:
-    """The routes. `token` is what callers must send; None accepts everybody."""
+    """The routes. `token` is what callers must send; None accepts every caller."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ DEFAULT_LEASE_S = 3600.0
 
 
 class ToolServer:
-    """External tools by trajectory. `token` is what callers must send; None accepts everybody.
+    """External tools by trajectory. `token` is what callers must send; None accepts every caller.
 
     The tools of all trajectories share `shared`; without one the server has its own, and closes it.
     """

@@ -177,7 +177,7 @@ class ToolServerLink:
 
 
 class _Used:
-    """The tool servers that a rollout has called: they drop what they hold for it when it ends."""
+    """The tool servers that a rollout has called: they drop its state when it ends."""
 
     def __init__(self) -> None:
         self._names: dict[ToolServerLink, set[str]] = {}

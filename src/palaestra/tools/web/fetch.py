@@ -1,7 +1,7 @@
 """Fetch a page that a model names: one GET with bounds on everything, and never from a private address.
 
 A page that cannot be fetched raises `PageUnreadable`, whose message the model reads: missing, slow or forbidden pages
-are no failure of the infrastructure. Invariant: no request is sent to an address that was not checked; `cut` marks a
+are not infrastructure failures. Invariant: no request is sent to an address that was not checked; `cut` marks a
 body that is incomplete.
 """
 

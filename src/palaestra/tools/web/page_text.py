@@ -1,6 +1,6 @@
 """From a fetched document to text: pages by their article, plain text as it is; anything else is refused.
 
-`builtin/web.py` bounds what a model reads. Invariant: nothing is summarised or guessed; equal bytes give equal text.
+`builtin/web.py` bounds the text. Invariant: nothing is summarised or guessed; equal bytes give equal text.
 """
 
 from __future__ import annotations

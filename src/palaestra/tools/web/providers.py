@@ -33,7 +33,7 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True)
 class WebPage:
-    """One page as text, or why it could not be read. `note` says what was left out before it became text."""
+    """One page as text, or why it could not be read. `note` describes an omission."""
 
     url: str
     title: str = ""
@@ -215,7 +215,7 @@ _APIS: Mapping[str, tuple[Callable[[JsonServer], Any], str, Callable[[str], dict
 
 @dataclass(frozen=True, slots=True)
 class ProviderChoice:
-    """A provider by name, or what is missing for one."""
+    """A provider by name, or the reason why there is none."""
 
     name: str = ""
     missing: str | None = None
@@ -274,7 +274,7 @@ def _made(name: str, settings: ToolSettings) -> Any:  # each class is a Searcher
 
 
 def _lacks(name: str, settings: ToolSettings) -> str | None:
-    """What a provider needs and lacks."""
+    """The missing requirement of a provider, or None."""
     if name == "ddgs":
         installed = importlib.util.find_spec("ddgs") is not None
         return None if installed else "web_provider ddgs needs the extra `web`: pip install 'palaestra[web]'"
