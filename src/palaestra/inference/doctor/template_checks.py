@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
 from palaestra.inference.doctor.checks import Check, failed, not_applicable, passed
-from palaestra.inference.parsers import Parser, get_parser, list_parsers
+from palaestra.inference.parsers import GrammarParser, get_parser, list_parsers
 from palaestra.inference.templates import ChatFormat, History, TurnRenderer
 from palaestra.inference.templates.jinja import ChatTemplate, template_of
 from palaestra.inference.templates.messages import for_template
@@ -126,7 +126,7 @@ def _written(
     return reply[: min(cuts)] if cuts else None
 
 
-def _reads(parser: Parser, text: str, arguments: dict[str, JSON]) -> bool:
+def _reads(parser: GrammarParser, text: str, arguments: dict[str, JSON]) -> bool:
     """Whether the parser finds this one call and nothing else, no text around it either."""
     parsed = parser.parse(text, tools=[TOOL])
     found = [(call.name, call.arguments) for call in parsed.calls]

@@ -1,8 +1,8 @@
 """The types that a tool's schema gives its arguments, for formats that write values as bare text.
 
-Not for validating. Invariant: text becomes another value only when the schema names that value's type and the text is
-exactly such a value in JSON (or a boolean or None as Python prints it, which some families' templates write); otherwise
-it stays the text that the model wrote, and the check of the arguments says what is wrong with it.
+Nothing is validated here. Invariant: text becomes another value only if the schema names that value's type and the text
+is exactly such a value in JSON (or a boolean or None as Python prints it, which some families' templates write);
+otherwise it stays the text that the model wrote, and the validation of the arguments reports the problem.
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from palaestra.core.types import JSON
 from palaestra.inference.parsers.parser import Malformed, Tools
-from palaestra.inference.parsers.syntax.json_text import decode
+from palaestra.inference.parsers.scan import decode
 
 _PRINTED: Mapping[str, tuple[str, JSON]] = {
     "True": ("boolean", True),
     "False": ("boolean", False),
     "None": ("null", None),
 }
-_COMMON = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
-"""What schemas written by hand call the types."""
-_DEPTH = 16
+_PYTHON_NAMES = {
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+}
+"""Type names in schemas written by hand."""
+_MAX_DEPTH = 16
 
 
 class ArgumentTypes:
@@ -31,12 +38,12 @@ class ArgumentTypes:
         self._parameters: dict[str, Mapping[str, JSON]] | None = None
 
     def value(self, tool: str, argument: str, text: str) -> JSON:
-        """The value that `text` is for this argument. Text stays text where the type is unknown."""
+        """The value that `text` is for this argument. Text stays text if the type is unknown."""
         return typed(text, self._types(tool, argument))
 
     def _types(self, tool: str, argument: str) -> frozenset[str]:
         if self._parameters is None:
-            self._parameters = dict(_named(self._tools))
+            self._parameters = dict(_parameters(self._tools))
         parameters = self._parameters.get(tool)
         if parameters is None:
             return frozenset()
@@ -44,24 +51,24 @@ class ArgumentTypes:
         schema = properties.get(argument) if isinstance(properties, Mapping) else None
         if schema is None:
             schema = parameters.get("additionalProperties")
-        return frozenset(_types(schema, parameters, _DEPTH))
+        return frozenset(_types(schema, parameters, _MAX_DEPTH))
 
 
 def typed(text: str, types: frozenset[str]) -> JSON:
-    """`text` as the first of these types that it is."""
+    """`text` as a value of one of these types, or as it is."""
     if not types or types == {"string"}:
         return text
-    kind, printed = _PRINTED.get(text.strip(), ("", None))
-    if kind in types and "string" not in types:
+    name, printed = _PRINTED.get(text.strip(), ("", None))
+    if name in types and "string" not in types:
         return printed
     try:
         value = decode(text)
     except Malformed:
         return text
-    return value if not isinstance(value, str) and _kinds(value) & types else text
+    return value if not isinstance(value, str) and _types_of(value) & types else text
 
 
-def _kinds(value: JSON) -> set[str]:
+def _types_of(value: JSON) -> set[str]:
     if value is None:
         return {"null"}
     if isinstance(value, bool):
@@ -73,7 +80,7 @@ def _kinds(value: JSON) -> set[str]:
     return {"object"} if isinstance(value, dict) else {"array"}
 
 
-def _named(tools: Tools) -> Iterator[tuple[str, Mapping[str, JSON]]]:
+def _parameters(tools: Tools) -> Iterator[tuple[str, Mapping[str, JSON]]]:
     for tool in tools:
         function = tool.get("function", tool)
         parameters = function.get("parameters") if isinstance(function, Mapping) else None
@@ -86,15 +93,13 @@ def _types(schema: JSON, root: Mapping[str, JSON], depth: int) -> Iterator[str]:
     if not isinstance(schema, Mapping) or depth == 0:
         return
     declared = schema.get("type")
-    if isinstance(declared, str):
-        yield _COMMON.get(declared, declared)
-    elif isinstance(declared, Sequence):
-        yield from (_COMMON.get(kind, kind) for kind in declared if isinstance(kind, str))
+    names = [declared] if isinstance(declared, str) else declared if isinstance(declared, Sequence) else ()
+    yield from (_PYTHON_NAMES.get(name, name) for name in names if isinstance(name, str))
     if schema.get("nullable") is True:
         yield "null"
     if declared is None:
         for constant in [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]:
-            yield from ["string"] if isinstance(constant, str) else _kinds(constant)
+            yield from ["string"] if isinstance(constant, str) else _types_of(constant)
         if "properties" in schema:
             yield "object"
         if "items" in schema:
@@ -104,13 +109,10 @@ def _types(schema: JSON, root: Mapping[str, JSON], depth: int) -> Iterator[str]:
             yield from _types(member, root, depth - 1)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        yield from _types(_followed(reference, root), root, depth - 1)
-
-
-def _followed(reference: str, root: JSON) -> JSON:
-    for step in reference[2:].split("/"):
-        root = root.get(step) if isinstance(root, Mapping) else None
-    return root
+        target: JSON = root
+        for step in reference[2:].split("/"):
+            target = target.get(step) if isinstance(target, Mapping) else None
+        yield from _types(target, root, depth - 1)
 
 
 def _list(value: JSON) -> Sequence[JSON]:
