@@ -21,7 +21,7 @@ from palaestra.inference.doctor import State, Target, diagnose
 from palaestra.inference.engine import Sampled, SessionContext
 from palaestra.inference.engines.sampling import Sampling
 from palaestra.inference.engines.transformers import TransformersEngine
-from palaestra.inference.ledger import Reason, record_rows, verify_ledger
+from palaestra.inference.ledger import SegmentReason, record_rows, verify_ledger
 from palaestra.inference.server_group import ServerGroup
 from palaestra.testing.fake_token_server import TokenLoopback
 from palaestra.testing.tiny_model import make_tiny
@@ -248,7 +248,7 @@ def test_new_weights_resume_a_turn_and_the_ledger_says_so(folder: Path) -> None:
             assert verify_ledger(record).ok
             (row,) = record_rows(record)
             assert {version for _, _, version in row.versions} <= {"0", "b"}
-            assert [span.reason for span in record.segments[0].spans[1:]] == ["", Reason.ABORT_RESUME]
+            assert [span.reason for span in record.segments[0].spans[1:]] == ["", SegmentReason.ABORT_RESUME]
             start, stop, version = row.versions[-1]
             assert version == "b"
             expected = again(engine, row.tokens)

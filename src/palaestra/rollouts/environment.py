@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from palaestra.agent.budget import Budget
 from palaestra.agent.result import AgentResult
 from palaestra.core.types import JSON, AllowList, Network, Prices, Score, Task
-from palaestra.rollouts.records import Group, TokenRow
+from palaestra.inference.ledger import TokenRow
+from palaestra.rollouts.records import Group
 from palaestra.sandbox.slot import Slot, SlotSpec
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.scoped_objects import States

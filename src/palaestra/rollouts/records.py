@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from palaestra.core.types import JSON, Blame, Message, Outcome
-from palaestra.inference.ledger import LedgerRecord, Row, record_rows
+from palaestra.inference.ledger import UNTRAINED, LedgerRecord, TokenRow, record_rows, row_sizes
 
 TRAJECTORY_SCHEMA = "palaestra.trajectory/1"
 GROUP_SCHEMA = "palaestra.group/1"
@@ -77,24 +77,6 @@ class Beside(msgspec.Struct, kw_only=True, omit_defaults=True):
     sandbox: dict[str, JSON] = {}
 
 
-class TokenRow(msgspec.Struct, kw_only=True):
-    """`tokens[T]`, `masks[T]` (-100 where nothing is trained, else the token id) and `logprobs[T]` or None.
-
-    `source` is `engine` when the ids are the ones that were sampled, `placeholder` when there were none to record (such
-    a row trains nothing), `environment` when the environment made the row itself.
-    """
-
-    tokens: list[int]
-    masks: list[int]
-    logprobs: list[float] | None = None
-    source: str = "placeholder"
-
-    @classmethod
-    def from_ledger(cls, row: Row) -> TokenRow:
-        """One segment of a ledger."""
-        return cls(tokens=row.tokens, masks=row.masks, logprobs=row.logprobs, source="engine")
-
-
 class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One rollout from first message to reward. `reward` is None exactly when the rollout was not scored.
 
@@ -140,7 +122,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     def unsaid(self) -> bool:
         """Whether the agent was ended before the model had said anything, as by a prompt that is too long for it: there
         may be a reward then, and there is nothing to train."""
-        made = any(row.source != "placeholder" for row in self.rows)
+        made = bool(self.row_sizes) and (self.row is None or self.row.source != "placeholder")
         return self.outcome is not Outcome.NATURAL and not self.turns and not made
 
     def every_subagent(self) -> Iterator[SubagentRecord]:
@@ -158,19 +140,27 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def rows(self) -> list[TokenRow]:
-        """The training rows: the environment's own where it made one, else one for each segment of the ledger."""
+        """The training rows: the environment's own if it made one, else one for each segment of the ledger.
+
+        Unpacks all tokens: read it once, and `row_sizes` for the sizes alone.
+        """
         if self.row is not None:
             return [self.row]
-        return [] if self.ledger is None else [TokenRow.from_ledger(row) for row in record_rows(self.ledger)]
+        return [] if self.ledger is None else record_rows(self.ledger)
+
+    @property
+    def row_sizes(self) -> list[tuple[int, int]]:
+        """How many tokens each of `rows` has, and how many of them are trained."""
+        if self.row is not None:
+            return [(len(self.row.tokens), sum(mask != UNTRAINED for mask in self.row.masks))]
+        return [] if self.ledger is None else row_sizes(self.ledger)
 
     @property
     def latest_row(self) -> TokenRow | None:
         """The row of the conversation in `messages`, as it stood at its end."""
-        if self.row is not None or self.ledger is None:
-            return self.row
-        beside = self.of_subagents
-        own = [row for row in record_rows(self.ledger) if row.segment not in beside]
-        return TokenRow.from_ledger(own[-1]) if own else None
+        beside = self.of_subagents if self.row is None else ()
+        own = [row for row in self.rows if row.segment not in beside]
+        return own[-1] if own else None
 
 
 def have_same_scores(scored: Sequence[Trajectory]) -> bool:

@@ -183,7 +183,7 @@ def lose_a_turn(trajectory: Trajectory) -> None:
 
 
 def claim_other_tokens(trajectory: Trajectory) -> None:
-    row = TokenRow.from_ledger(record_rows(_ledger(trajectory))[0])
+    row = record_rows(_ledger(trajectory))[0]
     trajectory.row = msgspec.structs.replace(row, tokens=[*row.tokens[:-1], 5])
 
 

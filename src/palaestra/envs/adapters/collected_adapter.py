@@ -20,10 +20,11 @@ from palaestra.core.types import JSON, Score, Task
 from palaestra.core.user_code import settled
 from palaestra.envs.adapters.class_adapter import ROW_KEYS, ClassEnvironment
 from palaestra.envs.api.base_env import BaseEnv, Item
+from palaestra.inference.ledger import TokenRow
 from palaestra.rollouts.attempt import blaming
 from palaestra.rollouts.environment import Kit, Projection
 from palaestra.rollouts.grading.grader import Grading
-from palaestra.rollouts.records import Group, TokenRow
+from palaestra.rollouts.records import Group
 from palaestra.rollouts.rollout import Rollout
 from palaestra.tools.registry.registry import ToolRegistry
 

@@ -19,13 +19,12 @@ from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
 from palaestra.envs.api.hooks import score_of
 from palaestra.envs.config.build import agent_settings, network_policy
 from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra.inference.ledger import Ledger
+from palaestra.inference.ledger import Ledger, TokenRow
 from palaestra.rollouts.attempt import blaming
 from palaestra.rollouts.environment import AgentSettings, Kit, Projection
 from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.grading.tool_context import ToolContext
-from palaestra.rollouts.records import TokenRow
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.registry import unrestricted

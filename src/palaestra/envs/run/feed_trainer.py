@@ -18,7 +18,7 @@ from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Totals
 from palaestra.trainers.atropos.feed import feeding
 from palaestra.trainers.atropos.feed_settings import FeedSettings
-from palaestra.trainers.atropos.groups import Deliveries, fitting, scored_data
+from palaestra.trainers.atropos.groups import Deliveries, fitting, longest_row, scored_data
 from palaestra.trainers.atropos.http_client import TrajectoryClient
 
 ASK_S = 5.0
@@ -104,9 +104,9 @@ class Serving:
             messages=self._config.include_messages,
             placeholders=self._config.allow_placeholder_tokens,
         )
-        said = [each for each in group.scored if each.rows and not each.unsaid]
+        said = [each for each in group.scored if each.row_sizes and not each.unsaid]
         if line is None and said:
-            shortest = min(max(len(row.tokens) for row in each.rows) for each in said)
+            shortest = min(map(longest_row, said))
             self._leave(
                 TOO_LONG,
                 f"group {group.group_id} is not sent: its shortest rollout has {shortest} tokens and the trainer "

@@ -38,8 +38,7 @@ from palaestra.inference.engines.openai import parse_base_url
 from palaestra.inference.http.chat_completions import NOT_JSON, encode_json
 from palaestra.inference.http.error_messages import shown
 from palaestra.inference.http.transport import Response, Transport
-from palaestra.inference.ledger import Ledger
-from palaestra.inference.ledger.prompts import ids_json
+from palaestra.inference.ledger import Ledger, ids_json
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import HistoryMode, ManagedChat
 from palaestra.inference.token_exact.reply_reader import Parser

@@ -29,13 +29,12 @@ from palaestra.inference.engine import (
     TokenEngine,
     plain_messages,
 )
-from palaestra.inference.ledger import Ledger, Piece, Reason
+from palaestra.inference.ledger import Ledger, Piece, SegmentReason
 from palaestra.inference.templates import ChatFormat, TurnRenderer
 from palaestra.inference.templates.probe import StepKind
 from palaestra.inference.token_exact.conversations import Thread, Threads
 from palaestra.inference.token_exact.reply_reader import Parser, Speech
 from palaestra.inference.token_exact.sampler import sample
-from palaestra.inference.token_exact.sequence_nodes import sequence_nodes
 
 HistoryMode: TypeAlias = Literal["template", "append"]
 """What to do when the template rewrites history (strips thinking, say): follow it and begin a segment, which is what a
@@ -59,7 +58,7 @@ class _Plan:
     delta: array[int]
     kinds: tuple[StepKind, ...]
     begins: bool = False
-    reason: Reason | None = None
+    reason: SegmentReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class ManagedChat:
         self.segments: list[int] = []
         self._turns = 0
         self._branch = 0
-        self._declared: Reason | None = None
+        self._declared: SegmentReason | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -116,11 +115,11 @@ class ManagedChat:
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    def declare(self, reason: Reason | str) -> None:
+    def declare(self, reason: SegmentReason | str) -> None:
         """Why the next request will not go on with a known history (`compaction`, say). Counts for one segment."""
-        self._declared = Reason(reason)
+        self._declared = SegmentReason(reason)
 
-    def child(self, reason: Reason | str = Reason.SUBAGENT, *, number: int = 0) -> ManagedChat:
+    def child(self, reason: SegmentReason | str = SegmentReason.SUBAGENT, *, number: int = 0) -> ManagedChat:
         """A server for a conversation beside this one, whose tokens go into the same ledger.
 
         `number` tells it from others of the rollout: the ledger is stored in the order of these.
@@ -180,7 +179,7 @@ class ManagedChat:
         rollout's own first; an earlier node is never a part of a later one, so a trainer takes them all. `ledger` is
         the `Ledger` they come from.
         """
-        return {"nodes": sequence_nodes(self.ledger, self._format.tokenizer), "ledger": self.ledger}
+        return {"nodes": self.ledger.nodes(self._format.tokenizer), "ledger": self.ledger}
 
     async def _replies(
         self, renderer: TurnRenderer, messages: Sequence[Message], settings: Mapping[str, JSON], n: int
@@ -219,13 +218,13 @@ class ManagedChat:
         if not step.rewrites or (self._history == "append" and step.ids):
             return _Plan(thread, step.ids, step.kinds)
         opening = renderer.opening(messages)
-        return _Plan(thread, opening.ids, opening.kinds, True, Reason.TEMPLATE_REWRITE)
+        return _Plan(thread, opening.ids, opening.kinds, True, SegmentReason.TEMPLATE_REWRITE)
 
-    def _why(self, messages: Sequence[Message]) -> Reason:
+    def _why(self, messages: Sequence[Message]) -> SegmentReason:
         """The reason for a segment that the caller did not declare."""
         if not len(self.ledger):
-            return Reason.START
-        return Reason.BRANCH if self._threads.were_at(messages) else Reason.HISTORY_EDIT
+            return SegmentReason.START
+        return SegmentReason.BRANCH if self._threads.were_at(messages) else SegmentReason.HISTORY_EDIT
 
     def _write(
         self,

@@ -15,8 +15,7 @@ from palaestra.core.clock import Clock
 from palaestra.core.errors import EngineReplyError, EngineUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.engine import Sampled, TokenEngine
-from palaestra.inference.ledger import Piece
-from palaestra.inference.ledger.prompts import Prompt
+from palaestra.inference.ledger import Piece, Prompt
 
 MOST_RESUMES = 200
 """Aborted answers to one request after which the engine counts as unavailable."""

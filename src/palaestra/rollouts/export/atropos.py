@@ -25,8 +25,9 @@ import msgspec
 
 from palaestra.core.io.append_file import writing
 from palaestra.core.types import JSON, Message
+from palaestra.inference.ledger import TokenRow
 from palaestra.rollouts.export.exporter import verdict
-from palaestra.rollouts.records import Group, TokenRow, Trajectory
+from palaestra.rollouts.records import Group, Trajectory
 
 GROUP_LINE_SCHEMA = "palaestra.atropos_group/1"
 
@@ -142,7 +143,7 @@ def _rollout(trajectory: Trajectory) -> dict[str, JSON]:
         "prompt_tokens": trajectory.prompt_tokens,
         "completion_tokens": trajectory.completion_tokens,
         "turns": len(trajectory.turns),
-        "rows": (len(trajectory.rows) or 1) if trajectory.scored else 0,
+        "rows": (len(trajectory.row_sizes) or 1) if trajectory.scored else 0,
         "tool_errors": len(trajectory.tool_errors),
     }
 

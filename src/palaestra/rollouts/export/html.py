@@ -381,13 +381,11 @@ def _facts(trajectory: Trajectory) -> list[tuple[str, str]]:
         "tokens": f"{trajectory.prompt_tokens:,} read, {trajectory.completion_tokens:,} written",
         "tool calls": f"{attempted}, {valid} valid, {len(trajectory.tool_errors)} failed",
     }
-    if rows := trajectory.rows:
-        recorded, trained = (
-            sum(len(row.tokens) for row in rows),
-            sum(mask != -100 for row in rows for mask in row.masks),
-        )
-        segments = "" if len(rows) == 1 else f" in {len(rows)} rows"
-        facts["recorded tokens"] = f"{recorded:,} ({rows[0].source}){segments}, {trained:,} trained"
+    if sizes := trajectory.row_sizes:
+        recorded, trained = map(sum, zip(*sizes, strict=True))
+        source = "engine" if trajectory.row is None else trajectory.row.source
+        segments = "" if len(sizes) == 1 else f" in {len(sizes)} rows"
+        facts["recorded tokens"] = f"{recorded:,} ({source}){segments}, {trained:,} trained"
     if trajectory.beside.started_at:
         facts["started"] = _when(trajectory.beside.started_at)
     return [*facts.items(), *_pairs(trajectory.beside.sandbox), ("id", trajectory.rollout_id)]

@@ -6,7 +6,6 @@ Invariant: what a trainer gets was sampled. Tokens that only stand in for a text
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,7 +14,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.io.append_file import AppendedFile, writing
 from palaestra.core.types import JSON
 from palaestra.rollouts.export.atropos import group_line
-from palaestra.rollouts.records import Group, TokenRow
+from palaestra.rollouts.records import Group, Trajectory
 
 DELIVERIES_SCHEMA = "palaestra.deliveries/1"
 
@@ -27,7 +26,7 @@ def fitting(group: Group, most_tokens: int | None) -> Group:
     """The group without rollouts that have no reward, in which nothing was said, or with a row of more than
     `most_tokens`."""
     most = most_tokens or 1 << 62
-    kept = [each for each in group.scored if not each.unsaid and _longest(each.rows) <= most]
+    kept = [each for each in group.scored if not each.unsaid and longest_row(each) <= most]
     return msgspec.structs.replace(group, trajectories=kept)
 
 
@@ -42,7 +41,7 @@ def scored_data(
     line = group_line(group, env="", model="", messages=messages)
     if line is None:
         return None
-    if not placeholders and not all(_sampled(trajectory.rows) for trajectory in group.scored):
+    if not placeholders and not all(_sampled(trajectory) for trajectory in group.scored):
         raise ConfigError(
             f"group {group.group_id} has no sampled tokens, so it would train nothing: ask a token-exact server "
             f"(--openai.server_type vllm, sglang or transformers), or say --env.allow_placeholder_tokens true"
@@ -53,12 +52,13 @@ def scored_data(
     return sent | ({"group_overrides": overrides} if overrides else {})
 
 
-def _longest(rows: Sequence[TokenRow]) -> int:
-    return max((len(row.tokens) for row in rows), default=0)
+def longest_row(trajectory: Trajectory) -> int:
+    """How many tokens the longest row has."""
+    return max((tokens for tokens, _ in trajectory.row_sizes), default=0)
 
 
-def _sampled(rows: Sequence[TokenRow]) -> bool:
-    return bool(rows) and all(row.source != "placeholder" for row in rows)
+def _sampled(trajectory: Trajectory) -> bool:
+    return bool(trajectory.row_sizes) and (trajectory.row is None or trajectory.row.source != "placeholder")
 
 
 class Deliveries:

@@ -226,6 +226,7 @@ def _sampled(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float]]]
         return {}
     sampled: dict[int, tuple[list[int], list[float]]] = {number: ([], []) for number in own}
     for row in record_rows(ledger):
+        assert row.logprobs is not None
         for span in ledger.segments[row.segment].spans:
             if span.kind == "sampled" and span.turn in sampled:
                 sampled[span.turn][0].extend(row.tokens[span.start : span.stop])
