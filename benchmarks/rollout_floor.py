@@ -136,7 +136,8 @@ async def model_server() -> None:
 
 async def no_http(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
     """The agent loop over a server object that decodes the same bytes without a connection."""
-    from palaestra.inference.http.chat_completions import decode_completion, encode_json
+    from palaestra.inference.http.chat_completions import decode_completion
+    from palaestra.inference.http.transport import encode_json
 
     class InProcess:
         async def chat_completion(self, **request: object) -> ChatCompletion:

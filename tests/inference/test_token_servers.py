@@ -221,8 +221,8 @@ def beyond_32_bits(reply: JSON) -> JSON:
         ("vllm before token ids", no_number, "it has no token ids"),
         ("sglang", no_reason, "finish_reason"),
         ("vllm", no_reason, "does not say why it ended"),
-        ("sglang", beyond_32_bits, "a log-probability that is none"),
-        ("vllm", beyond_32_bits, "a log-probability that is none"),
+        ("sglang", beyond_32_bits, "an impossible log-probability"),
+        ("vllm", beyond_32_bits, "an impossible log-probability"),
     ],
 )
 def test_what_cannot_be_of_the_sampled_tokens_is_refused(

@@ -19,7 +19,7 @@ from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.doctor import State, Target, diagnose
 from palaestra.inference.engine import Sampled, SessionContext
-from palaestra.inference.engines.sampling import Sampling
+from palaestra.inference.engines.batcher import Sampling
 from palaestra.inference.engines.transformers import TransformersEngine
 from palaestra.inference.ledger import SegmentReason, record_rows, verify_ledger
 from palaestra.inference.server_group import ServerGroup

@@ -23,9 +23,9 @@ from palaestra.core.errors import EngineUnavailable
 from palaestra.core.types import JSON, Blame, Message, Outcome, Prices, Task
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import (
+    ChatChoice,
     ChatCompletion,
     ChatServer,
-    Choice,
     CompletionUsage,
     Engine,
     Sampled,
@@ -34,7 +34,7 @@ from palaestra.inference.engine import (
 from palaestra.inference.engines.scripted import ScriptedEngine
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
-from palaestra.inference.token_exact.reply_reader import Speech
+from palaestra.inference.token_exact.replies import ReplyReader
 from palaestra.rollouts.environment import AgentSettings, Kit
 from palaestra.rollouts.export.atif.write import AtifExporter, atif_document
 from palaestra.rollouts.export.atropos import GroupsFile
@@ -148,12 +148,12 @@ class Chatting:
         turn = sum(message["role"] == "assistant" for message in messages)
         user = next(str(message["content"]) for message in messages if message["role"] == "user")
         await asyncio.sleep(0)
-        message = Speech("hermes").read(
+        message = ReplyReader("hermes").read(
             self._speaks(user, turn) or "", thinking=False, cut=False, tools=request["tools"], turn=turn + 1
         )
         read, written = len(str(messages)), len(str(message))
         usage = CompletionUsage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
-        return ChatCompletion(choices=[Choice(message=message, finish_reason="stop")], usage=usage)
+        return ChatCompletion(choices=[ChatChoice(message=message, finish_reason="stop")], usage=usage)
 
 
 class Forking(Chatting):

@@ -18,9 +18,9 @@ from palaestra.agent.replies import Reply, RequestedCall, read_reply
 from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import (
     AssistantMessage,
+    ChatChoice,
     ChatCompletion,
     ChatServer,
-    Choice,
     CompletionUsage,
     FunctionCall,
     ToolCallMessage,
@@ -87,7 +87,7 @@ class HermesText:
         finish = "tool_calls" if message.tool_calls and reply.finish_reason == "stop" else reply.finish_reason
         used = reply.prompt_tokens, reply.completion_tokens
         return ChatCompletion(
-            choices=[Choice(message=message, finish_reason=finish)],
+            choices=[ChatChoice(message=message, finish_reason=finish)],
             usage=CompletionUsage(prompt_tokens=used[0], completion_tokens=used[1], total_tokens=sum(used)),
         )
 

@@ -88,7 +88,7 @@ class AssistantMessage(Record):
     refusal: str | None = None
 
 
-class Choice(Record):
+class ChatChoice(Record):
     """`finish_reason` as the engine gave it: `length` stays `length`."""
 
     index: int = 0
@@ -110,7 +110,7 @@ class ChatCompletion(Record, kw_only=True):
 
     id: str = ""
     model: str = ""
-    choices: list[Choice]
+    choices: list[ChatChoice]
     usage: CompletionUsage | None = None
 
 

@@ -15,8 +15,8 @@ import pytest
 from inference.parsers.corpus import TOOLS
 from inference.parsers.forms import FORMS, MARK, Form
 from palaestra.inference.parsers import GrammarParser, get_parser
+from palaestra.inference.parsers.formats.json_calls import string_end
 from palaestra.inference.parsers.formats.llama import scan_parentheses
-from palaestra.inference.parsers.json_calls import string_end
 from palaestra.inference.parsers.scan import find, scan_brackets, scan_value, skip
 
 SMALL, LARGE = 500, 4_000

@@ -10,10 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from palaestra.core.types import Message
-from palaestra.inference.templates.blanks import Opaque, Recording
 from palaestra.inference.templates.jinja import ChatTemplate
-from palaestra.inference.templates.outlines import Outlines
-from palaestra.inference.templates.tracing import traced
+from palaestra.inference.templates.outlines import Opaque, Outlines, Recording, traced
 
 CALLING: Message = {
     "role": "assistant",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.templates import ChatFormat, History, Step, TurnRenderer
+from palaestra.inference.templates import ChatFormat, History, TurnRenderer, TurnStep
 from palaestra.inference.templates.probe import step_kinds
 from palaestra.testing.fake_engine import CHATML, toy_tokenizer
 
@@ -58,7 +58,9 @@ def text(of: TurnRenderer, ids: list[int]) -> str:
     return of._tokenizer.decode(ids)
 
 
-def step(of: TurnRenderer, reply: Message, new: list[Message], last: str, prompt: list[Message] | None = None) -> Step:
+def step(
+    of: TurnRenderer, reply: Message, new: list[Message], last: str, prompt: list[Message] | None = None
+) -> TurnStep:
     prompt = prompt or [USER]
     last_token = of._tokenizer.encode(last)[-1]
     return of.step(History(prompt, reply, step_kinds(prompt)), new, last_token)

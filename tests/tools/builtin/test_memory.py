@@ -13,7 +13,7 @@ import pytest
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.inference.engine import AssistantMessage, ChatCompletion, Choice, FunctionCall, ToolCallMessage
+from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion, FunctionCall, ToolCallMessage
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.builtin.clarify import User
 from palaestra.tools.memory.notes import MAX_CHARS, Notes
@@ -172,7 +172,7 @@ class Once:
         if len(request["messages"]) == 1:
             wanted = FunctionCall(name="memory", arguments='{"action": "read", "target": "memory"}')
             said = AssistantMessage(tool_calls=[ToolCallMessage(id="1", function=wanted)])
-        return ChatCompletion(choices=[Choice(message=said, finish_reason="stop")])
+        return ChatCompletion(choices=[ChatChoice(message=said, finish_reason="stop")])
 
 
 @pytest.mark.parametrize("beyond", [frozenset(), frozenset({"memory"})], ids=["rollout", "allowed"])

@@ -17,18 +17,25 @@ from palaestra.core.errors import ConfigError, EngineError
 from palaestra.core.retry import AT_START
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.doctor.checks import Diagnosis, failed, not_applicable, passed
-from palaestra.inference.doctor.template_checks import TOOL, WRITING, writing_checks
-from palaestra.inference.doctor.token_checks import SAMPLING, token_checks
+from palaestra.inference.doctor.checks import (
+    SAMPLING,
+    TOOL,
+    WRITING,
+    Diagnosis,
+    failed,
+    not_applicable,
+    passed,
+    token_checks,
+    writing_checks,
+)
 from palaestra.inference.engine import TokenEngine
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.engines.sglang import SGLangEngine
 from palaestra.inference.engines.token_engine import PROBE, TokenServer
 from palaestra.inference.engines.transformers import TransformersEngine
 from palaestra.inference.engines.vllm import VLLMEngine
-from palaestra.inference.http.chat_completions import NOT_JSON
-from palaestra.inference.http.error_messages import refused, shown
-from palaestra.inference.http.model_list import Listed, listed_models, server_kind
+from palaestra.inference.http.chat_completions import Listed, listed_models, server_kind
+from palaestra.inference.http.transport import NOT_JSON, refused, shown
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
 
 REACHABLE, SERVER, CHAT, AGREES = "reachable", "server", "chat with tools", "tokenizer agrees"

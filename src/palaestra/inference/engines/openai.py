@@ -22,11 +22,15 @@ from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Message
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import ChatCompletion, ChatServer, SessionContext, TextCompletion, plain_messages
-from palaestra.inference.http.chat_completions import decode_completion, decode_text, plainer_history
-from palaestra.inference.http.error_messages import shown
-from palaestra.inference.http.model_list import listed_models, server_kind
-from palaestra.inference.http.sse import Delta, DeltaHook, ReplyReader
-from palaestra.inference.http.transport import Transport
+from palaestra.inference.http.chat_completions import (
+    decode_completion,
+    decode_text,
+    listed_models,
+    plainer_history,
+    server_kind,
+)
+from palaestra.inference.http.sse import Delta, DeltaHook, EventStreamReader
+from palaestra.inference.http.transport import Transport, shown
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +151,7 @@ class OpenAIEngine:
     async def _complete(self, body: dict[str, JSON], lane: str, on_delta: DeltaHook | None = None) -> ChatCompletion:
         messages = body["messages"] = plain_messages(body["messages"])
         source = f"The model server at {shown(self._url)} (model '{self.name}')"
-        read = ReplyReader(source, on_delta).read
+        read = EventStreamReader(source, on_delta).read
         if self._strict_history:
             body["messages"] = plainer_history(messages, self._strict_history) or messages
         try:

@@ -20,9 +20,9 @@ from palaestra.core.types import JSON, Message, ToolStep
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import (
     AssistantMessage,
+    ChatChoice,
     ChatCompletion,
     ChatServer,
-    Choice,
     CompletionUsage,
     FunctionCall,
     SessionContext,
@@ -35,9 +35,9 @@ from palaestra.inference.engines.policies import (
     OraclePolicy,
     PatchPolicy,
     Policy,
+    Recorded,
     ReplayPolicy,
 )
-from palaestra.inference.engines.recorded_policy import Recorded
 
 BYTES_PER_TOKEN = 4
 
@@ -108,7 +108,7 @@ class ScriptedSession:
         return ChatCompletion(
             id=f"{self._context.rollout_id}/{turn}",
             model=self._name,
-            choices=[Choice(index=i, message=message, finish_reason=finish_reason) for i in range(n)],
+            choices=[ChatChoice(index=i, message=message, finish_reason=finish_reason) for i in range(n)],
             usage=CompletionUsage(
                 prompt_tokens=prompt_tokens,
                 completion_tokens=completion_tokens,

@@ -14,7 +14,7 @@ import msgspec
 from palaestra.core.types import JSON
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.token_engine import TokenServer
-from palaestra.inference.http.chat_completions import encode_json
+from palaestra.inference.http.transport import encode_json
 
 _NAMES: Mapping[str, str] = {
     "max_tokens": "max_new_tokens",

@@ -35,14 +35,12 @@ from palaestra.inference.engine import (
     TokenEngine,
 )
 from palaestra.inference.engines.openai import parse_base_url
-from palaestra.inference.http.chat_completions import NOT_JSON, encode_json
-from palaestra.inference.http.error_messages import shown
-from palaestra.inference.http.transport import Response, Transport
+from palaestra.inference.http.transport import NOT_JSON, Response, Transport, encode_json, shown
 from palaestra.inference.ledger import Ledger, ids_json
+from palaestra.inference.parsers import ToolCallParser
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import HistoryMode, ManagedChat
-from palaestra.inference.token_exact.reply_reader import Parser
-from palaestra.inference.token_exact.sampler import sample
+from palaestra.inference.token_exact.replies import sample
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
 
 
@@ -82,8 +80,8 @@ class TokenChat:
     def managed_server(
         self,
         tokenizer: Tokenizer | None = None,
-        tool_call_parser: Parser | str | None = None,
-        tool_parser: Parser | str | None = None,
+        tool_call_parser: ToolCallParser | str | None = None,
+        tool_parser: ToolCallParser | str | None = None,
         *,
         history: HistoryMode | None = None,
         name: str = "",

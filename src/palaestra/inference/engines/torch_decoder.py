@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ConfigError, EngineUnavailable
-from palaestra.inference.engines.sampling import Sampling
+from palaestra.inference.engines.batcher import Sampling
 
 if TYPE_CHECKING:
     import torch

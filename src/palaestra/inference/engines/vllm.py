@@ -14,7 +14,7 @@ import msgspec
 from palaestra.core.types import JSON
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.token_engine import TokenServer
-from palaestra.inference.http.chat_completions import NOT_JSON, encode_json
+from palaestra.inference.http.transport import NOT_JSON, encode_json
 from palaestra.inference.ledger import ids_json
 
 _SPELLED = "token_id:"

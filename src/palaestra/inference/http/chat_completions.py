@@ -12,27 +12,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from palaestra.core.errors import EngineReplyError
 from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import ChatCompletion, TextCompletion
+from palaestra.inference.http.transport import NOT_JSON
 
 _DECODER = msgspec.json.Decoder(ChatCompletion)
 _TEXT_DECODER = msgspec.json.Decoder(TextCompletion)
 _SHOWN_BYTES = 200
-
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding ends with where bytes are no JSON, or not of the promised shape."""
-
-
-def encode_json(payload: JSON) -> bytes:
-    """JSON as UTF-8. Half surrogate pairs, which tool output can hold, become question marks."""
-    try:
-        return msgspec.json.encode(payload)
-    except UnicodeEncodeError:
-        return json.dumps(payload, ensure_ascii=False).encode(errors="replace")
 
 
 def decode_completion(raw: bytes, turn: int, source: str) -> ChatCompletion:
@@ -194,3 +185,36 @@ def _is_object(arguments: JSON) -> bool:
         return isinstance(arguments, dict) or isinstance(json.loads(arguments), dict)
     except (ValueError, TypeError, RecursionError):
         return False
+
+
+ServerKind: TypeAlias = Literal["vllm", "sglang", "other"]
+
+
+class Listed(msgspec.Struct):
+    """One model. `owned_by` is who serves it, `max_model_len` its window in tokens."""
+
+    id: str
+    owned_by: str | None = None
+    max_model_len: int | None = None
+
+
+class _ModelList(msgspec.Struct):
+    data: list[Listed]
+
+
+def listed_models(body: bytes) -> list[Listed]:
+    """The models; none where the body is no such list."""
+    try:
+        return msgspec.json.decode(body, type=_ModelList).data
+    except NOT_JSON:
+        return []
+
+
+def server_kind(models: Sequence[Listed]) -> ServerKind:
+    """The kind of server, as far as its list tells."""
+    for model in models:
+        if model.owned_by == "vllm":
+            return "vllm"
+        if model.owned_by == "sglang":
+            return "sglang"
+    return "other"

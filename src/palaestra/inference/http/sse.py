@@ -20,8 +20,7 @@ import msgspec
 
 from palaestra.core.errors import EngineReplyError
 from palaestra.core.types import JSON
-from palaestra.inference.http.chat_completions import NOT_JSON, encode_json
-from palaestra.inference.http.error_messages import raise_failed_within, server_says
+from palaestra.inference.http.transport import NOT_JSON, encode_json, raise_failed_within, server_says
 
 _DONE = b"[DONE]"
 _JOINED = ("content", "reasoning_content", "reasoning", "refusal")
@@ -44,7 +43,7 @@ DeltaHook: TypeAlias = Callable[[Delta], None]
 """Called with each piece as it comes, on the event loop: it must not block."""
 
 
-class ReplyReader:
+class EventStreamReader:
     """Reads the replies to one request, of which all but the last broke off."""
 
     def __init__(self, source: str, told: DeltaHook | None = None) -> None:

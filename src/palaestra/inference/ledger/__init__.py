@@ -2,6 +2,7 @@
 
 from palaestra.inference.ledger.ledger import Ledger, Piece, Prompt, SequenceNode, ids_json, pieces_of
 from palaestra.inference.ledger.records import (
+    HIGHEST_LOGPROB,
     LEDGER_SCHEMA,
     UNTRAINED,
     LedgerRecord,
@@ -17,6 +18,7 @@ from palaestra.inference.ledger.records import (
 from palaestra.inference.ledger.verify import LedgerVerdict, Violation, verify_ledger
 
 __all__ = [
+    "HIGHEST_LOGPROB",
     "LEDGER_SCHEMA",
     "UNTRAINED",
     "Ledger",

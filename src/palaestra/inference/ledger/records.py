@@ -22,6 +22,9 @@ ITEM_BYTES = 4
 PROMPT_LOGPROB = 1.0
 """The log-probability of a token that was not sampled; no real one is above 0."""
 
+HIGHEST_LOGPROB = 1e-3
+"""A log-probability may exceed 0 by rounding."""
+
 UNTRAINED = -100
 """The mask of a token that is not trained, as trainers expect it."""
 

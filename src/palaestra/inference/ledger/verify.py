@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from palaestra.inference.ledger.records import (
     DIGEST_BYTES,
+    HIGHEST_LOGPROB,
     ITEM_BYTES,
     LEDGER_SCHEMA,
     PROMPT_LOGPROB,
@@ -29,9 +30,6 @@ from palaestra.inference.ledger.records import (
     unpacked_ids,
     unpacked_logprobs,
 )
-
-HIGHEST_LOGPROB = 1e-3
-"""A log-probability may exceed 0 by rounding."""
 
 _ONE = packed(array("f", [PROMPT_LOGPROB]))
 _FINISHES = ("stop", "length")

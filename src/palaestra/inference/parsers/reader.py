@@ -16,6 +16,7 @@ import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from palaestra.core.types import JSON
@@ -122,7 +123,7 @@ class OutputReader:
         self, text: str, grammar: Grammar, *, tools: Tools | None, cut: bool, thinking: bool | None, turn: int
     ) -> None:
         self.text, self.end, self.cut = text, len(text), cut
-        self.types = ArgumentTypes(tools or ())
+        self._tools = tools or ()
         self.pieces: list[OutputPiece] = []
         self.written = 0
         self.in_section = False
@@ -219,6 +220,11 @@ class OutputReader:
         if self._grammar.short_ids:
             return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest[:9])
         return f"call_{self._turn}_{self._calls}" if self._turn else f"call_{digest[:4].hex()}"
+
+    @cached_property
+    def types(self) -> ArgumentTypes:
+        """The types of the tools' arguments."""
+        return ArgumentTypes(self._tools)
 
     @property
     def _speaking(self) -> bool:

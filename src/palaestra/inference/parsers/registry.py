@@ -23,15 +23,15 @@ _GRAMMARS = {
     "glm47": "glm:Glm47",
     "gpt_oss": "gpt_oss:GptOss",
     "granite": "mistral_granite:Granite",
-    "hermes": "hermes:Hermes",
+    "hermes": "json_calls:Hermes",
     "kimi_k2": "sections:KimiK2",
     "llama3_json": "llama:LlamaJson",
     "llama4_json": "llama:LlamaJson",
     "llama4_pythonic": "llama:Llama4Pythonic",
-    "longcat": "hermes:LongCat",
+    "longcat": "json_calls:LongCat",
     "minimax_m2": "markup:MiniMaxM2",
     "mistral": "mistral_granite:Mistral",
-    "qwen": "hermes:Hermes",
+    "qwen": "json_calls:Hermes",
     "qwen3_coder": "markup:Qwen3Coder",
 }
 _ALIASES = {"deepseek_v31": "deepseek_v3_1", "deepseek_v32": "deepseek_v3_2", "granite4": "hermes"}

@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.templates.messages import REASONING_FIELDS, THINK_OPEN, for_template, reasoning_of
+from palaestra.inference.templates.jinja import REASONING_FIELDS, THINK_OPEN, for_template, reasoning_of
 from palaestra.inference.tokenizers import Tokenizer
 
 _MOST_AFTER = 4

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.templates.jinja import ChatTemplate, WrittenOnce
-from palaestra.inference.templates.messages import for_template
-from palaestra.inference.templates.outlines import Measured, Outlines
+from palaestra.inference.templates.jinja import ChatTemplate, WrittenOnce, for_template, template_of
+from palaestra.inference.templates.outlines import Measured, Outlines, traced
 from palaestra.inference.templates.probe import (
     CONTENT,
     StepKind,
@@ -39,7 +38,6 @@ from palaestra.inference.templates.probe import (
     step_kinds,
     with_latest,
 )
-from palaestra.inference.templates.tracing import traced
 from palaestra.inference.tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -49,6 +47,7 @@ _MAX_HEAD = 4
 _KEPT_OPENINGS = 32
 _NEVER = -1
 
+_KEPT_RENDERERS = 64
 _LONGEST_OPENING = 32
 """How many tokens the tag that opens the thinking, and the white space after it, may take: one per byte at most."""
 
@@ -57,7 +56,7 @@ _LONGEST_OPENING = 32
 class History:
     """A conversation so far: the messages that the last reply was sampled after, and the reply.
 
-    `kinds` are the kinds of its steps, which the caller keeps from `Opening` and `Step`.
+    `kinds` are the kinds of its steps, which the caller keeps from `Opening` and `TurnStep`.
     """
 
     prompt: Sequence[Message]
@@ -66,7 +65,7 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TurnStep:
     """What follows the last sampled token: `ids[D]`; `rewrites` says how the template changes history, if it does."""
 
     ids: array[int]
@@ -142,7 +141,7 @@ class TurnRenderer:
         end = self._tokenizer.decode(list(delta[-_LONGEST_OPENING:]), skip_special_tokens=False)
         return end.rstrip().endswith(self.traits.think_open)
 
-    def step(self, history: History, new: Sequence[Message], last_token: int | None) -> Step:
+    def step(self, history: History, new: Sequence[Message], last_token: int | None) -> TurnStep:
         """What `new` messages and the prompt for a reply add after `last_token`.
 
         Raises `ConfigError` when the template refuses the conversation or shows nothing of it.
@@ -152,13 +151,13 @@ class TurnRenderer:
         kinds = with_latest(history.kinds, latest)
         if text is None:
             if rewrites:
-                return Step(array("i"), kinds, rewrites)
+                return TurnStep(array("i"), kinds, rewrites)
             raise ConfigError("The chat template shows nothing of an assistant's reply: the conversation cannot go on.")
         ids = self._encoded(text)
         ended = bool(ids) and last_token in self.traits.stop_ids
         if ended and (ids[0] == last_token or ids[0] in self.traits.closers):
             del ids[0]  # the model has said it itself
-        return Step(ids, kinds, rewrites)
+        return TurnStep(ids, kinds, rewrites)
 
     def _encoded(self, text: str) -> array[int]:
         return array("i", self._tokenizer.encode(text, add_special_tokens=False))
@@ -284,3 +283,30 @@ def _head_roles(prompt: Sequence[Message]) -> tuple[str, ...]:
             break
         roles.append(role)
     return tuple(roles) or ("user",)
+
+
+class ChatFormat:
+    """A tokenizer with a chat template: its own, or the text given. `stop_ids` adds to the tokens that end a turn.
+
+    Raises `ConfigError` when there is no template or it cannot be read.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None, stop_ids: Sequence[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        self._template = template_of(tokenizer, chat_template)
+        self._stop_ids = tuple(stop_ids)
+        self._renderers: list[TurnRenderer] = []
+
+    def renderer(
+        self, tools: Sequence[Mapping[str, JSON]] = (), variables: Mapping[str, JSON] | None = None
+    ) -> TurnRenderer:
+        """The renderer for these tools and template variables (`enable_thinking`, …). Raises `ConfigError`."""
+        wanted_tools, wanted_variables = list(tools), dict(variables or {})
+        for renderer in reversed(self._renderers):
+            if renderer.tools == wanted_tools and renderer.variables == wanted_variables:
+                return renderer
+        renderer = TurnRenderer(
+            self._template, self.tokenizer, tools=wanted_tools, variables=wanted_variables, stop_ids=self._stop_ids
+        )
+        self._renderers = [*self._renderers[-_KEPT_RENDERERS + 1 :], renderer]
+        return renderer

@@ -26,7 +26,7 @@ from palaestra.agent.hermes_text import exchanged
 from palaestra.agent.result import Turn
 from palaestra.core.errors import CannotGoOn
 from palaestra.core.types import JSON, Message
-from palaestra.inference.engine import AssistantMessage, ChatCompletion, ChatServer, Choice, CompletionUsage
+from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion, ChatServer, CompletionUsage
 from palaestra.inference.ledger import Piece, SampledTurn, pieces_of
 from palaestra.rollouts.journal.journal import Messages, Replied, plain
 from palaestra.rollouts.resume.observation_diff import Kind, classify, first_difference
@@ -226,7 +226,7 @@ def _completion(event: Messages | Replied) -> ChatCompletion:
     message = msgspec.convert(said, AssistantMessage)
     prompt, completion = event.tokens
     return ChatCompletion(
-        choices=[Choice(message=message, finish_reason=event.finish_reason)],
+        choices=[ChatChoice(message=message, finish_reason=event.finish_reason)],
         usage=CompletionUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion),
     )
 

@@ -16,7 +16,7 @@ from palaestra.agent.tool_calls import NOT_FINISHED
 from palaestra.core.errors import ConfigError, InfraError
 from palaestra.core.types import JSON, Message, Outcome
 from palaestra.inference.engine import AssistantMessage, SessionContext
-from palaestra.inference.engines.recorded_policy import Recorded, recorded_turns
+from palaestra.inference.engines.policies import Recorded, recorded_turns
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group, SubagentRecord, Trajectory
 from palaestra.rollouts.resume.observation_diff import Kind, classify, first_difference

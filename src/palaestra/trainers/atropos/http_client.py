@@ -16,7 +16,7 @@ from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import TrainerRefused, TrainerUnavailable
 from palaestra.core.retry import retry_after_s
 from palaestra.core.types import JSON
-from palaestra.inference.http.chat_completions import encode_json
+from palaestra.inference.http.transport import encode_json
 
 PACKED_BYTES = 1024
 """From this size on a body is sent with gzip, as the original environments do."""

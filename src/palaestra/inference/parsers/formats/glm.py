@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from palaestra.core.types import JSON
+from palaestra.inference.parsers.formats.json_calls import CUT_OFF
 from palaestra.inference.parsers.formats.markup import end_of_broken
-from palaestra.inference.parsers.json_calls import CUT_OFF
 from palaestra.inference.parsers.parser import BrokenReason, Malformed, ParsedCall, bare
 from palaestra.inference.parsers.reader import FoundCall, Grammar, OutputReader
 from palaestra.inference.parsers.scan import Mark, breaks_off, find, skip

@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 
 from palaestra.core.types import JSON
-from palaestra.inference.parsers.json_calls import (
+from palaestra.inference.parsers.formats.json_calls import (
     CUT_OFF,
     STRAY,
     add_named,

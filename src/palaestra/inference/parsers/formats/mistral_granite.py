@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from palaestra.inference.parsers.json_calls import (
+from palaestra.inference.parsers.formats.json_calls import (
     JsonBody,
     add_json,
     extent,

@@ -16,8 +16,16 @@ from palaestra.core.errors import ConfigError, EngineUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.doctor import Check, Diagnosis, State, Target, diagnose
-from palaestra.inference.doctor.template_checks import PREFIX, ROUND_TRIP, TEMPLATE, writing_checks
-from palaestra.inference.doctor.token_checks import LOGPROBS, STOP, TOKENS, token_checks
+from palaestra.inference.doctor.checks import (
+    LOGPROBS,
+    PREFIX,
+    ROUND_TRIP,
+    STOP,
+    TEMPLATE,
+    TOKENS,
+    token_checks,
+    writing_checks,
+)
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.tokenizers import FastTokenizer, load_tokenizer

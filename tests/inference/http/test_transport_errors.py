@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yarl import URL
 
-from palaestra.inference.http.error_messages import refused, server_says, shown
+from palaestra.inference.http.transport import refused, server_says, shown
 
 
 @pytest.mark.parametrize(

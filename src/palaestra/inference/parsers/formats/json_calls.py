@@ -1,4 +1,11 @@
-"""Calls whose arguments are JSON: between tags, or as elements of a list.
+"""Calls whose arguments are JSON: between tags, or as elements of a list. Here: Hermes, Qwen, Granite 4 and LongCat.
+
+    <tool_call>
+    {"name": "f", "arguments": {...}}
+    </tool_call>
+
+Source: the chat templates of Hermes 2 Pro and 3, Qwen2.5, Qwen3, Granite 4 and LongCat-Flash. Line ends and spaces
+around the object do not matter. The last end tag may be missing unless the output was cut: stop strings remove it.
 
 Invariants: the end of a broken call is searched for so that a valid sibling after it survives and no call quoted inside
 it counts; in an output that was cut, the last call of a list counts only if a comma or bracket follows.
@@ -9,13 +16,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from palaestra.core.types import JSON
-from palaestra.inference.parsers.parser import BrokenReason, Malformed
-from palaestra.inference.parsers.reader import OutputReader
+from palaestra.inference.parsers.parser import BrokenReason, Malformed, ParsedCall, named_object
+from palaestra.inference.parsers.reader import Grammar, OutputReader
 from palaestra.inference.parsers.scan import (
     Closing,
+    Mark,
     Scan,
     closing,
     decode_members,
@@ -294,3 +302,30 @@ def string_end(text: str, start: int, quote: str) -> int:
             position += 1
         else:
             return -position
+
+
+class Hermes(Grammar):
+    """`<tool_call>` … `</tool_call>`."""
+
+    tags: ClassVar[Tags] = Tags("<tool_call>", ("</tool_call>",))
+    openers = ("<tool_call>",)
+
+    def read(self, output: OutputReader, mark: Mark) -> int | None:
+        """One call."""
+        begin = skip(output.text, mark.end)
+        if not output.text.startswith("{", begin):
+            return output.mentioned(mark, self.tags.last)
+        return add_named(output, mark.start, tagged_body(output, begin, self.tags))
+
+    def render(self, calls: Sequence[ParsedCall], text: str) -> str:
+        """Each call on three lines."""
+        blocks = [f"{self.tags.open}\n{named_object(call)}\n{self.tags.last}" for call in calls]
+        return "\n".join([text, *blocks] if text else blocks)
+
+
+class LongCat(Hermes):
+    """`<longcat_tool_call>` … `</longcat_tool_call>`, and thinking in tags of its own."""
+
+    tags = Tags("<longcat_tool_call>", ("</longcat_tool_call>",))
+    openers = ("<longcat_tool_call>",)
+    thinking = (("<think>", "</think>"), ("<longcat_think>", "</longcat_think>"))

@@ -7,14 +7,15 @@ import pytest
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.inference.engine import AssistantMessage
-from palaestra.inference.token_exact.reply_reader import Parser, Speech, split_thinking
+from palaestra.inference.parsers import ToolCallParser
+from palaestra.inference.token_exact.replies import ReplyReader, split_thinking
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
-def read(parser: Parser | str | None, text: str, **options: JSON) -> AssistantMessage:
-    return Speech(parser).read(text, **{"thinking": False, "cut": False, "tools": TOOLS, "turn": 3, **options})
+def read(parser: ToolCallParser | str | None, text: str, **options: JSON) -> AssistantMessage:
+    return ReplyReader(parser).read(text, **{"thinking": False, "cut": False, "tools": TOOLS, "turn": 3, **options})
 
 
 @pytest.mark.parametrize(
@@ -95,4 +96,4 @@ def test_a_familys_own_thinking_is_none_of_the_content(parser: str, text: str, t
 
 def test_a_parser_that_there_is_not() -> None:
     with pytest.raises(ConfigError, match="hermess"):
-        Speech("hermess")
+        ReplyReader("hermess")
