@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from palaestra.cli.server_shutdown import told_to_stop
-from palaestra.core.config import Layer, Settings, has_effect, later, merge, nearest, sent_secret
+from palaestra.core.config import ConfigLayer, Settings, has_effect, later, merge, nearest, sent_secret
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 
@@ -325,7 +325,7 @@ def executor_settings(environ: Mapping[str, str]) -> ExecutorSettings:
         if not has_effect(ExecutorSettings, name):
             why = str(ExecutorSettings.model_fields[name].description).removesuffix(" (no effect yet)")
             click.echo(f"note: {variable} has no effect: {why}", err=True)
-    layer = Layer("environment", {fields[name]: value for name, value in given.items()}, _spelled(fields))
+    layer = ConfigLayer("environment", {fields[name]: value for name, value in given.items()}, _spelled(fields))
     return merge(ExecutorSettings, [layer]).value
 
 

@@ -1,8 +1,7 @@
-"""Code that is not ours, awaited: hooks of an environment's author, tools of anybody's. One rule for what it may raise.
+"""Awaits user code: hooks of an environment's author, anyone's tools. One rule for the errors it may raise.
 
-Not for deciding whose fault that is or who reads of it: callers do (`rollouts/attempt.py`,
-`tools/runtime/bound_tools.py`). Invariant: whatever such code does ends neither the run nor, unnoticed, the task that
-awaits it.
+Callers decide whose fault an error is (`rollouts/attempt.py`, `tools/runtime/bound_tools.py`). Invariant: user code
+ends neither the run nor, unnoticed, the task that awaits it.
 """
 
 from __future__ import annotations
@@ -26,29 +25,29 @@ _NOT_THE_AUTHORS = (
     str(Path(__file__).parents[1]) + os.sep,
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
-"""Where this package, Python's own and installed ones lie."""
+"""The folders of this package, of Python itself and of installed packages."""
 
 
 class ForeignError(Exception):
-    """Code that is not ours failed. Its text says how, and `__cause__` is what it raised."""
+    """User code failed. The text says how, and `__cause__` is the error it raised."""
 
 
 PATIENCE_S, AGAIN_S = 30.0, 1.0
 """How long cancelled code may take to end, and how often it is cancelled after that: a bare `except` around a retry
-swallows the first."""
+swallows the first cancellation."""
 
 
 async def foreign(
     work: Awaitable[T], *, expected: tuple[type[Exception], ...] = (), patience_s: float = PATIENCE_S
 ) -> T:
-    """Await it. Raises `ForeignError` for what its author did not foresee, `sys.exit` included.
+    """Await the work. Raises `ForeignError` for errors that its author did not expect, `sys.exit` included.
 
-    What is `expected` passes, and so do errors that say whose fault they are, also out of a group of errors, the
-    world's before others. So does the cancellation of this task, also where the code has swallowed it or made another
-    error of it; to be ended by another's is a failure.
+    `expected` errors pass, and so do errors with a blame, also out of a group of errors, infrastructure failures first.
+    The cancellation of this task passes too, even if the code has swallowed or replaced it; being ended by another
+    task's cancellation is a failure.
 
-    The code runs in a task of its own: a task group of its, in which something failed, leaves its task marked as
-    cancelled (before Python 3.13), which nobody could tell from being cancelled.
+    The code runs in a task of its own: before Python 3.13 a task group that failed leaves its task marked as cancelled,
+    which looks the same as being cancelled.
     """
     loop = asyncio.get_running_loop()
     own: asyncio.Task[T | _Raised] = loop.create_task(_ended(work))
@@ -83,7 +82,7 @@ async def foreign(
 
 
 async def _cancelled(own: asyncio.Future[T], patience_s: float) -> None:
-    """Cancel it until it has ended."""
+    """Cancel the task until it has ended."""
     own.cancel()
     await asyncio.wait((own,), timeout=patience_s)
     while not own.done():
@@ -97,7 +96,7 @@ class _Raised:
 
 
 async def _ended(work: Awaitable[T]) -> T | _Raised:
-    """What it returns or raises. `SystemExit` out of a task would end the loop, so errors are handed over as values."""
+    """The result or the error. `SystemExit` out of a task would end the loop, so errors are returned as values."""
     try:
         return await work
     except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
@@ -111,12 +110,12 @@ async def settled(answer: Awaitable[T]) -> T: ...
 @overload
 async def settled(answer: object) -> JSON: ...
 async def settled(answer: object) -> JSON:
-    """What a hook answered: a plain function may stand in an async one's place."""
+    """The answer of a hook, which may be a plain or an async function."""
     return await answer if inspect.isawaitable(answer) else answer
 
 
 def place(error: BaseException) -> str:
-    """Where in its author's code an error arose, as ` (my_env.py, line 12)`; empty where that did not take part."""
+    """Where in the author's code an error arose, as ` (my_env.py, line 12)`; empty if none of it took part."""
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = frame.f_code.co_filename
@@ -126,14 +125,14 @@ def place(error: BaseException) -> str:
 
 
 def told(error: BaseException) -> str:
-    """An error in the record's words: its type and text, of a group those of its errors, in letters that UTF-8 can
+    """An error for the record: its type and text, or those of a group's errors, without characters that UTF-8 cannot
     hold."""
     each = (f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error))
     return "; ".join(each).encode(errors="replace").decode()
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
-    """The errors of a group of errors, at any depth; of another, itself."""
+    """The errors of a group of errors, at any depth; the error itself if it is not a group."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from leaves(inner)

@@ -23,7 +23,7 @@ from palaestra.core.errors import (
     PrepareError,
     TaskError,
 )
-from palaestra.core.numeric import number
+from palaestra.core.literals import number
 from palaestra.core.types import Blame, Outcome, Score
 from palaestra.core.user_code import ForeignError, foreign, place, told
 from palaestra.rollouts.environment import Environment, Phase, Projection

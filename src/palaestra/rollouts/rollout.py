@@ -18,9 +18,9 @@ from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult, Turn
 from palaestra.agent.subagents import Agent, Subagents
 from palaestra.agent.wall_clock import WallClock
+from palaestra.core.clock import uncharged
 from palaestra.core.seeded_random import Seeded
 from palaestra.core.types import JSON, Message, Task
-from palaestra.core.uncharged_time import uncharged
 from palaestra.inference.engine import ChatServer
 from palaestra.inference.ledger import Ledger, SampledTurn
 from palaestra.rollouts.admission import AdmittedSlots

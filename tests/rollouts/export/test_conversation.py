@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.core.printable import Span
+from palaestra.core.printable import StyledText
 from palaestra.rollouts.export.html import Page, conversation, diff_spans
 
 json_values = st.recursive(
@@ -136,12 +136,12 @@ def test_a_full_page_still_gives_a_taste_of_everything():
 
 def test_a_patch_is_coloured_by_its_lines():
     assert list(diff_spans("--- a\n+++ b\n@@ -1 +1 @@\n-old\n+new\n same")) == [
-        Span("--- a\n", "t-hunk"),
-        Span("+++ b\n", "t-hunk"),
-        Span("@@ -1 +1 @@\n", "t-hunk"),
-        Span("-old\n", "t-del"),
-        Span("+new\n", "t-add"),
-        Span(" same", ""),
+        StyledText("--- a\n", "t-hunk"),
+        StyledText("+++ b\n", "t-hunk"),
+        StyledText("@@ -1 +1 @@\n", "t-hunk"),
+        StyledText("-old\n", "t-del"),
+        StyledText("+new\n", "t-add"),
+        StyledText(" same", ""),
     ]
 
 

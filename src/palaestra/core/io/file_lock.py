@@ -1,7 +1,4 @@
-"""Turns: a lock between the processes of one machine, waited for without blocking the event loop.
-
-Not for files that are only read and written (`images.store` locks those), nor for the slot server, which stands alone.
-"""
+"""A lock between the processes of one machine, awaited without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from pathlib import Path
 
 @contextlib.asynccontextmanager
 async def turn(path: Path, sleep: Callable[[float], Awaitable[None]], poll_s: float) -> AsyncIterator[None]:
-    """Hold the lock file `path`, alone on this machine. A process that dies loses its turn."""
+    """Hold the lock file `path`, alone on this machine. A process that dies releases it."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         while not _try_lock(lock):

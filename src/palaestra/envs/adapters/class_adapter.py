@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.numeric import number
+from palaestra.core.literals import number
 from palaestra.core.types import JSON, Task
 from palaestra.core.user_code import place, settled, told
 from palaestra.envs.api.base_env import BaseEnv, Item

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import TaskError
-from palaestra.core.numeric import number
+from palaestra.core.literals import number
 from palaestra.core.types import JSON, Score, Task
 from palaestra.core.user_code import settled
 from palaestra.envs.adapters.class_adapter import ROW_KEYS, ClassEnvironment

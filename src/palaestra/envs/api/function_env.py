@@ -29,7 +29,7 @@ from pydantic import Field, create_model
 
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.io.threads import OneThread
-from palaestra.core.numeric import number
+from palaestra.core.literals import number
 from palaestra.core.types import JSON, NetworkPolicy, Score, Task
 from palaestra.envs import fingerprint
 from palaestra.envs.api.hooks import Hook, HookFunction, Source, declare, score_of

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.numeric import number
+from palaestra.core.literals import number
 from palaestra.core.types import JSON, Message, Task, ToolStep
 from palaestra.envs.cheats.bank import BANK
 from palaestra.envs.cheats.cheat import Cheat

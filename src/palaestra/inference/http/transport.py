@@ -21,12 +21,11 @@ import msgspec
 from aiohttp.abc import AbstractStreamWriter
 from yarl import URL
 
-from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.clock import Clock, SystemClock, take_turn
 from palaestra.core.config import sent_secret
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
-from palaestra.core.retry import AT_START, RETRIED_STATUSES, Passing, RetryPolicy, persist, retry_after_s
+from palaestra.core.retry import AT_START, RETRIED_STATUSES, RetryPolicy, TransientFailure, persist, retry_after_s
 from palaestra.core.types import JSON
-from palaestra.core.uncharged_time import take_turn
 from palaestra.inference.config import APIServerConfig
 
 logger = logging.getLogger(__name__)
@@ -176,12 +175,16 @@ class Transport:
             try:
                 response = await self._send(method, url, body, left_s, read)
             except (aiohttp.ClientError, OSError) as error:
-                raise Passing(unreachable(url, error, self.model, tries, whole_s), waited_s=waited_s) from error
+                raise TransientFailure(
+                    unreachable(url, error, self.model, tries, whole_s), waited_s=waited_s
+                ) from error
             finally:
                 self._lanes[lane].release()
             if response.status in RETRIED_STATUSES:
                 asked_s = retry_after_s(response.retry_after, self._clock.wall())
-                raise Passing(overloaded(url, response.status, response.body, self.model, tries), asked_s, waited_s)
+                raise TransientFailure(
+                    overloaded(url, response.status, response.body, self.model, tries), asked_s, waited_s
+                )
             return response
 
         def again(wait_s: float, problem: Exception) -> None:

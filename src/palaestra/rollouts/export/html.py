@@ -26,7 +26,7 @@ import jinja2
 from markupsafe import Markup
 
 from palaestra.core.io.atomic_file import replaced
-from palaestra.core.printable import Span, printable, spans
+from palaestra.core.printable import StyledText, printable, spans
 from palaestra.core.types import JSON, Message
 from palaestra.rollouts.observe.console import duration
 from palaestra.rollouts.observe.metrics import Figures
@@ -52,7 +52,7 @@ _REASONING_KEYS = ("reasoning_content", "reasoning")
 class Block:
     """A text of its own. `long` ones are folded until asked for; `lines` is how many there were before any cut."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[StyledText, ...]
     lines: int
     long: bool
 
@@ -192,11 +192,11 @@ def _program(calls: Sequence[InnerCallRecord], page: Page) -> Entry:
     return Entry("calls of programs", calls=shown)
 
 
-def diff_spans(text: str) -> Iterator[Span]:
+def diff_spans(text: str) -> Iterator[StyledText]:
     """A patch, unified or in the `*** Begin Patch` form, line by line."""
     for line in text.splitlines(keepends=True):
         css = {"+": "t-add", "-": "t-del", "@": "t-hunk", "*": "t-hunk"}.get(line[:1], "")
-        yield Span(printable(line), "t-hunk" if line.startswith(("+++", "---", "diff ")) else css)
+        yield StyledText(printable(line), "t-hunk" if line.startswith(("+++", "---", "diff ")) else css)
 
 
 def _entry(role: str, message: Message, page: Page) -> Entry:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from palaestra.core.errors import TaskError
+from palaestra.core.literals import read_yaml
 from palaestra.core.types import JSON
-from palaestra.core.yaml_reader import read_yaml
 from palaestra.suites.images.image_spec import Unsupported
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from palaestra.core.errors import TaskError
+from palaestra.core.literals import read_yaml
 from palaestra.core.types import Limits
-from palaestra.core.yaml_reader import read_yaml
 from palaestra.suites.images.image_spec import ImageRecipe, Unsupported
 from palaestra.suites.terminal_bench.compose import single_service
 from palaestra.suites.terminal_bench.terminal_task import (

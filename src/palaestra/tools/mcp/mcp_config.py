@@ -21,8 +21,8 @@ from pydantic import Field, PrivateAttr, field_serializer, model_validator
 
 from palaestra.core.config import Settings
 from palaestra.core.errors import ConfigError
+from palaestra.core.literals import read_yaml
 from palaestra.core.types import JSON
-from palaestra.core.yaml_reader import read_yaml
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")

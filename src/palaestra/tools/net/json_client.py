@@ -19,11 +19,10 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.clock import Clock, SystemClock, take_turn
 from palaestra.core.errors import ToolUnavailable
-from palaestra.core.retry import RETRIED_STATUSES, Passing, RetryPolicy, persist, retry_after_s
+from palaestra.core.retry import RETRIED_STATUSES, RetryPolicy, TransientFailure, persist, retry_after_s
 from palaestra.core.types import JSON
-from palaestra.core.uncharged_time import take_turn
 from palaestra.tools.tool import ToolMistake
 
 logger = logging.getLogger(__name__)
@@ -70,10 +69,10 @@ class Server:
                 status, told, retry_after = await self._send(method, url, body, min(left_s, self.try_timeout_s))
             except (aiohttp.ClientError, OSError) as error:  # a time-out is an OSError too
                 why = str(error) or type(error).__name__
-                raise Passing(self._down(f"cannot be reached ({why}), tried {_times(tries)}")) from error
+                raise TransientFailure(self._down(f"cannot be reached ({why}), tried {_times(tries)}")) from error
             if status in RETRIED_STATUSES:
                 problem = self._down(f"answers HTTP {status}, tried {_times(tries)}: {_said(told)}")
-                raise Passing(problem, retry_after_s(retry_after, clock.wall()))
+                raise TransientFailure(problem, retry_after_s(retry_after, clock.wall()))
             return self._accepted(status, told)
 
         def again(wait_s: float, problem: Exception) -> None:

@@ -8,8 +8,8 @@ import io
 import json
 import tomllib
 
+from palaestra.core.literals import read_yaml
 from palaestra.core.types import JSON
-from palaestra.core.yaml_reader import read_yaml
 from palaestra.sandbox.slot import Slot
 from palaestra.suites.endless_terminals.checks.check import BaseCheck, different, read_text, something_else
 
