@@ -34,7 +34,7 @@ from palaestra.inference.engines.sglang import SGLangEngine
 from palaestra.inference.engines.token_engine import PROBE, TokenServer
 from palaestra.inference.engines.transformers import TransformersEngine
 from palaestra.inference.engines.vllm import VLLMEngine
-from palaestra.inference.http.chat_completions import Listed, listed_models, server_kind
+from palaestra.inference.http.chat_completions import ListedModel, listed_models, server_kind
 from palaestra.inference.http.transport import NOT_JSON, refused, shown
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
 
@@ -114,7 +114,7 @@ class _Examination:
             await engine.aclose()
         return self.found
 
-    async def _reach(self, engine: OpenAIEngine) -> list[Listed]:
+    async def _reach(self, engine: OpenAIEngine) -> list[ListedModel]:
         url = engine.base_url / "models"
         response = await engine.transport.look("GET", url)
         if response.status in (401, 403):
@@ -124,7 +124,7 @@ class _Examination:
         self.found.checks.append(passed(REACHABLE, f"{shown(url)} answers: {names}"))
         return models
 
-    async def _kind(self, engine: OpenAIEngine, models: list[Listed]) -> str:
+    async def _kind(self, engine: OpenAIEngine, models: list[ListedModel]) -> str:
         """By the list of models, else by an address that only one of them has."""
         kind = server_kind(models)
         if kind != "other":

@@ -1,12 +1,8 @@
-"""What all engines that continue token ids have in common: the tokenizer, the chat format, token-exact chat on top.
+"""The base of all engines that continue token ids, and of those that do so over HTTP.
 
-Not for sampling. Invariant: a tokenizer, template or parser that cannot work is found when the engine starts, before
-anything is rolled out.
-
-What the engines over HTTP that continue token ids have in common: the connection and the look at the start.
-
-Not for any one server's wire: `sglang` and `vllm` are. Invariant: a run does not start with a tokenizer that is not the
-server's own, as far as the server can be asked.
+`TokenChat` has the tokenizer, the chat format and token-exact chat; `TokenServer` the connection and the checks at the
+start. Invariants: an unusable tokenizer, template or parser is an error at the start, before anything is rolled out; so
+is a tokenizer that differs from the server's, if the server can be asked.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
 class TokenChat:
     """The chat side of one token engine; subclasses sample in `generate`.
 
-    `tokenizer` None loads the one that the config names, when it is first needed.
+    `tokenizer` None loads the configured one on first use.
     """
 
     def __init__(
@@ -64,7 +60,7 @@ class TokenChat:
         return self.config.model_name
 
     async def start(self) -> None:
-        """Load the tokenizer and its template, look for the parser. Raises `ConfigError`."""
+        """Load the tokenizer, its template and the parser. Raises `ConfigError`."""
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self.tokenizer_name)
         self.managed_server()
@@ -74,7 +70,7 @@ class TokenChat:
         raise NotImplementedError
 
     def session(self, context: SessionContext) -> ManagedChat:
-        """Token-exact chat for one rollout, with the config's parser and history mode."""
+        """Token-exact chat for one rollout, with the configured parser and history mode."""
         return self.managed_server(name=context.rollout_id)
 
     def managed_server(
@@ -87,7 +83,7 @@ class TokenChat:
         name: str = "",
         engine: TokenEngine | None = None,
     ) -> ManagedChat:
-        """Token-exact chat for one rollout. What is not given is the config's; `engine` samples, if not this one.
+        """Token-exact chat for one rollout. Arguments override the config; `engine` samples instead of this one.
 
         Raises `ConfigError`.
         """
@@ -127,18 +123,18 @@ class TokenChat:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, loaded when it is first asked for. Raises `ConfigError`."""
+        """The tokenizer, loaded on first use. Raises `ConfigError`."""
         tokenizer = self._tokenizer = self._tokenizer or load_tokenizer(self.tokenizer_name)
         return tokenizer
 
     @property
     def tokenizer_name(self) -> str:
-        """The folder or name that the tokenizer is loaded from: the model's own unless the config names another."""
+        """The folder or name of the tokenizer: the model's own unless the config names another."""
         named = self.config.tokenizer_name
         return self.config.model_name if named in ("", "none") else named
 
     def _chat_format(self, tokenizer: Tokenizer | None) -> ChatFormat:
-        """The format of a tokenizer, made once: a caller gives the same one for every rollout."""
+        """The format of a tokenizer, made once: callers pass the same one for every rollout."""
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         for known in self._formats:
             if known.tokenizer is tokenizer:
@@ -160,11 +156,11 @@ def template_text(named: str | None) -> str | None:
 T = TypeVar("T")
 
 PROBE = 'Tokens: ½ naïve 東京 <|x|>\n\t{"a": 1}'
-"""Text on which two tokenizers would hardly agree by accident."""
+"""Text that two tokenizers hardly encode alike by accident."""
 
 
 class TokenServer(TokenChat):
-    """One model server that continues token ids. Subclasses speak its wire in `generate`."""
+    """One model server that continues token ids. Subclasses implement its wire in `generate`."""
 
     def __init__(
         self,
@@ -181,10 +177,10 @@ class TokenServer(TokenChat):
         self.transport = Transport.to(config, clock=clock, retry=retry, rng=rng)
 
     async def start(self) -> None:
-        """Load the tokenizer, look whether the server answers, and whether it writes text in the same tokens.
+        """Load the tokenizer, check the server, and compare its tokenizer with ours.
 
-        Raises `ConfigError` for a tokenizer that cannot be had or is another one, `EngineUnavailable` within seconds
-        when nothing answers, `EngineRefused` when the key is refused.
+        Raises `ConfigError` for a missing or differing tokenizer, `EngineUnavailable` within seconds if nothing
+        answers, `EngineRefused` if the key is refused.
         """
         await super().start()
         if not self.config.health_check:
@@ -197,7 +193,7 @@ class TokenServer(TokenChat):
         await self.transport.aclose()
 
     async def _compare_tokenizers(self) -> None:
-        """Ask the server for the tokens of a text. Servers that cannot be asked are believed."""
+        """Compare the tokens of a text. Servers that cannot be asked are trusted."""
         theirs = await self.tokens_of(PROBE)
         ours = list(self.tokenizer.encode(PROBE, add_special_tokens=False))
         if theirs is not None and theirs != ours:
@@ -208,7 +204,7 @@ class TokenServer(TokenChat):
             )
 
     async def tokens_of(self, text: str) -> list[int] | None:
-        """The text in the server's own tokens; None where the server cannot be asked."""
+        """The text in the server's tokens; None if the server cannot be asked."""
         body = encode_json({"model": self.name, "prompt": text, "add_special_tokens": False})
         try:
             response = await self.transport.look("POST", self.root_url / "tokenize", lambda: body)
@@ -217,7 +213,7 @@ class TokenServer(TokenChat):
             return None
 
     async def _continued(self, url: URL, name: str, ids: Sequence[int], rest: bytes, lane: str) -> Response:
-        """The answer to the JSON object `rest` with the ids under `name`, which are by far the most of it."""
+        """The answer to the JSON object `rest` with the ids under `name`, which are most of its bytes."""
         return await self.transport.request(
             "POST", url, lambda: b"".join((b'{"', name.encode(), b'":', ids_json(ids), b",", rest[1:])), lane=lane
         )
@@ -232,7 +228,7 @@ class TokenServer(TokenChat):
             ) from None
 
     def _wrong(self, url: URL, prompt_tokens: int, what: str) -> EngineReplyError:
-        """The error for a reply that is not what the protocol promises; it names the engine and the request."""
+        """The error for a reply that violates the protocol; it names the engine and the request."""
         return EngineReplyError(
             f"The model server at {shown(url)} (model '{self.name}') answered a prompt of {prompt_tokens} tokens with "
             f"what is not a token-exact reply: {what}."

@@ -1,8 +1,8 @@
 """vLLM: its OpenAI server with token-id prompts, and the `/generate` that Atropos adds to it.
 
 Wire sources: vLLM's `CompletionRequest` and `CompletionResponseChoice` (`return_token_ids` since 0.10.2; older servers
-spell ids as `token_id:N` in the log-probabilities), and `vllm_api_server.py` of atroposlib 0.4. A server without
-`/v1/completions` is spoken to in the second shape. vLLM does not say which policy sampled.
+spell ids as `token_id:N` in the log-probabilities), and `vllm_api_server.py` of atroposlib 0.4. Servers without
+`/v1/completions` get requests in the second shape. vLLM does not report which policy sampled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class VLLMEngine(TokenServer):
     _stock: bool | None = None
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
-        """Continue `input_ids[T]`, in the shape that the server has."""
+        """Continue `input_ids[T]`, in the server's shape."""
         sampling = {"max_tokens": None, **sampling}  # up to the window; left out, it would be 16
         lane = sampling.pop("split", "train")
         if self._stock is False:
@@ -43,7 +43,7 @@ class VLLMEngine(TokenServer):
             "add_special_tokens": False,
         }
         response = await self._continued(url, "prompt", input_ids, encode_json(body), lane)
-        if response.status in (404, 405) and self._stock is None and not _speaks_of_request(response.body):
+        if response.status in (404, 405) and self._stock is None and not _is_about_the_request(response.body):
             self._stock = False
             return await self._from_atropos(list(input_ids), sampling, lane)
         if not 200 <= response.status < 300:
@@ -103,8 +103,8 @@ def _spelled_ids(tokens: Sequence[str]) -> list[int] | None:
         return None
 
 
-def _speaks_of_request(raw: bytes) -> bool:
-    """Whether a 404 is vLLM's own, about a model it does not have, and not its web server's about the path."""
+def _is_about_the_request(raw: bytes) -> bool:
+    """Whether a 404 is vLLM's own, about an unknown model, and not its web server's, about the path."""
     try:
         said = msgspec.json.decode(raw)
     except NOT_JSON:
@@ -113,7 +113,7 @@ def _speaks_of_request(raw: bytes) -> bool:
 
 
 def _are(said: msgspec.Raw, ids: Sequence[int]) -> bool:
-    """Whether the ids that a server says it was given, if it says so, are these: mostly to the letter."""
+    """Whether these are the ids that the server reports it was given, if it does; nearly always they are literally."""
     text = bytes(said)
     return text in (_NOT_SAID, ids_json(ids)) or msgspec.json.decode(text) == list(ids)
 

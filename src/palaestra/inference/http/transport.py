@@ -1,7 +1,8 @@
-"""The one HTTP client: JSON requests to a model server, pooled, bounded, retried, with errors that name the way out.
+"""The HTTP client: JSON requests to a model server, pooled, limited and retried, with errors that name the fix.
 
-Not for what is in the bodies: engines encode and decode. Invariants: retries happen here and nowhere above; in each
-lane at most so many requests are under way, the rest wait in the order they came; every failure is an engine error.
+Invariants: retries happen here and nowhere above; each lane has a limit of requests in flight, and the rest wait in
+order; every failure is an engine error that names address, status and model, and never a credential: addresses are
+shown without user, password and query.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ _HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
 
 
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding ends with where bytes are no JSON, or not of the promised shape."""
+"""The errors of decoding bytes that are not JSON, or not of the expected shape."""
 
 
 def encode_json(payload: JSON) -> bytes:
-    """JSON as UTF-8. Half surrogate pairs, which tool output can hold, become question marks."""
+    """JSON as UTF-8. Lone surrogates, which tool output can hold, become question marks."""
     try:
         return msgspec.json.encode(payload)
     except UnicodeEncodeError:
@@ -51,16 +52,16 @@ def encode_json(payload: JSON) -> bytes:
 
 
 Body: TypeAlias = Callable[[], bytes]
-"""Makes the body of a request, anew for each try: while the model works nothing holds it."""
+"""Makes the body of a request for each try, so that nothing holds it while the model works."""
 
 Reader: TypeAlias = Callable[[aiohttp.ClientResponse], Awaitable[bytes]]
-"""Reads the body of one reply. `aiohttp.ClientError` from it is a broken connection, which is tried again; after
-`FailedWithin` the reply counts as one of the status that it says."""
+"""Reads the body of one reply. `aiohttp.ClientError` from it is a broken connection, which is retried; after
+`FailedWithin` the reply counts as one with that status."""
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What came back, whatever the status."""
+    """An answer with any status."""
 
     status: int
     body: bytes
@@ -70,9 +71,8 @@ class Response:
 class Transport:
     """A pool of connections to one model server. Opens on first use; `aclose` is idempotent.
 
-    `lanes` maps a lane's name to how many of its requests may be under way at once. `timeout_s` is for one request with
-    its retries, without the time that it waits for its turn here. `query` is added to every address. `model` is only
-    for messages.
+    `lanes` maps a lane's name to its limit of requests in flight. `timeout_s` is for one request with its retries,
+    without its wait here. `query` is added to every address. `model` is only for messages.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Transport:
         retry: RetryPolicy | None = None,
         rng: random.Random | None = None,
     ) -> Transport:
-        """The pool for a server as it is configured, with the lanes `train` and `eval`. Raises `ConfigError`."""
+        """The pool for a configured server, with the lanes `train` and `eval`. Raises `ConfigError`."""
         return cls(
             model=config.model_name,
             headers=_authorization(config),
@@ -129,10 +129,10 @@ class Transport:
             await session.close()
 
     async def post_json(self, url: URL, payload: JSON, *, lane: str = "train", read: Reader | None = None) -> bytes:
-        """The body of a successful reply to a POST, as `read` gives it.
+        """The body of a successful reply to a POST, as `read` returns it.
 
-        Raises `EngineUnavailable` when the retries are used up, `EngineRefused` or `ContextExceeded` at once when the
-        server says no.
+        Raises `EngineUnavailable` after the last retry, `EngineRefused` or `ContextExceeded` without retry if the
+        server refuses.
         """
         body = encode_json(payload)
         response = await self.request("POST", url, lambda: body, lane=lane, read=read)
@@ -141,16 +141,16 @@ class Transport:
         return response.body
 
     def refusal(self, url: URL, status: int, body: bytes) -> EngineRefused:
-        """The error for a reply whose status trying again cannot change, counted as a failure."""
+        """The error for a status that a retry cannot change, counted as a failure."""
         self.failures += 1
         return refused(url, status, body, self.model)
 
     async def look(self, method: str, url: URL, body: Body | None = None) -> Response:
-        """A request of the start, which says within seconds when there is no server. Raises `EngineUnavailable`."""
+        """A request at the start, which fails within seconds without a server. Raises `EngineUnavailable`."""
         return await self.request(method, url, body, retry=AT_START, timeout_s=LOOK_TIMEOUT_S)
 
     async def list_models(self, url: URL) -> Response:
-        """A look at the server's list of models. Raises `EngineRefused` when the key is refused, as `look` besides."""
+        """Request the server's list of models. Raises `EngineRefused` if the key is refused, and as `look`."""
         response = await self.look("GET", url)
         if response.status in (401, 403):
             raise refused(url, response.status, response.body, self.model)
@@ -167,7 +167,7 @@ class Transport:
         timeout_s: float | None = None,
         read: Reader | None = None,
     ) -> Response:
-        """Send until there is a reply that trying again would not change. Raises `EngineUnavailable`."""
+        """Send until there is a reply that a retry would not change. Raises `EngineUnavailable`."""
         whole_s = timeout_s or self.timeout_s
 
         async def send(tries: int, left_s: float) -> Response:
@@ -200,7 +200,7 @@ class Transport:
             raise
 
     async def _take_turn(self, lane: str) -> float:
-        """Take a place in the lane, to be released; the seconds waited for it. Raises `ConfigError`."""
+        """Take a place in the lane, to be released; return the seconds waited. Raises `ConfigError`."""
         if lane not in self._lanes:
             raise ConfigError(f"There is no split '{lane}'; there are {', '.join(self._lanes)}.")
         asked_s = self._clock.monotonic()
@@ -247,7 +247,7 @@ def _authorization(config: APIServerConfig) -> dict[str, str]:
 
 
 class _SentOnce(aiohttp.Payload):
-    """Bytes that are let go of when they have been written."""
+    """Bytes that are released once they have been written."""
 
     _autoclose = True
 
@@ -277,7 +277,7 @@ _TOO_LONG = re.compile(
     re.IGNORECASE,
 )
 """How OpenAI, vLLM, SGLang, llama.cpp, TGI, LM Studio and the providers behind OpenRouter (Gemini, Grok, Groq, Kimi,
-GLM, Qwen) say that a conversation does not fit."""
+GLM, Qwen) report that a conversation does not fit."""
 
 _WAYS_OUT = {
     401: "Set the key with --openai.api_key.",
@@ -290,9 +290,9 @@ _WAYS_OUT = {
 
 
 class FailedWithin(Exception):
-    """Raised by who reads a reply: its status was 200, and it says itself that the request failed, with `status`.
+    """Raised by a reader of a reply with status 200 whose body is an error with its own `status`.
 
-    Sources: OpenRouter's errors, which come so once a provider has begun; vLLM's and SGLang's in the midst of a stream.
+    Sources: OpenRouter's errors, which come so once a provider has begun; vLLM's and SGLang's inside a stream.
     """
 
     def __init__(self, status: int, body: bytes) -> None:
@@ -302,7 +302,7 @@ class FailedWithin(Exception):
 
 
 def raise_failed_within(body: bytes) -> None:
-    """Look whether a JSON body is an error with a status of its own. Raises `FailedWithin`."""
+    """Raise `FailedWithin` if a JSON body is an error with a status of its own."""
     if b'"error"' not in body:
         return
     try:
@@ -324,7 +324,7 @@ def shown(url: URL) -> str:
 
 
 def server_says(body: bytes) -> str:
-    """The server's own words from an error body: OpenAI's, FastAPI's and plain-text shapes; one line, bounded."""
+    """The server's own words from an error body (OpenAI's, FastAPI's and plain-text shapes), as one short line."""
     try:
         found = _message(msgspec.json.decode(body))
     except NOT_JSON:
@@ -348,7 +348,7 @@ def _message(value: JSON) -> str | None:
 
 
 def refused(url: URL, status: int, body: bytes, model: str) -> EngineRefused:
-    """The error for a status that trying again cannot change."""
+    """The error for a status that a retry cannot change."""
     said = server_says(body)
     if status in (400, 413, 422) and _TOO_LONG.search(said):
         return ContextExceeded(f"The conversation does not fit model '{model}' at {shown(url)} (HTTP {status}): {said}")
@@ -361,7 +361,7 @@ def refused(url: URL, status: int, body: bytes, model: str) -> EngineRefused:
 
 
 def overloaded(url: URL, status: int, body: bytes, model: str, tries: int) -> EngineUnavailable:
-    """The error for a status that could have passed by itself, but did not within the tries allowed."""
+    """The error for a status that may pass, but did not within the tries allowed."""
     said = server_says(body)
     return EngineUnavailable(
         f"The model server at {shown(url)} answered HTTP {status} (model '{model}', {_times(tries)}): "

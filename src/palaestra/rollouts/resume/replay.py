@@ -16,7 +16,7 @@ from palaestra.agent.tool_calls import NOT_FINISHED
 from palaestra.core.errors import ConfigError, InfraError
 from palaestra.core.types import JSON, Message, Outcome
 from palaestra.inference.engine import AssistantMessage, SessionContext
-from palaestra.inference.engines.policies import Recorded, recorded_turns
+from palaestra.inference.engines.policies import RecordedReply, recorded_turns
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group, SubagentRecord, Trajectory
 from palaestra.rollouts.resume.observation_diff import Kind, classify, first_difference
@@ -29,13 +29,13 @@ class Playback:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self._said: dict[tuple[str, int], list[Recorded]] = {}
+        self._said: dict[tuple[str, int], list[RecordedReply]] = {}
         self._read: set[str] = set()
 
     async def start(self) -> None:
         """Nothing to read yet: groups are read as they are played."""
 
-    def act(self, context: SessionContext, messages: Sequence[Message]) -> Recorded:
+    def act(self, context: SessionContext, messages: Sequence[Message]) -> RecordedReply:
         """What the agent said at this place. Raises `InfraError` where the recording ends."""
         said = self._side(context.rollout_id, context.branch)
         turn: int = sum(message.get("role") == "assistant" for message in messages)
@@ -43,7 +43,7 @@ class Playback:
             raise InfraError(f"{ENDS}: {context.rollout_id}, after {turn} replies")
         return said[turn]
 
-    def _side(self, rollout_id: str, branch: int) -> list[Recorded]:
+    def _side(self, rollout_id: str, branch: int) -> list[RecordedReply]:
         group_id, _, _ = rollout_id.rpartition("/")
         if group_id not in self._read:
             self._read.add(group_id)
@@ -61,7 +61,7 @@ class Playback:
         self._said = {key: said for key, said in self._said.items() if key[0] not in played}
 
 
-def _said(rollout_id: str, conversation: Trajectory | SubagentRecord) -> list[Recorded]:
+def _said(rollout_id: str, conversation: Trajectory | SubagentRecord) -> list[RecordedReply]:
     replies = [message for message in conversation.messages if message.get("role") == "assistant"]
     try:
         return recorded_turns([msgspec.convert(reply, AssistantMessage) for reply in replies], conversation.turns)
