@@ -15,7 +15,7 @@ from palaestra.cli.main import cli
 from palaestra.core.errors import ConfigError, EngineUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.doctor import Check, Diagnosis, State, Target, diagnose
+from palaestra.inference.doctor import CheckState, Diagnosis, DoctorCheck, Target, diagnose
 from palaestra.inference.doctor.checks import (
     LOGPROBS,
     PREFIX,
@@ -67,11 +67,11 @@ def tokenizer(folder: Path) -> FastTokenizer:
     return load_tokenizer(str(folder))
 
 
-def states(found: Diagnosis) -> dict[str, State]:
+def states(found: Diagnosis) -> dict[str, CheckState]:
     return {check.name: check.state for check in found.checks}
 
 
-def named(checks: Sequence[Check], name: str) -> Check:
+def named(checks: Sequence[DoctorCheck], name: str) -> DoctorCheck:
     return next(check for check in checks if check.name == name)
 
 
@@ -79,7 +79,7 @@ def look(target: Target) -> Diagnosis:
     return asyncio.run(diagnose(target))
 
 
-async def of_engine(engine: Steady) -> list[Check]:
+async def of_engine(engine: Steady) -> list[DoctorCheck]:
     return [check async for check in token_checks(engine, [1, 2, 3])]
 
 
@@ -91,8 +91,8 @@ def test_a_token_server_in_good_health(kind: str, folder: Path, tokenizer: FastT
 
     found = asyncio.run(scenario())
     assert (found.server, found.model, found.ok) == (kind, "steady", True)
-    assert states(found).pop("chat with tools") is State.NOT_APPLICABLE
-    assert [check.name for check in found.checks if check.state is State.NOT_APPLICABLE] == ["chat with tools"]
+    assert states(found).pop("chat with tools") is CheckState.NOT_APPLICABLE
+    assert [check.name for check in found.checks if check.state is CheckState.NOT_APPLICABLE] == ["chat with tools"]
     assert f"--openai.server_type {kind}" in named(found.checks, "server").found
 
 
@@ -103,9 +103,9 @@ def test_a_server_that_only_chats(folder: Path) -> None:
 
     found = asyncio.run(scenario())
     assert (found.server, found.ok) == ("other", True)
-    assert states(found)["chat with tools"] is State.OK
+    assert states(found)["chat with tools"] is CheckState.OK
     tokens = named(found.checks, TOKENS)
-    assert tokens.state is State.NOT_APPLICABLE
+    assert tokens.state is CheckState.NOT_APPLICABLE
     assert "vLLM or SGLang" in tokens.way_out
 
 
@@ -115,9 +115,9 @@ def test_nobody_is_asked_for_a_tokenizer_that_was_not_named(tokenizer: FastToken
             return await diagnose(Target(server.url))
 
     found = asyncio.run(scenario())
-    assert states(found)[TOKENS] is State.OK
+    assert states(found)[TOKENS] is CheckState.OK
     for name in (TEMPLATE, PREFIX, ROUND_TRIP, "tokenizer agrees"):
-        assert states(found)[name] is State.NOT_APPLICABLE
+        assert states(found)[name] is CheckState.NOT_APPLICABLE
     assert "--tokenizer" in named(found.checks, TEMPLATE).way_out
 
 
@@ -127,7 +127,7 @@ def test_a_server_with_other_tokens(folder: Path) -> None:
             return await diagnose(Target(server.url, tokenizer=str(folder)))
 
     agrees = named(asyncio.run(scenario()).checks, "tokenizer agrees")
-    assert agrees.state is State.FAILED
+    assert agrees.state is CheckState.FAILED
     assert "--openai.tokenizer_name" in agrees.way_out
 
 
@@ -143,8 +143,8 @@ def test_a_server_without_logprobs(tokenizer: FastTokenizer) -> None:
 
     found = asyncio.run(scenario())
     assert not found.ok
-    assert states(found)[LOGPROBS] is State.FAILED
-    assert states(found)[STOP] is State.NOT_APPLICABLE
+    assert states(found)[LOGPROBS] is CheckState.FAILED
+    assert states(found)[STOP] is CheckState.NOT_APPLICABLE
     assert "0.10.2" in named(found.checks, LOGPROBS).way_out
 
 
@@ -152,17 +152,17 @@ def test_the_token_that_ends_a_reply() -> None:
     good, trims, deaf = (
         named(asyncio.run(of_engine(engine)), STOP) for engine in (Steady(), Steady(trims=True), Steady(deaf=True))
     )
-    assert good.state is State.OK
-    assert (trims.state, "leaves out the token" in trims.found) == (State.FAILED, True)
-    assert (deaf.state, "no effect" in deaf.found) == (State.FAILED, True)
+    assert good.state is CheckState.OK
+    assert (trims.state, "leaves out the token" in trims.found) == (CheckState.FAILED, True)
+    assert (deaf.state, "no effect" in deaf.found) == (CheckState.FAILED, True)
 
 
 def test_a_template_that_drops_tools_is_named(tokenizer: FastTokenizer) -> None:
     plain = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     first, *others = writing_checks(tokenizer, plain, "hermes")
-    assert (first.name, first.state) == (TEMPLATE, State.FAILED)
+    assert (first.name, first.state) == (TEMPLATE, CheckState.FAILED)
     assert "look_up_word" in first.found
-    assert {check.state for check in others} == {State.NOT_APPLICABLE}
+    assert {check.state for check in others} == {CheckState.NOT_APPLICABLE}
 
 
 def test_a_template_that_strips_thinking_is_named(tokenizer: FastTokenizer) -> None:
@@ -170,19 +170,19 @@ def test_a_template_that_strips_thinking_is_named(tokenizer: FastTokenizer) -> N
     assert keeps in chat_template()
     strips = chat_template().replace(keeps, "{%- if message.reasoning_content and loop.last %}")
     prefix = named(list(writing_checks(tokenizer, strips, "hermes")), PREFIX)
-    assert prefix.state is State.FAILED
+    assert prefix.state is CheckState.FAILED
     assert "with thinking" in prefix.found
     assert "--openai.history append" in prefix.way_out
 
 
 def test_a_parser_that_reads_something_else_is_named(tokenizer: FastTokenizer) -> None:
     wrong = named(list(writing_checks(tokenizer, None, "llama3_json")), ROUND_TRIP)
-    assert wrong.state is State.FAILED
+    assert wrong.state is CheckState.FAILED
     assert "--openai.tool_parser" in wrong.way_out
     assert "hermes" in wrong.way_out
     assert "llama3_json" not in wrong.way_out
     unknown = named(list(writing_checks(tokenizer, None, "hermess")), ROUND_TRIP)
-    assert unknown.state is State.FAILED
+    assert unknown.state is CheckState.FAILED
     assert "hermes, " in unknown.way_out
 
 
@@ -200,7 +200,7 @@ def test_a_refused_key() -> None:
     found = asyncio.run(scenario())
     assert found.refusal is not None
     assert found.refusal.exit_code == 4
-    assert states(found)["reachable"] is State.FAILED
+    assert states(found)["reachable"] is CheckState.FAILED
     assert "secret" not in str(found)
 
 

@@ -17,7 +17,7 @@ from palaestra.agent.loop import HermesAgentLoop
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.doctor import State, Target, diagnose
+from palaestra.inference.doctor import CheckState, Target, diagnose
 from palaestra.inference.engine import Sampled, SessionContext
 from palaestra.inference.engines.batcher import Sampling
 from palaestra.inference.engines.transformers import TransformersEngine
@@ -297,8 +297,8 @@ def test_the_examination_of_a_folder(folder: Path) -> None:
     async def scenario() -> None:
         found = await diagnose(Target(str(folder / "a")))
         assert found.server == "transformers"
-        assert [check.name for check in found.checks if check.state is State.FAILED] == []
-        assert sum(check.state is State.OK for check in found.checks) == 7
+        assert [check.name for check in found.checks if check.state is CheckState.FAILED] == []
+        assert sum(check.state is CheckState.OK for check in found.checks) == 7
 
     run(scenario)
 

@@ -145,14 +145,14 @@ def test_a_template_that_depends_on_everything_is_rendered_in_full(caplog: pytes
         (
             "{{ tools | tojson }}{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endif %}"
             "{% endfor %}",
-            "drops what tools answer",
+            "drops the results",
         ),
         (
             "{{ tools | tojson }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
             "{% endif %}{{ m.content }}<|im_end|>{% endfor %}",
             "has no place for a tool call and its result.*no tools",
         ),
-        ("{{ tools | tojson }}hello<|im_end|>", "does not show what a user says"),
+        ("{{ tools | tojson }}hello<|im_end|>", "does not show a user's text"),
     ],
 )
 def test_a_template_that_hides_something_is_refused(template: str, complaint: str) -> None:

@@ -1,6 +1,6 @@
-"""Looks at a model server or a model's folder, and says what works, what does not, and the way out."""
+"""Checks a model server or a model's folder, and reports what works, what does not, and the fix."""
 
-from palaestra.inference.doctor.checks import Check, Diagnosis, State
+from palaestra.inference.doctor.checks import CheckState, Diagnosis, DoctorCheck
 from palaestra.inference.doctor.examine import Target, diagnose
 
-__all__ = ["Check", "Diagnosis", "State", "Target", "diagnose"]
+__all__ = ["CheckState", "Diagnosis", "DoctorCheck", "Target", "diagnose"]

@@ -1,4 +1,8 @@
-"""What an examination finds: one line per question, each with the way out where the answer is no. Pure data."""
+"""The checks of the doctor: what an engine does with tokens, and how a model's conversations are written.
+
+The token checks request a handful of tokens from the engine. The template checks use tokenizer, template and parser
+only, with the same renderer as a run.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from palaestra.inference.templates.jinja import ChatTemplate, for_template, temp
 from palaestra.inference.tokenizers import Tokenizer
 
 
-class State(StrEnum):
+class CheckState(StrEnum):
     """How a check ended."""
 
     OK = "ok"
@@ -26,65 +30,64 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """One question and its answer. `way_out` says what to do about a failed one, and what one that is not applicable
-    would need.
-    """
+class DoctorCheck:
+    """One question and its answer. `way_out` is the fix for a failed check, or the requirement of one that is not
+    applicable."""
 
     name: str
-    state: State
+    state: CheckState
     found: str
     way_out: str = ""
 
 
-def passed(name: str, found: str) -> Check:
+def passed(name: str, found: str) -> DoctorCheck:
     """The answer is yes."""
-    return Check(name, State.OK, found)
+    return DoctorCheck(name, CheckState.OK, found)
 
 
-def failed(name: str, found: str, way_out: str) -> Check:
+def failed(name: str, found: str, way_out: str) -> DoctorCheck:
     """The answer is no."""
-    return Check(name, State.FAILED, found, way_out)
+    return DoctorCheck(name, CheckState.FAILED, found, way_out)
 
 
-def not_applicable(name: str, found: str, way_out: str = "") -> Check:
+def not_applicable(name: str, found: str, way_out: str = "") -> DoctorCheck:
     """The question cannot be asked here."""
-    return Check(name, State.NOT_APPLICABLE, found, way_out)
+    return DoctorCheck(name, CheckState.NOT_APPLICABLE, found, way_out)
 
 
 @dataclass(slots=True)
 class Diagnosis:
-    """All checks, in the order in which they build on each other.
+    """All checks, in the order in which they depend on each other.
 
-    `server` is what was found at the other end. `refusal` is set when it could not be reached or refused: then the rest
-    was not asked.
+    `server` is the kind of server. `refusal` is set if it could not be reached or refused: then the other checks did
+    not run.
     """
 
     target: str
     server: str = ""
     model: str = ""
-    checks: list[Check] = field(default_factory=list)
+    checks: list[DoctorCheck] = field(default_factory=list)
     refusal: EngineError | None = None
 
     @property
     def ok(self) -> bool:
         """Whether nothing failed."""
-        return all(check.state is not State.FAILED for check in self.checks)
+        return all(check.state is not CheckState.FAILED for check in self.checks)
 
     def skip(self, names: Sequence[str], why: str, way_out: str = "") -> None:
-        """Note questions that cannot be asked."""
+        """Add checks that do not apply."""
         self.checks += [not_applicable(name, why, way_out) for name in names]
 
 
 TOKENS, LOGPROBS, STOP = "tokens in and out", "log-probabilities", "stop token inside the mask"
 SAMPLING = (TOKENS, LOGPROBS, STOP)
 
-_UPGRADE = "vLLM: 0.10.2 or newer, without --disable-log-probs. SGLang: 0.4 or newer. Check --openai.server_type."
+_UPGRADE = "vLLM: 0.10.2 or newer, without --disable-log-probs. SGLang: 0.4 or newer. DoctorCheck --openai.server_type."
 _ASKED = 4
 
 
-async def token_checks(engine: TokenEngine, prompt: Sequence[int]) -> AsyncIterator[Check]:
-    """The three answers. Whatever the engine raises is an answer, too."""
+async def token_checks(engine: TokenEngine, prompt: Sequence[int]) -> AsyncIterator[DoctorCheck]:
+    """The three token checks. An error of the engine is an answer, too."""
     try:
         sampled = await engine.generate(prompt, {"max_tokens": _ASKED, "temperature": 1.0})
     except EngineError as error:
@@ -106,8 +109,8 @@ async def token_checks(engine: TokenEngine, prompt: Sequence[int]) -> AsyncItera
     yield await _stop_token(engine, prompt)
 
 
-async def _stop_token(engine: TokenEngine, prompt: Sequence[int]) -> Check:
-    """Ask for the likeliest token, then declare it the one that ends the turn, and see whether it comes back."""
+async def _stop_token(engine: TokenEngine, prompt: Sequence[int]) -> DoctorCheck:
+    """Request the likeliest token, then declare it the one that ends the turn, and check that it is in the reply."""
     likeliest = {"temperature": 0.0, "max_tokens": 1}
     try:
         first = (await engine.generate(prompt, likeliest)).ids
@@ -151,8 +154,8 @@ _USER: Message = {"role": "user", "content": "Which word?"}
 _RESULT: Message = {"role": "tool", "tool_call_id": "call00001", "name": "look_up_word", "content": "1 found"}
 
 
-def writing_checks(tokenizer: Tokenizer, template: str | None, parser: str) -> Iterator[Check]:
-    """The three answers, in order; the later ones are not asked when the first is no."""
+def writing_checks(tokenizer: Tokenizer, template: str | None, parser: str) -> Iterator[DoctorCheck]:
+    """The three template checks, in order; the later ones do not apply if the first fails."""
     try:
         source = template_of(tokenizer, template)
         renderer = ChatFormat(tokenizer, template).renderer([TOOL])
@@ -166,8 +169,8 @@ def writing_checks(tokenizer: Tokenizer, template: str | None, parser: str) -> I
     yield _round_trip(renderer, source, tokenizer, parser)
 
 
-def _prefix(renderer: TurnRenderer) -> Check:
-    """Whether what was sampled is still there when the conversation goes on."""
+def _prefix(renderer: TurnRenderer) -> DoctorCheck:
+    """Whether the sampled text is still there when the conversation continues."""
     problems = []
     for after, reply, new in (
         ("a tool's result", _calling(ARGUMENTS), _RESULT),
@@ -193,8 +196,9 @@ def _prefix(renderer: TurnRenderer) -> Check:
     )
 
 
-def _round_trip(renderer: TurnRenderer, template: ChatTemplate, tokenizer: Tokenizer, parser: str) -> Check:
-    """Whether the parser reads the calls that the template writes: the model has learned the template's form."""
+def _round_trip(renderer: TurnRenderer, template: ChatTemplate, tokenizer: Tokenizer, parser: str) -> DoctorCheck:
+    """Whether the parser reads the calls that the template writes, because the model has learned the template's
+    form."""
     written = {}
     for arguments in (_PLAIN_ARGUMENTS, ARGUMENTS):
         text = _written(renderer, template, tokenizer, arguments)
@@ -239,7 +243,7 @@ def _written(
 
 
 def _reads(parser: GrammarParser, text: str, arguments: dict[str, JSON]) -> bool:
-    """Whether the parser finds this one call and nothing else, no text around it either."""
+    """Whether the parser finds this one call and nothing else."""
     parsed = parser.parse(text, tools=[TOOL])
     found = [(call.name, call.arguments) for call in parsed.calls]
     return found == [("look_up_word", arguments)] and not parsed.errors and not (parsed.content or "").strip()

@@ -1,7 +1,7 @@
-"""One examination from beginning to end: reach the model, find out what serves it, ask the questions in order.
+"""One examination: reach the model, find out what serves it, run the checks in order.
 
-Invariant: nothing but the endpoint that was named is asked, and a tokenizer is fetched only for a model that the user
-named; what a server merely lists is no consent.
+Invariant: only the given endpoint is contacted, and a tokenizer is fetched only for a model that the user named; a
+server's list of models is not consent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from palaestra.inference.engines.token_engine import PROBE, TokenServer
 from palaestra.inference.engines.transformers import TransformersEngine
 from palaestra.inference.engines.vllm import VLLMEngine
 from palaestra.inference.http.chat_completions import ListedModel, listed_models, server_kind
-from palaestra.inference.http.transport import NOT_JSON, refused, shown
+from palaestra.inference.http.transport import NOT_JSON, shown
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
 
 REACHABLE, SERVER, CHAT, AGREES = "reachable", "server", "chat with tools", "tokenizer agrees"
@@ -48,7 +48,7 @@ _ONLY_CHATS = (
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What to look at: `where` is an address or a model's folder. `server_type` None finds out."""
+    """`where` is an address or a model's folder. `server_type` None detects it."""
 
     where: str
     model: str | None = None
@@ -59,7 +59,7 @@ class Target:
 
 
 async def diagnose(target: Target) -> Diagnosis:
-    """Examine. Never raises for what is wrong at the other end; `ConfigError` for a target that is none."""
+    """Run all checks. Raises `ConfigError` for an invalid target, and nothing for failures of the server."""
     if "://" in target.where:
         return await _Examination(target).endpoint()
     if local_path(target.where).is_dir():
@@ -68,7 +68,7 @@ async def diagnose(target: Target) -> Diagnosis:
 
 
 class _Examination:
-    """One run through the questions."""
+    """One run through the checks."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -116,10 +116,7 @@ class _Examination:
 
     async def _reach(self, engine: OpenAIEngine) -> list[ListedModel]:
         url = engine.base_url / "models"
-        response = await engine.transport.look("GET", url)
-        if response.status in (401, 403):
-            raise refused(url, response.status, response.body, self.found.model)
-        models = listed_models(response.body)
+        models = listed_models((await engine.transport.list_models(url)).body)
         names = ", ".join(model.id for model in models[:5]) or "no models listed"
         self.found.checks.append(passed(REACHABLE, f"{shown(url)} answers: {names}"))
         return models
@@ -144,7 +141,7 @@ class _Examination:
         return response.status == 200 and isinstance(value, dict) and bool(value.keys() & {"version", "model_path"})
 
     async def _tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of what the user named; None where nothing was named or it cannot be had."""
+        """The tokenizer that the user named; None without a name or if it cannot be loaded."""
         named = self.target.tokenizer or self.target.model
         if named is None:
             return None
@@ -210,7 +207,7 @@ class _Examination:
         self.found.refusal = error
         asked = {check.name for check in self.found.checks}
         if REACHABLE not in asked:
-            way_out = "Check address and key, and that the server runs."
+            way_out = "DoctorCheck address and key, and that the server runs."
             self.found.checks.append(failed(REACHABLE, str(error), way_out))
         self.found.checks += [
             not_applicable(name, "the server could not be asked") for name in _AFTER_REACHING if name not in asked

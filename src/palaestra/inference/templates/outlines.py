@@ -26,7 +26,7 @@ from palaestra.inference.templates.jinja import ChatTemplate, Sandbox, tojson
 from palaestra.inference.templates.probe import NONCE
 
 Measured: TypeAlias = tuple[str | None, str]
-"""The text after the reply (None where it cannot be found), and how history is rewritten."""
+"""The text after the reply (None if it cannot be found), and how history is rewritten, if it is."""
 
 Look: TypeAlias = Callable[[str], Measured]
 """Finds that in a whole rendering."""
@@ -37,7 +37,7 @@ _MOST_OUTLINES = 4
 _MOST_FORMS = 256
 _MOST_TEXTS = 32
 
-_UPSETTING = (
+_ADVERSARIAL = (
     "",
     "  \n two \n\n lines\t\n ",
     "<think>\nthought\n</think>\n\nsaid",
@@ -48,23 +48,23 @@ _UPSETTING = (
 )
 
 
-class Render(Protocol):
-    """Renders messages that are as the template wants them. Raises `ConfigError`."""
+class RenderMessages(Protocol):
+    """Renders messages that are prepared for the template. Raises `ConfigError`."""
 
     def __call__(self, messages: Sequence[Message], /) -> str: ...
 
 
 class Outlines:
-    """The outlines of one renderer. `traced` renders as `render` does, with blanks in mind."""
+    """The outlines of one renderer. `traced` renders as `render` does, with blanks."""
 
-    def __init__(self, render: Render, traced: Render) -> None:
+    def __init__(self, render: RenderMessages, traced: RenderMessages) -> None:
         self._render = render
         self._traced = traced
         self._known: dict[Hashable, list[Outline]] = {}
         self._opaque: set[Hashable] = set()
 
     def measured(self, case: Hashable, head: Sequence[Message], ready: Sequence[Message], look: Look) -> Measured:
-        """What `look` finds in the rendering of `head` and `ready`: a reply and what came after it.
+        """The result of `look` in the rendering of `head` and `ready`: a reply and what came after it.
 
         `head` and the reply's marks must be the same whenever `case` is. Raises `ConfigError`.
         """
@@ -85,7 +85,7 @@ class Outlines:
         return measured
 
     def _outline(self, head: Sequence[Message], ready: Sequence[Message], look: Look) -> Outline | None:
-        recording = Recording()
+        recording = BlankRecording()
         blanks = [recording.blank(text) for text in _texts(ready)]
         try:
             tail, rewrites = look(recording.spelled(self._traced([*head, *_written(ready, blanks)])))
@@ -94,8 +94,8 @@ class Outlines:
         return None if tail is None or rewrites else recording.outline(tail)
 
     def _holds(self, outline: Outline, head: Sequence[Message], ready: Sequence[Message], look: Look) -> bool:
-        """Whether it gives what rendering gives, or nothing, also for texts that might upset it."""
-        for content in (None, *_UPSETTING):
+        """Whether it gives what rendering gives, or nothing, for adversarial texts too."""
+        for content in (None, *_ADVERSARIAL):
             other = [ready[0], *({**m, "content": m["content"] if content is None else content} for m in ready[1:])]
             filled = outline.filled(list(_texts(other)))
             try:
@@ -107,7 +107,7 @@ class Outlines:
 
 
 def _form(ready: Sequence[Message]) -> Hashable | None:
-    """What is alike in messages that differ in their texts alone; None where there is more than texts to them."""
+    """The part that is equal in messages that differ only in their texts; None if they hold more than texts."""
     reply, *after = ready
     calls = len(reply.get("tool_calls", ()))
     if 2 * calls + sum(map(len, after)) > _MOST_TEXTS:
@@ -153,12 +153,12 @@ Part: TypeAlias = str | int
 
 
 class Opaque(Exception):
-    """The template does something with a text that an outline cannot tell again."""
+    """The template does something with a text that an outline cannot repeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """Value `number` is `parts` written together or, where there is a function, that of value `of` and `arguments`."""
+    """Value `number` is `parts` joined or, if there is a function, its result for value `of` and `arguments`."""
 
     number: int
     parts: tuple[Part, ...] = ()
@@ -173,7 +173,7 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What was asked of value `of`, and heard."""
+    """A question about value `of`, and its answer."""
 
     function: Callable[..., JSON]
     of: int
@@ -183,14 +183,14 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """`parts` written together, for all texts of which what was `asked` is still answered so."""
+    """`parts` joined, for all texts for which what was `asked` has the same answers."""
 
     made: tuple[_Made, ...]
     asked: tuple[_Asked, ...]
     parts: tuple[Part, ...]
 
     def filled(self, texts: Sequence[str]) -> str | None:
-        """The rendering for these texts; None where the template may have more to say about them."""
+        """The rendering for these texts; None if the template might render them differently."""
         values = dict(enumerate(texts))
         for made in self.made:
             if made.function is None:
@@ -207,10 +207,9 @@ def _together(parts: Iterable[Part], values: dict[int, str]) -> str:
     return "".join([values[part] if type(part) is int else part for part in parts])  # type: ignore[misc]
 
 
-class Recording:
-    """One rendering with blanks. `texts` are the values: first those that blanks were made for, then what became of
-    them.
-    """
+class BlankRecording:
+    """One rendering with blanks. `texts` are the values: first those that blanks were made for, then those made of
+    them."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -224,7 +223,7 @@ class Recording:
         return Blank(self, len(self.texts) - 1)
 
     def joined(self, parts: Sequence[str]) -> Blank:
-        """All of them written together."""
+        """All of them joined."""
         text = "".join([self.texts[part.number] if isinstance(part, Blank) else part for part in parts])
         blank = self.blank(text)
         written = tuple(part.number if isinstance(part, Blank) else part for part in parts)
@@ -233,7 +232,7 @@ class Recording:
         return blank
 
     def applied(self, function: Callable[..., JSON], blank: Blank, arguments: tuple[JSON, ...]) -> JSON:
-        """What `function` answers for the text: a text becomes a blank, anything else has been asked."""
+        """The answer of `function` for the text: a text becomes a blank, anything else is recorded as asked."""
         if not all(map(_plain, arguments)):
             raise Opaque("a text meets another")
         try:
@@ -250,7 +249,7 @@ class Recording:
         return answer
 
     def spelled(self, rendered: str) -> str:
-        """A rendering as plain text, with a mark for every value that is no constant."""
+        """A rendering as plain text, with a mark for every value that is not constant."""
         return self._spelled(rendered.number) if isinstance(rendered, Blank) else rendered
 
     def _spelled(self, number: int) -> str:
@@ -260,7 +259,7 @@ class Recording:
         return "".join([part if isinstance(part, str) else self._spelled(part) for part in parts])
 
     def outline(self, spelled: str) -> Outline:
-        """The outline of a part of what `spelled` gave."""
+        """The outline of a part of `spelled`'s result."""
         parts = tuple(_number(piece) if _MARK.fullmatch(piece) else piece for piece in _MARK.split(spelled) if piece)
         asked = tuple(dict.fromkeys(self._asked))
         needed = {part for part in parts if isinstance(part, int)} | {question.of for question in asked}
@@ -271,13 +270,13 @@ class Recording:
 
 
 class Blank(str):
-    """A text as a template holds it. Its own letters are a mark that means nothing."""
+    """A text as a template holds it. Its own letters are a meaningless mark."""
 
     __slots__ = ("number", "recording")
-    recording: Recording
+    recording: BlankRecording
     number: int
 
-    def __new__(cls, recording: Recording, number: int) -> Blank:
+    def __new__(cls, recording: BlankRecording, number: int) -> Blank:
         """The blank of one of the recording's values."""
         blank = super().__new__(cls, _mark(number))
         blank.recording, blank.number = recording, number
@@ -308,7 +307,7 @@ def _recorded(name: str) -> Callable[..., JSON]:
 
 
 def _compared(name: str) -> Callable[..., JSON]:
-    """A comparison: with what is no text the answer is always the same."""
+    """A comparison; with anything but text the answer is always the same."""
     recorded = _recorded(name)
     return lambda self, other: recorded(self, other) if isinstance(other, str) else NotImplemented
 
@@ -329,7 +328,7 @@ for _name in {name for name in vars(str) if callable(getattr(str, name))} - _ITS
 
 
 def _plain(value: JSON) -> bool:
-    """Whether a value can be asked with again."""
+    """Whether a value can be asked about again."""
     if isinstance(value, tuple):
         return all(map(_plain, value))
     return value is None or type(value) in (str, int, bool)
@@ -344,7 +343,7 @@ def _number(mark: str) -> int:
 
 
 _PASSING = frozenset({"trim", "string", "length", "count", "default", "d", "upper", "lower"})
-"""Filters that do nothing with a text but ask its methods, or hand it on."""
+"""Filters that only call a text's methods, or pass it on."""
 
 
 class _Generator(CodeGenerator):
@@ -370,7 +369,11 @@ class _Generator(CodeGenerator):
 
 
 class _Tracing(Sandbox):
-    """The sandbox of chat templates, for values with blanks in them."""
+    """The sandbox of chat templates, for values with blanks in them.
+
+    Jinja can work on texts without their methods: joining, `in`, filters, calls. Each of these either knows blanks, or
+    raises `Opaque` for one.
+    """
 
     code_generator_class = _Generator
     intercepted_binops = frozenset({"%", "*"})
@@ -384,7 +387,7 @@ class _Tracing(Sandbox):
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """Texts written together; also what a template, a macro or a block gives."""
+        """Texts joined; also the result of a template, a macro or a block."""
         found = list(parts)
         blank = next((part for part in found if isinstance(part, Blank)), None)
         return "".join(found) if blank is None else blank.recording.joined(found)
@@ -396,7 +399,7 @@ class _Tracing(Sandbox):
         return member in container
 
     def call(self, context: Context, function: Callable[..., JSON], *given: JSON, **named: JSON) -> JSON:
-        """A call in the template. Only its own macros, and `namespace`, know what to do with a blank."""
+        """A call in the template. Only its own macros, and `namespace`, can handle a blank."""
         taken = isinstance(function, Macro) or function is self.globals["namespace"]
         if not taken and any(isinstance(value, Blank) for value in (*given, *named.values())):
             raise Opaque("a call with a text")
@@ -410,12 +413,12 @@ class _Tracing(Sandbox):
 
 
 def traced(template: ChatTemplate) -> ChatTemplate:
-    """The same template, rendered with blanks in mind."""
+    """The same template, for rendering with blanks."""
     return template.compiled_in(_Tracing())
 
 
 def _watched(name: str, function: Callable[..., JSON]) -> Callable[..., JSON]:
-    """A filter that raises `Opaque` when it is given a blank, or would write texts together."""
+    """A filter that raises `Opaque` for a blank, or if it would join texts."""
     if name in _PASSING:
         return function
 
