@@ -27,18 +27,18 @@ from palaestra.rollouts.environment import Environment, Kit
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import Slot
-from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra.testing.fake_engine import toy_tokenizer
 from palaestra.tools.registry.registry import build_tool_registry
 
-ENGINE_FAULTS: Mapping[str, Answer] = {
-    "429": Answer({"error": {"message": "slow down"}}, status=429),
-    "503": Answer({"error": {"message": "overloaded"}}, status=503),
-    "cut stream": Answer(cut=True),
-    "half a reply": Answer(b'{"choices": [{"mess'),
-    "no choice": Answer(completion() | {"choices": []}),
-    "no answer in time": Answer(hang=True),
-    "abort": Answer(completion("I was about to", finish="abort")),
+ENGINE_FAULTS: Mapping[str, FakeAnswer] = {
+    "429": FakeAnswer({"error": {"message": "slow down"}}, status=429),
+    "503": FakeAnswer({"error": {"message": "overloaded"}}, status=503),
+    "cut stream": FakeAnswer(cut=True),
+    "half a reply": FakeAnswer(b'{"choices": [{"mess'),
+    "no choice": FakeAnswer(completion() | {"choices": []}),
+    "no answer in time": FakeAnswer(hang=True),
+    "abort": FakeAnswer(completion("I was about to", finish="abort")),
 }
 
 OWN_LIMITS: Mapping[str, tuple[str, str]] = {

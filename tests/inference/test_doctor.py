@@ -29,7 +29,7 @@ from palaestra.inference.doctor.checks import (
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.tokenizers import FastTokenizer, load_tokenizer
-from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra.testing.fake_engine import toy_tokenizer
 from palaestra.testing.fake_token_server import Reply, TokenLoopback
 from palaestra.testing.tiny_model import chat_template, save_tokenizer, train_tokenizer
@@ -98,7 +98,7 @@ def test_a_token_server_in_good_health(kind: str, folder: Path, tokenizer: FastT
 
 def test_a_server_that_only_chats(folder: Path) -> None:
     async def scenario() -> Diagnosis:
-        async with LoopbackServer(Answer(completion()), models=Answer(MODELS)) as server:
+        async with LoopbackServer(FakeAnswer(completion()), models=FakeAnswer(MODELS)) as server:
             return await diagnose(Target(server.url, tokenizer=str(folder)))
 
     found = asyncio.run(scenario())
@@ -193,7 +193,7 @@ def test_what_is_no_target() -> None:
 
 def test_a_refused_key() -> None:
     async def scenario() -> Diagnosis:
-        refusal = Answer({"error": {"message": "wrong key"}}, status=401)
+        refusal = FakeAnswer({"error": {"message": "wrong key"}}, status=401)
         async with LoopbackServer(refusal, models=refusal) as server:
             return await diagnose(Target(server.url, api_key="secret"))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from envs import scripts
-from palaestra.testing.fake_chat_server import Answer, LoopbackServer, Seen, completion
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, Seen, completion
 
 pytestmark = pytest.mark.slots
 
@@ -206,7 +206,7 @@ def test_a_chat_server_has_a_real_conversation_with_tools(tmp_path: Path) -> Non
     script(tmp_path, scripts.COUNT_LINES)
 
     async def main() -> tuple[int, str, list[Seen]]:
-        async with LoopbackServer(*map(Answer, answers)) as server:
+        async with LoopbackServer(*map(FakeAnswer, answers)) as server:
             process = await asyncio.create_subprocess_exec(
                 *RUN,
                 *["my_env.py", "--env.n", "1", "--base-url", f"{server.url}/v1", "--model", "m"],

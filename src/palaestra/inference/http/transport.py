@@ -86,13 +86,12 @@ class Transport:
         retry: RetryPolicy | None = None,
         clock: Clock | None = None,
         rng: random.Random | None = None,
-        remembered: int = 1000,
     ) -> None:
         self.model = model
         self.timeout_s = timeout_s
         self.retry = retry or RetryPolicy()
         self.requests = self.retries = self.failures = self.in_flight = 0
-        self.latencies_s: deque[float] = deque(maxlen=remembered)
+        self.latencies_s: deque[float] = deque(maxlen=1000)
         self._headers = {**_HEADERS, **(headers or {})}
         self._query = query
         self._lanes = {name: asyncio.Semaphore(limit) for name, limit in (lanes or {"train": 512}).items()}
@@ -110,7 +109,7 @@ class Transport:
         rng: random.Random | None = None,
     ) -> Transport:
         """The pool for a configured server, with the lanes `train` and `eval`. Raises `ConfigError`."""
-        return cls(
+        pool = cls(
             model=config.model_name,
             headers=_authorization(config),
             query=URL(config.base_url or "").query,
@@ -119,8 +118,9 @@ class Transport:
             retry=retry,
             clock=clock,
             rng=rng,
-            remembered=config.rolling_buffer_length,
         )
+        pool.latencies_s = deque(maxlen=config.rolling_buffer_length)
+        return pool
 
     async def aclose(self) -> None:
         """Close the connections."""
