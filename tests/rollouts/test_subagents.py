@@ -39,7 +39,7 @@ from palaestra.rollouts.environment import AgentSettings, Kit
 from palaestra.rollouts.export.atif.write import AtifExporter, atif_document
 from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.export.exporter import ExportMeta
-from palaestra.rollouts.export.html import Page, inside
+from palaestra.rollouts.export.html import PageBudget, inside
 from palaestra.rollouts.export.openai import OpenAIExporter
 from palaestra.rollouts.export.sharegpt import ShareGPTExporter
 from palaestra.rollouts.export.token_rows import exported_rows
@@ -523,7 +523,7 @@ def test_what_a_sub_agent_sees_otherwise_after_a_kill_is_asked_and_paid_for(tmp_
 
 def test_a_page_shows_them_and_what_leaves_them_out_says_so(tmp_path: Path) -> None:
     (trajectory,) = roll_out(tmp_path, Exact())
-    entries = inside(trajectory, Page())
+    entries = inside(trajectory, PageBudget())
     assert [entry.role for entry in entries if entry.role.startswith("sub-agent")] == [
         "sub-agent 1, started in turn 1",
         "sub-agent 2, started in turn 1",

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from palaestra.core.types import Blame, Outcome
-from palaestra.rollouts.export.html import Page, write_report
+from palaestra.rollouts.export.html import PageBudget, write_report
 from palaestra.rollouts.records import Beside, TokenRow, Trajectory, TurnRecord
 
 HOSTILE = (
@@ -200,7 +200,7 @@ def test_a_failed_write_leaves_the_old_page_and_no_rubbish(tmp_path, group, traj
 
 def test_a_page_that_is_full_says_where(tmp_path, group, trajectory):
     talks = [group(trajectory(0, messages=[{"role": "user", "content": "x" * 1_500}]), number=n) for n in range(3)]
-    write_report(tmp_path / "page.html", talks, {}, Page(page_chars=2_000))
+    write_report(tmp_path / "page.html", talks, {}, PageBudget(page_chars=2_000))
     text = Reader((tmp_path / "page.html").read_text()).text
     assert text.count("from here on, long texts are cut short") == 1
     assert text.index("task-1") < text.index("from here on") < text.index("task-2")

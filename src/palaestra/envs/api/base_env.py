@@ -23,7 +23,7 @@ from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import ChatServer
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.export.messages import heard
+from palaestra.rollouts.export.messages import chat_messages
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
 from palaestra.rollouts.records import Trajectory
 from palaestra.tools.mcp.run_servers import MCPServers
@@ -289,7 +289,7 @@ MOST_RESULT = 500
 def format_trajectory(messages: Sequence[Message]) -> str:
     """A conversation as a person reads it: who said what, the calls and the beginnings of their results."""
     parts = []
-    for said in heard(messages):
+    for said in chat_messages(messages):
         if said.role == "tool":
             parts.append(f"[TOOL RESULT] {said.text[:MOST_RESULT]}{'...' if len(said.text) > MOST_RESULT else ''}")
             continue

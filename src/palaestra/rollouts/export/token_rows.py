@@ -1,8 +1,8 @@
 """The format `rows`: exact tokens, one line per segment of a rollout, for trainers that take token ids.
 
-A segment is a stretch in which history only grew; a rollout whose history was rewritten has several, and over all of
-them each sampled token stands exactly once with mask 1 (T3). `docs/training.md` turns lines into what TRL and Tinker
-take. Not for text, and not a place where tokens are made: what no engine sampled is refused.
+Within a segment history only grew; a rollout whose history was rewritten has several, and over all of them each sampled
+token has mask 1 exactly once (T3). `docs/training.md` converts lines for TRL and Tinker. Invariant: tokens that no
+engine sampled are refused.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ WITHOUT_TOKENS = "without tokens"
 class ExportedRow(msgspec.Struct, kw_only=True):
     """One line. Its order, from `prompt_ids` to `policy_version`, is that of a trainer's batch row.
 
-    `prompt_ids[P]` is what came before the first sampled token; `completion_ids[T]`, `mask[T]` (1 where the model
-    sampled, 0 where the environment wrote) and `logprobs[T]` (the engine's own, 0.0 where mask is 0; null where there
-    are none) are the rest. `reward` is the whole rollout's, null when unscored. `policy_version` is the version that
-    sampled the segment, null when it was several or none was told; `versions` has (start, stop, version), places in
-    the completion. `segment` counts from 0; `segments` is how many lines the rollout has.
+    `prompt_ids[P]` are the tokens before the first sampled one; `completion_ids[T]`, `mask[T]` (1 where the model
+    sampled, 0 where the environment wrote) and `logprobs[T]` (the engine's own, 0.0 where mask is 0; null without any)
+    are the rest. `reward` is the whole rollout's, null if unscored. `policy_version` is the version that sampled the
+    segment, null for several or none; `versions` has (start, stop, version), places in the completion. `segment` counts
+    from 0; `segments` is how many lines the rollout has.
     """
 
     schema: str = ROW_SCHEMA
@@ -56,14 +56,14 @@ class ExportedRow(msgspec.Struct, kw_only=True):
 
 
 class RowsExporter:
-    """One `ExportedRow` per line. Refuses rollouts without sampled tokens unless placeholders are asked for."""
+    """One `ExportedRow` per line. Refuses rollouts without sampled tokens unless placeholders are allowed."""
 
     name = "rows"
     ending = ".jsonl"
     everything = False
 
     def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
-        """Write the lines. Raises `ConfigError` at a rollout whose tokens are missing or contradict each other."""
+        """Write the lines. Raises `ConfigError` for a rollout whose tokens are missing or contradict each other."""
         report = ExportReport()
         encoder = msgspec.json.Encoder()
         for group in groups:

@@ -1,8 +1,7 @@
-"""ATIF documents read back: from this program's own exports, and from any agent that writes versions 1.0 to 1.8.
+"""ATIF documents as messages: from this program's own exports, and from any agent that writes versions 1.0 to 1.8.
 
-Not the rules of the format (`atif_model`). It keeps: from our own documents the messages come back as recorded (no
-content comes back as the empty text, thinking as `reasoning_content`); from others, everything that an OpenAI message
-can hold.
+Invariant: our own documents give the messages as recorded (None content as empty text, thinking as
+`reasoning_content`); others give everything that an OpenAI message can hold.
 """
 
 from __future__ import annotations
@@ -15,10 +14,19 @@ import msgspec
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.rollouts.export.atif.schema import Content, Document, Extra, Part, Result, Step, ToolCall, read_document
+from palaestra.rollouts.export.atif.schema import (
+    AtifPart,
+    AtifResult,
+    AtifStep,
+    AtifToolCall,
+    Content,
+    Document,
+    Extra,
+    read_document,
+)
 
 OURS = "palaestra"
-"""The key, in any `extra`, of what is this program's."""
+"""The key, in any `extra`, of this program's values."""
 
 
 def read_atif(path: Path) -> Iterator[Document]:
@@ -44,12 +52,12 @@ def messages_of(document: Document) -> list[Message]:
 
 
 def facts_of(document: Document) -> Mapping[str, JSON]:
-    """What this program knew of the rollout: reward, outcome, task and more. Empty for documents of others."""
+    """This program's facts about the rollout: reward, outcome, task and more. Empty for documents of others."""
     return _ours(document.extra)
 
 
 def arguments_text(arguments: Mapping[str, JSON]) -> str:
-    """How arguments read when only the object is known: as they come back from a document."""
+    """The text of arguments of which only the object is known, as read back from a document."""
     try:
         stored: JSON = msgspec.json.decode(msgspec.json.encode(arguments))
     except UnicodeEncodeError:
@@ -64,7 +72,7 @@ def _read(raw: bytes, where: str) -> Document:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _message(step: Step, ours: Mapping[str, JSON]) -> Message:
+def _message(step: AtifStep, ours: Mapping[str, JSON]) -> Message:
     role = "assistant" if step.source == "agent" else step.source
     message: Message = {"role": role, "content": _content(step.message)}
     if step.reasoning_content:
@@ -75,7 +83,7 @@ def _message(step: Step, ours: Mapping[str, JSON]) -> Message:
     return message
 
 
-def _call(call: ToolCall) -> dict[str, JSON]:
+def _call(call: AtifToolCall) -> dict[str, JSON]:
     written = _ours(call.extra).get("arguments")
     arguments = written if isinstance(written, str) else json.dumps(call.arguments, ensure_ascii=False)
     return {
@@ -85,8 +93,8 @@ def _call(call: ToolCall) -> dict[str, JSON]:
     }
 
 
-def _result(result: Result, step: Step) -> Message:
-    """A tool's answer. One that names no call is what the model was told next: a user's message."""
+def _result(result: AtifResult, step: AtifStep) -> Message:
+    """A tool's answer. One without a call is the next user message."""
     ours, content = _ours(result.extra), _content(result.content if result.content is not None else "")
     call_id = result.source_call_id or ours.get("tool_call_id")
     calls = step.tool_calls or []
@@ -102,7 +110,7 @@ def _content(content: Content) -> JSON:
     return content if isinstance(content, str) else [_part(part) for part in content]
 
 
-def _part(part: Part) -> dict[str, JSON]:
+def _part(part: AtifPart) -> dict[str, JSON]:
     if part.source is None:
         return {"type": "text", "text": part.text or ""}
     if part.type == "image":

@@ -1,12 +1,11 @@
 """The format `atif`: one ATIF-v1.7 document per line, for everything that reads agent trajectories.
 
-Not the rules of the format (`atif_model`) nor the way back (`atif_reading`). It keeps: every document written passes
-those rules; what is ours stands under the key `palaestra` of an `extra` and nowhere else; `messages_of` gives the
-messages back as they were recorded.
+Invariant: every document passes the checks of `schema`; our own values are under the key `palaestra` of an `extra` and
+nowhere else; `messages_of` gives the messages back as recorded.
 
 A message becomes a step, and a tool's result part of the step that called it. Steps of the model's own turns have
-`metrics`, with the token ids that were sampled where the engine gave them; its earlier replies, which were part of the
-prompt, are marked as copied context, so that nobody trains on them.
+`metrics`, with the sampled token ids if the engine gave them; earlier replies, which were part of the prompt, are
+marked as copied context, so that they are not trained on.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ from palaestra.rollouts.export.atif.read import OURS, arguments_text
 from palaestra.rollouts.export.atif.schema import (
     IMAGE_TYPES,
     WRITE_VERSION,
-    Agent,
+    AtifAgent,
+    AtifPart,
+    AtifResult,
+    AtifSource,
+    AtifStep,
+    AtifToolCall,
     Content,
     Document,
     Extra,
     FinalMetrics,
     Metrics,
     Observation,
-    Part,
-    Result,
-    Source,
-    Step,
-    ToolCall,
     check,
 )
 from palaestra.rollouts.export.atropos import encode_line
-from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, apart, verdict
-from palaestra.rollouts.export.messages import Call, Said, heard, own_turns, part_kind, part_text
+from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, omissions, outcome_fields
+from palaestra.rollouts.export.messages import ChatMessage, MessageCall, chat_messages, own_turns, part_kind, part_text
 from palaestra.rollouts.export.openai import remarks_on
 from palaestra.rollouts.records import Group, Trajectory
 
@@ -72,8 +71,8 @@ class AtifExporter:
 def atif_document(
     trajectory: Trajectory, tools: Sequence[Mapping[str, JSON]], meta: ExportMeta
 ) -> tuple[Document, set[str]]:
-    """The document of one rollout, checked, and what could not be said in it."""
-    conversation = heard(trajectory.messages)
+    """The checked document of one rollout, and remarks on what it cannot express."""
+    conversation = chat_messages(trajectory.messages)
     steps = _Steps(trajectory)
     for message, turn in zip(conversation, own_turns(conversation, len(trajectory.turns)), strict=True):
         steps.take(message, turn)
@@ -81,7 +80,7 @@ def atif_document(
         schema_version=WRITE_VERSION,
         session_id=f"{meta.run_id}/{trajectory.rollout_id}",
         trajectory_id=trajectory.rollout_id,
-        agent=Agent(
+        agent=AtifAgent(
             name="palaestra",
             version=version("palaestra"),
             model_name=meta.model or None,
@@ -96,11 +95,11 @@ def atif_document(
         extra={OURS: _facts(trajectory, meta)},
     )
     check(document)
-    return document, {*steps.remarks, *remarks_on(conversation), *apart(trajectory)}
+    return document, {*steps.remarks, *remarks_on(conversation), *omissions(trajectory)}
 
 
 def _facts(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
-    """What of our record the format has no field for."""
+    """The parts of our record without a field in the format."""
     return {
         "schema": ATIF_EXTRA_SCHEMA,
         "run_id": meta.run_id,
@@ -108,7 +107,7 @@ def _facts(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
         "group_id": trajectory.group_id,
         "task_id": trajectory.task_id,
         "index": trajectory.index,
-        **verdict(trajectory),
+        **outcome_fields(trajectory),
     }
 
 
@@ -116,15 +115,15 @@ class _Steps:
     """The steps so far."""
 
     def __init__(self, trajectory: Trajectory) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[AtifStep] = []
         self.remarks: set[str] = set()
         self._turns = dict(enumerate(trajectory.turns, 1))
         self._sampled = _sampled(trajectory)
         if len(self._sampled) < len(trajectory.turns) and trajectory.ledger is not None:
             self.remarks.add("without the token ids of some turns")
 
-    def take(self, message: Said, turn: int | None) -> None:
-        """Add one message; `turn` is the model's own turn (from 1) in which it was said."""
+    def take(self, message: ChatMessage, turn: int | None) -> None:
+        """Add one message; `turn` is the model's own turn (from 1) in which it was written."""
         if message.role == "tool":
             self._result(message)
         elif message.role == "assistant":
@@ -134,16 +133,16 @@ class _Steps:
             unknown = {} if message.role in ("user", "system") else {"role": message.role}
             self.steps.append(self._step(source, message, {**message.rest, **unknown}))
 
-    def _step(self, source: str, message: Said, fields: Mapping[str, JSON]) -> Step:
+    def _step(self, source: str, message: ChatMessage, fields: Mapping[str, JSON]) -> AtifStep:
         named = {"name": message.name} if message.name else {}
-        return Step(
+        return AtifStep(
             step_id=len(self.steps) + 1,
             source=source,
             message=self._content(message),
             extra=_ours({"fields": {**fields, **named}} if fields or named else {}),
         )
 
-    def _agent_step(self, message: Said, turn: int | None) -> Step:
+    def _agent_step(self, message: ChatMessage, turn: int | None) -> AtifStep:
         step = self._step("agent", message, message.rest)
         step.reasoning_content = message.reasoning or None
         step.tool_calls = [_tool_call(call) for call in message.calls] or None
@@ -164,10 +163,12 @@ class _Steps:
             extra=_ours({"finish_reason": cost.finish_reason} if cost.finish_reason else {}),
         )
 
-    def _result(self, message: Said) -> None:
-        """Add a tool's result to the step of the agent before it, or to one of its own where there is none."""
+    def _result(self, message: ChatMessage) -> None:
+        """Add a tool's result to the agent's step before it, or to a step of its own."""
         if not self.steps or self.steps[-1].source != "agent":
-            own = Step(step_id=len(self.steps) + 1, source="system", message="", extra=_ours({"only_results": True}))
+            own = AtifStep(
+                step_id=len(self.steps) + 1, source="system", message="", extra=_ours({"only_results": True})
+            )
             if not self.steps or not (self.steps[-1].extra or {}).get(OURS, {}).get("only_results"):
                 self.steps.append(own)
         step = self.steps[-1]
@@ -176,47 +177,47 @@ class _Steps:
         kept: Extra = {"fields": fields} if fields else {}
         if not called:
             kept |= {"role": "tool"} | ({"tool_call_id": message.call_id} if message.call_id else {})
-        result = Result(
+        result = AtifResult(
             source_call_id=message.call_id if called else None, content=self._content(message), extra=_ours(kept)
         )
         step.observation = step.observation or Observation(results=[])
         step.observation.results.append(result)
 
-    def _content(self, message: Said) -> Content:
+    def _content(self, message: ChatMessage) -> Content:
         if isinstance(message.content, str):
             return message.content
         return [self._part(part) for part in message.content]
 
-    def _part(self, part: JSON) -> Part:
+    def _part(self, part: JSON) -> AtifPart:
         if (text := part_text(part)) is not None:
-            return Part(type="text", text=text)
+            return AtifPart(type="text", text=text)
         if (source := _image(part)) is not None:
-            return Part(type="image", source=source)
+            return AtifPart(type="image", source=source)
         self.remarks.add(f"without a part of a message, of the kind {part_kind(part)!r}")
-        return Part(type="text", text=f"[{part_kind(part)}]")
+        return AtifPart(type="text", text=f"[{part_kind(part)}]")
 
 
-def _tool_call(call: Call) -> ToolCall:
-    """The call; the text of its arguments beside the object wherever the object does not say it all."""
+def _tool_call(call: MessageCall) -> AtifToolCall:
+    """The call; with the text of its arguments if the object does not say it all."""
     parsed = call.parsed()
     exact = parsed is not None and arguments_text(parsed) == call.arguments
     kept: Extra = {} if exact else {"arguments": call.arguments}
-    return ToolCall(tool_call_id=call.id, function_name=call.name, arguments=parsed or {}, extra=_ours(kept))
+    return AtifToolCall(tool_call_id=call.id, function_name=call.name, arguments=parsed or {}, extra=_ours(kept))
 
 
-def _image(part: JSON) -> Source | None:
-    """Where an image lies, when it is one whose type can be told from its address."""
+def _image(part: JSON) -> AtifSource | None:
+    """Where an image is, if its address shows its type."""
     link = part.get("image_url") if isinstance(part, Mapping) else None
     url = link.get("url") if isinstance(link, Mapping) else link
     if not isinstance(url, str) or (isinstance(link, Mapping) and set(link) - {"url"}):
         return None
     named = url.removeprefix("data:").partition(";")[0] if url.startswith("data:") else mimetypes.guess_type(url)[0]
-    return Source(media_type=named, path=url) if named in IMAGE_TYPES else None
+    return AtifSource(media_type=named, path=url) if named in IMAGE_TYPES else None
 
 
 def _sampled(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float]]]:
-    """What was sampled in each turn: ids[T], logprobs[T]. Sub-agents have segments of the ledger to themselves; nothing
-    where the rest has other calls than the agent's turns."""
+    """The sampled ids[T] and logprobs[T] of each turn. Sub-agents have segments of the ledger to themselves; nothing if
+    the rest has other calls than the agent's turns."""
     ledger = trajectory.ledger
     if ledger is None:
         return {}

@@ -26,7 +26,7 @@ from opentelemetry.util.types import AttributeValue
 from palaestra.agent.tool_calls import reported_error
 from palaestra.core.types import JSON, Message, Score
 from palaestra.inference.engine import ChatCompletion, ChatServer
-from palaestra.rollouts.export.messages import Said, heard
+from palaestra.rollouts.export.messages import ChatMessage, chat_messages
 from palaestra.rollouts.journal.journal import plain
 from palaestra.rollouts.observe.tracing.spans import Tracing
 from palaestra.rollouts.records import Group, Trajectory
@@ -37,10 +37,10 @@ from palaestra.tools.tool import ToolReply
 def messages_text(messages: Sequence[Message], finish_reason: str | None = None) -> str:
     """The messages as JSON text. With a `finish_reason` they are what a model answered."""
     ended = {} if finish_reason is None else {"finish_reason": finish_reason}
-    return json.dumps([{"role": said.role, "parts": _parts(said)} | ended for said in heard(messages)])
+    return json.dumps([{"role": said.role, "parts": _parts(said)} | ended for said in chat_messages(messages)])
 
 
-def _parts(said: Said) -> list[dict[str, JSON]]:
+def _parts(said: ChatMessage) -> list[dict[str, JSON]]:
     if said.role == "tool":
         return [{"type": "tool_call_response", "id": said.call_id, "response": said.text}]
     parts: list[dict[str, JSON]] = []
