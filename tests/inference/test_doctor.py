@@ -15,14 +15,18 @@ from palaestra.cli.main import cli
 from palaestra.core.errors import ConfigError, EngineUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.doctor import CheckState, Diagnosis, DoctorCheck, Target, diagnose
-from palaestra.inference.doctor.checks import (
+from palaestra.inference.doctor import (
     LOGPROBS,
     PREFIX,
     ROUND_TRIP,
     STOP,
     TEMPLATE,
     TOKENS,
+    CheckState,
+    Diagnosis,
+    DoctorCheck,
+    Target,
+    diagnose,
     token_checks,
     writing_checks,
 )

@@ -14,7 +14,7 @@ from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.doctor.checks import CheckState, writing_checks
+from palaestra.inference.doctor import CheckState, writing_checks
 from palaestra.inference.templates import ChatTemplate
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.testing.tiny_model import SPECIAL, TAGS, chat_template, make_tiny, save_tokenizer, train_tokenizer

@@ -22,9 +22,7 @@ from palaestra.core.errors import (
 from palaestra.core.types import JSON, Message
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled, SessionContext
-from palaestra.inference.engines.sglang import SGLangEngine
-from palaestra.inference.engines.token_engine import TokenServer
-from palaestra.inference.engines.vllm import VLLMEngine
+from palaestra.inference.engines.token_engine import SGLangEngine, TokenServer, VLLMEngine
 from palaestra.inference.ledger import verify_ledger
 from palaestra.inference.server_group import ServerGroup
 from palaestra.inference.token_exact.managed_chat import ManagedChat

@@ -36,7 +36,7 @@ from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.inference.token_exact.replies import ReplyReader
 from palaestra.rollouts.environment import AgentSettings, Kit
-from palaestra.rollouts.export.atif.write import AtifExporter, atif_document
+from palaestra.rollouts.export.atif.convert import AtifExporter, atif_document
 from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.export.exporter import ExportMeta
 from palaestra.rollouts.export.html import PageBudget, inside

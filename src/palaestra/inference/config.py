@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from palaestra.core.config import Settings
+from palaestra.core.config import Settings, later
 
 ServerType: TypeAlias = Literal["openai", "scripted", "sglang", "transformers", "trl", "vllm"]
 """The kind of server; see `server_group.ENGINES` for those of this version."""
@@ -30,8 +30,7 @@ class ServerBaseline(Settings):
     model_name: str = "default"
     """The model's name at the server; for a scripted server: oracle, noop, patch:FILE or replay:FILE."""
 
-    rolling_buffer_length: int = 1000
-    """How many of the latest requests the latency statistics cover."""
+    rolling_buffer_length: int = later(1000, "How many of the latest requests the latency statistics cover.")
 
     server_type: ServerType = "openai"
     """openai: any server that speaks chat completions. sglang, vllm: token-exact. transformers: token-exact, in this

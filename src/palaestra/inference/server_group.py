@@ -33,9 +33,9 @@ T = TypeVar("T")
 ENGINES: Mapping[str, str] = {
     "openai": "palaestra.inference.engines.openai:OpenAIEngine",
     "scripted": "palaestra.inference.engines.scripted:ScriptedEngine",
-    "sglang": "palaestra.inference.engines.sglang:SGLangEngine",
+    "sglang": "palaestra.inference.engines.token_engine:SGLangEngine",
     "transformers": "palaestra.inference.engines.transformers:TransformersEngine",
-    "vllm": "palaestra.inference.engines.vllm:VLLMEngine",
+    "vllm": "palaestra.inference.engines.token_engine:VLLMEngine",
 }
 """Server type to the class of its engine, whose argument is the config."""
 

@@ -183,7 +183,7 @@ from palaestra.inference.parsers import get_parser
 assert not any(name.startswith("palaestra.inference.parsers.formats.") for name in sys.modules)
 get_parser("gpt_oss")
 assert "palaestra.inference.parsers.formats.gpt_oss" in sys.modules
-assert "palaestra.inference.parsers.formats.glm" not in sys.modules
+assert "palaestra.inference.parsers.formats.markup" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -16,7 +16,7 @@ from palaestra.core.types import JSON
 from palaestra.inference.engine import SessionContext
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
-from palaestra.rollouts.export.atif.write import AtifExporter
+from palaestra.rollouts.export.atif.convert import AtifExporter
 from palaestra.rollouts.export.exporter import Exporter
 from palaestra.rollouts.export.token_rows import RowsExporter
 from palaestra.rollouts.journal.journal import RunStarted

@@ -12,7 +12,6 @@ import json
 import logging
 import random
 import re
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -91,7 +90,6 @@ class Transport:
         self.timeout_s = timeout_s
         self.retry = retry or RetryPolicy()
         self.requests = self.retries = self.failures = self.in_flight = 0
-        self.latencies_s: deque[float] = deque(maxlen=1000)
         self._headers = {**_HEADERS, **(headers or {})}
         self._query = query
         self._lanes = {name: asyncio.Semaphore(limit) for name, limit in (lanes or {"train": 512}).items()}
@@ -109,7 +107,7 @@ class Transport:
         rng: random.Random | None = None,
     ) -> Transport:
         """The pool for a configured server, with the lanes `train` and `eval`. Raises `ConfigError`."""
-        pool = cls(
+        return cls(
             model=config.model_name,
             headers=_authorization(config),
             query=URL(config.base_url or "").query,
@@ -119,8 +117,6 @@ class Transport:
             clock=clock,
             rng=rng,
         )
-        pool.latencies_s = deque(maxlen=config.rolling_buffer_length)
-        return pool
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -214,7 +210,6 @@ class Transport:
             session = self._session or self._open()
             data = None if body is None else _SentOnce(body())
             timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
-            started_s = self._clock.monotonic()
             async with session.request(
                 method, url, params=self._query, data=data, timeout=timeout, allow_redirects=False
             ) as reply:
@@ -222,7 +217,6 @@ class Transport:
                     status, content = reply.status, await (read(reply) if read else reply.read())
                 except FailedWithin as failed:
                     status, content = failed.status, failed.body
-                self.latencies_s.append(self._clock.monotonic() - started_s)
                 return Response(status, content, reply.headers.get("Retry-After"))
         finally:
             self.in_flight -= 1

@@ -20,7 +20,6 @@ from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from palaestra.core.types import JSON
-from palaestra.inference.parsers.argument_types import ArgumentTypes
 from palaestra.inference.parsers.parser import (
     BrokenCall,
     BrokenReason,
@@ -34,7 +33,7 @@ from palaestra.inference.parsers.parser import (
     Unwritable,
     bare,
 )
-from palaestra.inference.parsers.scan import Mark, find, skip
+from palaestra.inference.parsers.scan import ArgumentTypes, Mark, find, skip
 
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _SHORT_ID = re.compile(f"[{_ALPHABET}]{{9}}")

@@ -120,7 +120,7 @@ FORMATS = {
     ),
     "openai": ("palaestra.rollouts.export.openai:OpenAIExporter", "messages and tools, as chat trainers read"),
     "sharegpt": ("palaestra.rollouts.export.sharegpt:ShareGPTExporter", "from/value turns with tags, in Hermes form"),
-    "atif": ("palaestra.rollouts.export.atif.write:AtifExporter", "ATIF v1.7 trajectories, one per line"),
+    "atif": ("palaestra.rollouts.export.atif.convert:AtifExporter", "ATIF v1.7 trajectories, one per line"),
     "rows": ("palaestra.rollouts.export.token_rows:RowsExporter", "exact tokens for reinforcement learning"),
     "table": ("palaestra.rollouts.export.table:TableExporter", "one line per task: rewards and outcomes (CSV)"),
     "markdown": ("palaestra.rollouts.export.table:MarkdownExporter", "the same table, to paste into a page"),

@@ -1,4 +1,4 @@
-"""Calls as markup with one element per argument: Qwen3-Coder, MiniMax M2, and DeepSeek V3.2 and V4.
+"""Calls as markup with one element per argument: Qwen3-Coder, MiniMax M2, DeepSeek V3.2 and V4, and GLM 4.5 to 4.7.
 
     Qwen      <tool_call>                          MiniMax   <minimax:tool_call>
               <function=f>                                   <invoke name="f">
@@ -12,9 +12,12 @@
               <｜DSML｜parameter name="key" string="true">value</｜DSML｜parameter>
               </｜DSML｜invoke>
               </｜DSML｜function_calls>
+    GLM       <tool_call>f<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>
+              (4.5 has every tag on a line of its own; line ends between tags do not matter)
 
-Sources: the chat template of Qwen/Qwen3-Coder; the chat template and the tool-calling guide of MiniMaxAI/MiniMax-M2;
-the encoding published with deepseek-ai/DeepSeek-V3.2, whose section V4 names `tool_calls`.
+Sources: the chat templates of Qwen/Qwen3-Coder, zai-org/GLM-4.5 and GLM-4.7; the chat template and the tool-calling
+guide of MiniMaxAI/MiniMax-M2; the encoding published with deepseek-ai/DeepSeek-V3.2, whose section V4 names
+`tool_calls`.
 
 Values are bare text without quoting, so a value ends at the first end tag after which the markup continues: an end tag
 inside code stays in the value. Invariants: a value that was never closed breaks its call, and never absorbs the next
@@ -322,3 +325,106 @@ class DeepSeekV4(DeepSeekV32):
 
     section = ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")
     openers = (*section, "<｜DSML｜invoke")
+
+
+_GLM_OPEN, _GLM_CLOSE = "<tool_call>", "</tool_call>"
+_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+_GLM_NAME = re.compile(r"[^\s<>{}\[\]()\"',;]+")
+
+
+class Glm47(Grammar):
+    """Nothing between the tags."""
+
+    openers = (_GLM_OPEN,)
+    newline: ClassVar[str] = ""
+
+    def read(self, output: OutputReader, mark: Mark) -> int | None:
+        """One call; a tag that neither a pair nor the end tag follows is only mentioned."""
+        found = find(output.text, mark.end, _KEY, _GLM_CLOSE, _GLM_OPEN)
+        if found is None or found.text == _GLM_OPEN:
+            return self._unfinished(output, mark, output.end if found is None else found.start)
+        name = output.text[mark.end : found.start].strip()
+        try:
+            if _GLM_NAME.fullmatch(name) is None:
+                raise Malformed(BrokenReason.NO_NAME, "the call does not begin with a name", found.start)
+            call = FoundCall(name, *self._pairs(output, name, found.start))
+        except Malformed as problem:
+            name = name if _GLM_NAME.fullmatch(name) else ""
+            call = FoundCall(name, {}, end_of_broken(output.text, problem.at, _GLM_CLOSE, _GLM_OPEN), problem)
+        return output.add(call, mark.start)
+
+    def _unfinished(self, output: OutputReader, mark: Mark, end: int) -> int | None:
+        """A lone name at the end of an output is the beginning of a call."""
+        name = output.text[mark.end : end].strip()
+        if end < output.end or (name and not (output.cut and _GLM_NAME.fullmatch(name))):
+            return None
+        problem = Malformed(BrokenReason.UNCLOSED, "the output ends where a call begins")
+        output.broken(problem, name, mark.start, end)
+        return end
+
+    def _pairs(self, output: OutputReader, name: str, start: int) -> tuple[dict[str, JSON], int]:
+        """The arguments and the end of the call. Raises `Malformed`."""
+        text, position = output.text, start
+        arguments: dict[str, JSON] = {}
+        while not text.startswith(_GLM_CLOSE, position):
+            if not text.startswith(_KEY, position):
+                if not output.cut and breaks_off(text, position, _GLM_CLOSE):
+                    return arguments, output.end
+                if breaks_off(text, position, _KEY, _GLM_CLOSE):
+                    raise Malformed(BrokenReason.UNCLOSED, CUT_OFF, position)
+                raise Malformed(BrokenReason.MALFORMED_MARKUP, "a pair is missing", position)
+            key_start = position + len(_KEY)
+            key_end = find(text, key_start, _KEY_END, _GLM_CLOSE, _KEY, _VALUE)
+            if key_end is None or key_end.text != _KEY_END:
+                at = output.end if key_end is None else key_end.start
+                raise Malformed(BrokenReason.UNCLOSED, "a key is not closed", at)
+            key, begin = text[key_start : key_end.start].strip(), skip(text, key_end.end)
+            if not text.startswith(_VALUE, begin):
+                ended = breaks_off(text, begin, _VALUE)
+                reason = BrokenReason.UNCLOSED if ended else BrokenReason.MALFORMED_MARKUP
+                raise Malformed(reason, "a key has no value", begin)
+            begin += len(_VALUE)
+            end, position = self._value_end(output, begin)
+            if key in arguments:
+                raise Malformed(BrokenReason.DUPLICATE_KEY, f"the argument {key!r} is there twice", position)
+            arguments[key] = output.types.value(name, key, text[begin:end])
+        return arguments, position + len(_GLM_CLOSE)
+
+    def _value_end(self, output: OutputReader, start: int) -> tuple[int, int]:
+        """Where a value ends, and where the pairs continue: an end tag that nothing fitting follows is in the value.
+
+        `meant` is where a value without an end seems to end, because another call or nothing follows. Raises
+        `Malformed`.
+        """
+        text, position, meant = output.text, start, -1
+        tags = (_VALUE_END, _GLM_CLOSE, f"{_KEY_END}{_VALUE}", f"{_KEY_END}\n{_VALUE}")
+        while (mark := find(text, position, *tags)) is not None:
+            if mark.text not in (_VALUE_END, _GLM_CLOSE) or (meant >= 0 and mark.text == _GLM_CLOSE):
+                raise Malformed(BrokenReason.UNCLOSED, "a value is not closed", start if meant < 0 else meant)
+            after = skip(text, mark.end)
+            ends = text.startswith((_KEY, _GLM_CLOSE), after) or breaks_off(text, after, _KEY, _GLM_CLOSE)
+            if ends and mark.text == _VALUE_END:
+                return mark.start, after
+            if meant < 0 and (text.startswith(_GLM_OPEN, after) or after >= output.end):
+                meant = after if mark.text == _VALUE_END else mark.start
+            position = mark.end
+        detail = CUT_OFF if output.cut else "a value is not closed"
+        raise Malformed(BrokenReason.UNCLOSED, detail, output.end if output.cut or meant < 0 else meant)
+
+    def render(self, calls: Sequence[ParsedCall], text: str) -> str:
+        """One call after the other."""
+        line = self.newline
+        blocks = []
+        for call in calls:
+            pairs = "".join(
+                f"{_KEY}{key}{_KEY_END}{line}{_VALUE}{bare(value)}{_VALUE_END}{line}"
+                for key, value in call.arguments.items()
+            )
+            blocks.append(f"{_GLM_OPEN}{call.name}{line}{pairs}{_GLM_CLOSE}")
+        return line.join([text, *blocks] if text else blocks)
+
+
+class Glm45(Glm47):
+    """Every tag on a line of its own."""
+
+    newline = "\n"

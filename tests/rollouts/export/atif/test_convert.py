@@ -13,9 +13,8 @@ from recorded import MALFORMED, META, TOOL, TWO_CALLS, call, groups, histories, 
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.rollouts.export.atif.read import facts_of, messages_of, read_atif
+from palaestra.rollouts.export.atif.convert import AtifExporter, atif_document, facts_of, messages_of, read_atif
 from palaestra.rollouts.export.atif.schema import READ_VERSIONS, WRITE_VERSION, Document, read_document
-from palaestra.rollouts.export.atif.write import AtifExporter, atif_document
 from palaestra.rollouts.records import Group
 
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
