@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from crash.by_prompt import TURN, ByPrompt
-from palaestra.inference.base import Sampled
-from palaestra.inference.loopback import Answer, LoopbackServer, completion
-from palaestra.inference.model_server import ModelServer
-from palaestra.inference.tiny.tokens import save_tokenizer, train_tokenizer
-from palaestra.inference.tokens import load_tokenizer
+from palaestra.inference.engine import Sampled
+from palaestra.inference.tokenizers import load_tokenizer
+from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
+from palaestra.testing.model_server import ModelServer
+from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 from tools.web.site import Site, searxng
 
 __all__ = [
