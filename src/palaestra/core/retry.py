@@ -35,7 +35,7 @@ class RetryPolicy:
         backoff_s = min(self.longest_s, self.first_s * 2.0 ** (failures - 1)) * rng.uniform(0.5, 1.0)
         if asked_s is None:
             return backoff_s
-        return min(self.longest_s, asked_s) + self.first_s * rng.random()  # spread those who were told the same time
+        return min(self.longest_s, asked_s) + self.first_s * rng.random()  # spread clients with the same time
 
 
 AT_START = RetryPolicy(attempts=4, first_s=0.25, longest_s=2.0)

@@ -114,7 +114,7 @@ class Limits:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if value is not None and not 0 < value < math.inf:  # also false for what is no number
+            if value is not None and not 0 < value < math.inf:  # also false for NaN
                 raise ValueError(
                     f"the limit {each.name} of a slot must be positive, not {value}; leave it out for none"
                 )

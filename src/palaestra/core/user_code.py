@@ -59,7 +59,7 @@ async def foreign(
 
     own.add_done_callback(tell)
     try:
-        await over  # not the task itself: that would be cancelled with this one, and could go on
+        await over  # not the task itself: it would be cancelled with this one, and could continue
     except asyncio.CancelledError:
         await _cancelled(own, patience_s)
         raise
@@ -101,7 +101,7 @@ async def _ended(work: Awaitable[T]) -> T | _Raised:
         return await work
     except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # such as pytest.fail, which is no Exception
+    except BaseException as error:  # such as pytest.fail, which is not an Exception
         return _Raised(error)
 
 

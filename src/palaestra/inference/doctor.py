@@ -174,7 +174,7 @@ def writing_checks(tokenizer: Tokenizer, template: str | None, parser: str) -> I
         renderer = ChatFormat(tokenizer, template).renderer([TOOL])
     except ConfigError as error:
         yield failed(TEMPLATE, str(error), "Name a template with tools: --openai.chat_template FILE.")
-        yield from (not_applicable(name, "there is no template to look at") for name in (PREFIX, ROUND_TRIP))
+        yield from (not_applicable(name, "no template was loaded") for name in (PREFIX, ROUND_TRIP))
         return
     ends = ", ".join(repr(tokenizer.decode([stop], skip_special_tokens=False)) for stop in renderer.stop_ids)
     yield passed(TEMPLATE, f"tools and results are shown; a turn ends with {ends}")
@@ -200,7 +200,7 @@ def _prefix(renderer: TurnRenderer) -> DoctorCheck:
                 problems.append(f"before {after}{', with thinking,' if thinks else ''} {rewrites}")
                 break
     if not problems:
-        return passed(PREFIX, "what was sampled stays as it is when the conversation goes on")
+        return passed(PREFIX, "sampled text stays as it is when the conversation continues")
     return failed(
         PREFIX,
         "; ".join(problems),

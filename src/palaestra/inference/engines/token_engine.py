@@ -231,7 +231,7 @@ class TokenServer(TokenChat):
         """The error for a reply that violates the protocol; it names the engine and the request."""
         return EngineReplyError(
             f"The model server at {shown(url)} (model '{self.name}') answered a prompt of {prompt_tokens} tokens with "
-            f"what is not a token-exact reply: {what}."
+            f"an invalid token-exact reply: {what}."
         )
 
 

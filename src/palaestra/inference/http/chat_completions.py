@@ -78,7 +78,7 @@ def _converted(raw: bytes, source: str) -> ChatCompletion:
 
 def _not_a_reply(source: str, why: str, raw: bytes, promised: str = "chat completion") -> EngineReplyError:
     start = raw[:_SHOWN_BYTES].decode(errors="replace")
-    return EngineReplyError(f"{source} sent what is not a {promised}: {why}. It begins: {start!r}")
+    return EngineReplyError(f"{source} sent an invalid {promised}: {why}. It begins: {start!r}")
 
 
 def _choice(choice: Mapping[str, JSON], index: int) -> dict[str, JSON]:

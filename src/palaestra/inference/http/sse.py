@@ -82,7 +82,7 @@ class EventStreamReader:
         except NOT_JSON:
             chunk = None
         if not isinstance(chunk, dict):
-            raise EngineReplyError(f"{self._source} sent what is not a piece of a reply: {server_says(data)!r}.")
+            raise EngineReplyError(f"{self._source} sent an invalid chunk of a reply: {server_says(data)!r}.")
         if chunk.get("error"):
             raise_failed_within(data)
             raise EngineReplyError(f"{self._source} failed in the middle of its reply: {server_says(data)}.")

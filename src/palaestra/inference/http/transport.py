@@ -198,7 +198,7 @@ class Transport:
     async def _take_turn(self, lane: str) -> float:
         """Take a place in the lane, to be released; return the seconds waited. Raises `ConfigError`."""
         if lane not in self._lanes:
-            raise ConfigError(f"There is no split '{lane}'; there are {', '.join(self._lanes)}.")
+            raise ConfigError(f"Unknown split '{lane}'; available: {', '.join(self._lanes)}.")
         asked_s = self._clock.monotonic()
         await take_turn(self._lanes[lane])
         return self._clock.monotonic() - asked_s

@@ -199,7 +199,7 @@ class OutputReader:
         found = find(self.text, mark.end, mark.text, close)
         if found is None or found.text != close:
             return None
-        problem = Malformed(BrokenReason.MALFORMED_MARKUP, "what stands between the tags is no call")
+        problem = Malformed(BrokenReason.MALFORMED_MARKUP, "the tags do not contain a call")
         self.broken(problem, "", mark.start, found.end)
         return found.end
 

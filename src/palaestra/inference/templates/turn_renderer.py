@@ -158,7 +158,7 @@ class TurnRenderer:
         ids = self._encoded(text)
         ended = bool(ids) and last_token in self.traits.stop_ids
         if ended and (ids[0] == last_token or ids[0] in self.traits.closers):
-            del ids[0]  # the model has said it itself
+            del ids[0]  # the model has sampled it
         return TurnStep(ids, kinds, rewrites)
 
     def _encoded(self, text: str) -> array[int]:

@@ -95,7 +95,7 @@ class ReplyReader:
             try:
                 parser = None if parser == "none" else get_parser(parser)
             except (ImportError, KeyError) as error:
-                raise ConfigError(f"There is no tool-call parser '{parser}': {error}.") from None
+                raise ConfigError(f"Tool-call parser '{parser}' cannot be loaded: {error}.") from None
         self._parser = parser
         self._accepts = frozenset[str]()
         if parser is not None:

@@ -179,7 +179,7 @@ BAD = [
     ("steps.0.message", [SOUND | {"type": "image"}], "steps[0].message[0]"),
     ("steps.0.message", [SOUND | {"text": "x"}], "steps[0].message[0]"),
     ("steps.1.tool_calls.0.arguments", "{}", "arguments"),
-    ("steps.1.observation.results.0.source_call_id", "d", "'d' is no call of this step"),
+    ("steps.1.observation.results.0.source_call_id", "d", "'d' is not a call of this step"),
     (
         "steps.0.observation",
         {"results": [{"subagent_trajectory_ref": [{"session_id": "s"}]}]},

@@ -237,7 +237,7 @@ def other_element(
 ) -> tuple[int, Malformed]:
     """Where an element that is not a call ends, and its problem. Commas in strings and brackets end nothing."""
     text, position = output.text, begin
-    problem = Malformed(BrokenReason.MALFORMED_JSON, "an element of the list is no call")
+    problem = Malformed(BrokenReason.MALFORMED_JSON, "an element of the list is not a call")
     while True:
         position = skip(text, position, _PLAIN[quotes])
         character = text[position : position + 1]
@@ -275,7 +275,7 @@ def _settled(output: OutputReader, body: JsonBody, sign: str, after: int) -> Jso
     if body.problem is not None or sign:
         return body
     if after < output.end:
-        problem = Malformed(BrokenReason.MALFORMED_JSON, "the list does not go on after an element")
+        problem = Malformed(BrokenReason.MALFORMED_JSON, "the list does not continue after an element")
         return body._replace(problem=problem)
     return body._replace(problem=Malformed(BrokenReason.UNCLOSED, CUT_OFF)) if output.cut else body
 

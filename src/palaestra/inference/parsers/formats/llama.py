@@ -194,7 +194,7 @@ def _name_end(text: str, begin: int) -> int:
 def _unfollowed(output: OutputReader, after: int) -> Malformed | None:
     """The problem of a call after which the list does not continue; none if it is the last of an uncut output."""
     if after < output.end:
-        return Malformed(BrokenReason.MALFORMED_MARKUP, "the list does not go on after a call")
+        return Malformed(BrokenReason.MALFORMED_MARKUP, "the list does not continue after a call")
     return Malformed(BrokenReason.UNCLOSED, CUT_OFF) if output.cut else None
 
 

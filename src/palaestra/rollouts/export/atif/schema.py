@@ -198,7 +198,7 @@ def _step_problems(step: AtifStep, number: int, at: str) -> Iterator[str]:
     for place, result in enumerate(step.observation.results if step.observation else ()):
         where = f"{at}.observation.results[{place}]"
         if result.source_call_id is not None and result.source_call_id not in calls:
-            yield f"{where}.source_call_id {result.source_call_id!r} is no call of this step"
+            yield f"{where}.source_call_id {result.source_call_id!r} is not a call of this step"
         yield from _content_problems(result.content or "", f"{where}.content")
         for ref in result.subagent_trajectory_ref or ():
             if ref.trajectory_id is None and ref.trajectory_path is None:
@@ -217,7 +217,7 @@ def _content_problems(content: Content, at: str) -> Iterator[str]:
         elif part.source is None or part.text is not None:
             yield f"{where} is an {part.type}: it has a source and no text"
         elif audio_type(part.source.media_type) not in types:
-            yield f"{where}.source.media_type {part.source.media_type!r} is no {part.type}"
+            yield f"{where}.source.media_type {part.source.media_type!r} is not an {part.type} type"
         elif (part.source.duration_sec is not None) and (part.type == "image" or part.source.duration_sec < 0):
             yield f"{where}.source.duration_sec does not fit"
 
