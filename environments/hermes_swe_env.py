@@ -8,7 +8,7 @@
 The oracle scores 1.0 on every task and doing nothing 0.0. No data set and no network are needed.
 """
 
-from palaestra.suites.hermes_swe.hermes_swe_env import HermesSweEnv
+from palaestra.suites.hermes_swe.hermes_swe import HermesSweEnv
 
 if __name__ == "__main__":
     HermesSweEnv.cli()

@@ -30,7 +30,7 @@ def test_a_checked_file_is_the_unchecked_one(tmp_path: Path, capsys: pytest.Capt
     ("argv", "message"),
     [
         (["--n", "0"], "--n"),
-        (["--level", "6"], "there is no level 6"),
+        (["--level", "6"], "level 6"),
         (["--family", "git-comit"], "Did you mean git-commit"),
         (["--area", "gits"], "Did you mean git"),
         (["--image", "absent", "--n", "1"], "absent"),

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from palaestra.envs.cheats.check import Proof
-    from palaestra.suites.terminal_bench.check_tasks import Report
+    from palaestra.envs.cheats.proof import Proof
+    from palaestra.suites.terminal_bench.import_tasks import ImportReport
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
@@ -166,7 +166,7 @@ def check(
     environment: str,
     settings: tuple[str, ...],
 ) -> None:
-    from palaestra.envs.cheats.command import check_environment
+    from palaestra.envs.cheats.proof import check_environment
 
     proof = check_environment(environment, settings, tasks=tasks, only=only, quiet=as_json)
     if as_json:
@@ -185,7 +185,7 @@ def _show_proof(proof: Proof) -> None:
         shown.add_column(column)
     for line in proof.lines:
         rewards = " ".join("unscored" if reward is None else f"{reward:g}" for reward in line.rewards)
-        shown.add_row(line.policy, line.what, rewards or "-", line.wanted, "ok" if line.ok else "PAID")
+        shown.add_row(line.policy, line.what, rewards or "-", line.wanted, "ok" if line.ok else "FAILED")
     Console(width=None if sys.stdout.isatty() else 130).print(shown)
     paid = [line.policy for line in proof.lines if not line.ok]
     click.echo(f"{len(proof.lines)} policies, {len(paid)} not as they must be{': ' + ', '.join(paid) if paid else ''}")
@@ -213,7 +213,7 @@ def _show_proof(proof: Proof) -> None:
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def import_folder(context: click.Context, as_json: bool, source: str, settings: tuple[str, ...]) -> None:
-    from palaestra.suites.terminal_bench.import_command import import_tasks
+    from palaestra.suites.terminal_bench.import_tasks import import_tasks
 
     report = import_tasks(
         source, settings, progress=lambda line: click.echo(f"{line.name}: {line.finding.value}", err=True)
@@ -225,7 +225,7 @@ def import_folder(context: click.Context, as_json: bool, source: str, settings: 
     context.exit(1 if report.bad else 0)
 
 
-def _show_report(report: Report) -> None:
+def _show_report(report: ImportReport) -> None:
     for line in report.lines:
         rewards = [" - " if reward is None else f"{reward:3g}" for reward in (line.noop, line.solution)]
         click.echo(f"{line.name:<32} no-op {rewards[0]}   solution {rewards[1]}   {line.finding.value}")

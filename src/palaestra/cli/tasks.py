@@ -14,9 +14,9 @@ from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from palaestra.suites.endless_terminals.build_command import BuildReport as TerminalReport
-    from palaestra.suites.endless_terminals.compose_tasks import Choice
-    from palaestra.suites.swe.authoring.build_command import BuildOptions, BuildReport
+    from palaestra.suites.endless_terminals.build_terminal import TerminalBuild
+    from palaestra.suites.endless_terminals.compose_tasks import TaskSelection
+    from palaestra.suites.swe.authoring.build_tasks import BuildOptions, SweBuild
 
 CACHE = "~/.cache/palaestra"
 """Where downloads and installed test requirements are kept: the same place that the SWE environment uses."""
@@ -87,7 +87,7 @@ def build_swe(
     cache: Path,
     index_url: str | None,
 ) -> None:
-    from palaestra.suites.swe.authoring.build_command import BuildOptions
+    from palaestra.suites.swe.authoring.build_tasks import BuildOptions
     from palaestra.suites.swe.authoring.manifest import dump_manifest
 
     _check_out(out)
@@ -107,10 +107,10 @@ def build_swe(
         raise ConfigError("no task was built; the lines above say why")
 
 
-async def _build(packages: Sequence[str], manifest: Path | None, options: BuildOptions) -> BuildReport:
+async def _build(packages: Sequence[str], manifest: Path | None, options: BuildOptions) -> SweBuild:
     from palaestra.envs.config.build import make_pool
     from palaestra.envs.config.fields import HermesAgentEnvConfig
-    from palaestra.suites.swe.authoring.build_command import build
+    from palaestra.suites.swe.authoring.build_tasks import build
 
     async with make_pool(HermesAgentEnvConfig()) as pool:
         return await build(packages, manifest, pool, options, progress=lambda line: click.echo(line, err=True))
@@ -152,16 +152,15 @@ def build_terminal(
     parallel: int | None,
     check: bool,
 ) -> None:
-    from palaestra.suites.endless_terminals.build_command import BuildReport as TerminalReport
-    from palaestra.suites.endless_terminals.build_command import write_tasks
-    from palaestra.suites.endless_terminals.compose_tasks import Choice, generate
+    from palaestra.suites.endless_terminals.build_terminal import TerminalBuild, write_tasks
+    from palaestra.suites.endless_terminals.compose_tasks import TaskSelection, generate
 
     _check_out(out)
-    choice = Choice(seed, levels, families, areas)
+    choice = TaskSelection(seed, levels, families, areas)
     if check:
         report = asyncio.run(_build_terminal(choice, count, image, parallel))
     else:
-        report = TerminalReport(tuple(generate(choice, count)), ())
+        report = TerminalBuild(tuple(generate(choice, count)), ())
     if not report.tasks:
         raise ConfigError("no task was built; the lines above say why")
     write_tasks(out, report.tasks)
@@ -171,10 +170,10 @@ def build_terminal(
     )
 
 
-async def _build_terminal(choice: Choice, count: int, image: str | None, parallel: int | None) -> TerminalReport:
+async def _build_terminal(choice: TaskSelection, count: int, image: str | None, parallel: int | None) -> TerminalBuild:
     from palaestra.envs.config.build import make_pool
     from palaestra.envs.config.fields import HermesAgentEnvConfig
-    from palaestra.suites.endless_terminals.build_command import build
+    from palaestra.suites.endless_terminals.build_terminal import build
 
     async with make_pool(HermesAgentEnvConfig()) as pool:
         at_once = parallel or max(1, pool.total_slots // 2)  # a task under check has one slot, and soon the next

@@ -15,7 +15,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import Outcome
 from palaestra.envs.splits import HeldOutConfig, is_held_out
 from palaestra.rollouts.journal.journal import read_groups
-from palaestra.suites.endless_terminals.endless_env import EndlessTerminalsEnv, EndlessTerminalsEnvConfig
+from palaestra.suites.endless_terminals.endless_terminals import EndlessTerminalsEnv, EndlessTerminalsEnvConfig
 
 pytestmark = pytest.mark.slots
 

@@ -11,8 +11,7 @@ import pytest
 
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
-from palaestra.suites.endless_terminals.compose_tasks import HIGHEST_LEVEL
-from palaestra.suites.endless_terminals.families.all_families import AREAS, FAMILIES
+from palaestra.suites.endless_terminals.compose_tasks import AREAS, FAMILIES, HIGHEST_LEVEL
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "environments" / "endless_terminals.md").read_text()
