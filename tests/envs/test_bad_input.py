@@ -170,7 +170,7 @@ def test_a_script_that_cannot_be_loaded_says_where(
     assert run_guarded(lambda: cli.main(["run", "an_env.py", "--policy", "noop"], standalone_mode=False)) == 2
     assert said in capsys.readouterr().err
     assert run_guarded(lambda: cli.main(["run", "an", "--policy", "noop"], standalone_mode=False)) == 2
-    assert "an_env.py is here: say an_env.py." in capsys.readouterr().err
+    assert "an_env.py exists here: write an_env.py." in capsys.readouterr().err
 
 
 BROKEN = """

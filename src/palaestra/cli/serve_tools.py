@@ -109,7 +109,7 @@ async def _serve_tools(
 
 def _tools_of(file: Path) -> list[Tool]:
     """The tools that a Python file makes or imports."""
-    from palaestra.envs.discovery import load_file
+    from palaestra.envs.python_file import load_file
     from palaestra.tools.tool import Tool
 
     found = {id(value): value for value in vars(load_file(file)).values() if isinstance(value, Tool)}

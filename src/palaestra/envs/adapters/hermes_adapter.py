@@ -12,7 +12,7 @@ from palaestra.core.errors import TaskError
 from palaestra.core.sync_bridge import bridged
 from palaestra.core.types import JSON, Score, Task
 from palaestra.core.user_code import settled
-from palaestra.envs import fingerprint
+from palaestra.envs import cache_key
 from palaestra.envs.adapters.class_adapter import ROW_KEYS, ClassEnvironment, numbers
 from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
@@ -78,10 +78,10 @@ class ContractEnvironment(ClassEnvironment):
             return None
         return [
             declared,
-            fingerprint.code([cls for cls in type(inner).__mro__ if cls.__module__ != "builtins"], task.id),
-            fingerprint.own_settings(inner.config, HermesAgentEnvConfig),
+            cache_key.of_code([cls for cls in type(inner).__mro__ if cls.__module__ != "builtins"], task.id),
+            cache_key.of_settings(inner.config, HermesAgentEnvConfig),
             [inner.config.seed, inner.config.share_setup],
-            fingerprint.named(task.data, task.id),
+            cache_key.of_data(task.data, task.id),
         ]
 
     async def prepare(self, task: Task, sandbox: Slot) -> None:

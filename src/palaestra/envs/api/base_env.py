@@ -125,7 +125,7 @@ class BaseEnv(ABC):
 
         Nothing where the script is only loaded, as `palaestra run` does, which has a command line already.
         """
-        from palaestra.envs.discovery import is_loaded
+        from palaestra.envs.python_file import is_loaded
         from palaestra.envs.run.run import main
 
         if is_loaded(sys._getframe(1).f_globals.get("__name__", "")):

@@ -31,7 +31,7 @@ from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.io.threads import OneThread
 from palaestra.core.numeric import number
 from palaestra.core.types import JSON, NetworkPolicy, Score, Task
-from palaestra.envs import fingerprint
+from palaestra.envs import cache_key
 from palaestra.envs.api.hooks import Hook, HookFunction, Source, declare, score_of
 from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
 from palaestra.envs.splits import HeldOutConfig, serves
@@ -272,10 +272,10 @@ class FunctionEnvironment(Environment):
             return task.recipe
         return [
             task.recipe,
-            fingerprint.code([hook.function, self.form.source], task.id),
-            fingerprint.own_settings(self.config, FunctionEnvConfig),
+            cache_key.of_code([hook.function, self.form.source], task.id),
+            cache_key.of_settings(self.config, FunctionEnvConfig),
             self.config.seed,
-            fingerprint.named(task, task.id),
+            cache_key.of_data(task, task.id),
         ]
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:

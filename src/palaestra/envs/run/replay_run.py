@@ -142,7 +142,7 @@ def _environment(recording: Recording, given: str | None) -> object:
             "--environment FILE.py:NAME"
         )
     path = Path(reference.partition(":")[0])
-    if given is None and not path.is_file():
+    if given is None and path.suffix == ".py" and not path.is_file():
         raise ConfigError(
             f"the environment of this run was {reference}, and {path} is gone: say where it is now with "
             "--environment FILE.py:NAME"

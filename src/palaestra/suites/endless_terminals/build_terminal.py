@@ -13,13 +13,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from palaestra.core.errors import TaskError
+import click
+
+from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.io.append_file import writing
 from palaestra.core.io.atomic_file import replaced
+from palaestra.envs.config.build import make_pool
+from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.sandbox.slot import SlotSource, SlotSpec
 from palaestra.suites.endless_terminals.compose_tasks import TaskSelection, generate
 from palaestra.suites.endless_terminals.generated_task import GeneratedTask, to_line
 from palaestra.suites.endless_terminals.triple_check import prove
+from palaestra.suites.out_option import out_option
 
 _PROGRESS = 100
 """Report progress after this many tasks."""
@@ -95,3 +100,54 @@ def write_tasks(out: Path, tasks: Iterable[GeneratedTask]) -> None:
     """Replace the file with all tasks at once; an interrupted build keeps the old file."""
     with writing(out), replaced(out) as lines:
         lines.writelines(map(to_line, tasks))
+
+
+@click.command("terminal", context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--n", "count", type=click.IntRange(min=1), default=100, show_default=True, help="Tasks to generate.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Equal seeds give equal tasks.")
+@click.option("--level", "levels", type=int, multiple=True, help="Only this level, 1 to 5; repeatable. [default: all]")
+@click.option("--area", "areas", multiple=True, metavar="NAME", help="Only this area of work; repeatable.")
+@click.option("--family", "families", multiple=True, metavar="NAME", help="Only this kind of work; repeatable.")
+@out_option
+@click.option("--image", metavar="ROOT", help="A root file system for the slots instead of the host's.")
+@click.option("--parallel", type=click.IntRange(min=1), help="Tasks to check at a time. [default: two per processor]")
+@click.option("--check/--no-check", default=True, show_default=True, help="Whether to check each task in slots.")
+def command(
+    count: int,
+    seed: int,
+    levels: tuple[int, ...],
+    areas: tuple[str, ...],
+    families: tuple[str, ...],
+    out: Path,
+    image: str | None,
+    parallel: int | None,
+    check: bool,
+) -> None:
+    """Generate terminal tasks from a seed.
+
+    \b
+      palaestra tasks build terminal --n 1000 --seed 7 --out tasks.jsonl
+      palaestra tasks build terminal --n 50 --level 3 --area git --area text --out git.jsonl
+
+    Areas: files, text, logs, tables, formats, archives, permissions, processes, git, databases and scripts. A task of
+    level k combines k kinds of work. Equal seeds give equal bytes. Each task is checked in slots before it is written:
+    its initial state is right, an oracle gets the full score, and doing nothing or merely creating the files gets
+    none. No network is used.
+    """
+    selection = TaskSelection(seed, levels, families, areas)
+
+    async def checked() -> TerminalBuild:
+        async with make_pool(HermesAgentEnvConfig()) as pool:
+            # A task under check uses one slot at a time, and soon the next.
+            at_once = parallel or max(1, pool.total_slots // 2)
+            return await build(
+                selection, count, pool, parallel=at_once, image=image, progress=lambda line: click.echo(line, err=True)
+            )
+
+    report = asyncio.run(checked()) if check else TerminalBuild(tuple(generate(selection, count)), ())
+    if not report.tasks:
+        raise ConfigError("no task was built; the reasons are above")
+    write_tasks(out, report.tasks)
+    state = "checked" if check else "unchecked"
+    dropped = len(report.problems)
+    click.echo(f"{len(report.tasks)} {state} tasks in {out}: {report.counts()}; {dropped} dropped", err=True)

@@ -102,7 +102,8 @@ class Toolchain:
 
 def interpreter() -> tuple[str, tuple[Mount, ...]]:
     """The path of this Python in slots, and the mount that it needs if it is outside the system directories."""
-    executable, prefix = Path(sys.executable).resolve(), Path(sys.base_prefix).resolve()
+    base = getattr(sys, "_base_executable", None) or sys.executable  # a virtual environment may have a copy
+    executable, prefix = Path(base).resolve(), Path(sys.base_prefix).resolve()
     if str(prefix).startswith(_SYSTEM):
         return str(executable), ()
     return str(executable), (Mount(str(prefix), str(prefix)),)

@@ -19,7 +19,7 @@ from pydantic import Field
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.types import JSON, Score, Task, ToolStep
-from palaestra.envs import fingerprint
+from palaestra.envs import cache_key
 from palaestra.envs.adapters.hermes_adapter import ContractEnvironment
 from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
@@ -100,7 +100,7 @@ class HermesSweEnvironment(ContractEnvironment):
         """The task and the time limit: the preparation depends on nothing else."""
         if type(self).prepare is not HermesSweEnvironment.prepare:
             return None
-        return [fingerprint.named(task.data, task.id), self.settings.test_timeout_s]
+        return [cache_key.of_data(task.data, task.id), self.settings.test_timeout_s]
 
     async def _run(self, slot: Slot, root: str, item: ProgrammingTask) -> TestOutcome:
         return await run_suite(slot, self._python, root, item.suite, timeout_s=self.settings.test_timeout_s)

@@ -19,7 +19,7 @@ from palaestra.agent.result import AgentResult
 from palaestra.core.config import local_path
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
-from palaestra.envs import fingerprint
+from palaestra.envs import cache_key
 from palaestra.envs.adapters.class_adapter import numbers
 from palaestra.envs.adapters.hermes_adapter import ContractEnvironment
 from palaestra.envs.api.base_env import Item
@@ -182,7 +182,7 @@ class SweEnvironment(ContractEnvironment):
             or not _COMMIT.fullmatch(row.base_commit)
         ):
             return None
-        return fingerprint.named([row.kind, row.base_commit, row.bug_patch], task.id)
+        return cache_key.of_data([row.kind, row.base_commit, row.bug_patch], task.id)
 
     async def _baseline(self, work: ResolvedRow, sandbox: Slot) -> None:
         """Run a public row's tests before its first rollout, in a copy that no layer keeps.

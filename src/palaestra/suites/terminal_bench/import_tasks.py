@@ -156,24 +156,23 @@ def import_tasks(
         "ignore_unknown_options": True,
         "allow_interspersed_args": False,
     },
-    short_help="Try every terminal task of a folder.",
-    help="""Try every task of a folder: doing nothing must fail, and the reference solution must pass.
-
-    \b
-      palaestra env import tasks/
-      palaestra env import tasks/ --env.image_dir roots/
-      palaestra env import --json tasks.parquet --env.base_image debian-root/ --env.allow_network true
-
-    DIR contains task directories of Harbor or Terminal-Bench 1; a JSONL or Parquet file of packed tasks works, too.
-    Settings of the environment terminalbench_2 follow DIR. The exit code is 1 if a task is not good; each of them is
-    listed with the reason.
-    """,
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("source", metavar="DIR")
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(context: click.Context, as_json: bool, source: str, settings: tuple[str, ...]) -> None:
+    """Try every terminal task of a folder.
+
+    \b
+      palaestra env import tasks/
+      palaestra env import tasks/ --env.image_dir roots/
+      palaestra env import --json tasks.parquet --env.base_image debian-root/ --env.allow_network true
+
+    A task is good if doing nothing fails and its reference solution passes. DIR contains task directories of Harbor or
+    Terminal-Bench 1; a JSONL or Parquet file of packed tasks works, too. Settings of the environment terminalbench_2
+    follow DIR. The exit code is 1 if a task is not good; each of them is listed with the reason.
+    """
     report = import_tasks(
         source, settings, progress=lambda line: click.echo(f"{line.name}: {line.finding.value}", err=True)
     )

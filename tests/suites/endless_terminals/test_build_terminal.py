@@ -1,4 +1,4 @@
-"""`palaestra tasks build terminal`: the same file twice, and wrong options are one message."""
+"""`palaestra tasks build terminal`: equal options give equal files, and a wrong option gives one message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def build(out: Path, *argv: str) -> int:
 
 
 @pytest.mark.slots
-def test_a_checked_file_is_the_unchecked_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checking_does_not_change_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--n", "4", "--seed", "11", "--area", "text", "--area", "files", "--level", "1", "--level", "2"]
     assert build(tmp_path / "checked.jsonl", *argv) == 0
     assert "4 checked tasks in" in capsys.readouterr().err
@@ -36,7 +36,7 @@ def test_a_checked_file_is_the_unchecked_one(tmp_path: Path, capsys: pytest.Capt
         (["--image", "absent", "--n", "1"], "absent"),
     ],
 )
-def test_wrong_options_are_one_message(
+def test_a_wrong_option_gives_one_message(
     argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert build(tmp_path / "tasks.jsonl", *argv) == 2
@@ -44,16 +44,16 @@ def test_wrong_options_are_one_message(
     assert not list(tmp_path.iterdir())
 
 
-def test_no_folder_to_write_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_file_in_an_absent_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert build(tmp_path / "absent" / "tasks.jsonl") == 2
     assert "there is no folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("out", "message"),
-    [(".", "--out . is a folder: name a file in it"), ("/proc/tasks.jsonl", "/proc cannot be written to")],
+    [(".", "--out . is a folder: name a file in it"), ("/proc/tasks.jsonl", "/proc is not writable")],
 )
-def test_a_place_that_no_file_can_have_is_told_before_the_work(
+def test_an_output_file_that_cannot_be_written_is_refused_before_the_build(
     out: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
