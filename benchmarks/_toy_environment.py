@@ -11,14 +11,13 @@ from pathlib import Path
 from palaestra.core.types import JSON, Score, Task
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ServerGroup
-from palaestra.rollouts.admission import AdmittedSlots
-from palaestra.rollouts.environment import Environment, Kit
+from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.grading.grader import Grading
-from palaestra.rollouts.group import GroupRun, Services
-from palaestra.rollouts.journal.journal import Journal
-from palaestra.rollouts.observe.console import NullObserver
+from palaestra.rollouts.group import GroupRun
+from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.shared_setup import Foundations
+from palaestra.rollouts.spec import Kit, RunContext
+from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.tools.registry.registry import ToolRegistry
@@ -31,7 +30,7 @@ class Adding(Environment):
     name = "adding"
 
     def __init__(
-        self, shared: Services, prompt: str, definition: Mapping[str, JSON], reply: Callable[..., str]
+        self, shared: RunContext, prompt: str, definition: Mapping[str, JSON], reply: Callable[..., str]
     ) -> None:
         self._shared = shared
         self._prompt = prompt
@@ -69,20 +68,18 @@ class Adding(Environment):
 
 
 @asynccontextmanager
-async def services(url: str, **kind: JSON) -> AsyncIterator[Services]:
+async def services(url: str, **kind: JSON) -> AsyncIterator[RunContext]:
     """What a run shares, with a journal in a temporary folder. The pool is never started: nobody asks for a slot.
 
     `kind` are further settings of the model server.
     """
     engine = ServerGroup(APIServerConfig(base_url=url, model_name="m", health_check=False, **kind))
     await engine.start()
-    slots = AdmittedSlots(SlotPool(SlotPoolConfig(), LocalBackend()), 1)
+    workspaces = Workspaces(SlotPool(SlotPoolConfig(), LocalBackend()))
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder, "journal.jsonl"))
         try:
-            yield Services(
-                engine=engine, slots=slots, journal=journal, observer=NullObserver(), foundations=Foundations(slots)
-            )
+            yield RunContext(engine, workspaces, EventStream(journal))
         finally:
             journal.close()
             await engine.aclose()

@@ -25,9 +25,9 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import SlotSpec
 from palaestra.tools.call_text import ToolCall
-from palaestra.tools.registry.registry import build_tool_registry
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.executor import ToolExecutor
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 TRAJECTORIES, CALLS = 200, 6
 THINKS_S = (0.5, 4.0)
@@ -80,7 +80,7 @@ async def scoring(pool: SlotPool, seconds: float) -> int:
         async def here(slot=slot):
             return slot
 
-        ctx = ToolContext("scored", slot=here, tools=SlotTools(registry, here, task_id="scored"))
+        ctx = ToolContext("scored", slot=here, tools=ToolRuntime(registry, here, task_id="scored"))
         assert await bridged(reward(ctx)) == 1.0
         await pool.release(slot)
         count += 1

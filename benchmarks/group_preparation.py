@@ -55,15 +55,13 @@ async def prepared(folder: Path, rollouts: int, parts: str, store: str) -> float
     from palaestra.core.types import Limits, Score, Task
     from palaestra.inference.config import APIServerConfig
     from palaestra.inference.server_group import ServerGroup
-    from palaestra.rollouts.admission import AdmittedSlots
-    from palaestra.rollouts.environment import Environment, Kit
+    from palaestra.rollouts.environment import Environment
     from palaestra.rollouts.grading.grader import Grading
-    from palaestra.rollouts.group import Services
-    from palaestra.rollouts.journal.journal import Journal
-    from palaestra.rollouts.observe.console import NullObserver
+    from palaestra.rollouts.journal.journal import EventStream, Journal
     from palaestra.rollouts.rollout import Rollout
     from palaestra.rollouts.runner import Runner
-    from palaestra.rollouts.shared_setup import Foundations
+    from palaestra.rollouts.spec import Kit, RunContext, RunSettings
+    from palaestra.rollouts.workspaces import Workspaces
     from palaestra.sandbox.backends.local import LocalBackend
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
     from palaestra.sandbox.snapshots.cache import Prepared as PreparedBefore
@@ -96,19 +94,15 @@ async def prepared(folder: Path, rollouts: int, parts: str, store: str) -> float
 
     backend = LocalBackend.from_isolation("best")
     async with SlotPool(SlotPoolConfig(), backend) as pool:
-        slots = AdmittedSlots(pool, pool.total_slots)
-        services = Services(
-            engine=ServerGroup([APIServerConfig(server_type="scripted", model_name="noop")]),
-            slots=slots,
-            journal=Journal(folder / "journal.jsonl"),
-            observer=NullObserver(),
-            group_size=rollouts,
-            foundations=Foundations(slots),
-            prepared=PreparedBefore(backend, SnapshotStore(Path(store))) if store else None,
+        run = RunContext(
+            ServerGroup([APIServerConfig(server_type="scripted", model_name="noop")]),
+            Workspaces(pool, PreparedBefore(backend, SnapshotStore(Path(store))) if store else None),
+            EventStream(Journal(folder / "journal.jsonl")),
+            settings=RunSettings(group_size=rollouts),
         )
         started = time.perf_counter()
-        totals = await Runner(Prepared(), services).run()
-        services.journal.close()
+        totals = await Runner(Prepared(), run).run()
+        run.events.journal.close()
     assert totals.scored == rollouts == len(ready), totals.errors
     return max(ready) - started
 

@@ -27,7 +27,8 @@ import aiohttp
 from _instant_server import chat_reply, serve
 
 if TYPE_CHECKING:  # the bare case must not pay for importing any of it
-    from palaestra.inference.engine import ChatCompletion, ChatServer
+    from palaestra.inference.chat_server import ChatServer
+    from palaestra.inference.engine import ChatCompletion
 
 TURNS = 5
 PROSE = 19 * "write the number of lines of the file to the answer "
@@ -91,8 +92,8 @@ async def bare(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
 
 async def palaestra(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
     """The agent loop over the chat completions engine."""
+    from palaestra.inference.chat_server import SessionContext
     from palaestra.inference.config import APIServerConfig
-    from palaestra.inference.engine import SessionContext
     from palaestra.inference.server_group import ServerGroup
 
     servers = ServerGroup(APIServerConfig(base_url=url, model_name="m", health_check=False))
@@ -136,7 +137,8 @@ async def model_server() -> None:
 
 async def no_http(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
     """The agent loop over a server object that decodes the same bytes without a connection."""
-    from palaestra.inference.http.chat_completions import decode_completion, encode_json
+    from palaestra.inference.http.chat_completions import decode_completion
+    from palaestra.inference.http.transport import encode_json
 
     class InProcess:
         async def chat_completion(self, **request: object) -> ChatCompletion:

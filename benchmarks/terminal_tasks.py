@@ -16,8 +16,8 @@ import time
 
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra.suites.endless_terminals.build_command import build
-from palaestra.suites.endless_terminals.compose_tasks import Choice, generate
+from palaestra.suites.endless_terminals.build_terminal import build
+from palaestra.suites.endless_terminals.compose_tasks import TaskSelection, generate
 from palaestra.suites.endless_terminals.generated_task import to_line
 
 
@@ -41,7 +41,7 @@ class Stopwatch:
         )
 
 
-async def checked(choice: Choice, count: int) -> int:
+async def checked(choice: TaskSelection, count: int) -> int:
     """Build the tasks; returns how many did not hold."""
     async with make_pool(HermesAgentEnvConfig()) as pool:
         return len((await build(choice, count, pool, parallel=max(1, pool.total_slots // 2))).problems)
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=200)
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
-    choice = Choice(options.seed)
+    choice = TaskSelection(options.seed)
 
     watch = Stopwatch()
     written = sum(len(to_line(task)) for task in generate(choice, options.n))

@@ -61,12 +61,10 @@ async def palaestra(url: str, concurrency: int, rollouts: int, *, exact: bool = 
     from palaestra import Task, environment
     from palaestra.inference.config import APIServerConfig
     from palaestra.inference.server_group import ServerGroup
-    from palaestra.rollouts.admission import AdmittedSlots
-    from palaestra.rollouts.group import Services
-    from palaestra.rollouts.journal.journal import Journal
-    from palaestra.rollouts.observe.console import NullObserver
+    from palaestra.rollouts.journal.journal import EventStream, Journal
     from palaestra.rollouts.runner import Runner
-    from palaestra.rollouts.shared_setup import Foundations
+    from palaestra.rollouts.spec import RunContext
+    from palaestra.rollouts.workspaces import Workspaces
     from palaestra.sandbox.backends.local import LocalBackend
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 
@@ -84,15 +82,12 @@ async def palaestra(url: str, concurrency: int, rollouts: int, *, exact: bool = 
         engine = ServerGroup(APIServerConfig(base_url=url, model_name="m", health_check=False, **kind))
         await engine.start()
         async with SlotPool(SlotPoolConfig(), LocalBackend()) as pool:
-            slots = AdmittedSlots(pool, pool.total_slots)
-            foundations, journal = Foundations(slots), Journal(Path(folder, "journal.jsonl"))
-            services = Services(
-                engine=engine, slots=slots, journal=journal, observer=NullObserver(), foundations=foundations
-            )
+            workspaces, journal = Workspaces(pool), Journal(Path(folder, "journal.jsonl"))
+            run = RunContext(engine, workspaces, EventStream(journal))
             started = time.perf_counter()
-            totals = await Runner(steps.build(steps.config_type()()), services, concurrency=concurrency).run()
+            totals = await Runner(steps.build(steps.config_type()()), run, concurrency=concurrency).run()
             took = time.perf_counter() - started
-            await foundations.aclose()
+            await workspaces.aclose()
             journal.close()
         await engine.aclose()
     assert (totals.scored, totals.mean_reward) == (rollouts, 1.0), totals.errors

@@ -30,7 +30,7 @@ import msgspec
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Message
-from palaestra.inference.ledger import LedgerRecord, Row, verify_ledger
+from palaestra.inference.ledger import LedgerRecord, TokenRow, verify_ledger
 from palaestra.inference.templates import ChatFormat, TurnRenderer
 from palaestra.inference.token_exact.managed_chat import HistoryMode, ManagedChat
 from palaestra.inference.tokenizers import FastTokenizer
@@ -201,7 +201,7 @@ def judge(tally: Tally, chat: ManagedChat, engine: ToyEngine, family: Family, pl
     tally.drifted[rate] += any(_drifts(row, family.tokenizer) for row in rows)
 
 
-def _wrong_logprobs(row: Row) -> int:
+def _wrong_logprobs(row: TokenRow) -> int:
     return sum(
         row.masks[at] != row.tokens[at] or row.logprobs[at] != toy_logprob(row.tokens[at], at)
         for start, stop, _ in row.versions
@@ -209,7 +209,7 @@ def _wrong_logprobs(row: Row) -> int:
     )
 
 
-def _drifts(row: Row, tokenizer: FastTokenizer) -> bool:
+def _drifts(row: TokenRow, tokenizer: FastTokenizer) -> bool:
     return tokenizer.encode(tokenizer.decode(row.tokens)) != row.tokens
 
 

@@ -3,24 +3,6 @@
 palaestra run environments/count_lines_env.py --policy oracle --env.n 20
 """
 
-from collections.abc import Iterator
+from palaestra.suites.examples.count_lines import count_lines
 
-from palaestra import Task, environment
-from palaestra.sandbox.slot import Slot
-
-
-@environment(toolsets=["terminal"])
-def count_lines(n: int = 100) -> Iterator[Task]:
-    for i in range(n):
-        yield Task(
-            id=f"lines-{i}",
-            prompt="Write the number of lines of a.txt to answer.txt",
-            files={"a.txt": "x\n" * i},
-            solution="wc -l < a.txt > answer.txt",
-            answer=str(i),
-        )
-
-
-@count_lines.score
-async def correct(task: Task, sandbox: Slot) -> bool:
-    return (await sandbox.read_text("answer.txt", missing="")).strip() == task.answer
+__all__ = ["count_lines"]

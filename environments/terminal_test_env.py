@@ -1,86 +1,12 @@
-"""Make small files with the terminal: a smoke test of model, tools, slots and grading, in seconds.
+"""Create small files with the terminal: a smoke test of model, tools, slots and grading, in seconds.
 
     python environments/terminal_test_env.py process --env.data_path_to_save_groups out.jsonl --policy oracle
     python environments/terminal_test_env.py evaluate --env.data_dir_to_save_evals evals --policy oracle
 
-The oracle scores 1.0 on every task and doing nothing 0.0. No data set and no network are needed.
+The oracle scores 1.0 on every task and doing nothing 0.0. No dataset and no network are needed.
 """
 
-from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
-
-TRAIN = [
-    {
-        "id": "greeting",
-        "prompt": "Make a file greeting.txt whose only line is: Hello, terminal!",
-        "path": "greeting.txt",
-        "content": "Hello, terminal!",
-        "solution": "echo 'Hello, terminal!' > greeting.txt",
-    },
-    {
-        "id": "count",
-        "prompt": "Make a file count.txt that holds the numbers from 1 to 5, one on each line.",
-        "path": "count.txt",
-        "content": "1\n2\n3\n4\n5",
-        "solution": "seq 5 > count.txt",
-    },
-    {
-        "id": "nested",
-        "prompt": "Make the directory data/inner and in it a file ready.txt whose only line is: ready",
-        "path": "data/inner/ready.txt",
-        "content": "ready",
-        "solution": "mkdir -p data/inner && echo ready > data/inner/ready.txt",
-    },
-]
-HELD_OUT = [
-    {
-        "id": "reversed",
-        "prompt": "Make a file reversed.txt that holds the numbers from 3 down to 1, one on each line.",
-        "path": "reversed.txt",
-        "content": "3\n2\n1",
-        "solution": "seq 3 -1 1 > reversed.txt",
-    },
-]
-
-
-class TerminalTestEnv(HermesAgentBaseEnv):
-    """File-making tasks that are written in this file."""
-
-    name = "terminal_test"
-
-    @classmethod
-    def config_init(cls):
-        config = HermesAgentEnvConfig(
-            enabled_toolsets=["terminal", "file"], group_size=2, total_steps=len(TRAIN), max_agent_turns=10,
-            allow_network=False, ensure_scores_are_not_same=False,
-        )  # fmt: skip
-        return config, [APIServerConfig(base_url="http://localhost:8000/v1", model_name="NAME")]
-
-    async def setup(self):
-        self.drawn = 0
-
-    async def get_next_item(self):
-        self.drawn += 1
-        return TRAIN[(self.drawn - 1) % len(TRAIN)]
-
-    def format_prompt(self, item):
-        return item["prompt"]
-
-    async def compute_reward(self, item, result, ctx):
-        """1.0 for the right content, 0.5 for the right words that are laid out otherwise."""
-        seen = ctx.read_file(item["path"]).get("content", "")
-        if seen.strip() == item["content"]:
-            return 1.0
-        return 0.5 if seen.split() == item["content"].split() else 0.0
-
-    async def evaluate(self, *args, **kwargs):
-        done = await self.evaluate_items(HELD_OUT, samples=self.config.group_size)
-        rewards = [each.reward for each in done if each.scored]  # one that the world broke has none, and is no 0
-        figures = {"eval/unscored": len(HELD_OUT) * self.config.group_size - len(rewards)}
-        if rewards:
-            figures["eval/mean_reward"] = sum(rewards) / len(rewards)
-            figures["eval/pass_rate"] = rewards.count(1.0) / len(rewards)
-        await self.evaluate_log(figures, samples=[{"id": each.task_id, "reward": each.reward} for each in done])
-
+from palaestra.suites.examples.terminal_test import TerminalTestEnv
 
 if __name__ == "__main__":
     TerminalTestEnv.cli()

@@ -4,11 +4,11 @@
         --openai.base_url http://localhost:8000/v1 --openai.model_name NAME
     python environments/terminalbench_2_env.py process --env.dataset_name tasks/ --policy oracle
 
-The oracle scores 1.0 on every task and doing nothing 0.0; `palaestra env import DIR` names the tasks where it is not
-so.
+The oracle scores 1.0 on every task and doing nothing 0.0; `palaestra env import DIR` lists the tasks for which this is
+not true.
 """
 
-from palaestra.suites.terminal_bench.tb_env import TerminalBench2EvalEnv
+from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
 
 if __name__ == "__main__":
     TerminalBench2EvalEnv.cli()

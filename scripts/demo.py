@@ -23,8 +23,8 @@ from palaestra.envs.run.run import RunLine, RunReport, run
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.journal.journal import read_groups
 from palaestra.rollouts.records import Group, Trajectory
-from palaestra.suites.swe.authoring.build_command import BuildOptions, build
-from palaestra.suites.swe.swe_env import SweSmithOracleEnv, SweSmithOracleEnvConfig
+from palaestra.suites.swe.authoring.build_tasks import BuildOptions, build
+from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnv, SweSmithOracleEnvConfig
 
 TASKS = Path("data/demo/tasks.jsonl")
 GROUP_SIZE = 4

@@ -32,7 +32,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @functools.cache
 def _index_problem() -> str | None:
     """Why the package index cannot be reached, or None. Asks for a connection only; what it serves is for the tests."""
-    from palaestra.suites.swe.authoring.package_index import configured_url
+    from palaestra.suites.swe.authoring.sdist import configured_url
 
     address = urlsplit(asyncio.run(configured_url()))
     proxy = urllib.request.getproxies().get(address.scheme)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from palaestra.sandbox.slot import ExecutionResult, Slot
     from palaestra.tools.call_text import ToolCall, ToolResult
     from palaestra.tools.decorator import tool
+    from palaestra.tools.registry.build import build_tool_registry, get_tool_definitions
     from palaestra.tools.registry.catalog import (
         TOOL_TO_TOOLSET_MAP,
         TOOLSET_REQUIREMENTS,
@@ -45,10 +46,11 @@ if TYPE_CHECKING:
         sample_toolsets_from_distribution,
         validate_distribution,
     )
-    from palaestra.tools.registry.registry import ToolRegistry, build_tool_registry, get_tool_definitions
+    from palaestra.tools.registry.registry import ToolRegistry
     from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
     from palaestra.tools.runtime.function_calls import (
         ToolSession,
+        ToolSessionConfig,
         cleanup_all_environments,
         cleanup_vm,
         clear_task_env_overrides,
@@ -138,6 +140,7 @@ __all__ = [
     "ToolServer",
     "ToolServerExecuteRequest",
     "ToolSession",
+    "ToolSessionConfig",
     "ToolSettings",
     "ToolStep",
     "build_tool_registry",
@@ -228,9 +231,10 @@ _MODULES = {
     "ToolServer": "tools.serving.tool_server",
     "ToolServerExecuteRequest": "tools.serving.payloads",
     "ToolSession": "tools.runtime.function_calls",
+    "ToolSessionConfig": "tools.runtime.function_calls",
     "ToolSettings": "tools.settings",
     "ToolStep": "core.types",
-    "build_tool_registry": "tools.registry.registry",
+    "build_tool_registry": "tools.registry.build",
     "check_tool_availability": "tools.registry.catalog",
     "check_toolset_requirements": "tools.registry.catalog",
     "cleanup_all_environments": "tools.runtime.function_calls",
@@ -242,7 +246,7 @@ _MODULES = {
     "get_available_toolsets": "tools.registry.catalog",
     "get_distribution": "tools.registry.distributions",
     "get_parser": "inference.parsers",
-    "get_tool_definitions": "tools.registry.registry",
+    "get_tool_definitions": "tools.registry.build",
     "get_toolset_for_tool": "tools.registry.catalog",
     "handle_function_call": "tools.runtime.function_calls",
     "handle_function_call_async": "tools.runtime.function_calls",

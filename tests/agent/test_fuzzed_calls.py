@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from palaestra.agent.replies import RequestedCall
-from palaestra.agent.tool_calls import CallAnswer, ToolCalls
+from palaestra.agent.tool_calls import CallAnswer, ToolCalls, handler_runtime
 from palaestra.core.types import JSON
-from palaestra.tools.registry.registry import builtin_tools
+from palaestra.tools.registry.catalog import builtin_tools
 
 CALLS, PER_TURN = 10_000, 8
 SCHEMAS = [tool.schema.to_dict() for tool in builtin_tools()]
@@ -178,7 +178,8 @@ def test_only_what_the_schema_accepts_is_run_and_all_calls_are_answered(seed: in
         ran.append((name, arguments))
         return json.dumps({"ran": len(ran)})
 
-    calls = ToolCalls(handler, SCHEMAS, set(PARAMETERS), {"read_file", "search_files"}, "t1")
+    tools = handler_runtime(handler, SCHEMAS, PARAMETERS, "t1")
+    calls = ToolCalls(tools, set(PARAMETERS), {"read_file", "search_files"})
     met: Counter[str] = Counter()
     for first in range(0, CALLS // 5, PER_TURN):
         turn = [requested(rng, first + place) for place in range(PER_TURN)]
@@ -202,9 +203,10 @@ def check(call: RequestedCall, answer: CallAnswer, valid: dict[str, JSON] | None
     assert message["tool_call_id"] == call.id
     reply = json.loads(message["content"])
     if valid is None:
-        assert answer.arguments is None
+        assert answer.checked is None
         assert list(reply) == ["error"]
         assert 0 < len(reply["error"]) < 3000
         assert reply["error"] == answer.error
     else:
-        assert answer.arguments == valid
+        assert answer.checked is not None
+        assert answer.checked.arguments == valid

@@ -12,7 +12,7 @@ from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Outcome
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.openai import OpenAIEngine
-from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 READ = {
     "type": "function",
@@ -46,12 +46,12 @@ def roll_out(server: LoopbackServer) -> tuple[AgentResult, OpenAIEngine]:
 
 def test_several_turns_through_a_server_that_stumbles() -> None:
     server = LoopbackServer(
-        Answer({}, 429, {"Retry-After": "2"}),
-        Answer(completion(None, "tool_calls", tool_calls=[call('{"path": "a"}'), call({"path": "b"})])),
-        Answer(cut=True),
-        Answer({}, 500),
-        Answer(completion("now c", "tool_calls", reasoning="hm", tool_calls=[call('{"path": "c"', id="z")])),
-        Answer(completion([{"type": "text", "text": "do"}, {"type": "text", "text": "ne"}])),  # type: ignore[arg-type]
+        FakeAnswer({}, 429, {"Retry-After": "2"}),
+        FakeAnswer(completion(None, "tool_calls", tool_calls=[call('{"path": "a"}'), call({"path": "b"})])),
+        FakeAnswer(cut=True),
+        FakeAnswer({}, 500),
+        FakeAnswer(completion("now c", "tool_calls", reasoning="hm", tool_calls=[call('{"path": "c"', id="z")])),
+        FakeAnswer(completion([{"type": "text", "text": "do"}, {"type": "text", "text": "ne"}])),  # type: ignore[arg-type]
     )
     result, engine = roll_out(server)
     assert result.outcome is Outcome.NATURAL
@@ -73,21 +73,21 @@ def test_several_turns_through_a_server_that_stumbles() -> None:
 
 
 def test_a_context_that_fills_up_ends_with_length() -> None:
-    full = Answer({"error": {"message": "too long", "code": "context_length_exceeded"}}, 400)
-    asks = Answer(completion(None, "tool_calls", tool_calls=[call('{"path": "a"}')]))
+    full = FakeAnswer({"error": {"message": "too long", "code": "context_length_exceeded"}}, 400)
+    asks = FakeAnswer(completion(None, "tool_calls", tool_calls=[call('{"path": "a"}')]))
     assert roll_out(LoopbackServer(asks, full))[0].outcome is Outcome.LENGTH
 
 
 def test_a_refused_key_is_an_api_error_that_says_what_to_do() -> None:
-    result, _ = roll_out(LoopbackServer(Answer({"error": {"message": "invalid key"}}, 401)))
+    result, _ = roll_out(LoopbackServer(FakeAnswer({"error": {"message": "invalid key"}}, 401)))
     assert result.outcome is Outcome.API_ERROR
     assert "--openai.api_key" in result.error
 
 
 def test_a_server_that_is_overloaded_for_longer_than_the_budget_does_not_use_it_up() -> None:
     async def go() -> AgentResult:
-        overloaded = Answer({}, 429, {"Retry-After": "0.6"})
-        async with LoopbackServer(overloaded, overloaded, Answer(completion("done"))) as server:
+        overloaded = FakeAnswer({}, 429, {"Retry-After": "0.6"})
+        async with LoopbackServer(overloaded, overloaded, FakeAnswer(completion("done"))) as server:
             retry = RetryPolicy(first_s=0.01)
             engine = OpenAIEngine(APIServerConfig(base_url=server.url, model_name="m"), retry=retry)
             loop = HermesAgentLoop(engine, [], set(), budget=Budget(wall_s=0.5))
@@ -102,7 +102,7 @@ def test_a_server_that_is_overloaded_for_longer_than_the_budget_does_not_use_it_
 
 def test_cancelling_during_a_model_call_lets_go_of_the_connection() -> None:
     async def go() -> tuple[AgentResult, int]:
-        async with LoopbackServer(Answer(hang=True)) as server:
+        async with LoopbackServer(FakeAnswer(hang=True)) as server:
             engine = OpenAIEngine(APIServerConfig(base_url=server.url))
             loop = HermesAgentLoop(engine, [], set())
             rollout = asyncio.create_task(loop.run([{"role": "user", "content": "go"}]))

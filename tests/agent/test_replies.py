@@ -14,8 +14,8 @@ from palaestra.core.errors import EngineReplyError
 from palaestra.core.types import JSON
 from palaestra.inference.engine import (
     AssistantMessage,
+    ChatChoice,
     ChatCompletion,
-    Choice,
     CompletionUsage,
     FunctionCall,
     ToolCallMessage,
@@ -50,7 +50,7 @@ REPLY: dict[str, JSON] = {
 }
 RECORD = ChatCompletion(
     choices=[
-        Choice(
+        ChatChoice(
             message=AssistantMessage(
                 content="c",
                 reasoning="r",

@@ -8,8 +8,7 @@ import threading
 import pytest
 
 from palaestra.agent.wall_clock import WallClock
-from palaestra.core.clock import ManualClock, SystemClock
-from palaestra.core.uncharged_time import take_turn, uncharged
+from palaestra.core.clock import ManualClock, SystemClock, take_turn, uncharged
 
 
 def test_no_time_passes_while_it_stands() -> None:

@@ -15,8 +15,7 @@ from recorded import MALFORMED, broken, rollout, sky, write_run
 
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
-from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
-from palaestra.rollouts.export.formats import FORMATS
+from palaestra.rollouts.export.exporter import FORMATS, ExportMeta, ExportReport
 from palaestra.rollouts.records import Group
 
 
@@ -89,7 +88,7 @@ def test_the_report_as_data(folder: Path, capsys: pytest.CaptureFixture[str]) ->
         "records": 3,
         "rollouts": 3,
         "left_out": {"unscored": 1},
-        "remarks": {"has malformed arguments, kept as text": 1, "without what stands after the last reply": 1},
+        "remarks": {"has malformed arguments, kept as text": 1, "without the messages after the last reply": 1},
         "unfinished_groups": 0,
     }
 
@@ -117,7 +116,7 @@ def test_a_run_that_goes_on_is_exported_as_far_as_it_is(tmp_path: Path, capsys: 
         ([], "--to, and one of atropos, openai"),
         (["--to", "openai", "--out", "/proc/nowhere/x"], "cannot write /proc/nowhere/x"),
         (["--to", ":Name"], "cannot load the export format :Name: Empty module name"),
-        (["--to", "pathlib:PurePath"], "pathlib:PurePath is no export format: it lacks ending, everything, export"),
+        (["--to", "pathlib:PurePath"], "pathlib:PurePath is not an export format: it lacks ending, everything, export"),
         (["--to", "shlex:quote"], "cannot load the export format shlex:quote: quote() missing 1 required"),
     ],
 )

@@ -107,14 +107,6 @@ def test_environments_are_listed_without_running_them(
     assert rows["broken"].startswith("(cannot be read")
 
 
-def test_no_environments_is_not_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run("env", "list") == 0
-    assert "by its path" in capsys.readouterr().err
-
-
 def cpu_seconds(*argv: str) -> float:
     """CPU seconds of the quickest of three runs; the others may pay for a cold disk."""
     times = []

@@ -16,7 +16,8 @@ from palaestra.cli.main import cli
 from palaestra.core.types import Blame, Outcome
 from palaestra.envs.discovery import load_environment
 from palaestra.envs.run.run import main
-from palaestra.rollouts.journal.journal import AnyEvent, RolloutEnded, read_journal
+from palaestra.rollouts.events import AnyJournalEvent, RolloutEnded
+from palaestra.rollouts.journal.journal import read_journal
 
 NOISY = """
 from palaestra import Task, environment
@@ -70,7 +71,7 @@ def record(folder: Path, text: str, *command: str) -> Path:
     return run
 
 
-def change(run: Path, edit: Callable[[AnyEvent], None]) -> None:
+def change(run: Path, edit: Callable[[AnyJournalEvent], None]) -> None:
     """Rewrite the journal, each event edited."""
     events = list(read_journal(run / "journal.jsonl"))
     for event in events:
@@ -96,7 +97,7 @@ def test_differences_are_found_and_explained(folder: Path, capsys: pytest.Captur
     assert {(each["turn"], each["kind"]) for each in said["differences"]} == {(1, "time"), (1, "randomness")}
     assert sorted(folder.rglob("*")) == before, "a replay writes nothing beside the run"
 
-    def meddle(event: AnyEvent) -> None:
+    def meddle(event: AnyJournalEvent) -> None:
         if isinstance(event, RolloutEnded) and event.trajectory.rollout_id == "000000-task-0/1":
             event.trajectory.messages[2]["content"] = event.trajectory.messages[2]["content"].replace("x", "y")
             event.trajectory.reward = 0.5
@@ -128,7 +129,7 @@ def test_a_rollout_that_was_cut_off_is_played_as_far_as_it_goes(
 ) -> None:
     run = record(folder, NOISY)
 
-    def cut(event: AnyEvent) -> None:
+    def cut(event: AnyJournalEvent) -> None:
         if isinstance(event, RolloutEnded):
             one = event.trajectory
             one.messages, one.reward, one.outcome, one.blame = one.messages[:3], None, Outcome.API_ERROR, Blame.ENGINE

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from talking import Talk, group
 
+from palaestra.trainers.atropos.connection import FeedSettings
 from palaestra.trainers.atropos.feed import feeding
-from palaestra.trainers.atropos.feed_settings import FeedSettings
 from palaestra.trainers.atropos.groups import Deliveries
 
 

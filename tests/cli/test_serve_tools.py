@@ -18,7 +18,7 @@ from palaestra.cli import serve_tools
 from palaestra.cli.serve_tools import _token, executor_settings
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.serving.payloads import ToolExecutorExecuteRequest
 from palaestra.tools.serving.tool_server import ToolServer
@@ -84,7 +84,7 @@ def test_an_executor_reaches_the_tools_of_a_tool_server_and_ends_when_told(tmp_p
 @pytest.mark.long
 def test_sub_agents_of_an_executors_clients_ask_the_server_that_was_named() -> None:
     async def scenario() -> None:
-        async with LoopbackServer(Answer(completion("It is done."))) as server:
+        async with LoopbackServer(FakeAnswer(completion("It is done."))) as server:
             flags = ["--slots", "1", "--base-url", f"{server.url}/v1", "--model", "m"]
             env = {"PATH": "/usr/bin:/bin", "TOOL_EXECUTOR_API_KEY": "sesame"}
             with serving("executor", *flags, env=env) as (_, url):

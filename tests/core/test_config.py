@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from palaestra.core.config import DEFAULT, Layer, Settings, has_effect, later, local_path, merge, nearest, sent_secret
+from palaestra.core.config import (
+    DEFAULT,
+    ConfigLayer,
+    Settings,
+    has_effect,
+    later,
+    local_path,
+    merge,
+    nearest,
+    sent_secret,
+)
 from palaestra.core.errors import ConfigError
 
 
@@ -20,7 +30,7 @@ class Oven(Settings):
 
 
 def test_a_later_layer_wins_and_the_source_says_which() -> None:
-    merged = merge(Oven, [Layer("file", {"degrees": 200, "name": "f"}), Layer("flags", {"degrees": 220})])
+    merged = merge(Oven, [ConfigLayer("file", {"degrees": 200, "name": "f"}), ConfigLayer("flags", {"degrees": 220})])
     assert (merged.value.degrees, merged.value.name) == (220, "f")
     assert merged.sources == {
         "degrees": "flags",
@@ -52,37 +62,37 @@ def test_no_layers_give_the_defaults() -> None:
 
 def test_a_dotted_key_sets_one_entry_and_leaves_the_layer_below_as_it_was() -> None:
     below = {"extra": {"provider": {"sort": "price"}, "x": 1}}
-    merged = merge(Oven, [Layer("file", below), Layer("flags", {"extra.provider.order": ["a"]})])
+    merged = merge(Oven, [ConfigLayer("file", below), ConfigLayer("flags", {"extra.provider.order": ["a"]})])
     assert merged.value.extra == {"provider": {"sort": "price", "order": ["a"]}, "x": 1}
     assert merged.sources["extra"] == "file, flags"
     assert below == {"extra": {"provider": {"sort": "price"}, "x": 1}}
 
 
 def test_a_whole_mapping_replaces_the_one_below() -> None:
-    merged = merge(Oven, [Layer("file", {"extra": {"a": 1}}), Layer("flags", {"extra": {"b": 2}})])
+    merged = merge(Oven, [ConfigLayer("file", {"extra": {"a": 1}}), ConfigLayer("flags", {"extra": {"b": 2}})])
     assert merged.value.extra == {"b": 2}
     assert merged.sources["extra"] == "flags"
 
 
 def test_an_unknown_key_names_its_layer_and_the_nearest_key() -> None:
     with pytest.raises(ConfigError, match=r"oven\.yaml: unknown setting degree\. Did you mean degrees\?"):
-        merge(Oven, [Layer("oven.yaml", {"degree": 200})])
+        merge(Oven, [ConfigLayer("oven.yaml", {"degree": 200})])
 
 
 def test_a_bad_value_names_the_key_as_written_the_value_and_the_source() -> None:
     with pytest.raises(ConfigError, match=r"--heat 'hot': input should be a valid integer.*\(from command line\)"):
-        merge(Oven, [Layer("command line", {"degrees": "hot"}, {"degrees": "--heat"})])
+        merge(Oven, [ConfigLayer("command line", {"degrees": "hot"}, {"degrees": "--heat"})])
 
 
 def test_every_mistake_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        merge(Oven, [Layer("file", {"degrees": -1, "name": 3})])
+        merge(Oven, [ConfigLayer("file", {"degrees": -1, "name": 3})])
     assert [line.split()[0] for line in str(caught.value).splitlines()] == ["degrees", "name"]
 
 
 def test_a_secret_is_not_in_the_message() -> None:
     with pytest.raises(ConfigError) as caught:
-        merge(Oven, [Layer("file", {"api_key": ["sk-very-secret"]})])
+        merge(Oven, [ConfigLayer("file", {"api_key": ["sk-very-secret"]})])
     assert "sk-very" not in str(caught.value)
     assert "api_key (hidden)" in str(caught.value)
 
@@ -107,7 +117,8 @@ def test_nearest_is_silent_when_nothing_is_near() -> None:
 @given(st.lists(st.dictionaries(st.sampled_from(["degrees", "name"]), st.just(None)), max_size=4))
 def test_each_field_comes_from_the_last_layer_that_names_it(shapes: list[dict[str, None]]) -> None:
     layers = [
-        Layer(f"layer{i}", {key: i if key == "degrees" else str(i) for key in shape}) for i, shape in enumerate(shapes)
+        ConfigLayer(f"layer{i}", {key: i if key == "degrees" else str(i) for key in shape})
+        for i, shape in enumerate(shapes)
     ]
     merged = merge(Oven, layers)
     for key in ("degrees", "name"):

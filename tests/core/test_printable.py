@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.core.printable import Span, printable, spans
+from palaestra.core.printable import StyledText, printable, spans
 
 ANY_TEXT = st.text(st.characters(codec=None, exclude_categories=())) | st.text(
     st.sampled_from("\x1b[]0;1m38\x07\\P a\r\n")
@@ -13,11 +13,11 @@ ANY_TEXT = st.text(st.characters(codec=None, exclude_categories=())) | st.text(
 
 def test_colours_become_classes():
     assert list(spans("a\x1b[1;31mred\x1b[0m b\x1b[97;42mc\x1b[39;49md")) == [
-        Span("a", ""),
-        Span("red", "t-bold t-fg1"),
-        Span(" b", ""),
-        Span("c", "t-fg15 t-bg2"),
-        Span("d", ""),
+        StyledText("a", ""),
+        StyledText("red", "t-bold t-fg1"),
+        StyledText(" b", ""),
+        StyledText("c", "t-fg15 t-bg2"),
+        StyledText("d", ""),
     ]
 
 
@@ -36,7 +36,7 @@ def test_colours_become_classes():
     ],
 )
 def test_colours_beyond_the_sixteen_leave_the_text_plain(sequence, css):
-    assert list(spans(f"{sequence}x")) == [Span("x", css)]
+    assert list(spans(f"{sequence}x")) == [StyledText("x", css)]
 
 
 @pytest.mark.parametrize(

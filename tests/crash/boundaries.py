@@ -28,7 +28,8 @@ from crash.by_prompt import served
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.inference.engines.scripted import ScriptedSession
-from palaestra.rollouts.journal.journal import Journal, RolloutEnded, RolloutTakenUp, read_journal
+from palaestra.rollouts.events import RolloutEnded, RolloutResumed
+from palaestra.rollouts.journal.journal import Journal, read_journal
 from palaestra.sandbox.local.client import SlotServer
 
 STEPS = ("wc -l < a.txt > lines.txt", "cat a.txt lines.txt", "cp lines.txt answer.txt; cat answer.txt")
@@ -247,7 +248,7 @@ def _ends(folder: Path, counts: Counter[str]) -> str:
     times = Counter((each.rollout_id, each.beside.started_at) for each in ended)
     if len({rollout for rollout, _ in times}) != ROLLOUTS or len(times) != ROLLOUTS:
         return f"{len(times)} rollouts ended, not {ROLLOUTS}"
-    taken_up = [event for event in events if isinstance(event, RolloutTakenUp)]
+    taken_up = [event for event in events if isinstance(event, RolloutResumed)]
     counts["taken up"] += len(taken_up)
     counts["turns not asked again"] += sum(event.turns for event in taken_up)
     anew = [event.anew for event in taken_up if event.anew]

@@ -15,7 +15,8 @@ import pytest
 
 from envs import scripts
 from palaestra.core.errors import ConfigError
-from palaestra.rollouts.journal.journal import RolloutEnded, read_journal
+from palaestra.rollouts.events import RolloutEnded
+from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.resume.state import read_finished, repair
 
 pytestmark = pytest.mark.long
@@ -98,7 +99,7 @@ def test_resuming_something_else_is_refused(tmp_path: Path, undisturbed: bytes) 
         assert running.wait(TIMEOUT_S) == 0
     (run,) = tmp_path.glob("runs/*/*")
     before = (run / "journal.jsonl").read_bytes()
-    for flags, says in ((["--resume", str(run)], "seed 3, not 0"), (["--resume", str(tmp_path)], "no run folder")):
+    for flags, says in ((["--resume", str(run)], "seed 3, not 0"), (["--resume", str(tmp_path)], "not a run folder")):
         done = subprocess.run([*RUN, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
         assert done.returncode == 2
         assert says in done.stderr

@@ -17,7 +17,7 @@ from palaestra.envs.adapters.forms import form_of
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.run.run import run
 from palaestra.rollouts.grading.exec_tool import ExecTool
-from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra.tools.tool import Tool
 from tools.serving.asking import Client
 
@@ -111,7 +111,7 @@ def parsed(argv: Sequence[str]) -> Parsed[AgentEnvConfig, APIServerConfig]:
     return line
 
 
-def went(folder: Path, command: str, answers: Sequence[Answer], tool_server: str, *flags: str) -> list[JSON]:
+def went(folder: Path, command: str, answers: Sequence[FakeAnswer], tool_server: str, *flags: str) -> list[JSON]:
     """Run a command of the environment; what the model server was asked."""
 
     async def main() -> list[JSON]:
@@ -131,7 +131,7 @@ def went(folder: Path, command: str, answers: Sequence[Answer], tool_server: str
     return asyncio.run(main())
 
 
-def played(folder: Path, answers: Sequence[Answer], tool_server: str, *flags: str) -> list[JSON]:
+def played(folder: Path, answers: Sequence[FakeAnswer], tool_server: str, *flags: str) -> list[JSON]:
     """The rollouts of a run, in order."""
     saved = str(folder / "groups.jsonl")
     went(folder, "process", answers, tool_server, "--env.data_path_to_save_groups", saved, *flags)
@@ -155,8 +155,8 @@ def test_the_server_lets_go_of_a_rollout_that_has_ended_however_it_did(
     assert tool_server.stdout is not None
     url = tool_server.stdout.readline().strip()
     natural, limit = [holding("a"), holding("b"), "Held."], [holding("c")] * 3
-    answers = [Answer(completion(text)) for text in (*natural, *limit, holding("d"), holding("e"))]
-    answers.append(Answer({"error": "no"}, status=400))
+    answers = [FakeAnswer(completion(text)) for text in (*natural, *limit, holding("d"), holding("e"))]
+    answers.append(FakeAnswer({"error": "no"}, status=400))
     rollouts = played(tmp_path / "first", answers, url)
     outcomes = [each["outcome"] for each in rollouts]
     assert outcomes == ["natural", "max_turns"], (tmp_path / "first/log").read_text()
@@ -185,7 +185,7 @@ def test_an_agent_outside_of_rollouts_is_recorded_and_played_too(
 ) -> None:
     assert tool_server.stdout is not None
     url = tool_server.stdout.readline().strip()
-    answers = [Answer(completion(text)) for text in (holding("a"), holding("a"), "Two.", holding("b"), "One.")]
+    answers = [FakeAnswer(completion(text)) for text in (holding("a"), holding("a"), "Two.", holding("b"), "One.")]
     asked = went(tmp_path / "first", "evaluate", answers, url)
     found = json.loads((tmp_path / "first/metrics.json").read_text())["results"]["all"]
     assert found == {"said": ["Two.", "One."]}

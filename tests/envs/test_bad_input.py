@@ -38,7 +38,7 @@ def test_a_source_without_a_usable_row_is_one_message(
     Path("bad.csv").write_text("colour\nred\n")
     wanted = {
         "absent.jsonl": "there is no data set absent.jsonl",
-        "empty.jsonl": "empty.jsonl h",  # "has no task that can be used", "holds no task"
+        "empty.jsonl": "no task",
         "bad.csv": "1 of it are left out",
     }
     for source, message in wanted.items():
@@ -51,10 +51,10 @@ def test_a_source_without_a_usable_row_is_one_message(
 @pytest.mark.parametrize(
     ("name", "setting", "message"),
     [
-        ("terminalbench_2", "base_image", "the root file system absent is not there"),
-        ("terminalbench_2", "images.fix", "the root file system absent is not there"),
-        ("terminalbench_2", "image_dir", "the folder of root file systems absent is not there"),
-        ("endless_terminals", "image", "the root file system absent is not there"),
+        ("terminalbench_2", "base_image", "the root file system absent does not exist"),
+        ("terminalbench_2", "images.fix", "the root file system absent does not exist"),
+        ("terminalbench_2", "image_dir", "the folder of root file systems absent does not exist"),
+        ("endless_terminals", "image", "the root file system absent does not exist"),
     ],
 )
 def test_a_root_file_system_that_no_task_can_have(
@@ -170,7 +170,7 @@ def test_a_script_that_cannot_be_loaded_says_where(
     assert run_guarded(lambda: cli.main(["run", "an_env.py", "--policy", "noop"], standalone_mode=False)) == 2
     assert said in capsys.readouterr().err
     assert run_guarded(lambda: cli.main(["run", "an", "--policy", "noop"], standalone_mode=False)) == 2
-    assert "an_env.py is here: say an_env.py." in capsys.readouterr().err
+    assert "an_env.py exists here: write an_env.py." in capsys.readouterr().err
 
 
 BROKEN = """

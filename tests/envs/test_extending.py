@@ -12,7 +12,8 @@ import pytest
 
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
-from palaestra.rollouts.journal.journal import Journal, RolloutEnded, read_groups, read_journal
+from palaestra.rollouts.events import RolloutEnded
+from palaestra.rollouts.journal.journal import Journal, read_groups, read_journal
 
 PLAIN = """
 from palaestra import Task, ToolStep, environment
@@ -97,10 +98,10 @@ def test_no_group_is_of_two_questions(capsys: pytest.CaptureFixture[str]) -> Non
     run = Extended(2, 2, CHANGING)
     asked = [group.asked for group in read_groups(run.journal)]
     assert run.go(2, 2) == 0
-    assert "task 1 (t-1) asks something else now than when it was rolled out" in capsys.readouterr().err
+    assert "The prompt of task 1 (t-1) changed" in capsys.readouterr().err
     for _ in range(2):
         assert run.go(3, 4) == 0
-        assert "t-1 asks something else now than the rollouts that its group has" in capsys.readouterr().err
+        assert "The prompt of task t-1 changed since its earlier rollouts were recorded" in capsys.readouterr().err
         groups = read_groups(run.journal)
         assert [len(group.trajectories) for group in groups] == run.lines == [4, 2, 4]
         assert [group.asked for group in groups][:2] == asked
@@ -163,7 +164,7 @@ def test_one_process_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
     run = Extended(1, 1)
     before, held = run.journal.read_bytes(), Journal(run.journal)
     assert run.go(2, 1) == 2
-    assert "another process has this run" in capsys.readouterr().err
+    assert "being written by another process" in capsys.readouterr().err
     assert run.journal.read_bytes() == before
     held.close()
     assert run.go(2, 1, "--env.seed", "5") == 2
@@ -189,7 +190,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_a_way_on(
             (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
             assert "No space left on device" in line
             (journal,) = Path().glob("runs/*/*/journal.jsonl")
-            assert f"go on with --resume {journal.parent}" in said
+            assert f"continue with --resume {journal.parent}" in said
             subprocess.run(["mount", "-o", "remount,size=8m", "../small"], check=True)
             assert palaestra(*run, "--resume", str(journal.parent)) == 0
             (data,) = Path().glob("data/*.jsonl")

@@ -11,7 +11,8 @@ import pytest
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.types import JSON, Message
-from palaestra.inference.engine import ChatCompletion, ChatServer
+from palaestra.inference.chat_server import ChatServer
+from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.engines.scripted import ScriptedEngine
 from palaestra.rollouts.journal.journal import read_groups
 

@@ -20,14 +20,15 @@ import pytest
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.types import Task
-from palaestra.rollouts.journal.journal import GroupStarted, RolloutEnded, read_journal
+from palaestra.rollouts.events import GroupStarted, RolloutEnded
+from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.records import Group
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Rung
 from palaestra.sandbox.snapshots.folder import Entry, SnapshotStore
-from palaestra.suites.swe.install import Toolchain
-from palaestra.suites.swe.swe_env import SweSmithOracleEnv, SweSmithOracleEnvConfig, Work
-from palaestra.suites.swe.swe_rows import Install, RowKind, SweRow
+from palaestra.suites.grading.toolchain import Install, Toolchain
+from palaestra.suites.swe.swe_row import RowKind, SweRow
+from palaestra.suites.swe.swe_smith_oracle import ResolvedRow, SweSmithOracleEnv, SweSmithOracleEnvConfig
 
 pytestmark = pytest.mark.slots
 
@@ -364,7 +365,7 @@ def test_a_repository_is_kept_where_its_row_says_all_of_it() -> None:
     env = SweSmithOracleEnv(SweSmithOracleEnvConfig(cache_dir="cache"), []).as_environment()
 
     def recipe(row: SweRow) -> object:
-        return env.recipe(Task(id="one", prompt="?", data=Work(row, Toolchain(("python3",)))))
+        return env.recipe(Task(id="one", prompt="?", data=ResolvedRow(row, Toolchain(("python3",)))))
 
     assert recipe(row) is not None
     assert recipe(row) == recipe(replace(row, problem_statement="!"))

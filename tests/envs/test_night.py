@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from palaestra.core.types import Outcome
-from palaestra.rollouts.journal.journal import RolloutEnded, RunEnded, read_journal
+from palaestra.rollouts.events import RolloutEnded, RunEnded
+from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.observe.status import RunReader
 
 pytestmark = pytest.mark.slots
@@ -90,14 +91,14 @@ def test_sigterm_lets_what_is_in_flight_finish(tmp_path: Path) -> None:
         until(going, tmp_path / "waits")
         going.send_signal(signal.SIGTERM)
         assert going.stderr is not None
-        while "Nothing new begins" not in going.stderr.readline():
+        while "Nothing new starts" not in going.stderr.readline():
             assert going.poll() is None
         (tmp_path / "go").touch()
         said = end(going)
     assert going.returncode == 130, said
     run = run_of(tmp_path)
     assert endings(run) == ([("task-0", Outcome.NATURAL), ("task-1", Outcome.NATURAL)], ["interrupted"])
-    assert f"go on with --resume {run.relative_to(tmp_path)}" in said
+    assert f"continue with --resume {run.relative_to(tmp_path)}" in said
     with start(tmp_path, "--resume", str(run)) as again:
         said = end(again)
     assert again.returncode == 0, said
@@ -114,7 +115,7 @@ def test_a_drain_without_patience_keeps_what_was_finished(tmp_path: Path, drain:
         going.send_signal(signal.SIGTERM)
         if not drain:
             assert going.stderr is not None
-            while "Nothing new begins" not in going.stderr.readline():
+            while "Nothing new starts" not in going.stderr.readline():
                 assert going.poll() is None
             going.send_signal(signal.SIGTERM)
         said = end(going)
@@ -129,7 +130,7 @@ def test_a_world_that_breaks_too_much_pauses_the_run(tmp_path: Path) -> None:
     with start(tmp_path, "--max-infra-rate", "0.04", "--env.infra_retries", "0") as going:
         said = end(going)
     assert going.returncode == 3, said
-    assert "paused: the world broke 5 of the last 5 rollouts (grader 5), more than 4% of 100" in said
+    assert "ended 5 of the last 5 rollouts (grader 5), more than 4% of 100" in said
     rollouts, reasons = endings(run_of(tmp_path))
     assert (len(rollouts), reasons) == (5, ["paused"])
 

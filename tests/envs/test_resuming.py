@@ -9,8 +9,9 @@ import pytest
 from envs.agent_script import WITH_META
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
-from palaestra.rollouts.journal.journal import Messages, RolloutTakenUp, read_journal
-from palaestra.rollouts.resume.recorded_chat import Anew
+from palaestra.rollouts.events import RolloutResumed, TurnTaken
+from palaestra.rollouts.journal.journal import read_journal
+from palaestra.rollouts.resume.recorded_turns import Mismatch
 
 pytestmark = pytest.mark.slots
 
@@ -54,7 +55,7 @@ def palaestra(*argv: str) -> int:
 
 def gone_on(
     folder: Path, script: str, turn: int, monkeypatch: pytest.MonkeyPatch, *flags: str, group: int = 2
-) -> list[RolloutTakenUp]:
+) -> list[RolloutResumed]:
     """Run a script, cut its journal after the first event of a turn, go on; the data set must be the same again."""
     monkeypatch.chdir(folder)
     Path("my_env.py").write_text(script)
@@ -64,11 +65,11 @@ def gone_on(
     (journal,) = folder.glob("runs/*/*/journal.jsonl")
     whole = data.read_bytes()
     events = list(read_journal(journal))
-    place = next(n for n, event in enumerate(events, 1) if isinstance(event, Messages) and event.turn == turn)
+    place = next(n for n, event in enumerate(events, 1) if isinstance(event, TurnTaken) and event.turn == turn)
     journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:place]))
     assert palaestra(*run, "--resume", str(journal.parent)) == 0
     assert data.read_bytes() == whole
-    return [event for event in read_journal(journal) if isinstance(event, RolloutTakenUp)]
+    return [event for event in read_journal(journal) if isinstance(event, RolloutResumed)]
 
 
 def test_what_lies_outside_the_slot_comes_back_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,10 +103,10 @@ def test_with_a_process_in_the_background_it_begins_anew(
 ) -> None:
     events = gone_on(tmp_path, IN_THE_BACKGROUND, 2, monkeypatch)
     assert events
-    assert {event.anew for event in events} == {Anew.BACKGROUND}
+    assert {event.anew for event in events} == {Mismatch.BACKGROUND}
     (run,) = tmp_path.glob("runs/*/*")
-    assert f"began anew ({Anew.BACKGROUND}: {len(events)})" in capsys.readouterr().err
+    assert f"began anew ({Mismatch.BACKGROUND}: {len(events)})" in capsys.readouterr().err
     assert palaestra("status", str(run)) == 0
-    assert f"{Anew.BACKGROUND}: {len(events)}" in capsys.readouterr().out
+    assert f"{Mismatch.BACKGROUND}: {len(events)}" in capsys.readouterr().out
     (report,) = tmp_path.glob("data/*.html")
-    assert str(Anew.BACKGROUND) in report.read_text()
+    assert str(Mismatch.BACKGROUND) in report.read_text()

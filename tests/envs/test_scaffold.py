@@ -40,7 +40,7 @@ def test_it_lies_among_the_others_and_takes_nobodys_place(
     Path("environments").mkdir()
     assert said("env", "new", "words") == 0
     assert said("env", "list", "--json") == 0
-    (listed,) = json.loads(capsys.readouterr().out.partition("\n")[2])
+    listed = json.loads(capsys.readouterr().out.partition("\n")[2])[0]
     assert (listed["name"], listed["summary"][:6]) == ("words", "Words:")
     assert said("env", "new", "words_env.py") == 2
     assert "environments/words_env.py is there already" in capsys.readouterr().err

@@ -16,29 +16,31 @@ from palaestra.agent.result import AgentResult
 from palaestra.core.errors import GraderError
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Blame, Limits, Score, Task
+from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engine import Sampled, SessionContext
+from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.engines.policies import OraclePolicy
 from palaestra.inference.engines.scripted import ScriptedEngine
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
-from palaestra.rollouts.environment import Environment, Kit
+from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.spec import Kit
 from palaestra.sandbox.slot import Slot
-from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra.testing.fake_engine import toy_tokenizer
-from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
 
-ENGINE_FAULTS: Mapping[str, Answer] = {
-    "429": Answer({"error": {"message": "slow down"}}, status=429),
-    "503": Answer({"error": {"message": "overloaded"}}, status=503),
-    "cut stream": Answer(cut=True),
-    "half a reply": Answer(b'{"choices": [{"mess'),
-    "no choice": Answer(completion() | {"choices": []}),
-    "no answer in time": Answer(hang=True),
-    "abort": Answer(completion("I was about to", finish="abort")),
+ENGINE_FAULTS: Mapping[str, FakeAnswer] = {
+    "429": FakeAnswer({"error": {"message": "slow down"}}, status=429),
+    "503": FakeAnswer({"error": {"message": "overloaded"}}, status=503),
+    "cut stream": FakeAnswer(cut=True),
+    "half a reply": FakeAnswer(b'{"choices": [{"mess'),
+    "no choice": FakeAnswer(completion() | {"choices": []}),
+    "no answer in time": FakeAnswer(hang=True),
+    "abort": FakeAnswer(completion("I was about to", finish="abort")),
 }
 
 OWN_LIMITS: Mapping[str, tuple[str, str]] = {

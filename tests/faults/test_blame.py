@@ -11,13 +11,12 @@ import pytest
 from faults.injected import FAULTS, IDLE_LIMITS, OWN_LIMITS, BrokenWorld
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ServerGroup
-from palaestra.rollouts.admission import AdmittedSlots
-from palaestra.rollouts.group import Services
-from palaestra.rollouts.journal.journal import AttemptDiscarded, Journal, RolloutEnded, read_groups, read_journal
-from palaestra.rollouts.observe.console import NullObserver
+from palaestra.rollouts.events import AttemptDiscarded, RolloutEnded
+from palaestra.rollouts.journal.journal import EventStream, Journal, read_groups, read_journal
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.runner import Runner
-from palaestra.rollouts.shared_setup import Foundations
+from palaestra.rollouts.spec import RunContext, RunSettings
+from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 
@@ -27,24 +26,19 @@ pytestmark = pytest.mark.slots
 def roll_out(folder: Path, env: BrokenWorld, group_size: int, *, whole: bool) -> tuple[list[Group], Path]:
     async def main() -> Path:
         async with SlotPool(SlotPoolConfig(), LocalBackend.from_isolation("best")) as pool:
-            slots = AdmittedSlots(pool, 8)
-            shared = Services(
+            shared = RunContext(
                 engine=ServerGroup([APIServerConfig(server_type="scripted", model_name="oracle")]),
-                slots=slots,
-                journal=Journal(folder / "journal.jsonl"),
-                observer=NullObserver(),
-                group_size=group_size,
-                foundations=Foundations(slots),
-                idle_limits=IDLE_LIMITS,
-                whole_groups=whole,
+                workspaces=Workspaces(pool),
+                events=EventStream(Journal(folder / "journal.jsonl")),
+                settings=RunSettings(group_size=group_size, idle_limits=IDLE_LIMITS, whole_groups=whole),
             )
             await env.open()
             try:
                 await Runner(env, shared, concurrency=4).run()
             finally:
                 await env.aclose()
-                shared.journal.close()
-            return shared.journal.path
+                shared.events.journal.close()
+            return shared.events.journal.path
 
     path = asyncio.run(main())
     return read_groups(path), path

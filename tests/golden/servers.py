@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 from crash.by_prompt import TURN, ByPrompt
 from palaestra.inference.engine import Sampled
 from palaestra.inference.tokenizers import load_tokenizer
-from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra.testing.model_server import ModelServer
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 from tools.web.site import Site, searxng
@@ -126,7 +126,7 @@ def save_model(folder: Path) -> None:
     save_tokenizer(train_tokenizer(), folder)
 
 
-def _calls(*calls: tuple[str, Mapping[str, Any] | str], content: str | None = None, **message: Any) -> Answer:
+def _calls(*calls: tuple[str, Mapping[str, Any] | str], content: str | None = None, **message: Any) -> FakeAnswer:
     """A completion with tool calls. Arguments that are text are sent unchanged."""
     tool_calls = [
         {
@@ -136,15 +136,15 @@ def _calls(*calls: tuple[str, Mapping[str, Any] | str], content: str | None = No
         }
         for index, (name, given) in enumerate(calls)
     ]
-    return Answer(completion(content, finish="tool_calls", tool_calls=tool_calls, **message))
+    return FakeAnswer(completion(content, finish="tool_calls", tool_calls=tool_calls, **message))
 
 
-def _command(command: str) -> Answer:
+def _command(command: str) -> FakeAnswer:
     return _calls(("terminal", {"command": command}))
 
 
-_NOTHING = Answer(completion("I have done nothing."))
-_DONE = Answer(completion("Done."))
+_NOTHING = FakeAnswer(completion("I have done nothing."))
+_DONE = FakeAnswer(completion("Done."))
 
 _ERRORS = (
     _calls(
@@ -155,7 +155,7 @@ _ERRORS = (
     ),
     _calls(("look_around", {"where": "here"}), ("look_up", {"word": "nothing"}), ("look_up", {"word": "heron"})),
     _calls(("terminal", {"command": 7}), ("terminal", {"command": "echo yes | tee done.txt; exit 3"})),
-    Answer(completion([{"type": "text", "text": "There are 3 lines. <b>&amp; ½ 🐦</b>"}])),
+    FakeAnswer(completion([{"type": "text", "text": "There are 3 lines. <b>&amp; ½ 🐦</b>"}])),
 )
 _BEFORE_REPORT = (
     *_ERRORS,
@@ -167,17 +167,17 @@ _BEFORE_REPORT = (
     _command("wc -l < a.txt > done.txt"),  # the sub-agent
 )
 _FROM_REPORT = (
-    Answer(completion("There are 3.", reasoning_content="It was easy.")),  # the sub-agent's report
-    *(_command("cat done.txt"), Answer(completion("They are counted."))),
+    FakeAnswer(completion("There are 3.", reasoning_content="It was easy.")),  # the sub-agent's report
+    *(_command("cat done.txt"), FakeAnswer(completion("They are counted."))),
     *(_command(f"echo {turn}") for turn in range(4)),  # "endless"
-    Answer(completion("There are so many lines that", finish="length")),  # "short"
+    FakeAnswer(completion("There are so many lines that", finish="length")),  # "short"
 )
 
 _COUNTS = (_command("wc -l < a.txt > answer.txt"), _DONE)
-_REFUSED = Answer({"error": {"message": "no such model", "type": "invalid_request_error"}}, status=400)
+_REFUSED = FakeAnswer({"error": {"message": "no such model", "type": "invalid_request_error"}}, status=400)
 _BACKGROUND = _calls(("terminal", {"command": "sleep 1000", "background": True}))
 
-SCRIPTS: Mapping[str, tuple[Sequence[Answer], int]] = {
+SCRIPTS: Mapping[str, tuple[Sequence[FakeAnswer], int]] = {
     "endings": ((*_BEFORE_REPORT, *_FROM_REPORT), len(_BEFORE_REPORT)),
     "interrupted": ((*_COUNTS, _REFUSED, _command("cat seed.txt"), *_COUNTS, *_COUNTS), 4),
     "restarted": ((_BACKGROUND, _BACKGROUND, *_COUNTS), 1),
@@ -195,7 +195,7 @@ class ChatServer(LoopbackServer):
 
     def __init__(self, script: str, part: Literal["whole", "before", "after"] = "whole") -> None:
         answers, cut = SCRIPTS[script]
-        parts = {"whole": answers, "before": [*answers[:cut], Answer(hang=True)], "after": answers[cut:]}
+        parts = {"whole": answers, "before": [*answers[:cut], FakeAnswer(hang=True)], "after": answers[cut:]}
         super().__init__(*parts[part])
 
     @property
@@ -206,7 +206,7 @@ class ChatServer(LoopbackServer):
 
 def rows_server() -> LoopbackServer:
     """A chat server with the same answer to every request."""
-    return LoopbackServer(Answer(completion("4")))
+    return LoopbackServer(FakeAnswer(completion("4")))
 
 
 @contextlib.contextmanager

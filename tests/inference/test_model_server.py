@@ -17,9 +17,7 @@ from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.openai import OpenAIEngine
-from palaestra.inference.engines.sglang import SGLangEngine
-from palaestra.inference.engines.token_engine import TokenChat, TokenServer
-from palaestra.inference.engines.vllm import VLLMEngine
+from palaestra.inference.engines.token_engine import SGLangEngine, TokenChat, TokenServer, VLLMEngine
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.testing.fake_engine import ToyEngine
 from palaestra.testing.model_server import ModelServer, serve_model

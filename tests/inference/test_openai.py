@@ -14,10 +14,11 @@ import pytest
 from palaestra.core.clock import ManualClock
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineReplyError, EngineUnavailable
 from palaestra.core.types import JSON, Message
+from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engine import ChatCompletion, SessionContext
+from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.engines.openai import OpenAIEngine, parse_base_url
-from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 T = TypeVar("T")
 HI: list[Message] = [{"role": "user", "content": "hi"}]
@@ -41,7 +42,7 @@ def ask(server: LoopbackServer, **request: JSON) -> ChatCompletion:
 
 
 def test_a_request_holds_what_was_asked_and_nothing_more() -> None:
-    server = LoopbackServer(Answer(completion("hello")))
+    server = LoopbackServer(FakeAnswer(completion("hello")))
     reply = ask(server)
     assert reply.choices[0].message.content == "hello"
     assert (server.seen[0].method, server.seen[0].path) == ("POST", "/v1/chat/completions")
@@ -56,10 +57,10 @@ FAILED = {"error": {"message": "Provider returned error", "code": 502}}
 def test_an_error_within_a_reply_counts_as_the_status_that_it_says(stream: bool) -> None:
     """OpenRouter answers 200 once a provider has begun; vLLM and SGLang once they stream."""
 
-    def answer(error: JSON) -> Answer:
-        return Answer([b"data: " + json.dumps(error).encode() + b"\n\n"] if stream else error)
+    def answer(error: JSON) -> FakeAnswer:
+        return FakeAnswer([b"data: " + json.dumps(error).encode() + b"\n\n"] if stream else error)
 
-    server = LoopbackServer(answer(FAILED), answer(FAILED), Answer(completion("hello")))
+    server = LoopbackServer(answer(FAILED), answer(FAILED), FakeAnswer(completion("hello")))
     assert ask(server, stream=stream).choices[0].message.content == "hello"
     assert len(server.seen) == 3
     too_long = {"error": {"message": "Input length (9) exceeds the maximum allowed length (8).", "code": 400}}
@@ -71,11 +72,11 @@ def test_an_error_within_a_reply_counts_as_the_status_that_it_says(stream: bool)
 
 def test_a_reply_that_speaks_of_errors_is_a_reply() -> None:
     told = {**completion('{"error": {"code": 502}}'), "error": None}
-    assert ask(LoopbackServer(Answer(told))).choices[0].message.content == '{"error": {"code": 502}}'
+    assert ask(LoopbackServer(FakeAnswer(told))).choices[0].message.content == '{"error": {"code": 502}}'
 
 
 def test_every_setting_arrives_and_extra_body_wins() -> None:
-    server = LoopbackServer(Answer(completion()))
+    server = LoopbackServer(FakeAnswer(completion()))
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     ask(
         server,
@@ -118,8 +119,8 @@ def test_base_urls(given: str, api: str) -> None:
 
 def test_the_query_of_a_base_url_is_in_every_request_and_in_no_message(caplog) -> None:
     async def go() -> list[str]:
-        refusal = Answer({"error": {"message": "no"}}, 400)
-        async with LoopbackServer(Answer(completion()), refusal) as server:
+        refusal = FakeAnswer({"error": {"message": "no"}}, 400)
+        async with LoopbackServer(FakeAnswer(completion()), refusal) as server:
             base = f"{server.url}/openai/v1?api-version=preview&sig=s%2B1"
             engine = OpenAIEngine(APIServerConfig(base_url=base, model_name="m"), clock=ManualClock())
             await engine.start()
@@ -142,34 +143,36 @@ def test_what_is_no_base_url(given: str | None) -> None:
 
 
 def test_the_look_at_the_start_is_one_cheap_request() -> None:
-    server = LoopbackServer(Answer(completion()))
+    server = LoopbackServer(FakeAnswer(completion()))
     with_engine(server, OpenAIEngine.start)
     assert [(seen.method, seen.path) for seen in server.seen] == [("GET", "/v1/models")]
 
 
 def test_no_look_when_told_not_to() -> None:
-    server = LoopbackServer(Answer(completion()))
+    server = LoopbackServer(FakeAnswer(completion()))
     with_engine(server, OpenAIEngine.start, health_check=False)
     assert server.seen == []
 
 
-@pytest.mark.parametrize("models", [Answer({}, 404), Answer({}, 405), Answer({}, 400), Answer(b"hello"), Answer([])])
-def test_servers_without_a_list_of_models_are_fine(models: Answer) -> None:
-    with_engine(LoopbackServer(Answer(completion()), models=models), OpenAIEngine.start)
+@pytest.mark.parametrize(
+    "models", [FakeAnswer({}, 404), FakeAnswer({}, 405), FakeAnswer({}, 400), FakeAnswer(b"hello"), FakeAnswer([])]
+)
+def test_servers_without_a_list_of_models_are_fine(models: FakeAnswer) -> None:
+    with_engine(LoopbackServer(FakeAnswer(completion()), models=models), OpenAIEngine.start)
 
 
 def test_a_model_that_is_not_listed_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    models = Answer({"data": [{"id": "other"}]})
+    models = FakeAnswer({"data": [{"id": "other"}]})
     with caplog.at_level(logging.WARNING):
-        with_engine(LoopbackServer(Answer(completion()), models=models), OpenAIEngine.start)
+        with_engine(LoopbackServer(FakeAnswer(completion()), models=models), OpenAIEngine.start)
     assert "does not list model 'm'; it lists other" in caplog.text
 
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_refused_key_ends_the_start(status: int) -> None:
-    models = Answer({"error": {"message": "bad key"}}, status)
+    models = FakeAnswer({"error": {"message": "bad key"}}, status)
     with pytest.raises(EngineRefused, match="bad key"):
-        with_engine(LoopbackServer(Answer(completion()), models=models), OpenAIEngine.start)
+        with_engine(LoopbackServer(FakeAnswer(completion()), models=models), OpenAIEngine.start)
 
 
 def test_an_unreachable_server_ends_the_start_within_seconds() -> None:
@@ -192,7 +195,7 @@ def test_an_unreachable_server_ends_the_start_within_seconds() -> None:
 
 
 def test_garbage_is_not_tried_again() -> None:
-    server = LoopbackServer(Answer(b"<html>"))
+    server = LoopbackServer(FakeAnswer(b"<html>"))
     with pytest.raises(EngineReplyError, match=r"model 'm'.*not JSON.*<html>"):
         ask(server)
     assert len(server.seen) == 1
@@ -201,12 +204,12 @@ def test_garbage_is_not_tried_again() -> None:
 def test_ids_of_calls_follow_from_the_conversation() -> None:
     calls = [{"function": {"name": "f", "arguments": "{}"}}] * 2
     messages = [*HI, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
-    reply = ask(LoopbackServer(Answer(completion(None, tool_calls=calls))), messages=messages)
+    reply = ask(LoopbackServer(FakeAnswer(completion(None, tool_calls=calls))), messages=messages)
     assert [call.id for call in reply.choices[0].message.tool_calls or ()] == ["call_2_0", "call_2_1"]
 
 
 def test_n_from_a_server_that_ignores_it() -> None:
-    server = LoopbackServer(Answer(completion()))
+    server = LoopbackServer(FakeAnswer(completion()))
     reply = ask(server, n=3, config={"n_kwarg_is_ignored": True})
     assert [choice.index for choice in reply.choices] == [0, 1, 2]
     assert len(server.seen) == 3
@@ -215,7 +218,7 @@ def test_n_from_a_server_that_ignores_it() -> None:
 
 
 def test_a_key_read_from_a_file_is_sent_without_its_new_line() -> None:
-    server = LoopbackServer(Answer(completion()))
+    server = LoopbackServer(FakeAnswer(completion()))
     ask(server, config={"api_key": "sk-1\n"})
     assert server.seen[0].headers["Authorization"] == "Bearer sk-1"
 
@@ -235,7 +238,7 @@ def test_a_key_that_cannot_be_sent_is_a_mistake_of_the_configuration(config: JSO
 
 def test_texts_too_are_asked_for_one_by_one() -> None:
     one = {"choices": [{"text": "so"}], "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}}
-    server = LoopbackServer(Answer(one))
+    server = LoopbackServer(FakeAnswer(one))
     reply = with_engine(server, lambda engine: engine.completion(prompt="and", n=3), n_kwarg_is_ignored=True)
     assert [(choice.index, choice.text) for choice in reply.choices] == [(0, "so"), (1, "so"), (2, "so")]
     assert [seen.body for seen in server.seen] == [{"model": "m", "prompt": "and"}] * 3
@@ -245,7 +248,11 @@ def test_texts_too_are_asked_for_one_by_one() -> None:
 
 def test_a_replys_own_message_and_calls_may_be_sent_back() -> None:
     malformed = completion(None, tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "{"}}])
-    answers = [Answer(malformed), Answer({"error": "Expecting property name"}, 400), Answer(completion("now"))]
+    answers = [
+        FakeAnswer(malformed),
+        FakeAnswer({"error": "Expecting property name"}, 400),
+        FakeAnswer(completion("now")),
+    ]
     server = LoopbackServer(*answers)
 
     async def go(engine: OpenAIEngine) -> ChatCompletion:
@@ -262,13 +269,13 @@ def test_a_replys_own_message_and_calls_may_be_sent_back() -> None:
 def test_what_is_no_call_in_a_history_is_left_to_the_server_to_refuse() -> None:
     history = [*HI, {"role": "assistant", "tool_calls": [{"name": "f"}, 5]}]
     with pytest.raises(EngineRefused, match="no function"):
-        ask(LoopbackServer(Answer({"error": "a call with no function"}, 400)), messages=history)
+        ask(LoopbackServer(FakeAnswer({"error": "a call with no function"}, 400)), messages=history)
 
 
 def test_a_server_that_refuses_malformed_history_is_given_it_wrapped() -> None:
     bad = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
     history = [*HI, {"role": "assistant", "content": "", "tool_calls": [bad]}]
-    server = LoopbackServer(Answer({"detail": "Expecting value"}, 400), Answer(completion()))
+    server = LoopbackServer(FakeAnswer({"detail": "Expecting value"}, 400), FakeAnswer(completion()))
 
     async def twice(engine: OpenAIEngine) -> None:
         await engine.chat_completion(messages=history)
@@ -281,7 +288,7 @@ def test_a_server_that_refuses_malformed_history_is_given_it_wrapped() -> None:
 
 
 def test_a_plain_refusal_is_not_asked_twice() -> None:
-    server = LoopbackServer(Answer({"detail": "no such parameter"}, 400))
+    server = LoopbackServer(FakeAnswer({"detail": "no such parameter"}, 400))
     with pytest.raises(EngineRefused, match="no such parameter"):
         ask(server)
     assert len(server.seen) == 1

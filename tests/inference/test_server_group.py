@@ -8,12 +8,12 @@ import pytest
 
 from palaestra.core.errors import ConfigError, EngineRefused
 from palaestra.core.types import JSON, Message
+from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig, ServerBaseline
-from palaestra.inference.engine import SessionContext
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.engines.scripted import ScriptedEngine
 from palaestra.inference.server_group import ServerGroup, create_engine
-from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 HI: list[Message] = [{"role": "user", "content": "hi"}]
 
@@ -55,7 +55,7 @@ def test_one_config_or_a_list_but_not_none() -> None:
 
 def test_sessions_go_round_and_stay() -> None:
     async def go() -> list[int]:
-        async with LoopbackServer(Answer(completion())) as one, LoopbackServer(Answer(completion())) as two:
+        async with LoopbackServer(FakeAnswer(completion())) as one, LoopbackServer(FakeAnswer(completion())) as two:
             group = ServerGroup([config(one), config(two)])
             await group.start()
             for _ in range(3):
@@ -71,7 +71,7 @@ def test_sessions_go_round_and_stay() -> None:
 
 def test_calls_without_a_session_go_to_the_least_busy() -> None:
     async def go() -> list[int]:
-        async with LoopbackServer(Answer(completion())) as one, LoopbackServer(Answer(completion())) as two:
+        async with LoopbackServer(FakeAnswer(completion())) as one, LoopbackServer(FakeAnswer(completion())) as two:
             one.gate, two.gate = asyncio.Event(), asyncio.Event()
             group = ServerGroup([config(one), config(two)])
             async with asyncio.TaskGroup() as calls:
@@ -89,7 +89,7 @@ def test_calls_without_a_session_go_to_the_least_busy() -> None:
 
 def test_the_in_flight_limit_is_each_servers_own() -> None:
     async def go() -> int:
-        async with LoopbackServer(Answer(completion())) as server:
+        async with LoopbackServer(FakeAnswer(completion())) as server:
             server.gate = asyncio.Event()
             group = ServerGroup(config(server, num_max_requests_at_once=2))
             async with asyncio.TaskGroup() as calls:
@@ -105,7 +105,7 @@ def test_the_in_flight_limit_is_each_servers_own() -> None:
 
 def test_when_a_server_is_unavailable_the_next_one_answers() -> None:
     async def go() -> tuple[int, int]:
-        async with LoopbackServer(Answer(cut=True)) as dead, LoopbackServer(Answer(completion())) as alive:
+        async with LoopbackServer(FakeAnswer(cut=True)) as dead, LoopbackServer(FakeAnswer(completion())) as alive:
             group = ServerGroup([config(dead, timeout=1), config(alive)])
             session = group.session(SessionContext())
             await session.chat_completion(messages=HI)
@@ -122,7 +122,7 @@ def test_when_a_server_is_unavailable_the_next_one_answers() -> None:
 
 def test_a_refusal_is_not_taken_to_the_next_server() -> None:
     async def go() -> int:
-        async with LoopbackServer(Answer({}, 401)) as one, LoopbackServer(Answer(completion())) as two:
+        async with LoopbackServer(FakeAnswer({}, 401)) as one, LoopbackServer(FakeAnswer(completion())) as two:
             group = ServerGroup([config(one), config(two)])
             with pytest.raises(EngineRefused):
                 await group.session(SessionContext()).chat_completion(messages=HI)
@@ -134,9 +134,9 @@ def test_a_refusal_is_not_taken_to_the_next_server() -> None:
 
 def test_a_failing_start_closes_all_and_raises_the_error_itself() -> None:
     async def go() -> None:
-        async with LoopbackServer(Answer(completion())) as fine:
-            refusing = Answer({}, 401)
-            async with LoopbackServer(Answer(completion()), models=refusing) as bad:
+        async with LoopbackServer(FakeAnswer(completion())) as fine:
+            refusing = FakeAnswer({}, 401)
+            async with LoopbackServer(FakeAnswer(completion()), models=refusing) as bad:
                 group = ServerGroup([config(fine), config(bad)])
                 with pytest.raises(EngineRefused):
                     await group.start()

@@ -14,8 +14,7 @@ from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.doctor.checks import State
-from palaestra.inference.doctor.template_checks import writing_checks
+from palaestra.inference.doctor import CheckState, writing_checks
 from palaestra.inference.templates import ChatTemplate
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.testing.tiny_model import SPECIAL, TAGS, chat_template, make_tiny, save_tokenizer, train_tokenizer
@@ -95,7 +94,7 @@ def test_every_step_of_a_conversation_begins_with_the_one_before() -> None:
 
 def test_the_examination_finds_nothing_wrong_with_it(folder: Path) -> None:
     checks = list(writing_checks(load_tokenizer(str(folder)), None, "hermes"))
-    assert [check.state for check in checks] == [State.OK] * 3
+    assert [check.state for check in checks] == [CheckState.OK] * 3
 
 
 @pytest.mark.skipif(HAS_TORCH, reason="only where torch is missing")

@@ -20,15 +20,14 @@ from palaestra.core.errors import (
     EngineUnavailable,
 )
 from palaestra.core.types import JSON, Message
+from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engine import Sampled, SessionContext
-from palaestra.inference.engines.sglang import SGLangEngine
-from palaestra.inference.engines.token_engine import TokenServer
-from palaestra.inference.engines.vllm import VLLMEngine
+from palaestra.inference.engine import Sampled
+from palaestra.inference.engines.token_engine import SGLangEngine, TokenServer, VLLMEngine
 from palaestra.inference.ledger import verify_ledger
 from palaestra.inference.server_group import ServerGroup
 from palaestra.inference.token_exact.managed_chat import ManagedChat
-from palaestra.testing.fake_chat_server import Answer, LoopbackServer
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer
 from palaestra.testing.fake_engine import ToyEngine, toy_logprob, toy_tokenizer
 from palaestra.testing.fake_token_server import TokenLoopback
 
@@ -179,7 +178,7 @@ def no_logprobs(reply: JSON) -> JSON:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spoil", [drop_last_logprob, null_logprob, no_logprobs])
 def test_missing_log_probabilities_are_a_typed_error(kind: str, spoil: Callable[[JSON], JSON]) -> None:
-    with pytest.raises(EngineReplyError, match=r"model 'toy'\) answered a prompt of \d+ tokens with what is not"):
+    with pytest.raises(EngineReplyError, match=r"\(model .toy.\) .* invalid token-exact reply"):
         with_server(kind, lambda engine: engine.chat_completion(messages=HI), server={"spoil": spoil})
 
 
@@ -221,8 +220,8 @@ def beyond_32_bits(reply: JSON) -> JSON:
         ("vllm before token ids", no_number, "it has no token ids"),
         ("sglang", no_reason, "finish_reason"),
         ("vllm", no_reason, "does not say why it ended"),
-        ("sglang", beyond_32_bits, "a log-probability that is none"),
-        ("vllm", beyond_32_bits, "a log-probability that is none"),
+        ("sglang", beyond_32_bits, "an impossible log-probability"),
+        ("vllm", beyond_32_bits, "an impossible log-probability"),
     ],
 )
 def test_what_cannot_be_of_the_sampled_tokens_is_refused(
@@ -265,7 +264,7 @@ def test_evaluation_does_not_wait_behind_training(kind: str) -> None:
             await begun.wait()
             await asyncio.wait_for(engine.chat_completion(messages=HI, split="eval"), 10)
             assert not training.done()
-            with pytest.raises(ConfigError, match="no split 'test'; there are train, eval"):
+            with pytest.raises(ConfigError, match="Unknown split 'test'"):
                 await engine.chat_completion(messages=HI, split="test")
             free.set()
             await training
@@ -278,7 +277,7 @@ def test_vllm_says_itself_which_model_it_does_not_have() -> None:
     refusal = {"object": "error", "message": "The model `toy` does not exist.", "type": "NotFoundError", "code": 404}
 
     async def go() -> None:
-        async with LoopbackServer(Answer(refusal, 404)) as server:
+        async with LoopbackServer(FakeAnswer(refusal, 404)) as server:
             engine = VLLMEngine(config(server.url), tokenizer=TOKENIZER, clock=ManualClock())
             try:
                 await engine.chat_completion(messages=HI)
@@ -321,22 +320,24 @@ def test_a_server_that_sampled_after_other_ids_is_found_out(kind: str, spoil: Ca
 @pytest.mark.parametrize(
     ("answers", "error", "requests"),
     [
-        ([Answer({"error": "slow down"}, 429)], EngineUnavailable, 8),
-        ([Answer({"error": "oops"}, 500)], EngineUnavailable, 8),
-        ([Answer(cut=True)], EngineUnavailable, 8),
-        ([Answer(b'{"meta_info": {"finish')], EngineReplyError, 1),
+        ([FakeAnswer({"error": "slow down"}, 429)], EngineUnavailable, 8),
+        ([FakeAnswer({"error": "oops"}, 500)], EngineUnavailable, 8),
+        ([FakeAnswer(cut=True)], EngineUnavailable, 8),
+        ([FakeAnswer(b'{"meta_info": {"finish')], EngineReplyError, 1),
         (
-            [Answer(b'{"meta_info": {"finish_reason": {"type": "\xff"}}, "choices": [{"finish_reason": "\xff"}]}')],
+            [FakeAnswer(b'{"meta_info": {"finish_reason": {"type": "\xff"}}, "choices": [{"finish_reason": "\xff"}]}')],
             EngineReplyError,
             1,
         ),
-        ([Answer([])], EngineReplyError, 1),
-        ([Answer({"error": {"message": "no such model"}}, 400)], EngineRefused, 1),
-        ([Answer({"error": "The input is longer than the model's context length"}, 400)], ContextExceeded, 1),
+        ([FakeAnswer([])], EngineReplyError, 1),
+        ([FakeAnswer({"error": {"message": "no such model"}}, 400)], EngineRefused, 1),
+        ([FakeAnswer({"error": "The input is longer than the model's context length"}, 400)], ContextExceeded, 1),
     ],
     ids=["429", "500", "cut", "half a reply", "no UTF-8", "another shape", "400", "too long"],
 )
-def test_what_a_server_does_wrong(kind: str, answers: list[Answer], error: type[EngineError], requests: int) -> None:
+def test_what_a_server_does_wrong(
+    kind: str, answers: list[FakeAnswer], error: type[EngineError], requests: int
+) -> None:
     async def go() -> int:
         async with LoopbackServer(*answers) as server:
             engine = KINDS[kind][0](config(server.url), tokenizer=TOKENIZER, clock=ManualClock())
@@ -354,7 +355,7 @@ def test_what_a_server_does_wrong(kind: str, answers: list[Answer], error: type[
 
 def test_a_server_that_recovers_costs_the_rollout_nothing() -> None:
     info = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.5, 5, None]]}
-    answers = [Answer({"error": "loading"}, 503), Answer(cut=True), Answer({"text": "", "meta_info": info})]
+    answers = [FakeAnswer({"error": "loading"}, 503), FakeAnswer(cut=True), FakeAnswer({"text": "", "meta_info": info})]
 
     async def go() -> tuple[ManagedChat, int]:
         async with LoopbackServer(*answers) as server:
@@ -381,7 +382,7 @@ def test_sglang_refuses_in_an_abort(message: str, error: type[EngineError]) -> N
     reply = {"text": "", "meta_info": {"finish_reason": abort, "output_token_logprobs": []}}
 
     async def go() -> None:
-        async with LoopbackServer(Answer(reply)) as server:
+        async with LoopbackServer(FakeAnswer(reply)) as server:
             engine = SGLangEngine(config(server.url), tokenizer=TOKENIZER)
             try:
                 await engine.generate([1], {})
@@ -430,7 +431,7 @@ def test_a_chat_template_from_a_file(tmp_path: Path) -> None:
 def test_a_group_moves_on_when_a_server_goes_away() -> None:
     async def go() -> None:
         async with TokenLoopback(ToyEngine(TOKENIZER, replies(), name="a"), TOKENIZER) as good:
-            async with LoopbackServer(Answer({"error": "down"}, 500)) as bad:
+            async with LoopbackServer(FakeAnswer({"error": "down"}, 500)) as bad:
                 group = ServerGroup([config(bad.url, server_type="sglang"), config(good.url, server_type="sglang")])
                 for server in group.servers:
                     server.transport.retry = type(server.transport.retry)(attempts=1)  # type: ignore[attr-defined]

@@ -16,12 +16,13 @@ import pytest
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
 from palaestra.core.types import JSON
+from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.doctor import State, Target, diagnose
-from palaestra.inference.engine import Sampled, SessionContext
-from palaestra.inference.engines.sampling import Sampling
+from palaestra.inference.doctor import CheckState, Target, diagnose
+from palaestra.inference.engine import Sampled
+from palaestra.inference.engines.batcher import Sampling
 from palaestra.inference.engines.transformers import TransformersEngine
-from palaestra.inference.ledger import Reason, record_rows, verify_ledger
+from palaestra.inference.ledger import SegmentReason, record_rows, verify_ledger
 from palaestra.inference.server_group import ServerGroup
 from palaestra.testing.fake_token_server import TokenLoopback
 from palaestra.testing.tiny_model import make_tiny
@@ -248,7 +249,7 @@ def test_new_weights_resume_a_turn_and_the_ledger_says_so(folder: Path) -> None:
             assert verify_ledger(record).ok
             (row,) = record_rows(record)
             assert {version for _, _, version in row.versions} <= {"0", "b"}
-            assert [span.reason for span in record.segments[0].spans[1:]] == ["", Reason.ABORT_RESUME]
+            assert [span.reason for span in record.segments[0].spans[1:]] == ["", SegmentReason.ABORT_RESUME]
             start, stop, version = row.versions[-1]
             assert version == "b"
             expected = again(engine, row.tokens)
@@ -297,8 +298,8 @@ def test_the_examination_of_a_folder(folder: Path) -> None:
     async def scenario() -> None:
         found = await diagnose(Target(str(folder / "a")))
         assert found.server == "transformers"
-        assert [check.name for check in found.checks if check.state is State.FAILED] == []
-        assert sum(check.state is State.OK for check in found.checks) == 7
+        assert [check.name for check in found.checks if check.state is CheckState.FAILED] == []
+        assert sum(check.state is CheckState.OK for check in found.checks) == 7
 
     run(scenario)
 

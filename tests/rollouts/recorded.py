@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from palaestra.core.types import JSON, Blame, Message, Outcome
 from palaestra.inference.engine import Sampled
-from palaestra.inference.ledger import Ledger, Piece, Reason
+from palaestra.inference.ledger import Ledger, Piece, SegmentReason
+from palaestra.rollouts.events import GroupEnded, GroupStarted, RolloutEnded, RunEnded, RunStarted
 from palaestra.rollouts.export.exporter import ExportMeta
-from palaestra.rollouts.journal.journal import GroupEnded, GroupStarted, Journal, RolloutEnded, RunEnded, RunStarted
+from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.records import Group, TokenRow, Trajectory, TurnRecord
 
 META = ExportMeta(run_id="run-1", env="weather", model="m", seed=7, started_at=1.5)
@@ -65,15 +66,15 @@ def say(ledger: Ledger, segment: int, delta: list[int], ids: list[int], version:
 def two_segments() -> Ledger:
     """Two turns; the second saw a rewritten history and another policy."""
     ledger = Ledger()
-    say(ledger, ledger.open(Reason.START), [1, 2, 3], [10, 11, 9], "step-4")
-    say(ledger, ledger.open(Reason.COMPACTION), [1, 5], [12, 9], "step-5")
+    say(ledger, ledger.open(SegmentReason.START), [1, 2, 3], [10, 11, 9], "step-4")
+    say(ledger, ledger.open(SegmentReason.COMPACTION), [1, 5], [12, 9], "step-5")
     return ledger
 
 
 def one_segment() -> Ledger:
     """Two turns with a tool's result between them."""
     ledger = Ledger()
-    segment = ledger.open(Reason.START)
+    segment = ledger.open(SegmentReason.START)
     say(ledger, segment, [1, 2], [10, 9], "step-4")
     say(ledger, segment, [6, 7], [11, 9], "step-4")
     return ledger

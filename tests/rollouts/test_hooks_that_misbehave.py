@@ -13,18 +13,19 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from toy import ADD, Sums, services, sum_task
+from toy import ADD, Sums, changed, services, sum_task
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import SlotLost
 from palaestra.core.types import JSON, Blame, Outcome, Score, Task
-from palaestra.rollouts.environment import Kit, Projection
+from palaestra.rollouts.events import TurnTaken
 from palaestra.rollouts.export.atropos import encode_line, group_line
 from palaestra.rollouts.grading.grader import Grading
-from palaestra.rollouts.journal.journal import Messages, plain, read_groups
+from palaestra.rollouts.journal.journal import plain, read_groups
 from palaestra.rollouts.records import Group, TokenRow
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
+from palaestra.rollouts.spec import Kit, Projection
 from palaestra.rollouts.watchdog import IDLE_LIMITS
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import FunctionTool
@@ -34,11 +35,11 @@ def run(env: Sums, folder: Path, **limits: float) -> list[Group]:
     """Run to the end; the groups come back from the journal."""
 
     async def main() -> None:
-        shared = replace(services(folder), idle_limits=limits or IDLE_LIMITS)
+        shared = changed(services(folder), idle_limits=limits or IDLE_LIMITS)
         try:
             await Runner(env, shared).run()
         finally:
-            shared.journal.close()
+            shared.events.journal.close()
 
     asyncio.run(main())
     return read_groups(folder / "journal.jsonl")
@@ -69,7 +70,7 @@ async def pays_too_much(rollout: Rollout) -> float:
         (awaits_what_is_cancelled, "something that it waited for was cancelled"),
         (exits, "SystemExit: 0"),
         (says_half_a_letter, "ValueError: bad ? text"),
-        (pays_too_much, "gave -1e+300, which is no reward"),
+        (pays_too_much, "returned -1e+300, which is not a reward"),
     ],
 )
 def test_a_score_that_misbehaves_is_the_graders_failure(tmp_path: Path, hook: JSON, said: str) -> None:
@@ -139,7 +140,7 @@ def test_what_json_cannot_hold_is_recorded_as_something_plain(
 def test_what_is_nested_without_end_ends(tmp_path: Path) -> None:
     (group,) = run(Telling({}, {"x": deep(5000)}), tmp_path)
     assert [each.reward for each in group.trajectories] == [1.0, 1.0]
-    event = Messages(rollout_id="r", turn=0, messages=[{"role": "user", "content": deep(5000)}])
+    event = TurnTaken(rollout_id="r", turn=0, messages=[{"role": "user", "content": deep(5000)}])
     assert "…" in str(plain(event).messages)
 
 
@@ -153,7 +154,7 @@ def test_who_does_not_end_when_told_is_ended_all_the_same(tmp_path: Path) -> Non
 
     (group,) = run(Sums(1, score=stubborn), tmp_path, grade=0.05)
     assert [(each.reward, each.blame) for each in group.trajectories] == [(None, Blame.GRADER)] * 2
-    assert "gave no sign of life for 0.05 s at stage grade" in group.trajectories[0].error
+    assert "showed no sign of life for 0.05 s at stage grade" in group.trajectories[0].error
 
 
 def test_a_rollout_that_is_itself_cancelled_is_not_the_graders(tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_a_rollout_that_is_itself_cancelled_is_not_the_graders(tmp_path: Path) -
         await entered.wait()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        shared.journal.close()
+        shared.events.journal.close()
 
     asyncio.run(main())
     assert b'"blame":"run"' in (tmp_path / "journal.jsonl").read_bytes()
@@ -221,7 +222,7 @@ def test_what_is_no_score_is_the_graders_failure(tmp_path: Path, given: JSON) ->
     env.told = given
     (group,) = run(env, tmp_path)
     assert {(each.reward, each.blame) for each in group.trajectories} == {(None, Blame.GRADER)}
-    assert all("which is no" in each.error for each in group.trajectories)
+    assert all("not a" in each.error for each in group.trajectories)
 
 
 class Making(Sums):

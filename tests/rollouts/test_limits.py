@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 from recorded import rollout
-from toy import Sums, services, sum_task
+from toy import Sums, changed, services, sum_task, tell
 
 from palaestra.core.types import JSON, Blame, Outcome, Prices, Task, ToolStep
-from palaestra.rollouts.group import Services
-from palaestra.rollouts.journal.journal import Messages, RolloutEnded, read_journal
-from palaestra.rollouts.limits import Stops
+from palaestra.rollouts.events import GroupFinished, RolloutEnded, TokensSpent, TurnTaken
+from palaestra.rollouts.journal.journal import read_journal
+from palaestra.rollouts.limits import RunLimits
 from palaestra.rollouts.records import Beside, Group, Trajectory
 from palaestra.rollouts.runner import Runner
+from palaestra.rollouts.spec import RunContext
 
 
 def ended(blame: Blame | None = None, outcome: Outcome = Outcome.INFRA_ERROR, index: int = 0) -> Trajectory:
@@ -25,29 +26,29 @@ def ended(blame: Blame | None = None, outcome: Outcome = Outcome.INFRA_ERROR, in
     return rollout(index, [], None, outcome=outcome, blame=blame)
 
 
-def open_gate(stops: Stops) -> bool:
+def open_gate(stops: RunLimits) -> bool:
     return asyncio.run(stops.gate())
 
 
 def test_more_failures_than_allowed_close_the_gate() -> None:
     told: list[str] = []
-    stops = Stops(max_infra_rate=0.2)
-    stops.tell(told.append)
+    stops = RunLimits(max_infra_rate=0.2)
+    stops.note = told.append
     for _ in range(20):
-        stops.rollout_finished(ended(Blame.SANDBOX))
+        tell(stops, RolloutEnded(trajectory=ended(Blame.SANDBOX)))
     assert open_gate(stops)
-    stops.rollout_finished(ended(Blame.GRADER))
+    tell(stops, RolloutEnded(trajectory=ended(Blame.GRADER)))
     assert not open_gate(stops)
     assert (stops.reason, stops.exit_code) == ("paused", 3)
-    assert "broke 21 of the last 21 rollouts (sandbox 20, grader 1)" in stops.message
+    assert "21 of the last 21 rollouts (sandbox 20, grader 1)" in stops.message
     assert len(told) == 1
-    stops.rollout_finished(ended(Blame.GRADER))
+    tell(stops, RolloutEnded(trajectory=ended(Blame.GRADER)))
     assert len(told) == 1, "said once"
 
 
 def test_who_waits_at_another_gate_hears_that_this_one_closes() -> None:
     async def scenario() -> None:
-        stops, trainer = Stops(), asyncio.Event()
+        stops, trainer = RunLimits(), asyncio.Event()
         begin = asyncio.ensure_future(stops.unless_stopped(trainer.wait()))
         trainer.set()
         assert await begin
@@ -61,9 +62,9 @@ def test_who_waits_at_another_gate_hears_that_this_one_closes() -> None:
 
 
 def test_old_failures_are_forgotten() -> None:
-    stops = Stops(max_infra_rate=0.2)
+    stops = RunLimits(max_infra_rate=0.2)
     for number in range(400):
-        stops.rollout_finished(ended(Blame.SANDBOX if number % 5 == 0 else None))
+        tell(stops, RolloutEnded(trajectory=ended(Blame.SANDBOX if number % 5 == 0 else None)))
     assert open_gate(stops), "exactly the rate that is allowed"
 
 
@@ -77,36 +78,36 @@ def test_old_failures_are_forgotten() -> None:
     ],
 )
 def test_what_is_not_the_worlds_doing_or_was_counted_before(harmless: Trajectory) -> None:
-    stops = Stops(max_infra_rate=0.0, paid={(harmless.rollout_id, 7.0)})
-    stops.rollout_finished(harmless)
+    stops = RunLimits(max_infra_rate=0.0, counted={(harmless.rollout_id, 7.0)})
+    tell(stops, RolloutEnded(trajectory=harmless))
     assert open_gate(stops)
-    stops.rollout_finished(ended(Blame.TOOL))
+    tell(stops, RolloutEnded(trajectory=ended(Blame.TOOL)))
     assert not open_gate(stops)
 
 
 def test_a_group_that_could_not_be_prepared_counts_with_all_its_rollouts() -> None:
-    stops = Stops(max_infra_rate=0.2, group_size=8)
+    stops = RunLimits(max_infra_rate=0.2, group_size=8)
     for blame in (Blame.TASK, Blame.TASK, Blame.TASK, Blame.SANDBOX, Blame.SANDBOX):
-        stops.group_finished(Group(group_id="g", number=0, task_id="t", error="x", blame=blame))
+        tell(stops, GroupFinished(Group(group_id="g", number=0, task_id="t", error="x", blame=blame)))
         assert open_gate(stops)
-    stops.group_finished(Group(group_id="g", number=0, task_id="t", error="x", blame=Blame.SANDBOX))
+    tell(stops, GroupFinished(Group(group_id="g", number=0, task_id="t", error="x", blame=Blame.SANDBOX)))
     assert "sandbox 24" in stops.message
 
 
 def test_a_model_server_that_is_gone_has_its_own_exit_code() -> None:
-    stops = Stops(max_infra_rate=0.0)
-    stops.rollout_finished(ended(Blame.ENGINE, Outcome.API_ERROR))
+    stops = RunLimits(max_infra_rate=0.0)
+    tell(stops, RolloutEnded(trajectory=ended(Blame.ENGINE, Outcome.API_ERROR)))
     assert (open_gate(stops), stops.exit_code) == (False, 4)
 
 
 def test_the_cost_counts_turn_by_turn_from_where_it_was() -> None:
-    stops = Stops(max_cost=1.0, prices=Prices(prompt=2.0, completion=10.0), spent=0.5)
-    stops.turn("r", 100_000, 0)
+    stops = RunLimits(max_cost=1.0, prices=Prices(prompt=2.0, completion=10.0), spent=0.5)
+    tell(stops, TokensSpent("r", 100_000, 0))
     assert open_gate(stops)
-    stops.turn("r", 0, 30_000)
+    tell(stops, TokensSpent("r", 0, 30_000))
     assert not open_gate(stops)
     assert (stops.reason, stops.exit_code, stops.spent) == ("paused", 3, pytest.approx(1.0))
-    assert not open_gate(Stops(max_cost=1.0, spent=1.0)), "what an earlier part has used up stays used up"
+    assert not open_gate(RunLimits(max_cost=1.0, spent=1.0)), "what an earlier part has used up stays used up"
 
 
 class Slow(Sums):
@@ -117,29 +118,29 @@ class Slow(Sums):
 
 
 def test_a_cost_that_is_reached_ends_each_rollout_after_its_turn_and_all_of_them_go_on(tmp_path: Path) -> None:
-    stops = Stops(max_cost=10.0, prices=Prices(prompt=0.0, completion=1e6))
+    stops = RunLimits(max_cost=10.0, prices=Prices(prompt=0.0, completion=1e6))
 
-    def run(stops: Stops, **more: JSON) -> Services:
-        async def main() -> Services:
-            shared = replace(services(tmp_path, group_size=8), observer=stops, stops=stops, **more)
+    def run(stops: RunLimits, **more: JSON) -> RunContext:
+        async def main() -> RunContext:
+            shared = changed(services(tmp_path, group_size=8), stops, limits=stops, **more)
             await Runner(Slow(), shared).run()
-            shared.journal.close()
+            shared.events.journal.close()
             return shared
 
         return asyncio.run(main())
 
     run(stops)
-    taken = [event for event in read_journal(tmp_path / "journal.jsonl") if isinstance(event, Messages) and event.turn]
+    taken = [event for event in read_journal(tmp_path / "journal.jsonl") if isinstance(event, TurnTaken) and event.turn]
     each = taken[0].tokens[1]
     assert 10.0 <= stops.spent < 10.0 + 8 * each, "at most the turn that each was in"
     first = [event.trajectory for event in read_journal(tmp_path / "journal.jsonl") if isinstance(event, RolloutEnded)]
     assert {(one.outcome, one.blame, one.reward) for one in first} == {(Outcome.CANCELLED, Blame.RUN, None)}
-    assert all("cut off between two turns" in one.error or "before it began" in one.error for one in first)
+    assert all("between two turns" in one.error or "before this rollout started" in one.error for one in first)
     assert sum(one.completion_tokens for one in first) == stops.spent
 
 
 def test_somebody_who_wants_it_to_end_overrides() -> None:
-    stops = Stops(max_infra_rate=0.0)
-    stops.rollout_finished(ended(Blame.SANDBOX))
+    stops = RunLimits(max_infra_rate=0.0)
+    tell(stops, RolloutEnded(trajectory=ended(Blame.SANDBOX)))
     stops.drain()
     assert (stops.reason, stops.exit_code) == ("interrupted", 130)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -13,36 +12,35 @@ from typing import cast
 
 import msgspec
 import pytest
-from toy import ADD, NoSlots, Sums, add, by_last_tool_result, services, sum_task, until_cancelled
+from toy import ADD, NoSlots, Sums, add, by_last_tool_result, changed, services, sum_task, until_cancelled
 
 from palaestra.agent.budget import Budget
 from palaestra.core.errors import ConfigError, EngineUnavailable, GraderError, ImageError
 from palaestra.core.types import JSON, Blame, Outcome, Score, Task
-from palaestra.rollouts.admission import AdmittedSlots
-from palaestra.rollouts.environment import AgentSettings, Kit
+from palaestra.rollouts.events import RunStarted
 from palaestra.rollouts.grading.grader import Grading
-from palaestra.rollouts.group import Services
-from palaestra.rollouts.journal.journal import RunStarted, read_groups, read_journal
+from palaestra.rollouts.journal.journal import read_groups, read_journal
 from palaestra.rollouts.observe.console import describe
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.resume.state import read_finished
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner, Totals
+from palaestra.rollouts.spec import AgentSettings, Kit, RunContext
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolRun
 
 
-def run(env: Sums, shared: Services, *, concurrency: int = 2, limit: int | None = None) -> tuple[Totals, list[Group]]:
+def run(env: Sums, shared: RunContext, *, concurrency: int = 2, limit: int | None = None) -> tuple[Totals, list[Group]]:
     """Run to the end; the groups come back from the journal, which is the truth."""
 
     async def main() -> Totals:
         try:
             return await Runner(env, shared, concurrency=concurrency, limit=limit).run()
         finally:
-            shared.journal.close()
+            shared.events.journal.close()
 
-    return asyncio.run(main()), read_groups(shared.journal.path)
+    return asyncio.run(main()), read_groups(shared.events.journal.path)
 
 
 def test_oracle_scores_full_and_noop_nothing(tmp_path: Path) -> None:
@@ -113,7 +111,9 @@ def test_a_grader_failure_is_tried_again_and_the_discarded_attempt_is_kept(tmp_p
     totals, groups = run(Sums(1, score=flaky), shared)
     assert (totals.rollouts, totals.scored) == (1, 1)
     assert groups[0].trajectories[0].reward == 1.0
-    assert [event.trajectory.error for event in read_journal(shared.journal.path) if hasattr(event, "trajectory")] == [
+    assert [
+        event.trajectory.error for event in read_journal(shared.events.journal.path) if hasattr(event, "trajectory")
+    ] == [
         "GraderError: the tests did not start",
         "",
     ]
@@ -171,12 +171,12 @@ def test_cancelling_keeps_what_was_finished_and_records_the_rest(tmp_path: Path)
             return 1.0 if rollout.task.id == "sum-0" else await until_cancelled(entered)
 
         await interrupted(Runner(Sums(3, score=first_only), shared, concurrency=1), entered)
-        shared.journal.close()
+        shared.events.journal.close()
 
     asyncio.run(main())
-    groups = read_groups(shared.journal.path)
+    groups = read_groups(shared.events.journal.path)
     assert [group.task_id for group in groups] == ["sum-0"]
-    ended = [event.trajectory for event in read_journal(shared.journal.path) if hasattr(event, "trajectory")]
+    ended = [event.trajectory for event in read_journal(shared.events.journal.path) if hasattr(event, "trajectory")]
     assert [(t.task_id, t.outcome, t.reward) for t in ended] == [
         ("sum-0", Outcome.NATURAL, 1.0),
         ("sum-1", Outcome.CANCELLED, None),
@@ -192,17 +192,16 @@ def test_a_model_server_that_is_gone_stops_the_run(tmp_path: Path, unused_tcp_po
     server = ServerGroup([APIServerConfig(base_url=url, model_name="m", timeout=1, health_check=False)])
 
     async def main() -> None:
-        from dataclasses import replace
 
         try:
-            await Runner(Sums(50), replace(shared, engine=server), concurrency=2).run()
+            await Runner(Sums(50), changed(shared, engine=server), concurrency=2).run()
         finally:
             await server.aclose()
-            shared.journal.close()
+            shared.events.journal.close()
 
     with pytest.raises(EngineUnavailable, match="groups in a row"):
         asyncio.run(main())
-    finished = read_groups(shared.journal.path)
+    finished = read_groups(shared.events.journal.path)
     assert 3 <= len(finished) < 50
     assert all(t.reward is None and t.blame is Blame.ENGINE for group in finished for t in group.trajectories)
 
@@ -220,15 +219,17 @@ def test_a_finished_rollout_leaves_no_cycle_behind(tmp_path: Path) -> None:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
-    assert not left & {"Rollout", "GroupRun", "Trajectory", "SlotTools", "AgentResult"}
+    assert not left & {"Rollout", "GroupRun", "Trajectory", "ToolRuntime", "AgentResult"}
 
 
 def test_waiting_for_a_slot_is_not_the_agents_time(tmp_path: Path) -> None:
     class Late(NoSlots):
         """Has a slot, but not soon; of this one nobody asks anything."""
 
-        async def acquire(self, *args: JSON, **kwargs: JSON) -> Slot:
-            await asyncio.sleep(0.6)
+        async def acquire(self, *args: JSON, admitted: Callable[[], None], **kwargs: JSON) -> Slot:
+            async with one_at_a_time:
+                await asyncio.sleep(0.6)
+            admitted()
             return cast("Slot", SimpleNamespace(rung=None))
 
         async def release(self, slot: Slot) -> None:
@@ -249,9 +250,8 @@ def test_waiting_for_a_slot_is_not_the_agents_time(tmp_path: Path) -> None:
         async def score(self, rollout: Rollout, grading: Grading) -> Score:
             return Score(await by_last_tool_result(rollout))
 
-    slots = AdmittedSlots(Late(), 1)  # the second waits for the first, which gives its slot back at its end
-    shared = replace(services(tmp_path), slots=slots)
-    _, (group,) = run(Slotted(1), shared)
+    one_at_a_time = asyncio.Lock()
+    _, (group,) = run(Slotted(1), changed(services(tmp_path), pool=Late()))
     assert [(each.outcome, each.reward) for each in group.trajectories] == [(Outcome.NATURAL, 1.0)] * 2
     assert all(sum(tool_s for _, tool_s in each.beside.turn_s) < 0.5 for each in group.trajectories)
 
@@ -266,7 +266,7 @@ def test_where_no_next_task_can_be_had_what_is_under_way_comes_to_its_end(tmp_pa
     shared = services(tmp_path)
     with pytest.raises(ConfigError, match="row 2"):
         run(Breaking(), shared, concurrency=3)
-    assert [len(group.scored) for group in read_groups(shared.journal.path)] == [2, 2]
+    assert [len(group.scored) for group in read_groups(shared.events.journal.path)] == [2, 2]
 
 
 def test_settings_that_cannot_work_end_the_run_and_name_the_task_that_showed_it(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_slot_that_cannot_be_is_the_fault_of_its_task(tmp_path: Path) -> None:
         def prepares(self, task: Task) -> bool:
             return task.id == "sum-0"
 
-    _, (broken, fine) = run(Prepared(2), replace(services(tmp_path), slots=AdmittedSlots(NoImage(), 1)))
+    _, (broken, fine) = run(Prepared(2), changed(services(tmp_path), pool=NoImage()))
     assert (broken.blame, broken.trajectories) == (Blame.TASK, [])
     assert broken.error == "TaskError: no slot can be made for 000000-sum-0:prepare: the image 'nowhere' is not there"
     assert len(fine.scored) == 2
@@ -297,14 +297,14 @@ def test_a_slot_that_cannot_be_is_the_fault_of_its_task(tmp_path: Path) -> None:
 
 def gone_on(env: Sums, folder: Path, kept: Mapping[str, Mapping[int, Trajectory]], **more: int) -> list[Group]:
     """The groups that a second part of a run hands on, which has these rollouts already; they must be the journal's."""
-    shared, handed = replace(services(folder, **more), finished=kept), []
+    shared, handed = changed(services(folder, **more), rollouts=kept), []
 
     async def main() -> None:
         await Runner(env, shared, on_group=handed.append).run()
-        shared.journal.close()
+        shared.events.journal.close()
 
     asyncio.run(main())
-    finished = read_finished(begun(shared.journal.path)).ended
+    finished = read_finished(begun(shared.events.journal.path)).ended
     assert [[t.index for t in group.trajectories] for group in handed] == [
         [t.index for t in finished[group.number].trajectories] for group in handed
     ]
@@ -358,12 +358,15 @@ def test_groups_that_were_to_grow_are_handed_on_where_the_run_ends_before_them(t
         shared = services(tmp_path, group_size=2)
         runner = Runner(
             Stuck(3),
-            replace(shared, finished={each.group_id: {0: each.trajectories[0]} for each in groups}),
+            changed(
+                shared,
+                rollouts={each.group_id: {0: each.trajectories[0]} for each in groups},
+                ended={each.number: each for each in groups},
+            ),
             on_group=lambda group: handed.append(group.number),
-            ended={each.number: each for each in groups},
         )
         await interrupted(runner, entered)
-        shared.journal.close()
+        shared.events.journal.close()
 
     asyncio.run(main())
     assert handed == [0, 1, 2]
@@ -378,12 +381,12 @@ def test_groups_that_had_ended_are_all_handed_on_where_the_run_is_interrupted_at
             handed.append(group.number)
             running.cancel()
 
-        shared = services(tmp_path / "again", group_size=1)
-        runner = Runner(Sums(3), shared, on_group=hand_on, ended={each.number: each for each in groups})
+        shared = changed(services(tmp_path / "again", group_size=1), ended={each.number: each for each in groups})
+        runner = Runner(Sums(3), shared, on_group=hand_on)
         running = asyncio.create_task(runner.run())
         await asyncio.gather(running, return_exceptions=True)
         assert running.cancelled()
-        shared.journal.close()
+        shared.events.journal.close()
 
     asyncio.run(main())
     assert handed == [0, 1, 2]

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toy import Sums, services, sum_task
+from toy import Sums, changed, services, sum_task
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Outcome, Task
-from palaestra.rollouts.journal.journal import (
-    AttemptDiscarded,
-    GroupEnded,
-    GroupStarted,
-    Journal,
-    RolloutEnded,
-    RunStarted,
-    read_groups,
-)
+from palaestra.rollouts.events import AttemptDiscarded, GroupEnded, GroupStarted, RolloutEnded, RunStarted
+from palaestra.rollouts.journal.journal import Journal, read_groups
 from palaestra.rollouts.records import Beside, Group, Trajectory
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.schedule import numbered, read_timings, slowest_first
@@ -83,9 +75,9 @@ def test_the_records_of_a_run_do_not_depend_on_the_order(tmp_path: Path) -> None
                 begun.append(task.id)
                 return task
 
-        await Runner(Noting(4), replace(shared, timings=timings)).run()
-        shared.journal.close()
-        groups = read_groups(shared.journal.path)
+        await Runner(Noting(4), shared, timings=timings).run()
+        shared.events.journal.close()
+        groups = read_groups(shared.events.journal.path)
         for trajectory in (each for group in groups for each in group.trajectories):
             trajectory.beside = Beside()
         return begun, groups
@@ -132,7 +124,7 @@ def test_what_an_earlier_part_finished_is_handed_on_before_anything_is_rolled_ou
     """So a run that is gone on with, and killed, leaves no smaller data set than it had."""
     first = services(tmp_path / "first")
     asyncio.run(Runner(Sums(3), first).run())
-    ended = {group.number: group for group in read_groups(first.journal.path)}
+    ended = {group.number: group for group in read_groups(first.events.journal.path)}
     handed: list[int] = []
 
     class Killed(Sums):
@@ -140,7 +132,8 @@ def test_what_an_earlier_part_finished_is_handed_on_before_anything_is_rolled_ou
             assert handed == [0, 1, 2], task.id
             return task
 
-    second = replace(services(tmp_path / "second"), timings={"sum-0": 1.0, "sum-3": 9.0, "sum-4": 8.0})
-    runner = Runner(Killed(5), second, ended=ended, on_group=lambda group: handed.append(group.number))
+    second = changed(services(tmp_path / "second"), ended=ended)
+    timings = {"sum-0": 1.0, "sum-3": 9.0, "sum-4": 8.0}
+    runner = Runner(Killed(5), second, timings=timings, on_group=lambda group: handed.append(group.number))
     assert asyncio.run(runner.run()).groups == 5
     assert handed == [0, 1, 2, 3, 4]

@@ -8,12 +8,11 @@ import json
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
-from toy import ADD, Sums, services
+from toy import ADD, Sums, changed, services
 
 from palaestra.agent.budget import Budget
 from palaestra.agent.result import AgentResult
@@ -21,46 +20,41 @@ from palaestra.agent.subagents import SYSTEM_PROMPT
 from palaestra.core.clock import ManualClock
 from palaestra.core.errors import EngineUnavailable
 from palaestra.core.types import JSON, Blame, Message, Outcome, Prices, Task
-from palaestra.inference.config import APIServerConfig
+from palaestra.inference.chat_server import ChatServer, Engine, SessionContext
 from palaestra.inference.engine import (
+    ChatChoice,
     ChatCompletion,
-    ChatServer,
-    Choice,
     CompletionUsage,
-    Engine,
     Sampled,
-    SessionContext,
 )
-from palaestra.inference.engines.scripted import ScriptedEngine
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
-from palaestra.inference.token_exact.reply_reader import Speech
-from palaestra.rollouts.environment import AgentSettings, Kit
-from palaestra.rollouts.export.atif.write import AtifExporter, atif_document
+from palaestra.inference.token_exact.replies import ReplyReader
+from palaestra.rollouts.events import Handlers, ReplyReceived, RolloutEnded, RunStarted, TokensSpent, TurnTaken
+from palaestra.rollouts.export.atif.convert import AtifExporter, atif_document
 from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.export.exporter import ExportMeta
-from palaestra.rollouts.export.html import Page, inside
+from palaestra.rollouts.export.html import PageBudget, inside
 from palaestra.rollouts.export.openai import OpenAIExporter
 from palaestra.rollouts.export.sharegpt import ShareGPTExporter
 from palaestra.rollouts.export.token_rows import exported_rows
-from palaestra.rollouts.journal.journal import Messages, Replied, RolloutEnded, RunStarted, read_groups, read_journal
+from palaestra.rollouts.journal.journal import read_groups, read_journal
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.journal.verify import RunVerdict, verify_run
-from palaestra.rollouts.observe.console import NullObserver
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.records import Beside, Trajectory, TurnRecord
-from palaestra.rollouts.resume.recorded_chat import Recall
+from palaestra.rollouts.resume.recorded_turns import RecordedTurns
 from palaestra.rollouts.resume.replay import Comparison, Playback
 from palaestra.rollouts.resume.state import read_finished
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
+from palaestra.rollouts.spec import AgentSettings, Kit, Middleware
 from palaestra.testing.fake_engine import toy_logprob, toy_tokenizer
 from palaestra.tools.builtin.delegate_task import DELEGATE_TASK
 from palaestra.tools.builtin.todo import TODO
 from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.runtime.bound_tools import SlotTools
 from palaestra.tools.tool import FunctionTool, ToolReply, ToolRun, ToolSchema
-from rollouts.resume.test_recorded_chat import cut, middle, part, taken_up
+from rollouts.resume.test_recorded_turns import cut, middle, part, taken_up
 
 Speaks = Callable[[str, int], str | None]
 """What is said in a conversation that began with the user's text, after so many replies; None is no answer ever."""
@@ -148,12 +142,12 @@ class Chatting:
         turn = sum(message["role"] == "assistant" for message in messages)
         user = next(str(message["content"]) for message in messages if message["role"] == "user")
         await asyncio.sleep(0)
-        message = Speech("hermes").read(
+        message = ReplyReader("hermes").read(
             self._speaks(user, turn) or "", thinking=False, cut=False, tools=request["tools"], turn=turn + 1
         )
         read, written = len(str(messages)), len(str(message))
         usage = CompletionUsage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
-        return ChatCompletion(choices=[Choice(message=message, finish_reason="stop")], usage=usage)
+        return ChatCompletion(choices=[ChatChoice(message=message, finish_reason="stop")], usage=usage)
 
 
 class Forking(Chatting):
@@ -163,17 +157,16 @@ class Forking(Chatting):
         return Chatting(self._speaks)
 
 
-def scripted(policy: Playback) -> Engine:
-    return ScriptedEngine(APIServerConfig(server_type="scripted", model_name="playback"), policy)
-
-
-def roll_out(folder: Path, engine: Engine, env: Delegating | None = None) -> list[Trajectory]:
+def roll_out(
+    folder: Path, engine: Engine, env: Delegating | None = None, playback: Playback | None = None
+) -> list[Trajectory]:
     async def scenario() -> None:
-        shared = replace(services(folder, group_size=1), engine=engine)
-        shared.journal.append(RunStarted(at=0.0, run_id="run", env="sums", model="exact", seed=0))
+        middleware = Middleware(chat=(playback.chat,)) if playback is not None else Middleware()
+        shared = changed(services(folder, group_size=1), engine=engine, middleware=middleware)
+        shared.events.journal.append(RunStarted(at=0.0, run_id="run", env="sums", model="exact", seed=0))
         with GroupsFile(folder / "groups.jsonl", env="sums", model="exact") as groups:
             await Runner(env or Delegating(), shared, on_group=groups.add).run()
-        shared.journal.close()
+        shared.events.journal.close()
 
     folder.mkdir(exist_ok=True)
     asyncio.run(scenario())
@@ -265,7 +258,7 @@ def test_a_spoiled_record_of_a_sub_agent_is_found(tmp_path: Path) -> None:
 def test_a_run_with_sub_agents_is_played_again(tmp_path: Path) -> None:
     (recorded,) = roll_out(tmp_path / "first", Exact())
     playback = Playback(Recording(tmp_path / "first/journal.jsonl"))
-    (replayed,) = roll_out(tmp_path / "second", scripted(playback))
+    (replayed,) = roll_out(tmp_path / "second", Chatting(), playback=playback)
     assert replayed.messages == recorded.messages
     assert [each.messages for each in replayed.subagents] == [each.messages for each in recorded.subagents]
     comparison = Comparison()
@@ -284,7 +277,7 @@ def test_what_a_sub_agent_sees_is_compared_too(tmp_path: Path) -> None:
             return Kit(ToolRegistry([FunctionTool(ADD.schema, add), DELEGATE_TASK]))
 
     playback = Playback(Recording(tmp_path / "first/journal.jsonl"))
-    (replayed,) = roll_out(tmp_path / "second", scripted(playback), Wrong())
+    (replayed,) = roll_out(tmp_path / "second", Chatting(), Wrong(), playback)
     assert replayed.messages == recorded.messages, "a sub-agent says what it said"
     comparison = Comparison()
     comparison.add(*(next(iter(read_groups(tmp_path / name / "journal.jsonl"))) for name in ("first", "second")))
@@ -334,9 +327,8 @@ def test_what_its_own_tools_hold_ends_with_a_sub_agent(tmp_path: Path) -> None:
 def test_tools_that_the_environment_has_bound_itself_have_them_too(tmp_path: Path) -> None:
     class Bound(Delegating):
         async def act(self, rollout: Rollout) -> AgentResult:
-            tools = SlotTools(rollout.kit.registry, rollout.sandbox, rollout.rollout_id)
-            rollout.closes(tools)
-            return await rollout.run_agent(tool_handler=tools.handle)
+            tools = rollout.bind_tools(rollout.sandbox, "")
+            return await rollout.run_agent(tool_handler=tools)
 
     (trajectory,) = roll_out(tmp_path, Exact(), Bound())
     assert [each.outcome for each in trajectory.subagents] == [Outcome.NATURAL] * 2
@@ -402,9 +394,9 @@ def test_cut_after_any_line_no_reply_of_an_agent_or_a_sub_agent_is_paid_twice(
         twice = tmp_path / f"twice-{place}"
         cut(tmp_path / "3", twice, place)
         known = known_replies(twice)
-        told, reader = Told(), RunReader(twice / "journal.jsonl")
+        told, reader = Counted(), RunReader(twice / "journal.jsonl")
         reader.read()
-        part(twice, *counting(), begun=True, group_size=1, observer=told)
+        part(twice, *counting(), told, begun=True, group_size=1)
         assert len(asked) == 7 - len(known)
         assert (reader.settled.cost or 0) + told.tokens == sum(spent), "what --max-cost goes by"
         places.append(twice)
@@ -422,25 +414,28 @@ def test_a_rollout_repeats_itself_until_every_known_reply_is_given_back(tmp_path
     """That is how long the world tells it what it told it then."""
     ((was,),) = (group.trajectories for group in part(tmp_path / "0", Delegating(), Chatting(), group_size=1))
     cut(tmp_path / "0", tmp_path / "cut", 5)
-    recall = Recall(read_finished(tmp_path / "cut/journal.jsonl").cut_off[was.rollout_id])
+    recall = RecordedTurns(read_finished(tmp_path / "cut/journal.jsonl").cut_off[was.rollout_id])
     assert (recall.turns, recall.replies) == (0, 2)
     opening = was.messages[:2] if was.messages[0]["role"] == "system" else was.messages[:1]
-    assert recall.took(None, opening, [])
+    assert recall.match_turn(None, opening, [])
     for branch, messages in ((0, opening), (1, was.subagents[0].messages[:2])):
-        assert recall.repeats
-        assert recall.beside(branch, messages) is not None
-        assert recall.beside(branch, messages) is None
-    assert not recall.repeats
+        assert recall.replaying
+        assert recall.pending_reply(branch, messages) is not None
+        assert recall.pending_reply(branch, messages) is None
+    assert not recall.replaying
 
 
-class Told(NullObserver):
-    """Counts what the turns of a part of a run are told to have used."""
+class Counted:
+    """Counts the tokens that a part of a run spends."""
 
     def __init__(self) -> None:
         self.tokens = 0
 
-    def turn(self, rollout_id: str, prompt_tokens: int, completion_tokens: int) -> None:
-        self.tokens += prompt_tokens + completion_tokens
+    def handlers(self) -> Handlers:
+        return {TokensSpent: self._on_tokens}
+
+    def _on_tokens(self, event: TokensSpent) -> None:
+        self.tokens += event.prompt_tokens + event.completion_tokens
 
 
 def known_replies(folder: Path) -> list[int]:
@@ -448,9 +443,9 @@ def known_replies(folder: Path) -> list[int]:
     known: dict[tuple[int, int], int] = {}
     turn = 1
     for event in read_journal(folder / "journal.jsonl"):
-        if isinstance(event, Replied):
+        if isinstance(event, ReplyReceived):
             known[event.branch, turn if event.branch == 0 else len(known)] = sum(event.tokens)
-        elif isinstance(event, Messages) and event.turn:
+        elif isinstance(event, TurnTaken) and event.turn:
             known[0, event.turn] = sum(event.tokens)
             turn = event.turn + 1
         elif isinstance(event, RolloutEnded):
@@ -507,7 +502,7 @@ def test_what_a_sub_agent_sees_otherwise_after_a_kill_is_asked_and_paid_for(tmp_
     place = [
         number
         for number, event in enumerate(read_journal(tmp_path / "whole/journal.jsonl"), 1)
-        if isinstance(event, Replied)
+        if isinstance(event, ReplyReceived)
     ][-1]
     cut(tmp_path / "whole", tmp_path / "cut", place)
     known = known_replies(tmp_path / "cut")
@@ -523,7 +518,7 @@ def test_what_a_sub_agent_sees_otherwise_after_a_kill_is_asked_and_paid_for(tmp_
 
 def test_a_page_shows_them_and_what_leaves_them_out_says_so(tmp_path: Path) -> None:
     (trajectory,) = roll_out(tmp_path, Exact())
-    entries = inside(trajectory, Page())
+    entries = inside(trajectory, PageBudget())
     assert [entry.role for entry in entries if entry.role.startswith("sub-agent")] == [
         "sub-agent 1, started in turn 1",
         "sub-agent 2, started in turn 1",
@@ -617,7 +612,7 @@ def test_numbers_go_on_where_a_conversation_does(tmp_path: Path) -> None:
     class Continued(Delegating):
         async def act(self, rollout: Rollout) -> AgentResult:
             await rollout.run_agent()
-            return await rollout.go_on({"role": "user", "content": "more"})
+            return await rollout.continue_agent({"role": "user", "content": "more"})
 
     def speaks(first: str, turn: int) -> str:
         return "end" if first.startswith("part") or turn % 2 else called("delegate_task", goal=f"part {turn}")

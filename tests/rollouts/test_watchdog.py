@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from toy import Sums, services
+from toy import Sums, changed, services
 
 from palaestra.core.errors import EngineUnavailable, InfraError, PrepareError, SandboxError, ToolStuck
-from palaestra.core.types import Blame, Outcome, Task
-from palaestra.rollouts.attempt import Attempt
-from palaestra.rollouts.group import GroupRun
+from palaestra.core.seeded_random import Seeded
+from palaestra.core.types import Blame, Outcome
+from palaestra.rollouts.events import Alive, MemoryEvent
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
+from palaestra.rollouts.spec import RolloutSpec
 from palaestra.rollouts.watchdog import IDLE_LIMITS, WAITING_FOR, Stages
 
 SOON = 0.02
 
 
+def quiet(event: MemoryEvent) -> None: ...
+
+
 def test_calls_that_run_together_end_in_any_order() -> None:
     told: list[str] = []
-    at = Stages("r", lambda name, stage: told.append(stage))
+    at = Stages("r", lambda event: told.append(event.stage) if isinstance(event, Alive) else None, {})
     with at.stage("agent", shown="model"):
         first, second = at.stage("tool"), at.stage("tool")
         first.__enter__()
@@ -46,12 +49,12 @@ def test_calls_that_run_together_end_in_any_order() -> None:
 )
 def test_who_gives_no_sign_of_life_is_ended_and_named(stage: str, error: type[InfraError], blame: Blame) -> None:
     async def main() -> None:
-        at = Stages("r/0", limits={stage: SOON})
+        at = Stages("r/0", quiet, {stage: SOON})
         async with at.watched():
             with at.stage("outer"), at.stage(stage):
                 await asyncio.Event().wait()
 
-    with pytest.raises(error, match=rf"r/0 gave no sign of life for 0.02 s at stage {stage}") as raised:
+    with pytest.raises(error, match=rf"r/0 showed no sign of life for 0.02 s at stage {stage}") as raised:
         asyncio.run(main())
     assert raised.value.blame is blame
     assert WAITING_FOR.keys() == IDLE_LIMITS.keys()
@@ -60,13 +63,13 @@ def test_who_gives_no_sign_of_life_is_ended_and_named(stage: str, error: type[In
 def test_a_sign_of_life_begins_the_wait_anew() -> None:
     async def main() -> list[float | None]:
         loop, whens = asyncio.get_running_loop(), []
-        at = Stages("r", limits={"model": 60.0})
+        at = Stages("r", quiet, {"model": 60.0})
         async with at.watched():
             assert at._deadline is not None
             with at.stage("model"):
                 for _ in range(2):
                     before = loop.time()
-                    at.moved()
+                    at.sign_of_life()
                     whens.append((at._deadline.when() or 0) - before)
                 with at.stage("admit"):
                     whens.append(at._deadline.when())
@@ -81,7 +84,7 @@ def test_a_sign_of_life_begins_the_wait_anew() -> None:
 
 def test_a_timeout_of_somebody_elses_passes_through() -> None:
     async def main() -> None:
-        async with Stages("r", limits={"model": 60.0}).watched():
+        async with Stages("r", quiet, {"model": 60.0}).watched():
             raise TimeoutError("theirs")
 
     with pytest.raises(TimeoutError, match="theirs"):
@@ -98,11 +101,11 @@ def test_a_score_that_hangs_is_the_graders_fault_and_tried_again(tmp_path: Path)
             await asyncio.Event().wait()
         return 1.0
 
-    shared = replace(services(tmp_path, group_size=1, infra_retries=1), idle_limits={"grade": SOON})
+    shared = changed(services(tmp_path, group_size=1, infra_retries=1), idle_limits={"grade": SOON})
 
     async def main() -> tuple[int, int]:
         totals = await Runner(Sums(1, score=hangs), shared).run()
-        shared.journal.close()
+        shared.events.journal.close()
         return totals.scored, hung
 
     assert asyncio.run(main()) == (1, 2)
@@ -113,16 +116,16 @@ def test_a_preparation_that_hangs_ends_its_group(tmp_path: Path) -> None:
         async def begin(self, rollout: Rollout) -> None:
             await asyncio.Event().wait()
 
-    shared = replace(services(tmp_path, group_size=1), idle_limits={"setup": SOON})
+    shared = changed(services(tmp_path, group_size=1), idle_limits={"setup": SOON})
 
-    async def main() -> Attempt:
+    async def main() -> Rollout:
         env = Hanging(1)
-        run = GroupRun(env, shared, 0, await anext(env.tasks()))
-        run._kit = env.kit(Task("t", "?"), random.Random(0))
-        attempt = Attempt(env, run._rollout(0, None))
-        await attempt.run()
-        shared.journal.close()
-        return attempt
+        task = await anext(env.tasks())
+        spec = RolloutSpec("g", 0, task, Seeded("x"), env.kit(task, random.Random(0)), None)
+        rollout = Rollout(env, shared, spec)
+        await rollout.run()
+        shared.events.journal.close()
+        return rollout
 
     ended = asyncio.run(main()).trajectory()
     assert (ended.outcome, ended.blame, ended.reward) == (Outcome.INFRA_ERROR, Blame.TASK, None)

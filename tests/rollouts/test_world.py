@@ -17,7 +17,7 @@ from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME, Reader
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld, open_world, world_of_run
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 _TEXT = {"type": "string"}
@@ -59,12 +59,12 @@ async def no_slot() -> Slot:
     raise AssertionError("no tool here needs a slot")
 
 
-def agent(world: RunWorld, outside: Outside, rollout: str = "r/0") -> SlotTools:
-    return SlotTools(ToolRegistry(outside.tools()), no_slot, rollout, world=world.rollout(rollout))
+def agent(world: RunWorld, outside: Outside, rollout: str = "r/0") -> ToolRuntime:
+    return ToolRuntime(ToolRegistry(outside.tools()), no_slot, rollout, middleware=[world.rollout(rollout)])
 
 
-async def said(tools: SlotTools, *calls: tuple[str, str]) -> list[JSON]:
-    return [await tools.reply(name, {"query": query}) for name, query in calls]
+async def said(tools: ToolRuntime, *calls: tuple[str, str]) -> list[JSON]:
+    return [(await tools.call(name, {"query": query})).reply for name, query in calls]
 
 
 CALLS = (
@@ -148,9 +148,9 @@ def test_a_call_is_the_same_however_it_is_written(tmp_path: Path) -> None:
     async def main() -> None:
         world = open_world("replay", path, strict=True)
         for arguments in ('{"limit": 5.0, "query": "a"}', {"query": "a", "limit": 5}, '{"query":"a"}'):
-            assert await agent(world, outside).reply("search", arguments) == told[0]
+            assert (await agent(world, outside).call("search", arguments)).reply == told[0]
         with pytest.raises(ToolUnavailable, match="search"):
-            await agent(world, outside).reply("search", {"query": "a", "limit": 6})
+            await agent(world, outside).call("search", {"query": "a", "limit": 6})
         world.close()
 
     asyncio.run(main())
@@ -176,9 +176,9 @@ def test_a_tool_may_say_what_else_decides_its_reply(tmp_path: Path) -> None:
 
     async def look(world: RunWorld, picture_hash: str) -> ToolReply:
         picture["hash"] = picture_hash
-        tools = SlotTools(ToolRegistry([tool]), no_slot, "r/0", world=world.rollout("r/0"))
+        tools = ToolRuntime(ToolRegistry([tool]), no_slot, "r/0", middleware=[world.rollout("r/0")])
         try:
-            return await tools.reply("look", {"query": "a.png"})
+            return (await tools.call("look", {"query": "a.png"})).reply
         finally:
             world.close()
 
@@ -310,7 +310,9 @@ def test_what_no_file_can_hold_is_recorded_as_the_model_read_it(tmp_path: Path) 
     async def main(world: RunWorld) -> str:
         tool = FunctionTool(ToolSchema("odd", "Find."), odd, touches_world=True)
         try:
-            return await SlotTools(ToolRegistry([tool]), no_slot, "r/0", world=world.rollout("r/0")).handle("odd", {})
+            return await ToolRuntime(ToolRegistry([tool]), no_slot, "r/0", middleware=[world.rollout("r/0")]).handle(
+                "odd", {}
+            )
         finally:
             world.close()
 
@@ -329,9 +331,9 @@ def test_a_failing_tool_is_not_the_worlds_failure(tmp_path: Path) -> None:
         world = open_world("record")
         world.keep(tmp_path / WORLD_NAME)
         tool = FunctionTool(ToolSchema("broken", "Break."), broken, touches_world=True)
-        tools = SlotTools(ToolRegistry([tool]), no_slot, "r/0", world=world.rollout("r/0"))
+        tools = ToolRuntime(ToolRegistry([tool]), no_slot, "r/0", middleware=[world.rollout("r/0")])
         try:
-            return await tools.reply("broken", {})
+            return (await tools.call("broken", {})).reply
         finally:
             world.close()
 
@@ -349,7 +351,9 @@ def test_a_rollout_that_is_taken_up_again_hears_what_it_heard_and_asks_only_for_
         world = open_world("record")
         world.remember(path)
         world.keep(path)
-        tools = SlotTools(ToolRegistry(outside.tools()), no_slot, "r/0", world=world.rollout("r/0", lambda: repeats[0]))
+        tools = ToolRuntime(
+            ToolRegistry(outside.tools()), no_slot, "r/0", middleware=[world.rollout("r/0", lambda: repeats[0])]
+        )
         again = await said(tools, *CALLS[:5])
         assert again[:3] == first[:3]
         assert outside.asked == ["r/0: x", "r/0: y"], "a browser has to be led where it was"
@@ -357,7 +361,9 @@ def test_a_rollout_that_is_taken_up_again_hears_what_it_heard_and_asks_only_for_
         outside.asked.clear()
         assert (await said(tools, ("search", "a")))[0] not in first, "from here on the world is asked"
         assert outside.asked == ["r/0: a"]
-        other = SlotTools(ToolRegistry(outside.tools()), no_slot, "r/1", world=world.rollout("r/1", lambda: True))
+        other = ToolRuntime(
+            ToolRegistry(outside.tools()), no_slot, "r/1", middleware=[world.rollout("r/1", lambda: True)]
+        )
         assert (await said(other, ("search", "a")))[0] not in first, "another rollout has heard nothing"
         world.close()
 

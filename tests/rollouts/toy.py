@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from palaestra.core.errors import SandboxError
 from palaestra.core.types import JSON, Score, Task, ToolStep
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ServerGroup
-from palaestra.rollouts.admission import AdmittedSlots
-from palaestra.rollouts.environment import Environment, Kit
+from palaestra.rollouts.environment import Environment
+from palaestra.rollouts.events import JournalEvent, MemoryEvent, Subscriber
 from palaestra.rollouts.grading.grader import Grading
-from palaestra.rollouts.group import Services
-from palaestra.rollouts.journal.journal import Journal
-from palaestra.rollouts.observe.console import NullObserver
+from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.shared_setup import Foundations
-from palaestra.sandbox.slot import Change, Slot, SlotSpec, Snapshot, View
+from palaestra.rollouts.spec import Kit, RunContext, RunSettings
+from palaestra.rollouts.workspaces import Workspaces
+from palaestra.sandbox.slot import Change, Slot, SlotSource, SlotSpec, Snapshot, View
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolRun, ToolSchema
 
@@ -49,6 +50,7 @@ class NoSlots:
         spec: SlotSpec | None = None,
         snapshot: Snapshot | None = None,
         timeout_s: float | None = None,
+        admitted: Callable[[], None] | None = None,
     ) -> Slot:
         self.asked += 1
         raise SandboxError(f"no slot for {trajectory_id}: this machine has none")
@@ -63,6 +65,9 @@ class NoSlots:
         raise AssertionError("nothing was sealed")
 
     async def changes(self, snapshot: Snapshot) -> list[Change]:
+        raise AssertionError("nothing was sealed")
+
+    async def holds(self, snapshot: Snapshot) -> bool:
         raise AssertionError("nothing was sealed")
 
     async def forget(self, snapshot: Snapshot) -> None:
@@ -110,18 +115,34 @@ class Sums(Environment):
         return Score(await self._score(rollout))
 
 
-def services(folder: Path, *, policy: str = "oracle", group_size: int = 2, infra_retries: int = 0) -> Services:
-    """What a run shares, with a scripted policy and no slots. The caller closes the journal."""
-    slots = AdmittedSlots(NoSlots(), 4)
-    return Services(
+def services(folder: Path, *, policy: str = "oracle", group_size: int = 2, infra_retries: int = 0) -> RunContext:
+    """What the groups of a run share, with a scripted policy and no slots. The caller closes the journal."""
+    return RunContext(
         engine=ServerGroup([APIServerConfig(server_type="scripted", model_name=policy)]),
-        slots=slots,
-        journal=Journal(folder / "journal.jsonl"),
-        observer=NullObserver(),
-        group_size=group_size,
-        infra_retries=infra_retries,
-        foundations=Foundations(slots),
+        workspaces=Workspaces(NoSlots()),
+        events=EventStream(Journal(folder / "journal.jsonl")),
+        settings=RunSettings(group_size=group_size, infra_retries=infra_retries),
     )
+
+
+def changed(run: RunContext, *subscribers: Subscriber, pool: SlotSource | None = None, **changes: Any) -> RunContext:
+    """The run with other fields, settings or earlier work, by their names, and with these subscribers."""
+    for subscriber in subscribers:
+        run.events.subscribe(subscriber)
+    if pool is not None:
+        changes["workspaces"] = Workspaces(pool)
+    for name, inner in (("settings", run.settings), ("earlier", run.earlier)):
+        own = {key: changes.pop(key) for key in list(changes) if key in {each.name for each in fields(inner)}}
+        if own:
+            changes[name] = replace(inner, **own)
+    return replace(run, **changes)
+
+
+def tell(subscriber: Subscriber, *events: MemoryEvent | JournalEvent) -> None:
+    """Hand events to one subscriber."""
+    for event in events:
+        if (handler := subscriber.handlers().get(type(event))) is not None:
+            handler(event)
 
 
 async def until_cancelled(entered: asyncio.Event) -> float:

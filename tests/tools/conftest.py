@@ -13,8 +13,8 @@ from palaestra.core.errors import IsolationUnavailable
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Slot, SlotSpec
-from palaestra.tools.registry.registry import build_tool_registry
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 
 class Desk:
@@ -22,7 +22,7 @@ class Desk:
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
-        self.tools = SlotTools(build_tool_registry(), self._slot, "task-1", timeout_s=30.0)
+        self.tools = ToolRuntime(build_tool_registry(), self._slot, "task-1", timeout_s=30.0)
 
     async def _slot(self) -> Slot:
         return self.slot

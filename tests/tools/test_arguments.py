@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from palaestra.core.errors import ConfigError
-from palaestra.tools.arguments import InvalidArguments, compiled, parse_arguments
+from palaestra.core.types import JSON
+from palaestra.tools.arguments import InvalidArguments, compiled
 from palaestra.tools.tool import ToolSchema
 
 COMMAND = {
@@ -22,6 +24,10 @@ COMMAND = {
     "required": ["command"],
 }
 NOTHING_REQUIRED = {"type": "object", "properties": {"query": {"type": "string"}}, "required": []}
+
+
+def parse_arguments(raw: JSON, schema: Mapping[str, JSON] | ToolSchema) -> dict[str, JSON]:
+    return compiled(schema).parse(raw)
 
 
 def refusal(raw: object, schema: object = COMMAND) -> str:

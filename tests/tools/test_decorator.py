@@ -19,7 +19,7 @@ from palaestra.sandbox.slot import Slot
 from palaestra.tools.arguments import compiled
 from palaestra.tools.decorator import TypedTool
 from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import Tool, ToolResult, ToolRun
 
 
@@ -63,7 +63,7 @@ async def no_slot() -> Slot:
 
 
 def call(made: Tool, slot: Callable[[], Awaitable[Slot]] = no_slot, **arguments: JSON) -> JSON:
-    text = asyncio.run(SlotTools(ToolRegistry([made]), slot, "task-1").handle(made.name, arguments))
+    text = asyncio.run(ToolRuntime(ToolRegistry([made]), slot, "task-1").handle(made.name, arguments))
     return json.loads(text) if text.startswith("{") else text
 
 

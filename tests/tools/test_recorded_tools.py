@@ -17,7 +17,7 @@ from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.tools.browser import launch
-from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.registry.build import RunConditions, build_tool_registry
 from tools.web.site import Site, pages, searxng
 
 
@@ -142,7 +142,7 @@ def test_an_executor_records_and_plays(tmp_path: Path, engine: Site, site: Site)
     call = ToolCall("web_search", {"query": "tern"}, uniq_id="u1")
 
     async def run(settings: ToolSettings, world: RunWorld) -> list[JSON]:
-        registry = build_tool_registry(["web"], settings=settings, replayed=world.replayed)
+        registry = build_tool_registry(["web"], settings=settings, conditions=RunConditions(replayed=world.replayed))
         async with (
             SlotPool(SlotPoolConfig(), LocalBackend()) as pool,
             ToolExecutor(pool, registry, world=world) as executor,

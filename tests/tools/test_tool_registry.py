@@ -12,15 +12,11 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.arguments import compiled
-from palaestra.tools.registry.registry import (
-    ToolRegistry,
-    build_tool_registry,
-    builtin_tools,
-    get_tool_definitions,
-    schema_hash,
-)
+from palaestra.tools.registry.build import build_tool_registry, get_tool_definitions
+from palaestra.tools.registry.catalog import builtin_tools
+from palaestra.tools.registry.registry import ToolRegistry, schema_hash
 from palaestra.tools.registry.toolsets import TOOLSETS
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import FunctionTool, Tool, ToolCall, ToolReply, ToolResult, ToolRun, ToolSchema
 
 
@@ -120,18 +116,22 @@ class Add(Tool):
     async def execute(self, **arguments: JSON) -> ToolResult:
         return ToolResult(True, str(arguments["a"] + arguments["b"]))
 
+
+class Unavailable(Add):
     def is_available(self) -> tuple[bool, str | None]:
         return False, "no numbers here"
 
 
-def test_a_tool_written_to_the_contract_runs_and_says_whether_it_is_there() -> None:
+def test_a_tool_written_to_the_contract_runs_where_it_is_available() -> None:
     registry = ToolRegistry([Add()])
     done = asyncio.run(registry.execute(ToolCall("add", {"a": 1, "b": 2}, uniq_id="c1")))
     assert done == ToolResult(True, "3", uniq_id="c1")
     refused = asyncio.run(registry.execute(ToolCall("add", {"a": "1", "b": 2})))
     assert not refused.success
     assert "argument 'a' must be integer" in refused.error
-    assert build_tool_registry([], extra=[Add()]).missing == {"add": "no numbers here"}
+    assert build_tool_registry([], extra=[Unavailable()]).missing == {"add": "no numbers here"}
+    missing = asyncio.run(ToolRegistry([Unavailable()]).execute(ToolCall("add", {"a": 1, "b": 2})))
+    assert missing.error == "add cannot be used here: no numbers here"
 
 
 def test_a_tool_that_needs_a_slot_says_so_outside_of_one() -> None:
@@ -192,7 +192,7 @@ def test_whatever_a_tool_of_the_contract_gives_is_an_answer(given: object, reply
         def is_available(self) -> tuple[bool, str | None]:
             return True  # type: ignore[return-value]
 
-    tools = SlotTools(ToolRegistry([Given()]), no_slot, "t")
+    tools = ToolRuntime(ToolRegistry([Given()]), no_slot, "t")
     assert reply in asyncio.run(tools.handle("give", {}))
 
 

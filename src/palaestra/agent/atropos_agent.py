@@ -20,7 +20,7 @@ from palaestra.agent.subagents import SYSTEM_PROMPT, Post
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.engine import ChatServer
+from palaestra.inference.chat_server import ChatServer
 from palaestra.tools.call_text import ToolCall, result_of
 from palaestra.tools.registry.registry import ToolRegistry
 
@@ -150,7 +150,7 @@ class AtroposAgent:
         """A sub-agent: it speaks, waits between calls and looks for its commands' directory as this one does."""
 
         async def execute(call: ToolCall) -> CallResult:
-            return result_of(await post.tools.reply(call.name, call.arguments))
+            return result_of((await post.tools.call(call.name, call.arguments, by_agent=True)).reply)
 
         agent = AtroposAgent(
             post.server,

@@ -16,11 +16,11 @@ from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import Subagent
 from palaestra.agent.subagents import Subagents
 from palaestra.core.types import JSON
+from palaestra.inference.chat_server import Engine, SessionContext
 from palaestra.inference.config import ServerBaseline
-from palaestra.inference.engine import Engine, SessionContext
 from palaestra.inference.server_group import ServerGroup
-from palaestra.tools.runtime.bound_tools import SlotTools
-from palaestra.tools.runtime.delegation import Assignment, Report, Work
+from palaestra.tools.builtin.delegate_task import Assignment, SubagentReport, Work
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 
 class Delegates:
@@ -57,11 +57,11 @@ class Delegates:
         self._opening = asyncio.Lock()
         self._engine: Engine | None = None
 
-    def work(self, tools: SlotTools) -> Work:
+    def work(self, tools: ToolRuntime) -> Work:
         """Who works for the task that has these tools."""
         subagents: Subagents | None = None
 
-        async def work(assignments: Sequence[Assignment]) -> list[Report]:
+        async def work(assignments: Sequence[Assignment]) -> list[SubagentReport]:
             nonlocal subagents
             if subagents is None:
                 subagents = Subagents(await self._above(tools.task_id), tools, wall_s=self._budget.wall_s)

@@ -16,15 +16,16 @@ from typing import TypeAlias
 
 from palaestra.agent.replies import Reply, RequestedCall, read_reply
 from palaestra.core.types import JSON, Message
+from palaestra.inference.chat_server import ChatServer, chat_server
 from palaestra.inference.engine import (
     AssistantMessage,
+    ChatChoice,
     ChatCompletion,
-    ChatServer,
-    Choice,
     CompletionUsage,
     FunctionCall,
     ToolCallMessage,
 )
+from palaestra.inference.ledger import Ledger
 from palaestra.inference.parsers import get_parser
 from palaestra.tools.call_text import ToolResult, encodable
 
@@ -54,11 +55,11 @@ def with_tools(prompt: str, schemas: Sequence[Mapping[str, JSON]]) -> str:
     return f"{prompt}\n\n{_RULES}{listed}\n</tools>".lstrip()
 
 
-class HermesText:
+class HermesText(ChatServer):
     """The adapter, for one rollout. `as_text` gives the conversation as the inner server saw it."""
 
     def __init__(self, inner: ChatServer) -> None:
-        self._inner = inner
+        self._inner = chat_server(inner)
         self._parser = get_parser("hermes")
         self._sampled: dict[_Said, Message] = {}
         self._observed: dict[str, str] = {}
@@ -87,14 +88,18 @@ class HermesText:
         finish = "tool_calls" if message.tool_calls and reply.finish_reason == "stop" else reply.finish_reason
         used = reply.prompt_tokens, reply.completion_tokens
         return ChatCompletion(
-            choices=[Choice(message=message, finish_reason=finish)],
+            choices=[ChatChoice(message=message, finish_reason=finish)],
             usage=CompletionUsage(prompt_tokens=used[0], completion_tokens=used[1], total_tokens=sum(used)),
         )
 
+    @property
+    def ledger(self) -> Ledger | None:
+        """The inner server's."""
+        return self._inner.ledger
+
     def get_state(self) -> dict[str, JSON] | None:
         """The inner server's token record, where it keeps one."""
-        get_state = getattr(self._inner, "get_state", None)
-        return get_state() if callable(get_state) else None
+        return self._inner.get_state()
 
     def as_text(self, messages: Sequence[Message], turn: int = 0) -> list[Message]:
         """Structured messages as plain turns; neighbouring tool answers are one user turn, joined by newlines.

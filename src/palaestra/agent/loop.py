@@ -16,13 +16,13 @@ from typing import NamedTuple, TypeAlias
 from palaestra.agent.budget import Budget, Used, estimated_tokens
 from palaestra.agent.replies import Reply, read_reply
 from palaestra.agent.result import AgentResult, Turn
-from palaestra.agent.tool_calls import ToolCalls, ToolHandler
+from palaestra.agent.tool_calls import ToolCalls, ToolHandler, handler_runtime
 from palaestra.agent.wall_clock import WallClock
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ContextExceeded, EngineError, InfraError
 from palaestra.core.types import JSON, Blame, Message, Outcome
-from palaestra.core.user_code import ForeignError, foreign
-from palaestra.inference.engine import ChatServer
+from palaestra.inference.chat_server import ChatServer, chat_server
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 OnTurn: TypeAlias = Callable[[Turn, list[Message]], Awaitable[None] | None]
 """Called after every turn with the turn and the messages that it added. Not called for a turn that cancellation cut."""
@@ -50,8 +50,9 @@ async def _own_slot(name: str, arguments: Mapping[str, JSON], task_id: str | Non
 class HermesAgentLoop:
     """One rollout of one agent. `run` may be called again after it returned, but not while it runs.
 
-    `tool_schemas` are OpenAI function schemas; `tool_handler` runs one call and returns the JSON text for the model:
-    without one, `handle_function_call` does, which leases a slot for the task that lasts until `cleanup_vm(task_id)`.
+    `tool_schemas` are OpenAI function schemas. `tool_handler` runs one call and returns the JSON text for the model; a
+    `ToolRuntime` may stand in its place, which then checks the calls too. Without one, `handle_function_call` does it,
+    which leases a slot for the task that lasts until `cleanup_vm(task_id)`.
     `max_tokens` limits one reply, `max_context_tokens` the conversation, `budget` the whole rollout. `parallel_safe`
     names the tools whose calls may run at the same time, and `beyond` those that may reach beyond this conversation
     (`memory`, `session_search`), which are refused otherwise: rollouts must not learn from each other.
@@ -70,7 +71,7 @@ class HermesAgentLoop:
         temperature: float = 1.0,
         max_tokens: int | None = None,
         extra_body: Mapping[str, JSON] | None = None,
-        tool_handler: ToolHandler | None = None,
+        tool_handler: ToolHandler | ToolRuntime | None = None,
         max_context_tokens: int | None = None,
         *,
         parallel_safe: Collection[str] = frozenset(),
@@ -79,9 +80,10 @@ class HermesAgentLoop:
         budget: Budget | None = None,
         beyond: Collection[str] = frozenset(),
     ) -> None:
-        if tool_handler is None and valid_tool_names:
-            tool_handler = _own_slot
+        if not isinstance(tool_handler, ToolRuntime):
+            tool_handler = handler_runtime(tool_handler or _own_slot, tool_schemas, valid_tool_names, task_id)
         self.server = server
+        self._chat = chat_server(server)
         self.tool_schemas = tool_schemas
         self.valid_tool_names = valid_tool_names
         self.max_turns = max_turns
@@ -94,7 +96,7 @@ class HermesAgentLoop:
         self.result = AgentResult(messages=[], outcome=Outcome.CANCELLED)
         self.failure: InfraError | None = None
         self._delegated_turns = 0
-        self._calls = ToolCalls(tool_handler, tool_schemas, valid_tool_names, parallel_safe, task_id, beyond)
+        self._calls = ToolCalls(tool_handler, valid_tool_names, parallel_safe, beyond)
         self._on_turn = on_turn
         self.clock = clock or SystemClock()
         self.wall = WallClock(self.clock)
@@ -215,11 +217,7 @@ class HermesAgentLoop:
             request["max_tokens"] = max_tokens
         if self.extra_body:
             request["extra_body"] = self.extra_body
-        try:
-            completion = await foreign(self.server.chat_completion(**request), expected=(NotImplementedError,))
-        except ForeignError as error:  # an environment's own server may raise anything; it failed as a server
-            raise EngineError(f"The model server raised {error}") from error.__cause__
-        return read_reply(completion, result.turns_used + 1)
+        return read_reply(await self._chat.chat_completion(**request), result.turns_used + 1)
 
     def _record(self, result: AgentResult, reply: Reply, model_s: float) -> Turn:
         result.turns_used += 1
@@ -236,7 +234,7 @@ class HermesAgentLoop:
     async def _answer(self, result: AgentResult, reply: Reply, turn: Turn) -> bool:
         """Run the calls and append their answers, whatever happens. True when at least one call was valid."""
         answers = self._calls.check(reply.calls, cut_off=reply.cut_off)
-        valid = sum(answer.arguments is not None for answer in answers)
+        valid = sum(answer.checked is not None for answer in answers)
         result.tool_calls_attempted += len(answers)
         result.tool_calls_schema_valid += valid
         started_s = self.wall.elapsed_s
@@ -246,7 +244,8 @@ class HermesAgentLoop:
             turn.tool_s = self.wall.elapsed_s - started_s
             result.messages.extend(answer.message() for answer in answers)
             if self.budget.output_bytes is not None:
-                self._output_bytes += sum(len((answer.text or "").encode(errors="replace")) for answer in answers)
+                texts = (answer.outcome.text for answer in answers if answer.outcome is not None)
+                self._output_bytes += sum(len(text.encode(errors="replace")) for text in texts)
             result.tool_errors.extend(answer.tool_error(turn.number) for answer in answers if answer.error)
         return valid > 0
 
@@ -270,5 +269,4 @@ class HermesAgentLoop:
 
     def _managed_state(self) -> dict[str, JSON] | None:
         """The token record of a token-exact server; None for others."""
-        get_state = getattr(self.server, "get_state", None)
-        return get_state() if callable(get_state) else None
+        return self._chat.get_state()

@@ -16,22 +16,22 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, cast
+from typing import Protocol
 
 from palaestra.agent.budget import Budget
 from palaestra.agent.loop import HermesAgentLoop, OnTurn
 from palaestra.agent.result import AgentResult, Subagent
 from palaestra.core.errors import ConfigError, ContextExceeded
 from palaestra.core.types import Message, Outcome
-from palaestra.inference.engine import ChatServer
+from palaestra.inference.chat_server import ChatServer, chat_server
 from palaestra.processes.registry import ProcessRegistry
+from palaestra.tools.builtin.delegate_task import Assignment, Delegation, SubagentReport
 from palaestra.tools.builtin.execute_code import Programs
 from palaestra.tools.human.approval import Approvals
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.registry.toolsets import TOOLSETS, resolve_toolsets
-from palaestra.tools.runtime.bound_tools import SlotTools
-from palaestra.tools.runtime.delegation import Assignment, Delegation, Report
-from palaestra.tools.runtime.inner_calls import Inside
+from palaestra.tools.runtime.inner_calls import InnerCalls
+from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import ToolMistake
 
 MAX_DEPTH = 1
@@ -52,18 +52,12 @@ _NAME = "delegate_task"
 _CLOSE_S = 30.0
 
 
-class _Forking(Protocol):
-    """A server that keeps conversations apart: what a token-exact one does."""
-
-    def child(self, *, number: int) -> ChatServer: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Post:
     """What a new sub-agent is given: whom it asks, its tools, its work and its limits."""
 
     server: ChatServer
-    tools: SlotTools
+    tools: ToolRuntime
     work: str
     max_turns: int
     budget: Budget
@@ -117,7 +111,7 @@ class Calling:
             temperature=above.temperature,
             max_tokens=above.max_tokens,
             extra_body=above.extra_body,
-            tool_handler=tools.handle,
+            tool_handler=tools,
             max_context_tokens=above.max_context_tokens,
             parallel_safe=tools.parallel_safe,
             on_turn=post.on_turn,
@@ -132,17 +126,15 @@ class Calling:
 
 @dataclass(slots=True)
 class Subagents:
-    """The sub-agents of one agent. `loop` and `tools` are that agent's; `moved` hears of every turn of theirs,
-    and `served` makes of a server the one that the sub-agent of a number asks.
+    """The sub-agents of one agent. `loop` and `tools` are that agent's; `moved` is called at every turn of theirs.
 
     `agent` makes them, where that is not the loop itself. `depth` is how many agents stand above them. `numbers` counts
     over the whole rollout, from 1. `wall_s` is how long each may take, where no clock above ends them.
     """
 
     loop: HermesAgentLoop
-    tools: SlotTools
+    tools: ToolRuntime
     moved: Callable[[], None] = lambda: None
-    served: Callable[[ChatServer, int], ChatServer] = lambda server, number: server
     depth: int = 0
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     agent: Agent | None = None
@@ -153,7 +145,7 @@ class Subagents:
         if self.tools.registry.get(_NAME) is not None:
             self.tools.share(Delegation(self.work))
 
-    async def work(self, assignments: Sequence[Assignment]) -> list[Report]:
+    async def work(self, assignments: Sequence[Assignment]) -> list[SubagentReport]:
         """Have all of them done at the same time. Raises `ToolMistake` before any is started, and `PalaestraError`."""
         registries = [self._registry(assignment) for assignment in assignments]
         started = [
@@ -180,22 +172,30 @@ class Subagents:
         if assignment.toolsets is not None:
             wanted = _members(assignment.toolsets, {tool.toolset for tool in tools})
             tools = [tool for tool in tools if tool.name in wanted or tool.toolset in assignment.toolsets]
-        return ToolRegistry(tools)
+        return ToolRegistry(tools, replayed=own.replayed)
 
     def _started(self, assignment: Assignment, registry: ToolRegistry, together: int) -> _One:
         """A sub-agent that is ready to go, and in the record already."""
         number, above = next(self.numbers), self.loop
         own = self.tools
-        world = None if own.world is None else own.world.beside(f"subagent-{number}")
-        tools = SlotTools(registry, own.slot, own.task_id, assignment.goal, own.timeout_s, world, own.shared)
+        tools = ToolRuntime(
+            registry,
+            own.slot,
+            own.task_id,
+            assignment.goal,
+            own.timeout_s,
+            middleware=own.middleware,
+            shared=own.shared,
+            conversation=f"subagent-{number}",
+        )
         tools.share(own.state(ProcessRegistry))
         tools.share(own.state(Approvals))
         tools.share(Programs(f"subagent-{number}-"))
         giver = self.agent or Calling(above)
-        server = self._server(giver.server, number)
+        server = chat_server(giver.server).child(number)
 
         def turned(*_: object) -> None:
-            record.inner_calls.extend(tools.state(Inside).taken(talk.loop.result.turns_used))
+            record.inner_calls.extend(tools.state(InnerCalls).taken(talk.loop.result.turns_used))
             self.moved()
 
         work = f"{assignment.goal}\n\n{assignment.context}" if assignment.context else assignment.goal
@@ -207,23 +207,19 @@ class Subagents:
         above.result.subagents.append(record)
         return _One(talk, tools, record, above, server, turned)
 
-    def _server(self, server: ChatServer, number: int) -> ChatServer:
-        forked = cast("_Forking", server).child(number=number) if hasattr(server, "child") else server
-        return self.served(forked, number)
-
 
 @dataclass(slots=True)
 class _One:
     """One sub-agent at work."""
 
     talk: Conversation
-    tools: SlotTools
+    tools: ToolRuntime
     record: Subagent
     above: HermesAgentLoop
     server: ChatServer
     turned: Callable[[], None]
 
-    async def run(self) -> Report:
+    async def run(self) -> SubagentReport:
         """Do the work and report. Raises what the world did to it."""
         try:
             await self.talk.run()
@@ -242,7 +238,7 @@ class _One:
         """What it used is the rollout's; what it did is in the record."""
         self.record.result = self.talk.loop.result
         self.turned()
-        self.record.segments = list(getattr(self.server, "segments", ()))
+        self.record.segments = list(self.server.segments)
         self.above.delegated(self.talk.loop)
 
     async def _close(self) -> None:
@@ -262,7 +258,7 @@ def _members(toolsets: Sequence[str], brought: Collection[str]) -> set[str]:
         raise ToolMistake(f"{error}. Nothing was started") from None
 
 
-def _report(result: AgentResult) -> Report:
-    return Report(
+def _report(result: AgentResult) -> SubagentReport:
+    return SubagentReport(
         result.final_response, result.outcome.value, result.turns_used, result.tool_calls_attempted, result.error
     )

@@ -1,8 +1,9 @@
-"""From the calls that a model asks for to their answers: checked, run, put back in call order.
+"""The tool calls of one turn: checked, run, and answered in call order.
 
-Not for deciding what a tool does: that is the handler's. Invariants: a malformed call is answered with one error and
-never run, and its valid siblings run (A1); calls marked parallel-safe run together and results stay in call order (A2);
-the world's failure (`InfraError`), or a configuration's (`ConfigError`), is never turned into what the model reads.
+`ToolRuntime` checks and runs each call; this module decides which tools a rollout may call and which calls run
+concurrently, and writes the messages. Invariants: a malformed call is answered with one error and never run, and its
+valid siblings run (A1); calls marked parallel-safe run together and answers keep call order (A2); an infrastructure
+failure (`InfraError`) or a configuration error (`ConfigError`) is raised, never shown to the model.
 """
 
 from __future__ import annotations
@@ -13,99 +14,96 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import msgspec
-
 from palaestra.agent.replies import RequestedCall
 from palaestra.agent.result import ToolError
 from palaestra.core.types import JSON, Message
-from palaestra.core.user_code import ForeignError, foreign
 from palaestra.tools.arguments import ArgumentSchema, InvalidArguments, compiled
-from palaestra.tools.call_text import encodable
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.runtime.runtime import CheckedCall, ToolMiddleware, ToolRuntime
+from palaestra.tools.tool import FunctionTool, ToolMistake, ToolOutcome, ToolReply, ToolRun, ToolSchema
 
 ToolHandler: TypeAlias = Callable[[str, dict[str, JSON], str | None], Awaitable[str]]
-"""`await handler(name, arguments, task_id)` gives the JSON text that the model reads."""
+"""`await handler(name, arguments, task_id)` returns the JSON text that the model reads."""
 
 MAX_PARALLEL_CALLS = 16
-"""How many calls of one turn run at the same time at most."""
+"""How many calls of one turn run concurrently at most."""
 
 NOT_FINISHED = json.dumps({"error": "Not finished: the rollout ended during this call."})
-"""Stands where an answer would be when the rollout ended first. No model reads it; the history stays well formed."""
+"""The answer of a call that the end of the rollout interrupted. No model reads it; it keeps the history well formed."""
 
 NOT_IN_ROLLOUTS = {
     "memory": "Memory is not available in RL environments.",
     "session_search": "Session search is not available in RL environments.",
 }
-"""Tools that reach beyond a rollout, which a loop runs only where it is told that it may."""
+"""Tools that reach beyond a rollout. A loop runs them only if its `beyond` allows it."""
 _ANY_OBJECT = ArgumentSchema({"type": "object", "properties": {}, "additionalProperties": True})
 
 
 @dataclass(slots=True)
 class CallAnswer:
-    """One call on its way to an answer. `arguments` None: it must not run. `text` None: not answered yet."""
+    """One requested call and its answer. `checked` None: it must not run. `outcome` None: it has no answer yet."""
 
     call: RequestedCall
-    arguments: dict[str, JSON] | None = None
-    text: str | None = None
-    error: str = ""
+    checked: CheckedCall | None = None
+    outcome: ToolOutcome | None = None
 
-    def refuse(self, error: str) -> None:
-        """Answer with an error."""
-        self.error = encodable(error)
-        self.text = json.dumps({"error": self.error}, ensure_ascii=False)
+    @property
+    def text(self) -> str:
+        """The text for the model; `NOT_FINISHED` without an answer."""
+        return NOT_FINISHED if self.outcome is None else self.outcome.text
+
+    @property
+    def error(self) -> str:
+        """Why the call failed, or the empty string."""
+        return "" if self.outcome is None else self.outcome.error
 
     def message(self) -> Message:
-        """The tool message that goes into the history."""
-        text = NOT_FINISHED if self.text is None else self.text
-        return {"role": "tool", "tool_call_id": self.call.id, "content": text}
+        """The tool message for the history."""
+        return {"role": "tool", "tool_call_id": self.call.id, "content": self.text}
 
     def tool_error(self, turn: int) -> ToolError:
-        """The record of a failed call, as the contract shapes it."""
-        return ToolError(turn, self.call.name, self.call.arguments, self.error, self.text or "")
+        """The record of a failed call, in the contract's form."""
+        return ToolError(turn, self.call.name, self.call.arguments, self.error, self.text)
 
 
 class ToolCalls:
-    """Checks and runs the calls of one rollout. Raises `ConfigError` at once for a schema that is none.
+    """Checks and runs the calls of one rollout with `tools`, whose tools outside `valid_names` are refused.
 
-    `beyond` names those of `NOT_IN_ROLLOUTS` that are run like any other.
+    `beyond` names the tools of `NOT_IN_ROLLOUTS` that are run like any other.
     """
 
     def __init__(
         self,
-        handler: ToolHandler | None,
-        schemas: Sequence[Mapping[str, JSON]],
+        tools: ToolRuntime,
         valid_names: Collection[str],
         parallel_safe: Collection[str],
-        task_id: str | None,
         beyond: Collection[str] = frozenset(),
     ) -> None:
-        self._handler = handler
+        self._tools = tools
         self._refused = {name: text for name, text in NOT_IN_ROLLOUTS.items() if name not in beyond}
-        self._schemas = {str(schema.get("function", schema).get("name", "")): compiled(schema) for schema in schemas}
         self._valid_names = valid_names
         self._parallel_safe = parallel_safe
-        self._task_id = task_id
 
     def check(self, calls: Sequence[RequestedCall], *, cut_off: bool) -> list[CallAnswer]:
-        """One answer per call, in order; those that must not run are answered already."""
+        """One answer per call, in order; calls that must not run have theirs already."""
         return [self._checked(call, cut_off) for call in calls]
 
     def _checked(self, call: RequestedCall, cut_off: bool) -> CallAnswer:
-        answer = CallAnswer(call)
         if not call.name:
-            answer.refuse(f"Malformed tool call: no tool's name can be read in {call.arguments[:200]!r}")
-            return answer
-        if call.name not in self._valid_names:
-            answer.refuse(f"Unknown tool '{call.name[:200]}'. Available tools: {sorted(self._valid_names)}")
-            return answer
-        try:
-            answer.arguments = self._schemas.get(call.name, _ANY_OBJECT).parse(call.arguments)
-        except InvalidArguments as error:
-            cause = "The reply was cut off at its length limit. " if cut_off else ""
-            answer.refuse(cause + str(error))
-        return answer
+            problem = f"Malformed tool call: no tool's name can be read in {call.arguments[:200]!r}"
+        elif call.name not in self._valid_names:
+            problem = f"Unknown tool '{call.name[:200]}'. Available tools: {sorted(self._valid_names)}"
+        else:
+            try:
+                return CallAnswer(call, self._tools.check(call.name, call.arguments, by_agent=True))
+            except InvalidArguments as error:
+                problem = f"{'The reply was cut off at its length limit. ' if cut_off else ''}{error}"
+            except ToolMistake as error:
+                problem = str(error)
+        return CallAnswer(call, outcome=ToolOutcome.refused(problem))
 
     async def run(self, answers: Sequence[CallAnswer]) -> None:
-        """Run what may run and fill in the texts. Raises `InfraError` from a tool; answers so far stay filled in."""
+        """Run the checked calls and set their outcomes. Raises `InfraError` from a tool; finished answers stay."""
         for batch in self._batches(answers):
             if len(batch) == 1:
                 await self._run_one(batch[0])
@@ -113,10 +111,10 @@ class ToolCalls:
                 await self._run_together(batch)
 
     def _batches(self, answers: Sequence[CallAnswer]) -> Iterator[list[CallAnswer]]:
-        """Runs of neighbouring parallel-safe calls; every other call alone. Refused calls separate nothing."""
+        """Neighbouring parallel-safe calls form a batch; every other call is alone. Refused calls separate nothing."""
         together: list[CallAnswer] = []
         for answer in answers:
-            if answer.arguments is None:
+            if answer.checked is None:
                 continue
             if answer.call.name in self._parallel_safe:
                 together.append(answer)
@@ -143,45 +141,35 @@ class ToolCalls:
             raise failures.exceptions[0] from None
 
     async def _run_one(self, answer: CallAnswer) -> None:
-        name, arguments = answer.call.name, answer.arguments
-        if name in self._refused:
-            answer.refuse(self._refused[name])
+        refused = self._refused.get(answer.call.name)
+        if refused is not None:
+            answer.outcome = ToolOutcome.refused(refused)
             return
-        assert arguments is not None
-        try:
-            answer.text = await foreign(self._text(name, arguments))
-        except ForeignError as error:  # whatever a tool raises is the tool's answer, as the contract has it
-            answer.refuse(f"Tool execution failed: {error}")
-        else:
-            answer.error = reported_error(answer.text)
-
-    async def _text(self, name: str, arguments: dict[str, JSON]) -> str:
-        assert self._handler is not None
-        reply: object = await self._handler(name, arguments, self._task_id)
-        return encodable(reply if isinstance(reply, str) else json.dumps(reply, ensure_ascii=False))
+        assert answer.checked is not None
+        answer.outcome = await self._tools.run(answer.checked)
 
 
-class _Report(msgspec.Struct):
-    """The two fields of a tool's reply that say how it went."""
+def handler_runtime(
+    handler: ToolHandler,
+    schemas: Sequence[Mapping[str, JSON]],
+    names: Collection[str],
+    task_id: str | None,
+    middleware: Sequence[ToolMiddleware] = (),
+) -> ToolRuntime:
+    """A runtime whose tools of these `names` are run by a `tool_handler`; one without a schema accepts any object.
 
-    error: JSON = None
-    exit_code: JSON = None
-
-
-_REPORT = msgspec.json.Decoder(_Report)
-
-
-def reported_error(text: str) -> str:
-    """What a tool's JSON reply says went wrong, or the empty string.
-
-    A command that ran and exited above zero is a result, not a failure of the tool: only a negative `exit_code`, or an
-    `error` without any exit code, counts.
+    Raises `ConfigError` for a schema that cannot be used.
     """
-    if not text.startswith("{") or '"error"' not in text:
-        return ""
-    try:
-        report = _REPORT.decode(text)
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-        return ""
-    ran = isinstance(report.exit_code, int) and report.exit_code >= 0
-    return "" if ran or not report.error else str(report.error)
+    known = {str(schema.get("function", schema).get("name", "")): compiled(schema) for schema in schemas}
+    registry = ToolRegistry()
+    for name in dict.fromkeys(names):
+        registry.register(_handled(name, handler, task_id), known.get(name, _ANY_OBJECT))
+    return ToolRuntime(registry, task_id=task_id or "", middleware=middleware)
+
+
+def _handled(name: str, handler: ToolHandler, task_id: str | None) -> FunctionTool:
+    async def run(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+        reply: object = await handler(name, dict(arguments), task_id)
+        return reply if isinstance(reply, str) else json.dumps(reply, ensure_ascii=False)
+
+    return FunctionTool(ToolSchema(name, ""), run)

@@ -12,9 +12,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from palaestra.core.clock import Clock
+from palaestra.core.clock import ChargedTo, Clock
 from palaestra.core.io.threads import running_loop
-from palaestra.core.uncharged_time import ChargedTo
 
 
 class WallClock:

@@ -1,4 +1,4 @@
-"""`palaestra env`: the environments that can be run by name, and whether their scores can be trusted."""
+"""`palaestra env`: list, write, show and port environments, and prove that their scores can be trusted."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from typing import TYPE_CHECKING
 
 import click
 
+from palaestra.cli.command_plugins import PluginGroup
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+
 if TYPE_CHECKING:
-    from palaestra.envs.cheats.check import Proof
-    from palaestra.suites.terminal_bench.check_tasks import Report
+    from palaestra.envs.cheats.proof import Proof
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
-@click.group(
-    "env",
-    context_settings=_CONTEXT,
-    help="""Write, list and port environments, and prove that their scores mean what they say.
+class _EnvGroup(PluginGroup):
+    prefix = "env"
+
+
+@click.group("env", cls=_EnvGroup, context_settings=_CONTEXT)
+def command() -> None:
+    """Write, list, show and port environments, and prove that their scores are right.
 
     \b
       palaestra env new my_words
@@ -29,51 +35,46 @@ _CONTEXT = {"help_option_names": ["-h", "--help"]}
       palaestra env check NAME
       palaestra env import DIR
       palaestra run NAME --policy oracle
-    """,
-)
-def command() -> None:
-    pass
+    """
 
 
-@command.command(
-    "list",
-    context_settings=_CONTEXT,
-    help="""List the environments of the nearest `environments` folder.
+@command.command("list", context_settings=_CONTEXT)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_environments(as_json: bool) -> None:
+    """List the environments that can be run by name.
 
     \b
       palaestra env list
       palaestra env list --json
-    """,
-)
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-def list_environments(as_json: bool) -> None:
+
+    They are the files NAME_env.py of the nearest folder `environments`, and those of installed packages.
+    """
     from palaestra.envs.discovery import known_environments
 
-    found = known_environments(Path.cwd())
+    found = known_environments(Path.cwd()).values()
     if as_json:
-        rows = [{"name": each.name, "path": str(each.path), "summary": each.summary} for each in found.values()]
+        rows = [
+            {"name": each.name, "path": each.path and str(each.path), "origin": each.origin, "summary": each.summary}
+            for each in found
+        ]
         click.echo(json.dumps(rows, indent=2))
         return
-    for each in found.values():
+    for each in found:
         click.echo(f"{each.name:<22} {each.summary}")
-    if not found:
-        click.echo("no `environments` folder here or above; run a file by its path: palaestra run my_env.py", err=True)
 
 
-@command.command(
-    "new",
-    context_settings=_CONTEXT,
-    help="""Write a new environment: NAME_env.py, one file that runs as it is. It lies in the folder `environments`
-    where there is one here, else here.
+@command.command("new", context_settings=_CONTEXT)
+@click.option("--class", "as_class", is_flag=True, help="Write the class form instead of a function.")
+@click.argument("name")
+def new(as_class: bool, name: str) -> None:
+    """Write a new environment NAME_env.py, one file that runs as it is.
 
     \b
       palaestra env new my_words
       palaestra env new my_words --class
-    """,
-)
-@click.option("--class", "as_class", is_flag=True, help="The class form, rather than a function.")
-@click.argument("name")
-def new(as_class: bool, name: str) -> None:
+
+    It is written to the folder `environments` if there is one here, otherwise to this folder.
+    """
     from palaestra.envs.discovery import FOLDER
     from palaestra.envs.scaffold import write_environment
 
@@ -82,48 +83,91 @@ def new(as_class: bool, name: str) -> None:
     click.echo(f"next: palaestra run {path} --policy oracle; palaestra env check {path}", err=True)
 
 
-@command.command(
-    "show",
-    context_settings=_CONTEXT,
-    help="""Show what an environment is and the settings that are its own.
+@command.command("show", context_settings=_CONTEXT)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--example-config", is_flag=True, help="Print its example configuration file, for --config.")
+@click.argument("environment", metavar="ENV")
+def show(as_json: bool, example_config: bool, environment: str) -> None:
+    """Show an environment and its own settings.
 
     \b
       palaestra env show swe_smith_oracle
       palaestra env show my_env.py --json
-    """,
-)
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-@click.argument("environment", metavar="ENV")
-def show(as_json: bool, environment: str) -> None:
-    from palaestra.envs.describe import show_environment
+      palaestra env show swe_smith_oracle --example-config > swe.yaml
+    """
+    if example_config:
+        click.echo(_example_config(environment), nl=False)
+        return
+    about = _about(environment)
+    if as_json:
+        click.echo(json.dumps(about, indent=2))
+        return
+    settings = about["settings"]
+    width = max((len(setting["name"]) for setting in settings), default=0)
+    click.echo(f"{about['name']} ({about['form']})\n\n{about['about'] or '(no docstring)'}\n")
+    for each in settings:
+        click.echo(f"  --env.{each['name']:<{width}}  {each['value']!r}  {each['about']}".rstrip())
+    if not settings:
+        click.echo("  no settings of its own")
 
-    shown = show_environment(environment, Path.cwd())
-    click.echo(json.dumps(shown.to_json(), indent=2) if as_json else shown.to_text())
+
+def _example_config(name: str) -> str:
+    from palaestra.envs.discovery import known_environments
+
+    known = known_environments(Path.cwd()).get(name)
+    path = known.example_config if known is not None else None
+    if path is None:
+        raise ConfigError(f"{name} has no example configuration: no {name}.yaml lies next to its file")
+    return path.read_text(encoding="utf-8")
 
 
-@command.command(
-    "port",
-    context_settings=_CONTEXT,
-    help="""Rewrite the imports of an environment script that was written for another runtime.
+def _about(reference: str) -> dict[str, JSON]:
+    """The environment's name, form and docstring, its own settings, and common settings with defaults of its own."""
+    from palaestra.envs.adapters.forms import FunctionFace, form_of
+    from palaestra.envs.config.command_line import set_fields
+    from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
+    from palaestra.envs.discovery import load_environment
+
+    form = form_of(load_environment(reference, Path.cwd()))
+    config, _ = form.defaults()
+    common = {**BaseEnvConfig.model_fields, **HermesAgentEnvConfig.model_fields}
+    changed = set_fields(config) if config is not None else {}
+    return {
+        "name": form.name,
+        "form": "function" if isinstance(form, FunctionFace) else getattr(form, "cls", type(form)).__name__,
+        "about": form.about,
+        "settings": [
+            {
+                "name": name,
+                "value": changed.get(name, field.get_default(call_default_factory=True)),
+                "about": field.description or "",
+            }
+            for name, field in form.config_type().model_fields.items()
+            if name not in common or name in changed
+        ],
+    }
+
+
+@command.command("port", context_settings=_CONTEXT)
+@click.option("--write", is_flag=True, help="Change the file itself.")
+@click.option("--json", "as_json", is_flag=True, help="Print the changes as JSON instead of the new text.")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.pass_context
+def port(context: click.Context, write: bool, as_json: bool, file: Path) -> None:
+    """Rewrite the imports of a script that was written for another runtime.
 
     \b
       palaestra env port their_env.py > my_env.py
       palaestra env port their_env.py --write
 
-    Without --write the new text goes to standard output. What could not be rewritten is listed, and the exit code is 1.
-    """,
-)
-@click.option("--write", is_flag=True, help="Change the file itself.")
-@click.option("--json", "as_json", is_flag=True, help="What was done, machine-readable, rather than the text.")
-@click.argument("file", type=click.Path(path_type=Path))
-@click.pass_context
-def port(context: click.Context, write: bool, as_json: bool, file: Path) -> None:
-    from palaestra.core.errors import ConfigError
-    from palaestra.envs.port_script import port as ported_from
+    Without --write the new text goes to standard output. Imports that could not be rewritten are listed, and the exit
+    code is 1.
+    """
+    from palaestra.envs.port_script import port as port_script
 
     try:
         source = file.read_text(encoding="utf-8")
-        ported = ported_from(source, str(file))
+        ported = port_script(source, str(file))
         if write:
             file.write_text(ported.text, encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -139,22 +183,11 @@ def port(context: click.Context, write: bool, as_json: bool, file: Path) -> None
 
 
 @command.command(
-    "check",
-    context_settings={**_CONTEXT, "ignore_unknown_options": True, "allow_interspersed_args": False},
-    help="""Prove an environment: the oracle scores full, doing nothing and every known cheat score nothing.
-
-    \b
-      palaestra env check environments/count_lines_env.py
-      palaestra env check --tasks 3 swe_smith_oracle
-      palaestra env check --only conftest-skip --only git-parent my_env.py --env.n 20
-
-    Every policy plays the same tasks through the real loop, slots and grading. After ENV come settings of the
-    environment. Exit code 1 when a cheat was paid, or the oracle was not.
-    """,
+    "check", context_settings={**_CONTEXT, "ignore_unknown_options": True, "allow_interspersed_args": False}
 )
 @click.option("--tasks", type=click.IntRange(min=1), default=1, show_default=True, help="Tasks to play.")
 @click.option("--only", multiple=True, metavar="CHEAT", help="Only this cheat; repeatable.")
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("environment", metavar="ENV")
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
@@ -166,7 +199,17 @@ def check(
     environment: str,
     settings: tuple[str, ...],
 ) -> None:
-    from palaestra.envs.cheats.command import check_environment
+    """Prove that the oracle gets the full score, and doing nothing and every known cheat get none.
+
+    \b
+      palaestra env check my_env.py
+      palaestra env check --tasks 3 swe_smith_oracle
+      palaestra env check --only conftest-skip --only git-parent my_env.py --env.n 20
+
+    Every policy plays the same tasks with the real loop, slots and grading. Settings of the environment follow ENV. The
+    exit code is 1 if a policy got another score than it must.
+    """
+    from palaestra.envs.cheats.proof import check_environment
 
     proof = check_environment(environment, settings, tasks=tasks, only=only, quiet=as_json)
     if as_json:
@@ -185,53 +228,9 @@ def _show_proof(proof: Proof) -> None:
         shown.add_column(column)
     for line in proof.lines:
         rewards = " ".join("unscored" if reward is None else f"{reward:g}" for reward in line.rewards)
-        shown.add_row(line.policy, line.what, rewards or "-", line.wanted, "ok" if line.ok else "PAID")
+        shown.add_row(line.policy, line.what, rewards or "-", line.wanted, "ok" if line.ok else "FAILED")
     Console(width=None if sys.stdout.isatty() else 130).print(shown)
-    paid = [line.policy for line in proof.lines if not line.ok]
-    click.echo(f"{len(proof.lines)} policies, {len(paid)} not as they must be{': ' + ', '.join(paid) if paid else ''}")
+    failed = [line.policy for line in proof.lines if not line.ok]
+    click.echo(f"{len(proof.lines)} policies, {len(failed)} failed{': ' + ', '.join(failed) if failed else ''}")
     if not proof.proven:
-        click.echo("unproven: the tasks have no solution for the oracle to play")
-
-
-@command.command(
-    "import",
-    context_settings={**_CONTEXT, "ignore_unknown_options": True, "allow_interspersed_args": False},
-    help="""Try every task of a folder: doing nothing must fail, and the reference solution must pass.
-
-    \b
-      palaestra env import tasks/
-      palaestra env import tasks/ --env.image_dir roots/
-      palaestra env import --json tasks.parquet --env.base_image debian-root/ --env.allow_network true
-
-    DIR holds task directories of Harbor or Terminal-Bench 1; a JSONL or Parquet file of packed ones serves, too. After
-    it come settings of the environment terminalbench_2. Exit code 1 when a task is not good; each is named with what is
-    wrong.
-    """,
-)
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-@click.argument("source", metavar="DIR")
-@click.argument("settings", nargs=-1, type=click.UNPROCESSED)
-@click.pass_context
-def import_folder(context: click.Context, as_json: bool, source: str, settings: tuple[str, ...]) -> None:
-    from palaestra.suites.terminal_bench.import_command import import_tasks
-
-    report = import_tasks(
-        source, settings, progress=lambda line: click.echo(f"{line.name}: {line.finding.value}", err=True)
-    )
-    if as_json:
-        click.echo(json.dumps(report.to_json(), indent=2))
-    else:
-        _show_report(report)
-    context.exit(1 if report.bad else 0)
-
-
-def _show_report(report: Report) -> None:
-    for line in report.lines:
-        rewards = [" - " if reward is None else f"{reward:3g}" for reward in (line.noop, line.solution)]
-        click.echo(f"{line.name:<32} no-op {rewards[0]}   solution {rewards[1]}   {line.finding.value}")
-    for line in report.bad:
-        reason = " ".join(line.reason.split())
-        click.echo(f"{line.name}: {line.finding.value}{': ' + reason[:400] if reason else ''}")
-    click.echo(f"{len(report.lines) - len(report.bad)} of {len(report.lines)} tasks are good")
-    if report.bad:
-        click.echo(f"without the others: --env.skip_tasks {','.join(line.name for line in report.bad)}")
+        click.echo("unproven: the tasks have no solution that the oracle could play")

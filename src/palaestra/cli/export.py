@@ -23,7 +23,7 @@ class _Help(click.Command):
     """A command whose help ends with the formats, which are read when it is asked for."""
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from palaestra.rollouts.export.formats import FORMATS
+        from palaestra.rollouts.export.exporter import FORMATS
 
         super().format_help_text(ctx, formatter)
         with formatter.section("Formats"):
@@ -62,7 +62,7 @@ class _Help(click.Command):
 def command(
     run: Path, name: str, out: Path | None, scored_only: bool | None, placeholders: bool, as_json: bool
 ) -> None:
-    from palaestra.rollouts.export.formats import exporter_named
+    from palaestra.rollouts.export.exporter import exporter_named
     from palaestra.rollouts.journal.reader import open_recording
 
     exporter = exporter_named(name)

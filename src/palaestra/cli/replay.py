@@ -54,12 +54,12 @@ def command(
 ) -> None:
     from palaestra.envs.run.replay_run import ReplaySettings, replay
     from palaestra.rollouts.journal.reader import open_recording
-    from palaestra.rollouts.observe.console import make_progress
+    from palaestra.rollouts.observe.console import make_console
 
     recording = open_recording(run.resolve())
     settings = ReplaySettings(environment, tasks, concurrency, network)
-    with make_progress(sys.stderr) as progress:
-        comparison = asyncio.run(replay(recording, settings, progress))
+    with make_console(sys.stderr) as console:
+        comparison = asyncio.run(replay(recording, settings, console))
     if as_json:
         click.echo(json.dumps({**comparison.to_dict(), "unfinished_groups": recording.unfinished}))
     else:

@@ -1,6 +1,6 @@
 """`palaestra serve tools` and `palaestra serve executor`: tools over HTTP.
 
-Tokens come from a file or from a variable of the environment, never from a flag: other users see a process's flags.
+Tokens come from a file or from an environment variable, never from a flag: other users can read a process's flags.
 """
 
 from __future__ import annotations
@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
 from palaestra.cli.server_shutdown import told_to_stop
-from palaestra.core.config import Layer, Settings, has_effect, later, merge, nearest, sent_secret
+from palaestra.core.config import ConfigLayer, Settings, has_effect, later, merge, nearest, sent_secret
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 
@@ -28,12 +29,25 @@ if TYPE_CHECKING:
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _PREFIX = "TOOL_EXECUTOR_"
 _ON_REQUEST = frozenset({"terminal_stateful", "tmux", "web_crawl"})
-"""What an executor service runs besides the tools that models are shown by default."""
+"""What an executor service runs in addition to the tools that models see by default."""
 
 _host = click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 _token_file = click.option(
     "--token-file", type=click.Path(path_type=Path, dir_okay=False), help="The file with the token that callers send."
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ToolsOptions:
+    """The flags of `serve tools`."""
+
+    host: str
+    port: int
+    toolsets: tuple[str, ...]
+    mcp_files: tuple[Path, ...]
+    lease_s: float
+    token_file: Path | None
+    files: tuple[Path, ...]
 
 
 @click.command(
@@ -46,9 +60,9 @@ _token_file = click.option(
       palaestra serve tools --mcp mcp.json
       TOOL_SERVER_TOKEN=… palaestra serve tools my_tools.py --host 0.0.0.0
 
-    FILEs are Python files with tools marked external (@tool(external=True)); the toolsets' external tools and all tools
-    of MCP servers are served too. Executors reach them with tool_server_url, and send the token as a bearer. Without a
-    token everybody may call who reaches the address.
+    FILEs are Python files with tools marked external (@tool(external=True)); the external tools of the toolsets and all
+    tools of MCP servers are served too. Executors reach them with tool_server_url, and send the token as a bearer
+    token. Without a token, everybody who reaches the address may call.
 
     POST /execute {trajectory_id?, tool: {name, arguments, uniq_id?}, timeout_s?}, POST /release {trajectory_id},
     GET /tools, GET /health. A trajectory that made no call for --lease-s seconds is forgotten.
@@ -61,55 +75,38 @@ _token_file = click.option(
 @click.option("--lease-s", type=click.FloatRange(min=1), default=3600.0, show_default=True)
 @_token_file
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path))
-def tools(
-    host: str,
-    port: int,
-    toolsets: tuple[str, ...],
-    mcp_files: tuple[Path, ...],
-    lease_s: float,
-    token_file: Path | None,
-    files: tuple[Path, ...],
-) -> None:
-    token = _token(token_file, "TOOL_SERVER_TOKEN")
-    asyncio.run(_serve_tools(host, port, toolsets, mcp_files, lease_s, token, files))
+def tools(**options: JSON) -> None:
+    asyncio.run(_serve_tools(_ToolsOptions(**options)))
 
 
-async def _serve_tools(
-    host: str,
-    port: int,
-    toolsets: Sequence[str],
-    mcp_files: Sequence[Path],
-    lease_s: float,
-    token: str | None,
-    files: Sequence[Path],
-) -> None:
+async def _serve_tools(options: _ToolsOptions) -> None:
     from palaestra.cli.tools import configured_servers, tool_settings
     from palaestra.tools.mcp.run_servers import MCPServers
-    from palaestra.tools.registry.registry import build_tool_registry
+    from palaestra.tools.registry.build import build_tool_registry
     from palaestra.tools.serving.tool_server import ToolServer, external
 
-    stop = told_to_stop()
-    brought = [tool for file in files for tool in _tools_of(file)]
-    async with MCPServers(configured_servers(mcp_files)) as servers:
+    token, stop = _token(options.token_file, "TOOL_SERVER_TOKEN"), told_to_stop()
+    brought = [tool for file in options.files for tool in _tools_of(file)]
+    async with MCPServers(configured_servers(options.mcp_files)) as servers:
         brought += [external(tool) for tool in servers.tools()]
-        registry = build_tool_registry(toolsets, extra=brought, settings=tool_settings())
-        server = ToolServer(registry, token=token, lease_s=lease_s)
+        registry = build_tool_registry(options.toolsets, extra=brought, settings=tool_settings())
+        server = ToolServer(registry, token=token, lease_s=options.lease_s)
         if not server.tools.list_tools():
             unmarked = ", ".join(registry.list_tools())
             problem = f"none of {unmarked} is marked external" if unmarked else "no tools were named"
             raise ConfigError(f"{problem}: name a FILE with @tool(external=True), a --toolset, or --mcp")
         for name, reason in registry.missing.items():
             click.echo(f"note: {name} is left out: {reason}", err=True)
-        async with server.serving(host, port) as url:
+        async with server.serving(options.host, options.port) as url:
             click.echo(url)
             click.echo(f"serves {' '.join(server.tools.list_tools())}", err=True)
-            _warn_open(host, token)
+            _warn_open(options.host, token)
             await stop.wait()
 
 
 def _tools_of(file: Path) -> list[Tool]:
     """The tools that a Python file makes or imports."""
-    from palaestra.envs.discovery import load_file
+    from palaestra.envs.python_file import load_file
     from palaestra.tools.tool import Tool
 
     found = {id(value): value for value in vars(load_file(file)).values() if isinstance(value, Tool)}
@@ -119,14 +116,14 @@ def _tools_of(file: Path) -> list[Tool]:
 
 
 class ExecutorSettings(Settings):
-    """What TOOL_EXECUTOR_* variables may say. Names and defaults are the contract's."""
+    """What TOOL_EXECUTOR_* variables set. Names and defaults are the contract's."""
 
     acquire_timeout_s: float = 30.0
     """Seconds to wait for a free slot."""
     allow_network: bool = True
     """Whether commands reach the network."""
     require_sandbox: bool = False
-    """Refuse to run below the rung userns."""
+    """Refuse to run below isolation level userns."""
     tool_server_url: str | None = None
     """Where external tools run."""
     tool_server_token: str | None = None
@@ -140,7 +137,7 @@ class ExecutorSettings(Settings):
     api_key: str | None = None
     """Its key."""
     world: Literal["live", "record", "replay", "fill"] = "live"
-    """What tools that touch the world are told: what it says, which may be recorded, or what was recorded."""
+    """Whether the answers of tools that touch the world are recorded, or come from a recording."""
     world_file: str | None = None
     """The recording: a file, or a folder that has or gets one."""
     world_miss: Literal["reply", "fail"] = "reply"
@@ -157,6 +154,23 @@ class ExecutorSettings(Settings):
     purge_job_on_shutdown: bool = later(True, "Every slot ends with the service.")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ExecutorOptions:
+    """The flags of `serve executor`."""
+
+    host: str
+    port: int
+    slots: int | None
+    isolation: str
+    image: str | None
+    toolsets: tuple[str, ...]
+    base_url: str | None
+    model: str | None
+    lease_s: float
+    drain_s: float
+    token_file: Path | None
+
+
 @click.command(
     "executor",
     context_settings=_CONTEXT,
@@ -167,18 +181,18 @@ class ExecutorSettings(Settings):
       curl -d '{"trajectory_id": "t1", "tool": {"name": "bash", "arguments": {"command": "ls"}}}' \\
           http://127.0.0.1:9001/execute
       TOOL_EXECUTOR_TOKEN=… palaestra serve executor --host 0.0.0.0
-      palaestra serve executor --base-url http://127.0.0.1:8000/v1 --model NAME    # whom sub-agents ask
+      palaestra serve executor --base-url http://127.0.0.1:8000/v1 --model NAME    # the model of sub-agents
 
     A trajectory has one slot from its first call to its release. One that made no call for --lease-s seconds is
-    released, and refused until it is released by name. SIGTERM ends new calls and waits --drain-s seconds for those
-    under way; then every slot ends. Without a token everybody may run commands who reaches the address.
+    released, and refused until it is released by name. SIGTERM refuses new calls and waits --drain-s seconds for the
+    running ones; then every slot ends. Without a token, everybody who reaches the address may run commands.
 
     POST /execute {trajectory_id, tool: {name, arguments, uniq_id?}, timeout_s?}, POST /release {trajectory_id},
     POST /artifacts/read|list|archive {trajectory_id, path, …}, GET /status, GET /health.
 
     Variables: TOOL_EXECUTOR_ and ACQUIRE_TIMEOUT_S, ALLOW_NETWORK, REQUIRE_SANDBOX, TOOL_SERVER_URL, TOOL_SERVER_TOKEN,
     TOKEN, BASE_URL, MODEL, API_KEY, WORLD (live, record, replay, fill), WORLD_FILE, WORLD_MISS (reply, fail). Those of
-    other backends are accepted and named as without effect.
+    other backends are accepted and reported as without effect.
     """,
 )
 @_host
@@ -192,99 +206,79 @@ class ExecutorSettings(Settings):
 @click.option("--lease-s", type=click.FloatRange(min=1), default=1800.0, show_default=True)
 @click.option("--drain-s", type=click.FloatRange(min=0), default=60.0, show_default=True)
 @_token_file
-def executor(
-    host: str,
-    port: int,
-    slots: int | None,
-    isolation: str,
-    image: str | None,
-    toolsets: tuple[str, ...],
-    base_url: str | None,
-    model: str | None,
-    lease_s: float,
-    drain_s: float,
-    token_file: Path | None,
-) -> None:
+def executor(**given: JSON) -> None:
+    options = _ExecutorOptions(**given)
     settings = executor_settings(os.environ)
-    settings.base_url, settings.model = base_url or settings.base_url, model or settings.model
-    settings.token = _token(token_file, f"{_PREFIX}TOKEN")
-    asyncio.run(_serve_executor(host, port, slots, isolation, image, toolsets, lease_s, drain_s, settings))
+    settings.base_url, settings.model = options.base_url or settings.base_url, options.model or settings.model
+    settings.token = _token(options.token_file, f"{_PREFIX}TOKEN")
+    asyncio.run(_serve_executor(options, settings))
 
 
-async def _serve_executor(
-    host: str,
-    port: int,
-    slots: int | None,
-    isolation: str,
-    image: str | None,
-    toolsets: Sequence[str],
-    lease_s: float,
-    drain_s: float,
-    settings: ExecutorSettings,
-) -> None:
-    from palaestra.cli.tools import tool_settings
+async def _serve_executor(options: _ExecutorOptions, settings: ExecutorSettings) -> None:
     from palaestra.rollouts.recorded_tools.recording_policy import open_world
     from palaestra.sandbox.backends.local import LocalBackend
     from palaestra.sandbox.isolation.probe import warning
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
     from palaestra.sandbox.slot import SlotSpec
-    from palaestra.tools.registry.registry import build_tool_registry
     from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
     from palaestra.tools.serving.executor_service import ExecutorService
-    from palaestra.tools.serving.tool_server_client import elsewhere
 
     stop = told_to_stop()
-    limits: dict[str, JSON] = {} if slots is None else {"max_slots": slots}
-    backend = LocalBackend.from_isolation(isolation, require_sandbox=settings.require_sandbox)
+    limits: dict[str, JSON] = {} if options.slots is None else {"max_slots": options.slots}
+    backend = LocalBackend.from_isolation(options.isolation, require_sandbox=settings.require_sandbox)
     policy = ToolExecutorConfig(
-        allow_network=settings.allow_network,
-        require_sandbox=settings.require_sandbox,
-        tool_server_url=settings.tool_server_url,
-        tool_server_token=settings.tool_server_token,
+        **settings.model_dump(include={"allow_network", "require_sandbox", "tool_server_url", "tool_server_token"})
     )
-    allowed, replayed = settings.allow_network, settings.world == "replay"
     world = open_world(settings.world, settings.world_file, strict=settings.world_miss == "fail")
-    registry = build_tool_registry(toolsets or None, settings=tool_settings(), world=allowed, replayed=replayed)
-    if not toolsets:
-        registry = _with_more(registry, _ON_REQUEST if allowed else _ON_REQUEST - {"web_crawl"}, replayed)
-    for schema in await _offered(settings):
-        if registry.get(schema.name) is None:
-            registry.register(elsewhere(schema))
+    registry = await _executor_tools(options.toolsets, settings)
     with closing(world):
         async with (
             SlotPool(SlotPoolConfig(acquire_timeout=settings.acquire_timeout_s, **limits), backend) as pool,
             ToolExecutor(
-                pool, registry, policy, spec=SlotSpec(image=image), delegates=_delegates(settings), world=world
+                pool, registry, policy, spec=SlotSpec(image=options.image), delegates=_delegates(settings), world=world
             ) as running,
         ):
-            service = ExecutorService(running, pool, token=settings.token, lease_s=lease_s)
-            async with service.serving(host, port) as url:
+            service = ExecutorService(running, pool, token=settings.token, lease_s=options.lease_s)
+            async with service.serving(options.host, options.port) as url:
                 click.echo(url)
                 click.echo(f"{pool.total_slots} slots, isolation {pool.rung.label}", err=True)
                 if weak := warning(pool.rung):
                     click.echo(f"WARNING: isolation {pool.rung.label}: {weak}", err=True)
-                _warn_open(host, settings.token)
+                _warn_open(options.host, settings.token)
                 await stop.wait()
-                if left := await service.drain(drain_s):
-                    click.echo(f"{left} calls had not ended after {drain_s:g} s and are killed", err=True)
+                if left := await service.drain(options.drain_s):
+                    click.echo(f"{left} calls had not ended after {options.drain_s:g} s and are killed", err=True)
 
 
-def _with_more(registry: ToolRegistry, names: Collection[str], replayed: bool) -> ToolRegistry:
-    """Besides, tools that a model is not shown unasked; and of all that is missing why, so that calls are told."""
-    from palaestra.tools.registry.registry import ToolRegistry, builtin_tools
+async def _executor_tools(toolsets: Collection[str], settings: ExecutorSettings) -> ToolRegistry:
+    """The tools of the toolsets, else all that work here and `_ON_REQUEST`; then what only the tool server has.
 
-    others = {tool.name: tool for tool in builtin_tools(registry.settings) if registry.get(tool.name) is None}
-    missing = {
-        name: why
-        for name, tool in others.items()
-        if (why := None if replayed and tool.touches_world else tool.missing()) is not None
-    }
-    more = [tool for name, tool in others.items() if name in names and name not in missing]
-    return ToolRegistry([*registry.tools(), *more], {**registry.missing, **missing}, registry.settings, registry.shared)
+    Without toolsets, the reasons of all missing tools are kept, so that their calls get them.
+    """
+    from palaestra.cli.tools import tool_settings
+    from palaestra.tools.registry.build import RunConditions, build_tool_registry
+    from palaestra.tools.registry.catalog import builtin_tools
+    from palaestra.tools.serving.tool_server_client import elsewhere
+
+    allowed = settings.allow_network
+    conditions = RunConditions(allowed, replayed=settings.world == "replay")
+    registry = build_tool_registry(toolsets or None, settings=tool_settings(), conditions=conditions)
+    if not toolsets:
+        names = _ON_REQUEST if allowed else _ON_REQUEST - {"web_crawl"}
+        others = [tool for tool in builtin_tools(registry.settings) if registry.get(tool.name) is None]
+        reasons = {tool.name: tool.missing_in(replayed=registry.replayed) for tool in others}
+        for tool in others:
+            if tool.name in names and reasons[tool.name] is None:
+                registry.register(tool)
+        registry.missing = {**registry.missing, **{name: why for name, why in reasons.items() if why is not None}}
+    for schema in await _offered(settings):
+        if registry.get(schema.name) is None:
+            registry.register(elsewhere(schema))
+    return registry
 
 
 def _delegates(settings: ExecutorSettings) -> Delegates | None:
-    """Who does delegated work, where a model server was named."""
+    """The sub-agents of delegated work, if a model server was named."""
     if settings.base_url is None:
         return None
     from palaestra.agent.detached_subagents import Delegates
@@ -294,7 +288,7 @@ def _delegates(settings: ExecutorSettings) -> Delegates | None:
 
 
 async def _offered(settings: ExecutorSettings) -> list[ToolSchema]:
-    """What the tool server says that it has. It is kept beside a recording: a replay does not ask the server."""
+    """The tools of the tool server. They are kept next to a recording: a replay does not ask the server."""
     from palaestra.rollouts.recorded_tools.recording_file import recording_in
     from palaestra.tools.serving.tool_server_client import ToolServerLink
     from palaestra.tools.tool import ToolSchema
@@ -315,22 +309,18 @@ async def _offered(settings: ExecutorSettings) -> list[ToolSchema]:
 
 
 def executor_settings(environ: Mapping[str, str]) -> ExecutorSettings:
-    """What TOOL_EXECUTOR_* variables say; those without effect are named on stderr. Raises `ConfigError`."""
+    """The settings of TOOL_EXECUTOR_* variables; reports those without effect on stderr. Raises `ConfigError`."""
     given = {name: value for name, value in environ.items() if name.startswith(_PREFIX) and value}
-    fields = {name: name.removeprefix(_PREFIX).lower() for name in given}
-    for variable, name in fields.items():
+    variables = {name.removeprefix(_PREFIX).lower(): name for name in given}
+    for name, variable in variables.items():
         if name not in ExecutorSettings.model_fields:
             known = (_PREFIX + each.upper() for each in ExecutorSettings.model_fields)
             raise ConfigError(f"environment: {variable} sets nothing.{nearest(variable, known)}")
         if not has_effect(ExecutorSettings, name):
             why = str(ExecutorSettings.model_fields[name].description).removesuffix(" (no effect yet)")
             click.echo(f"note: {variable} has no effect: {why}", err=True)
-    layer = Layer("environment", {fields[name]: value for name, value in given.items()}, _spelled(fields))
-    return merge(ExecutorSettings, [layer]).value
-
-
-def _spelled(fields: Mapping[str, str]) -> dict[str, str]:
-    return {name: variable for variable, name in fields.items()}
+    values = {name: given[variable] for name, variable in variables.items()}
+    return merge(ExecutorSettings, [ConfigLayer("environment", values, variables)]).value
 
 
 def _token(file: Path | None, variable: str) -> str | None:

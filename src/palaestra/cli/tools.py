@@ -1,4 +1,4 @@
-"""`palaestra tools`: the tools, toolsets and distributions that an agent can have here, and what is missing."""
+"""`palaestra tools`: lists the tools, toolsets and distributions that are available here, and the missing ones."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ if TYPE_CHECKING:
 @click.option("--mcp", "files", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help="MCP servers too.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable, with the full schemas.")
 def command(files: tuple[Path, ...], as_json: bool) -> None:
-    from palaestra.tools.registry.catalog import get_available_toolsets
+    from palaestra.tools.registry.catalog import all_tools, get_available_toolsets
     from palaestra.tools.registry.distributions import list_distributions
     from palaestra.tools.registry.entry_points import installed_tools
-    from palaestra.tools.registry.registry import all_tools
 
     others = (*installed_tools(), *(asyncio.run(_of_servers(files)) if files else ()))
     settings = tool_settings()
@@ -58,7 +57,7 @@ def command(files: tuple[Path, ...], as_json: bool) -> None:
 
 
 def tool_settings() -> ToolSettings:
-    """What variables of the environment say about tools, as for a run. Raises `ConfigError`."""
+    """Tool settings from environment variables, as for a run. Raises `ConfigError`."""
     from palaestra.core.config import merge
     from palaestra.envs.config.dotenv import NAME, read_dotenv
     from palaestra.envs.config.fields import HermesAgentEnvConfig
@@ -70,7 +69,7 @@ def tool_settings() -> ToolSettings:
 
 
 async def _of_servers(files: Iterable[Path]) -> tuple[Installed, ...]:
-    """What the MCP servers of these files offer."""
+    """The offers of the MCP servers of these files."""
     from palaestra.tools.mcp.run_servers import MCPServers
 
     async with MCPServers(configured_servers(files), forgiving=True) as servers:

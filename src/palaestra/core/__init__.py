@@ -1,1 +1,1 @@
-"""What every layer shares: types, errors, clock. No I/O happens here."""
+"""Types, errors, configuration and helpers that every layer shares. I/O happens only in `core.io`."""

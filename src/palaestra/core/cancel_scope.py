@@ -1,4 +1,4 @@
-"""Blocks that somebody else may end: what is under way when its owner is closed."""
+"""Blocks that another task can end: the work in progress when its owner is closed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 
 
 class Ending:
-    """Blocks of one owner, on one loop. Invariant: after `end` none of those that had begun runs any more."""
+    """Blocks of one owner, on one loop. Invariant: after `end` none of the blocks that had begun still runs."""
 
     def __init__(self) -> None:
         self._blocks: dict[asyncio.Timeout, asyncio.Event] = {}
 
     @asynccontextmanager
     async def block(self, error: Exception) -> AsyncIterator[None]:
-        """Raises `error` when the block is ended; it is cancelled first, so that it cleans up."""
+        """Raise `error` when the block is ended; its code is cancelled first, so that it cleans up."""
         ended, limit = asyncio.Event(), asyncio.timeout(None)
         try:
             async with limit:
@@ -30,7 +30,7 @@ class Ending:
             ended.set()
 
     async def end(self) -> None:
-        """End the blocks that are under way, and wait until they have."""
+        """End the blocks in progress, and wait for them."""
         under_way = list(self._blocks.values())
         for limit in self._blocks:
             if not limit.expired():

@@ -1,14 +1,22 @@
-"""Time as a value that is passed in, so that tests never sleep."""
+"""Time as a value that is passed in, so that tests never sleep; and time that is not charged to a rollout.
+
+Code that waits for its turn, or for a service that is down, stops the clocks of the rollouts it works for. They are in
+a context variable, because the waiting code (a transport, a pool) knows nothing of rollouts. Thousands of requests wait
+at once, so nothing here is held while one does.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar, Token
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where time comes from. `monotonic` and `sleep` are float seconds; `wall` is seconds since the epoch."""
+    """A source of time. `monotonic` and `sleep` are float seconds; `wall` is seconds since the epoch."""
 
     def monotonic(self) -> float: ...
 
@@ -31,7 +39,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """Time that passes only while it is slept on, or when `now` is moved. `slept` lists the sleeps, in seconds."""
+    """Time that passes only during `sleep` or by setting `now`. `slept` lists the sleeps, in seconds."""
 
     def __init__(self, now: float = 1_000_000.0) -> None:
         self.now = now
@@ -47,3 +55,43 @@ class ManualClock:
         self.slept.append(seconds)
         self.now += seconds
         await asyncio.sleep(0)
+
+
+StoppedClock = Callable[[], AbstractContextManager[None]]
+"""Makes a block during which a clock stands still. Blocks of several tasks may overlap."""
+
+_clocks: ContextVar[tuple[StoppedClock, ...]] = ContextVar("clocks", default=())
+
+
+class ChargedTo:
+    """Code in the block, and in tasks that it starts, stops this clock during uncharged time."""
+
+    __slots__ = ("_before", "_standing")
+
+    def __init__(self, standing: StoppedClock) -> None:
+        self._standing = standing
+        self._before: Token[tuple[StoppedClock, ...]]
+
+    def __enter__(self) -> None:
+        self._before = _clocks.set((*_clocks.get(), self._standing))
+
+    def __exit__(self, *_: object) -> None:
+        _clocks.reset(self._before)
+
+
+@contextmanager
+def uncharged() -> Iterator[None]:
+    """A block during which every clock stands still that the surrounding code is charged to."""
+    with ExitStack() as stack:
+        for standing in _clocks.get():
+            stack.enter_context(standing())
+        yield
+
+
+async def take_turn(places: asyncio.Semaphore) -> None:
+    """Acquire the semaphore; waiting for it is uncharged."""
+    if places.locked():
+        with uncharged():
+            await places.acquire()
+    else:
+        await places.acquire()

@@ -1,9 +1,8 @@
-"""Settings that say where they came from: the base of every configuration class, and the merging of its layers.
+"""The base of all configuration classes, and the merging of their layers.
 
-For: classes whose unknown keys are refused, and pure merging (defaults, then file, then environment, then flags) that
-remembers the layer of every value. Not for: reading files, the environment or the command line (see
-`palaestra.envs.config.command_line`). Invariant: whatever is wrong with a setting is one `ConfigError` that names the
-key as the user wrote it, the value, where it came from and, for an unknown key, the nearest known one.
+Merging (defaults, then file, environment, flags) is pure and remembers the layer of every value; files, environment and
+command line are read elsewhere (`palaestra.envs.config`). Invariant: every mistake in a setting is one `ConfigError`
+with the key as the user wrote it, the value, its source and, for an unknown key, the nearest known one.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ _NO_EFFECT = " (no effect yet)"
 
 
 class Settings(BaseModel):
-    """Base of configuration classes: unknown keys are refused, and a mistake raises `ConfigError`."""
+    """Base of configuration classes: unknown keys are rejected, and a mistake raises `ConfigError`."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_value_for_a_number(cls, value: JSON, info: ValidationInfo) -> JSON:
-        """In YAML an unquoted yes, no, on or off is a truth value, which Python would take for 1 or 0."""
+        """Reject a truth value: in YAML an unquoted yes, no, on or off is one, and Python would take it for 1 or 0."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
             raise ConfigError("must be a number")
@@ -52,12 +51,12 @@ class Settings(BaseModel):
                 raise ConfigError(_explain(error, type(self), {}, {})) from error
 
     def recorded(self) -> dict[str, JSON]:
-        """All values as JSON, for the record; of an object that JSON cannot hold, the name of its type."""
+        """All values as JSON, for the record; an object that JSON cannot hold becomes the name of its type."""
         return self.model_dump(mode="json", fallback=lambda value: f"<{type(value).__name__}>")
 
 
 def later(default: T, description: str) -> T:
-    """A field that is accepted, so that existing scripts run, and has no effect in this version; its help says so."""
+    """A field that is accepted for existing scripts but has no effect in this version; its help says so."""
     extra: dict[str, JSON] = {"no_effect": True}
     declared: T = Field(default=default, description=description + _NO_EFFECT, json_schema_extra=extra)
     return declared
@@ -70,7 +69,7 @@ def has_effect(model_type: type[BaseModel], name: str) -> bool:
 
 
 def local_path(text: str | Path) -> Path:
-    """A path that a setting names, `~` resolved. Raises `ConfigError` where the user has no home directory."""
+    """A path from a setting, with `~` resolved. Raises `ConfigError` if the user has no home directory."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -80,9 +79,9 @@ def local_path(text: str | Path) -> Path:
 
 
 def sent_secret(text: str | None, name: str) -> str | None:
-    """A key or token as a header carries it, without the new line that one read from a file ends with; None for none.
+    """A key or token for a header, without the line end of a file it was read from; None for an empty one.
 
-    Raises `ConfigError`, which names the setting and not the secret, where no header can carry it.
+    Raises `ConfigError` with the setting's name, not the secret, if no header can carry it.
     """
     secret = (text or "").strip()
     if not secret.isprintable():
@@ -91,11 +90,11 @@ def sent_secret(text: str | None, name: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """Values from one place. A later layer wins, key by key.
+class ConfigLayer:
+    """Values from one source. A later layer wins, key by key.
 
     A key is a field's name, or `field.entry.entry` for one entry of a mapping; a whole value replaces a whole value.
-    `spelled` maps a key to how the user wrote it (`--group`), where that differs from the key.
+    `spelled` maps a key to the user's spelling (`--group`), if that differs.
     """
 
     name: str
@@ -105,13 +104,13 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Merged(Generic[ModelT_co]):
-    """A validated configuration, and for each field the place its value came from."""
+    """A validated configuration, and the source of each field's value."""
 
     value: ModelT_co
     sources: Mapping[str, str]
 
 
-def merge(model_type: type[ModelT], layers: Iterable[Layer]) -> Merged[ModelT]:
+def merge(model_type: type[ModelT], layers: Iterable[ConfigLayer]) -> Merged[ModelT]:
     """Apply `layers` in order, the last one winning, and validate. Raises `ConfigError`."""
     values: dict[str, JSON] = {}
     sources: dict[str, str] = dict.fromkeys(model_type.model_fields, DEFAULT)
@@ -137,14 +136,14 @@ def merge(model_type: type[ModelT], layers: Iterable[Layer]) -> Merged[ModelT]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """` Did you mean NAME?` for the closest of `known`, or the empty string: made to end a message with."""
+    """` Did you mean NAME?` for the closest of `known`, or an empty string: the end of a message."""
     candidates = {name.lower(): name for name in known}
     found = difflib.get_close_matches(word.lower(), list(candidates), n=1, cutoff=0.6)
     return f" Did you mean {candidates[found[0]]}?" if found else ""
 
 
 def _assigned(old: JSON, path: str, value: JSON) -> JSON:
-    """`old` with `value` at the dotted `path`, which makes mappings where there are none. `old` stays as it was."""
+    """`old` with `value` at the dotted `path`, with new mappings along it as needed. `old` does not change."""
     if not path:
         return value
     name, _, rest = path.partition(".")
@@ -156,7 +155,7 @@ def _assigned(old: JSON, path: str, value: JSON) -> JSON:
 def _explain(
     error: ValidationError, model_type: type[BaseModel], sources: Mapping[str, str], spelled: Mapping[str, str]
 ) -> str:
-    """One line per mistake: the key as written, the value, what is wrong with it, and where it came from."""
+    """One line per mistake: the key as written, the value, the problem and its source."""
     lines: list[str] = []
     for mistake in error.errors(include_url=False):
         path = [str(part) for part in mistake["loc"]]
@@ -175,7 +174,7 @@ def _explain(
 
 
 def _short(name: str, value: JSON) -> str:
-    """The value for a message: short, and never a key."""
+    """The value for a message: short, and never a secret."""
     text = "(hidden)" if is_secret(name) else repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
 

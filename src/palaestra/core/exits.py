@@ -1,11 +1,11 @@
-"""What a failure means at the end of a process: its exit code and the one message that explains it.
+"""Exit codes and messages for failures at the end of a process.
 
-The only place where errors become exit codes; `palaestra.cli` and environment scripts both end through it. Invariant:
-an expected failure is one message and no traceback, a bug is a traceback and never looks expected.
+Only here do errors become exit codes; `palaestra.cli` and environment scripts both end through it. Invariant: an
+expected failure is one message without a traceback, a bug is a traceback and never looks expected.
 
     0 done                       3 finished with more unscored rollouts than allowed, or paused
     1 failed, or a bug           4 the model server is unreachable or refused
-    2 wrong usage or settings    5 the isolation asked for cannot be had        130 interrupted or drained
+    2 wrong usage or settings    5 the requested isolation is not available        130 interrupted or drained
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """How a process ends that could not do its work."""
+class ProcessFailure:
+    """The end of a process that failed."""
 
     exit_code: int
     message: str
 
 
-def read_failure(error: BaseException) -> Failure | None:
-    """What `error` means to a user, or None for a bug. Groups of errors are looked into: one bug makes it a bug."""
+def read_failure(error: BaseException) -> ProcessFailure | None:
+    """The failure that `error` means to a user, or None for a bug. In a group of errors, one bug makes it a bug."""
     found = list(leaves(error))
     if any(isinstance(leaf, KeyboardInterrupt) for leaf in found):
-        return Failure(INTERRUPTED, "interrupted; what was finished is kept")
+        return ProcessFailure(INTERRUPTED, "interrupted; what was finished is kept")
     known = [leaf for leaf in found if isinstance(leaf, PalaestraError)]
     others = [leaf for leaf in found if not isinstance(leaf, (PalaestraError, asyncio.CancelledError))]
     if others or not known:
         return None
     messages = dict.fromkeys(str(leaf) or type(leaf).__name__ for leaf in known)
-    return Failure(known[0].exit_code, "\n".join(messages))
+    return ProcessFailure(known[0].exit_code, "\n".join(messages))
 
 
 def run_guarded(main: Callable[[], int | None], report: Callable[[str], None]) -> int:
-    """Run `main` and return the exit code: its own, or that of the failure, after `report` has said what it was.
+    """Run `main` and return the exit code: its own, or that of the failure, after calling `report` with its message.
 
     Bugs are raised as they are.
     """

@@ -1,22 +1,24 @@
-"""What words on a command line mean for a field of a given type.
+"""Values as others write them: words on a command line, YAML, numbers of any library.
 
-For: turning `["terminal", "file"]`, `["a=1,b=2"]` or `["None"]` into what a configuration field expects. Not for:
-validating; ranges and required keys are the field's own business (`palaestra.core.config.merge`). Invariant: a word is
-read by the type of the field it is for, never by its looks alone, so a text field can hold `5`, `true` or `-x`.
+A word is read by the type of its field, never by its looks alone, so a text field can hold `5`, `true` or `-x`. Ranges
+and required keys are validated by the fields themselves (`palaestra.core.config.merge`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from enum import Enum
+from numbers import Real
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
 
 from palaestra.core.types import JSON
 
 Annotation: TypeAlias = Any
-"""A type as it stands in an annotation: a class, a union, a generic. Python has no type for these."""
+"""A type in an annotation: a class, a union, a generic. Python has no type for these."""
 
 _YES = frozenset({"true", "1", "yes", "y", "on", "t"})
 _NO = frozenset({"false", "0", "no", "n", "off", "f"})
@@ -26,7 +28,7 @@ _MAPPINGS = (dict, Mapping)
 
 
 def read_words(annotation: Annotation, words: Sequence[str]) -> JSON:
-    """The value that `words` (what followed a flag, perhaps nothing) give a field. Raises `ValueError`."""
+    """The value of a field from `words`, which followed its flag and may be empty. Raises `ValueError`."""
     kinds = members(annotation)
     if takes_mapping(annotation) and words and not (len(words) == 1 and words[0].lower() in _NONE):
         return _read_mapping(words)
@@ -44,7 +46,7 @@ def read_words(annotation: Annotation, words: Sequence[str]) -> JSON:
 
 
 def members(annotation: Annotation) -> list[Annotation]:
-    """The types of a union, or the one type; `Annotated` and PEP 695 aliases are looked through."""
+    """The types of a union, or the one type, inside `Annotated` and PEP 695 aliases too."""
     origin = _origin(annotation)
     if origin is Annotated:
         return members(get_args(annotation)[0])
@@ -64,7 +66,7 @@ def takes_mapping(annotation: Annotation) -> bool:
 
 
 def describe(annotation: Annotation) -> str:
-    """The type as help texts say it."""
+    """The type for help texts."""
     names = []
     for kind in members(annotation):
         origin = _origin(kind) or kind
@@ -84,7 +86,7 @@ def describe(annotation: Annotation) -> str:
 
 
 def read_json(word: str) -> JSON:
-    """The word as JSON where it is JSON (Python's None, True, False too), else the word itself."""
+    """The word as JSON if it is JSON (Python's None, True, False too), else the word itself."""
     if word in ("None", "True", "False"):
         return {"None": None, "True": True, "False": False}[word]
     try:
@@ -94,7 +96,7 @@ def read_json(word: str) -> JSON:
 
 
 def _origin(annotation: Annotation) -> Annotation:
-    """`typing.get_origin`, typed as what it is: any special form or class, or None."""
+    """`typing.get_origin` with its real type: any special form or class, or None."""
     return get_origin(annotation)
 
 
@@ -121,7 +123,7 @@ def _read_scalar(kinds: Sequence[Annotation], word: str) -> JSON:
 
 
 def _choice(kind: Annotation, word: str) -> JSON:
-    """The member of an enum or Literal that `word` names, by value or by name in any case; None when there is none."""
+    """The member of an enum or Literal that `word` names, by value or by name in any case; None without one."""
     if _origin(kind) is Literal:
         return next((choice for choice in get_args(kind) if str(choice) == word), None)
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -158,3 +160,35 @@ def _read_mapping(words: Sequence[str]) -> JSON:
             raise ValueError(f"{pair!r} is neither JSON nor key=value")
         entries[key.strip()] = read_json(value.strip())
     return entries
+
+
+def read_yaml(text: str) -> JSON:
+    """The one YAML document of a text, as plain data. Raises `ValueError` for any other text.
+
+    The library's own errors are not all: its constructors raise other errors for a value that does not fit its tag
+    (`!!bool maybe`, a KeyError), and deeply nested text raises RecursionError.
+    """
+    import yaml  # here, because most runs read none
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def number(value: object) -> float | None:
+    """A number or bool of any kind (numpy's, tensors, decimals) as a float, infinite if too large; None for anything
+    else.
+
+    Arrays and tensors count as their value if they hold exactly one.
+    """
+    item = getattr(value, "item", None)
+    try:
+        plain = item() if callable(item) else value
+        return float(plain) if isinstance(plain, (Real, Decimal)) else None
+    except OverflowError:
+        return math.inf
+    except (RuntimeError, TypeError, ValueError):
+        return None

@@ -1,8 +1,8 @@
-"""Text from models, commands and data sets, made safe to look at, on a page or on a terminal.
+"""Text from models, commands and data sets, made safe to show on a page or a terminal.
 
-Not HTML escaping: the template engine does that. It keeps: what comes out holds no escape sequence, no control
-character but tab and newline, no character that reorders its neighbours, and nothing that UTF-8 cannot hold. Colours
-survive as names of CSS classes. Source of the sequences: ECMA-48, and xterm's control sequences for OSC.
+HTML escaping is left to the template engine. Invariant: the result holds no escape sequence, no control character but
+tab and newline, no character that reorders its neighbours, and nothing that UTF-8 cannot hold. Colours survive as names
+of CSS classes. Source of the sequences: ECMA-48, and xterm's control sequences for OSC.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _SHOWN: dict[int, str] = {
 }
 
 
-class Span(NamedTuple):
-    """A stretch of text in one style. `css` is a space-separated list of classes, empty for plain text."""
+class StyledText(NamedTuple):
+    """Text in one style. `css` is a space-separated list of classes, empty for plain text."""
 
     text: str
     css: str
@@ -74,17 +74,17 @@ def printable(text: str) -> str:
     return _visible(_ESCAPE.sub("", text))
 
 
-def spans(text: str) -> Iterator[Span]:
-    """The text in stretches of one style. Concealed text is shown: a log must not hide anything from its reader."""
+def spans(text: str) -> Iterator[StyledText]:
+    """The text in parts of one style. Concealed text is shown: a log must not hide anything from its reader."""
     style, start = _Style(), 0
     for escape in _ESCAPE.finditer(text):
         if escape.start() > start:
-            yield Span(_visible(text[start : escape.start()]), style.css)
+            yield StyledText(_visible(text[start : escape.start()]), style.css)
         start = escape.end()
         if escape["final"] == "m":
             style = _restyled(style, escape["params"])
     if start < len(text):
-        yield Span(_visible(text[start:]), style.css)
+        yield StyledText(_visible(text[start:]), style.css)
 
 
 def _visible(text: str) -> str:
@@ -105,7 +105,7 @@ def _restyled(style: _Style, params: str) -> _Style:
 
 
 def _palette(codes: Iterator[int]) -> int | None:
-    """The colour that 38 or 48 introduces, when it is one of the sixteen that the page has."""
+    """The colour that 38 or 48 introduces, if it is one of the sixteen that the page has."""
     kind = next(codes, 0)
     if kind == 2:
         for _ in range(3):

@@ -1,7 +1,6 @@
-"""When to try a request again, and how long to wait before: no I/O here, and time comes from a clock.
+"""When to retry a request, and how long to wait before. Pure: time comes from a clock.
 
-Invariant: only what can pass by itself is tried again (rate limits, server errors, connection failures); what the
-server understood and refused is not.
+Invariant: only transient failures are retried (rate limits, server errors, connection failures), never a refusal.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from palaestra.core.clock import Clock
-from palaestra.core.uncharged_time import uncharged
+from palaestra.core.clock import Clock, uncharged
 
 T = TypeVar("T")
 
@@ -25,7 +23,7 @@ RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 
 class RetryPolicy:
     """Exponential back-off with full jitter over its upper half.
 
-    `attempts` counts the first try. A wait the server asks for (`Retry-After`) is honoured up to `longest_s`.
+    `attempts` counts the first try. A wait that the server requests (`Retry-After`) is honoured up to `longest_s`.
     """
 
     attempts: int = 8
@@ -37,11 +35,11 @@ class RetryPolicy:
         backoff_s = min(self.longest_s, self.first_s * 2.0 ** (failures - 1)) * rng.uniform(0.5, 1.0)
         if asked_s is None:
             return backoff_s
-        return min(self.longest_s, asked_s) + self.first_s * rng.random()  # spread those who were told the same time
+        return min(self.longest_s, asked_s) + self.first_s * rng.random()  # spread clients with the same time
 
 
 AT_START = RetryPolicy(attempts=4, first_s=0.25, longest_s=2.0)
-"""For the look at the start: a wrong address should be an error within seconds."""
+"""For the first request: a wrong address should be an error within seconds."""
 
 
 def retry_after_s(header: str | None, now: float) -> float | None:
@@ -61,9 +59,9 @@ def retry_after_s(header: str | None, now: float) -> float | None:
     return max(0.0, seconds) if seconds < 1e9 else None
 
 
-class Passing(Exception):
-    """What may pass by itself. `problem` is raised in the end if it does not; `asked_s` is when the server wants to be
-    asked again, `waited_s` for how long the try waited for its turn, which is not of the time for all tries."""
+class TransientFailure(Exception):
+    """A failure that may pass. `problem` is raised in the end if it does not; `asked_s` is the wait that the server
+    requested, `waited_s` how long the try waited for its turn, which does not count against the time for all tries."""
 
     def __init__(self, problem: Exception, asked_s: float | None = None, waited_s: float = 0.0) -> None:
         super().__init__(str(problem))
@@ -81,15 +79,15 @@ async def persist(
     rng: random.Random,
     again: Callable[[float, Exception], None] = lambda wait_s, problem: None,
 ) -> T:
-    """What `send` gives, tried again for as long as it raises `Passing`, within `timeout_s` for all tries together.
+    """The result of `send`, retried while it raises `TransientFailure`, within `timeout_s` for all tries together.
 
-    From the first failure on the time is `uncharged`: it is the service that has to be waited for.
-    `send` is told which try it is (from 1) and the seconds left; `again` is told of each wait. Raises the last problem.
+    From the first failure on the time is `uncharged`: the service causes the wait. `send` gets the number of the try
+    (from 1) and the seconds left; `again` is called before each wait. Raises the last problem.
     """
     started_s, tries = clock.monotonic(), 1
     try:
         return await send(tries, timeout_s)
-    except Passing as passing:
+    except TransientFailure as passing:
         failed = passing
     with uncharged():
         while True:
@@ -103,5 +101,5 @@ async def persist(
             tries += 1
             try:
                 return await send(tries, left_s)
-            except Passing as passing:
+            except TransientFailure as passing:
                 failed = passing

@@ -1,4 +1,4 @@
-"""Random choices that a seed decides."""
+"""Random choices determined by a seed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 
 class Seeded:
-    """One random generator, made when it is first asked for: it takes 2.5 KB, and most rollouts never ask."""
+    """One random generator, made when first used: it takes 2.5 KB, and most rollouts never use it."""
 
     __slots__ = ("_generator", "_seed")
 

@@ -1,11 +1,12 @@
 """Synchronous calls inside an async function, on the one event loop, without blocking it.
 
-`await bridged(coroutine)` runs the coroutine in a greenlet. Inside it, `wait_for_sync(awaitable)` looks like a
-blocking call: it switches to the parent greenlet, which awaits on the loop, and comes back with the value. This is
-how a reward function written as `async def` may call `ctx.terminal(...)` without `await`. The mechanism is the one
-SQLAlchemy uses for its asyncio extension.
+`await bridged(coroutine)` runs the coroutine in a greenlet. Inside it, `wait_for_sync(awaitable)` looks like a blocking
+call: it switches to the parent greenlet, which awaits on the loop, and returns with the value. Thus a reward function
+written as `async def` may call `ctx.terminal(...)` without `await`. SQLAlchemy's asyncio extension uses the same
+mechanism.
 
-It keeps: the loop runs on while a sync call waits; cancellation reaches the waiting call; context variables are shared.
+Invariants: the loop runs on while a sync call waits; cancellation reaches the waiting call; context variables are
+shared.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 
 class _Yield:
-    """The bridged coroutine awaits a future: hand it to the loop."""
+    """The bridged coroutine awaits a future: pass it to the loop."""
 
     __slots__ = ("future",)
 
@@ -31,7 +32,7 @@ class _Yield:
 
 
 class _Wait:
-    """A synchronous call inside the bridged coroutine wants this awaited."""
+    """A synchronous call inside the bridged coroutine needs this awaited."""
 
     __slots__ = ("awaitable",)
 
@@ -63,7 +64,7 @@ class _Driver(greenlet):  # type: ignore[misc]
                 error = thrown
 
     def hand_over(self, request: object) -> object:
-        """Give control to the parent until it has an answer."""
+        """Switch to the parent until it has an answer."""
         assert self.parent is not None
         return self.parent.switch(request)
 
@@ -98,8 +99,8 @@ def wait_for_sync(coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEv
     """Wait for `coroutine` from synchronous code, without blocking `loop`.
 
     Inside `bridged` it switches to the loop; from another thread it posts to the loop and blocks that thread only. On
-    the loop's own thread outside the bridge (a task the caller started itself) it would deadlock, so it raises
-    `RuntimeError` naming `twin`, the async method to await instead.
+    the loop's own thread outside the bridge (in a task that the caller started) it would deadlock, so it raises
+    `RuntimeError` with `twin`, the async method to await instead.
     """
     current = getcurrent()
     if isinstance(current, _Driver):

@@ -59,8 +59,8 @@ class AllowList:
     """Hosts that a slot may reach, over HTTP and HTTPS through a proxy, and nothing else.
 
     `example.org` (ports 80 and 443), `example.org:8443`, `*.example.org:*`, `10.0.0.0/8:5432`. Addresses at which
-    clouds tell a machine its credentials are refused whatever the list says. Raises ValueError for one text, whose
-    letters would be the hosts.
+    clouds give a machine its credentials are always refused. Raises ValueError for a plain string, whose letters would
+    be the hosts.
     """
 
     hosts: tuple[str, ...]
@@ -74,9 +74,9 @@ class AllowList:
 
 @dataclass(frozen=True, slots=True)
 class NetworkPolicy:
-    """The network of each phase of a rollout. Grading is off unless a task says otherwise.
+    """The network of each phase of a rollout. Grading is off unless a task sets it.
 
-    Raises ValueError for what is no network; the texts `on` and `off` are.
+    Raises ValueError for anything but a network; the texts `on` and `off` are accepted.
     """
 
     prepare: Network | AllowList = Network.OFF
@@ -89,7 +89,7 @@ class NetworkPolicy:
 
 
 def network(value: JSON) -> Network | AllowList:
-    """What a slot may reach, out of what somebody wrote for it. Raises ValueError."""
+    """The network that a value stands for. Raises ValueError."""
     if isinstance(value, AllowList):
         return value
     try:
@@ -100,9 +100,9 @@ def network(value: JSON) -> Network | AllowList:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one slot may use. Sizes in bytes; `cpus` in cores. None means the backend's default.
+    """The resources of one slot. Sizes in bytes; `cpus` in cores. None means the backend's default.
 
-    Raises ValueError for what is no limit: zero, less, or no number.
+    Raises ValueError for a limit that is not a positive number.
     """
 
     memory_bytes: int | None = 2 << 30
@@ -114,7 +114,7 @@ class Limits:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if value is not None and not 0 < value < math.inf:  # also false for what is no number
+            if value is not None and not 0 < value < math.inf:  # also false for NaN
                 raise ValueError(
                     f"the limit {each.name} of a slot must be positive, not {value}; leave it out for none"
                 )
@@ -134,13 +134,13 @@ class ToolStep:
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Plain words in a reference solution: they end the agent's turn where it may be asked more."""
+    """Plain text in a reference solution: it ends the agent's turn in an environment that may ask more."""
 
     text: str
 
 
 Solution: TypeAlias = str | Sequence[ToolStep | Say | str]
-"""A reference solution: a shell script (one terminal call), or steps in order, each a tool call, a command or words."""
+"""A reference solution: a shell script (one terminal call), or steps in order, each a tool call, a command or text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +148,16 @@ class Task:
     """One thing to do.
 
     `prompt` is the user's message, or a whole list of messages. `files` maps paths (relative ones lie in the workspace)
-    to contents; `setup` is a shell script run once per group in the workspace. `image` is a root file
-    system: a directory, a tar file or an OCI layout; None means an allow-list of the host's system directories.
-    `toolsets` None leaves the choice to the environment.
+    to contents; `setup` is a shell script that runs once per group in the workspace. `image` is a root file system: a
+    directory, a tar file or an OCI layout; None means an allow-list of the host's system directories. `toolsets` None
+    leaves the choice to the environment.
 
-    `recipe` says that the prepared workspace is a function of image, files, setup and the environment's hooks, of the
-    task itself and of what this text names (a version): neither of the time nor of chance nor of anything outside. Runs
-    on this machine then share it. None: it is prepared in every run.
+    `recipe` declares that the prepared workspace depends only on image, files, setup, the environment's hooks, the task
+    itself and this text (a version), and not on time, chance or anything outside. Runs on this machine then share it.
+    None: every run prepares it.
 
-    `floor` is the most that a rollout may score without doing the work; `palaestra env check` holds the task to it.
-    `data`, `solution` and `answer` never enter a slot that an agent has.
+    `floor` is the highest score without doing the work; `palaestra env check` holds the task to it. `data`, `solution`
+    and `answer` never enter a slot that an agent has.
     """
 
     id: str
@@ -179,7 +179,7 @@ class Task:
         object.__setattr__(self, "id", str(self.id))  # rows of data sets often have numbers
 
     def messages(self) -> list[Message]:
-        """The prompt as a fresh list of messages that the caller may extend."""
+        """The prompt as a new list of messages that the caller may extend."""
         if isinstance(self.prompt, str):
             return [{"role": "user", "content": self.prompt}]
         return [dict(message) for message in self.prompt]
@@ -187,7 +187,7 @@ class Task:
 
 @dataclass(slots=True)
 class Usage:
-    """What the model calls of a rollout cost, in tokens as the engine counted them, and how many calls there were."""
+    """The cost of a rollout's model calls, in tokens as the engine counted them, and the number of calls."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -208,19 +208,19 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What a model's tokens cost, per million, in whatever currency the user thinks in."""
+    """The price of a model's tokens, per million, in the user's currency."""
 
     prompt: float
     completion: float
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """Of one model call, or of any number of them."""
+        """The cost of any number of model calls."""
         return (prompt_tokens * self.prompt + completion_tokens * self.completion) / 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A reward and what it was made of. `metrics` are numbers to average; `detail` is anything worth keeping."""
+    """A reward and its parts. `metrics` are numbers to average; `detail` is any other evidence."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -1,14 +1,14 @@
-"""Code that is not ours, awaited: hooks of an environment's author, tools of anybody's. One rule for what it may raise.
+"""Awaits user code: hooks of an environment's author, anyone's tools. One rule for the errors it may raise.
 
-Not for deciding whose fault that is or who reads of it: callers do (`rollouts/attempt.py`,
-`tools/runtime/bound_tools.py`). Invariant: whatever such code does ends neither the run nor, unnoticed, the task that
-awaits it.
+Callers decide whose fault an error is (`rollouts/attempt.py`, `tools/runtime/bound_tools.py`). Invariant: user code
+ends neither the run nor, unnoticed, the task that awaits it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 import sysconfig
 import traceback
@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, overload
 
-from palaestra.core.errors import InfraError, PalaestraError
+from palaestra.core.errors import ConfigError, InfraError, PalaestraError
 from palaestra.core.types import JSON
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -26,29 +28,29 @@ _NOT_THE_AUTHORS = (
     str(Path(__file__).parents[1]) + os.sep,
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
-"""Where this package, Python's own and installed ones lie."""
+"""The folders of this package, of Python itself and of installed packages."""
 
 
 class ForeignError(Exception):
-    """Code that is not ours failed. Its text says how, and `__cause__` is what it raised."""
+    """User code failed. The text says how, and `__cause__` is the error it raised."""
 
 
 PATIENCE_S, AGAIN_S = 30.0, 1.0
 """How long cancelled code may take to end, and how often it is cancelled after that: a bare `except` around a retry
-swallows the first."""
+swallows the first cancellation."""
 
 
 async def foreign(
     work: Awaitable[T], *, expected: tuple[type[Exception], ...] = (), patience_s: float = PATIENCE_S
 ) -> T:
-    """Await it. Raises `ForeignError` for what its author did not foresee, `sys.exit` included.
+    """Await the work. Raises `ForeignError` for errors that its author did not expect, `sys.exit` included.
 
-    What is `expected` passes, and so do errors that say whose fault they are, also out of a group of errors, the
-    world's before others. So does the cancellation of this task, also where the code has swallowed it or made another
-    error of it; to be ended by another's is a failure.
+    `expected` errors pass, and so do errors with a blame, also out of a group of errors, infrastructure failures first.
+    The cancellation of this task passes too, even if the code has swallowed or replaced it; being ended by another
+    task's cancellation is a failure.
 
-    The code runs in a task of its own: a task group of its, in which something failed, leaves its task marked as
-    cancelled (before Python 3.13), which nobody could tell from being cancelled.
+    The code runs in a task of its own: before Python 3.13 a task group that failed leaves its task marked as cancelled,
+    which looks the same as being cancelled.
     """
     loop = asyncio.get_running_loop()
     own: asyncio.Task[T | _Raised] = loop.create_task(_ended(work))
@@ -60,7 +62,7 @@ async def foreign(
 
     own.add_done_callback(tell)
     try:
-        await over  # not the task itself: that would be cancelled with this one, and could go on
+        await over  # not the task itself: it would be cancelled with this one, and could continue
     except asyncio.CancelledError:
         await _cancelled(own, patience_s)
         raise
@@ -82,8 +84,25 @@ async def foreign(
     return ended
 
 
+async def run_hook(kind: type[PalaestraError], hook: Awaitable[T], doing: str) -> T:
+    """Await an environment's hook. What its author did not foresee becomes `kind`, with the original as its cause.
+
+    Errors that already say whose fault they are pass, as in `foreign`; a plain `ConfigError` names what was being done.
+    """
+    try:
+        return await foreign(hook)
+    except ConfigError as error:
+        if type(error) is not ConfigError or kind is ConfigError:
+            raise
+        raise ConfigError(f"{doing}: {error}") from error
+    except ForeignError as error:
+        logger.debug("%s failed", doing, exc_info=True)
+        cause = error.__cause__
+        raise kind(f"{doing} failed with {error}{place(cause) if cause is not None else ''}") from cause
+
+
 async def _cancelled(own: asyncio.Future[T], patience_s: float) -> None:
-    """Cancel it until it has ended."""
+    """Cancel the task until it has ended."""
     own.cancel()
     await asyncio.wait((own,), timeout=patience_s)
     while not own.done():
@@ -97,12 +116,12 @@ class _Raised:
 
 
 async def _ended(work: Awaitable[T]) -> T | _Raised:
-    """What it returns or raises. `SystemExit` out of a task would end the loop, so errors are handed over as values."""
+    """The result or the error. `SystemExit` out of a task would end the loop, so errors are returned as values."""
     try:
         return await work
     except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # such as pytest.fail, which is no Exception
+    except BaseException as error:  # such as pytest.fail, which is not an Exception
         return _Raised(error)
 
 
@@ -111,12 +130,12 @@ async def settled(answer: Awaitable[T]) -> T: ...
 @overload
 async def settled(answer: object) -> JSON: ...
 async def settled(answer: object) -> JSON:
-    """What a hook answered: a plain function may stand in an async one's place."""
+    """The answer of a hook, which may be a plain or an async function."""
     return await answer if inspect.isawaitable(answer) else answer
 
 
 def place(error: BaseException) -> str:
-    """Where in its author's code an error arose, as ` (my_env.py, line 12)`; empty where that did not take part."""
+    """Where in the author's code an error arose, as ` (my_env.py, line 12)`; empty if none of it took part."""
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = frame.f_code.co_filename
@@ -126,14 +145,14 @@ def place(error: BaseException) -> str:
 
 
 def told(error: BaseException) -> str:
-    """An error in the record's words: its type and text, of a group those of its errors, in letters that UTF-8 can
+    """An error for the record: its type and text, or those of a group's errors, without characters that UTF-8 cannot
     hold."""
     each = (f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error))
     return "; ".join(each).encode(errors="replace").decode()
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
-    """The errors of a group of errors, at any depth; of another, itself."""
+    """The errors of a group of errors, at any depth; the error itself if it is not a group."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from leaves(inner)

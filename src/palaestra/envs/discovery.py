@@ -1,53 +1,78 @@
-"""Which environments there are by name: the files of an `environments` folder.
+"""Find environments by name: files of the nearest `environments` folder, and entry points of installed packages.
 
-For: `palaestra env list`, and finding `palaestra run NAME`. Not for: importing environments (`running`). A file
-`environments/<name>_env.py` is the environment `<name>`; its docstring's first line is its summary. Invariant: nothing
-is imported or run to list it.
+A file `environments/NAME_env.py` is the environment NAME, and comes before an entry point of the same name. Its summary
+is the first line of its docstring. Listing imports and runs no environment.
 
-Finding an environment by what a user types: `path/to/my_env.py`, `path.py:name`, or a name of the catalogue.
+A reference is a name, `path/to/my_env.py` or `path.py:name`.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import sys
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
-from palaestra.core.user_code import place, told
+from palaestra.core.io import plugins
 from palaestra.envs.api.base_env import BaseEnv
 from palaestra.envs.api.function_env import FunctionForm
+from palaestra.envs.python_file import is_loaded, load_file
 
 FOLDER = "environments"
+GROUP = "palaestra.environments"
 _ENDING = "_env.py"
 
 
 @dataclass(frozen=True, slots=True)
 class KnownEnvironment:
-    """One environment that can be run by name."""
+    """An environment that can be run by name. `origin` is its file, or its package and object."""
 
     name: str
-    path: Path
+    path: Path | None
+    origin: str
     summary: str
+
+    @property
+    def example_config(self) -> Path | None:
+        """The YAML file next to it, if there is one."""
+        path = self.path and self.path.with_name(f"{self.name}.yaml")
+        return path if path is not None and path.is_file() else None
 
 
 def known_environments(start: Path) -> dict[str, KnownEnvironment]:
-    """The environments of the nearest `environments` folder at `start` or above it, by name in order."""
+    """The environments of the nearest `environments` folder at `start` or above it, then the installed ones.
+
+    One that cannot be read or found is listed with the reason as its summary.
+    """
+    found = {name: KnownEnvironment(name, path, str(path), _summary(path)) for name, path in _local(start).items()}
+    for name, point in plugins.installed(GROUP).items():
+        if name not in found:
+            found[name] = _installed(name, point)
+    return found
+
+
+def _installed(name: str, point: EntryPoint) -> KnownEnvironment:
+    try:
+        return KnownEnvironment(name, plugins.source_file(point), plugins.origin(point), plugins.summary(point))
+    except ConfigError as error:
+        return KnownEnvironment(name, None, plugins.origin(point), f"({error})")
+
+
+def _local(start: Path) -> dict[str, Path]:
     for folder in (start, *start.parents):
         if (folder / FOLDER).is_dir():
             files = sorted((folder / FOLDER).glob(f"*{_ENDING}"))
-            found = (KnownEnvironment(path.name.removesuffix(_ENDING), path, _summary(path)) for path in files)
-            return {each.name: each for each in found}
+            return {path.name.removesuffix(_ENDING): path for path in files}
     return {}
 
 
 def _summary(path: Path) -> str:
-    """The first line of the module's docstring, or why there is none."""
+    """The first line of the module's docstring, or why it cannot be read."""
     try:
         text = ast.get_docstring(ast.parse(path.read_bytes()))
     except (OSError, SyntaxError, ValueError) as error:
@@ -55,33 +80,30 @@ def _summary(path: Path) -> str:
     return text.splitlines()[0] if text else ""
 
 
-_MODULE = "palaestra_environment_"
-
-
-def is_loaded(module_name: str) -> bool:
-    """Whether the module of this name is a file that `load_file` loaded, and not the script that is run."""
-    return module_name.startswith(_MODULE)
-
-
 def load_environment(reference: str, start: Path) -> object:
-    """The environment that `reference` means. Raises `ConfigError` that says what there is instead."""
+    """The environment of a reference. Raises `ConfigError`, which lists what exists."""
     path, _, name = reference.partition(":")
     if path.endswith(".py") or "/" in path:
         return _pick(load_file(Path(path)), name, path)
-    known = known_environments(start)
-    if path not in known:
-        there_is = f" There are {', '.join(known)}." if known else " No `environments` folder is here or above."
-        files = [name for name in (f"{path}_env.py", f"{path}.py") if (start / name).is_file()]
-        there_is += "".join(f" {name} is here: say {name}." for name in files)
-        raise ConfigError(f"no environment is called {path!r}.{nearest(path, known)}{there_is}")
-    return _pick(load_file(known[path].path), name, path)
+    local, installed = _local(start), plugins.installed(GROUP)
+    if path in local:
+        return _pick(load_file(local[path]), name, path)
+    if path in installed:
+        value = plugins.load(installed[path])
+        if not _is_environment(value):
+            raise ConfigError(f"{path} of {plugins.origin(installed[path])} is not an environment")
+        return value
+    known = [*local, *installed]
+    files = [file for file in (f"{path}_env.py", f"{path}.py") if (start / file).is_file()]
+    found = "".join(f" {file} exists here: write {file}." for file in files)
+    raise ConfigError(f"no environment is called {path!r}.{nearest(path, known)} There are {', '.join(known)}.{found}")
 
 
 def reference_of(environment: object) -> str:
-    """What names this environment again, for `load_environment`: the file that offers it, and its name there.
-
-    The empty string where it was made by hand, in no file that was run or loaded.
-    """
+    """A reference to a loaded environment, for `load_environment`; empty if it is in no file and has no name."""
+    for point in plugins.installed(GROUP).values():
+        if getattr(sys.modules.get(point.module), point.attr, None) is environment:
+            return point.name
     for module_name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
         if path and (module_name == "__main__" or is_loaded(module_name)):
@@ -91,41 +113,23 @@ def reference_of(environment: object) -> str:
     return ""
 
 
-def load_file(path: Path) -> ModuleType:
-    """The module that a Python file makes, its neighbours importable. Raises `ConfigError`."""
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path}")
-    module_name = f"{_MODULE}{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    sys.path.insert(0, str(path.resolve().parent))  # a script's neighbours are importable, as when it is run
-    try:
-        spec.loader.exec_module(module)
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:  # a script that parses its own command line ends so
-        raise ConfigError(f"{path} cannot be loaded: {told(error)}{place(error)}") from error
-    return module
-
-
 def _pick(module: ModuleType, name: str, path: str) -> object:
-    found = {key: value for key, value in vars(module).items() if isinstance(value, FunctionForm) or _is_class(value)}
+    found = {key: value for key, value in vars(module).items() if _is_environment(value)}
     if name:
         if name not in found:
             raise ConfigError(f"{path} has no environment {name!r}.{nearest(name, found)} It has {_list(found)}")
         return found[name]
     if len(found) != 1:
         raise ConfigError(
-            f"{path} has {_list(found)}; say which one as {path}:NAME" if found else f"{path} has {_list(found)}"
+            f"{path} has {_list(found)}; choose one with {path}:NAME" if found else f"{path} has {_list(found)}"
         )
     return next(iter(found.values()))
 
 
-def _is_class(value: object) -> bool:
-    """Whether it is a class environment that can be run, defined here or imported by a thin script."""
+def _is_environment(value: object) -> bool:
+    """Whether it is a function environment, or a class environment that can be run, defined here or imported."""
+    if isinstance(value, FunctionForm):
+        return True
     return inspect.isclass(value) and issubclass(value, BaseEnv) and not inspect.isabstract(value)
 
 

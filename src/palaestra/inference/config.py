@@ -1,37 +1,36 @@
 """How to reach a model server: `APIServerConfig`, the contract's fields with the contract's defaults.
 
-Not for agents' settings (temperature, turns): those belong to the environment. Nothing here reads the process
-environment; the command line does, and passes values in.
+Agents' settings (temperature, turns) belong to the environment. The command line reads the process environment and
+passes values in.
 """
 
 from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from palaestra.core.config import Settings
+from palaestra.core.config import Settings, later
 
 ServerType: TypeAlias = Literal["openai", "scripted", "sglang", "transformers", "trl", "vllm"]
-"""What speaks at the other end; see `servers.ENGINES` for those that this version has."""
+"""The kind of server; see `server_group.ENGINES` for those of this version."""
 
 
 class ServerBaseline(Settings):
-    """What all servers of a run have in common."""
+    """Settings that all servers of a run share."""
 
     timeout: int = 1200
-    """Seconds that one request may take, its retries included, the wait for its turn here not; long
-    thinking at low throughput needs many."""
+    """Seconds for one request with its retries, without the wait for its turn here; long thinking at low throughput
+    needs many."""
 
     num_max_requests_at_once: int = 512
-    """Requests in flight at one server at most; the rest wait their turn here instead of timing out there."""
+    """Requests in flight at one server at most; the rest wait here instead of timing out there."""
 
     num_requests_for_eval: int = 64
-    """Further requests in flight that are kept for evaluation, so that it proceeds while training rollouts run."""
+    """Further requests in flight reserved for evaluation, so that it proceeds while training rollouts run."""
 
     model_name: str = "default"
     """The model's name at the server; for a scripted server: oracle, noop, patch:FILE or replay:FILE."""
 
-    rolling_buffer_length: int = 1000
-    """How many of the latest requests the latency statistics look at."""
+    rolling_buffer_length: int = later(1000, "How many of the latest requests the latency statistics cover.")
 
     server_type: ServerType = "openai"
     """openai: any server that speaks chat completions. sglang, vllm: token-exact. transformers: token-exact, in this
@@ -41,33 +40,33 @@ class ServerBaseline(Settings):
     """The tokenizer of a token-exact server: a folder, or a model's name; none is that of model_name."""
 
     tool_parser: str = "hermes"
-    """How a token-exact model writes tool calls: the name of a parser; none leaves them in the text."""
+    """The parser for a token-exact model's tool calls, by name; none leaves them in the text."""
 
     chat_template: str | None = None
     """A file with the chat template of a token-exact model; the tokenizer's own when left out."""
 
     history: Literal["template", "append"] = "template"
     """When the chat template rewrites history (strips thinking): template begins a new training row, as a server that
-    renders every turn anew would; append keeps one row with what was sampled."""
+    renders every turn from scratch would; append keeps one row with the sampled tokens."""
 
 
 class APIServerConfig(ServerBaseline):
     """One model server."""
 
     api_key: str | None = None
-    """Sent as a bearer token; leave out for servers that ask for none."""
+    """Sent as a bearer token; leave out for servers without authentication."""
 
     base_url: str | None = None
-    """Where the server listens, for example http://127.0.0.1:8000/v1; the /v1 may be left out."""
+    """The address of the server, for example http://127.0.0.1:8000/v1; the /v1 may be left out."""
 
     n_kwarg_is_ignored: bool = False
-    """The server gives one choice whatever `n` says: ask it n times instead."""
+    """The server gives one choice whatever `n` is: send n requests instead."""
 
     stream: bool = False
-    """Ask for replies in pieces: for servers and proxies that give up on a connection that is silent for long."""
+    """Request replies as streams: for servers and proxies that close a connection that is silent for long."""
 
     health_check: bool = True
-    """Look once at the start whether the server answers; costs no tokens."""
+    """Check once at the start whether the server answers; costs no tokens."""
 
     replay_file: str | None = None
     """With model name `replay`: the JSONL file of recorded trajectories to play."""

@@ -1,23 +1,22 @@
-"""Whom the agent asks: engines, the sessions they open, and the completion they return. No I/O.
+"""Engines, the sessions they open, and the completions they return. No I/O.
 
 Completions are OpenAI-shaped objects of our own. Every one reads as an object and as a dict (`call.function.name`,
-`call["function"]["name"]`), since environments written to either client exist.
+`call["function"]["name"]`), because environments for both kinds of client exist.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
-from palaestra.core.types import JSON, Message, Task
+from palaestra.core.types import JSON, Message
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """A struct that also answers to `[]`, `get` and `in`, as the dict that came over the wire would."""
+    """A struct that also supports `[]`, `get` and `in`, like the dict from the wire."""
 
     def __getitem__(self, key: str) -> JSON:
         try:
@@ -32,18 +31,18 @@ class Record(msgspec.Struct, kw_only=True):
         return iter(self.__struct_fields__)
 
     def get(self, key: str, default: JSON = None) -> JSON:
-        """The field's value, or `default` where there is no such field."""
+        """The field's value, or `default` if there is no such field."""
         return getattr(self, key, default)
 
     def model_dump(self) -> dict[str, JSON]:
-        """Plain dicts and lists, the name that users of vendor clients know."""
+        """Plain dicts and lists, under the name that users of vendor clients know."""
         dumped: dict[str, JSON] = msgspec.to_builtins(self)
         return dumped
 
 
 def plain_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages as dicts. Environments append a reply's own message, or its calls, to what they send next: ours, or
-    those of a vendor's client. What is none of these stays as it is."""
+    """The messages as dicts. Environments append a reply's message, or its calls, to what they send next: ours, or
+    those of a vendor's client. Anything else stays as it is."""
     return [_plain_message(message) for message in messages]
 
 
@@ -56,13 +55,13 @@ def _plain_message(message: Message) -> Message:
 
 
 def _dumped(value: JSON) -> JSON:
-    """A record as a dict of what is set in it; content also where it is None, which servers know."""
+    """A record as a dict of the fields that are set; content also if it is None, which servers accept."""
     dump = None if isinstance(value, Mapping) else getattr(value, "model_dump", None)
     return value if dump is None else {k: v for k, v in dump().items() if v is not None or k == "content"}
 
 
 class FunctionCall(Record):
-    """`arguments` is the JSON text as the model wrote it: it may be malformed."""
+    """`arguments` is the JSON text as the model wrote it, possibly malformed."""
 
     name: str = ""
     arguments: str = ""
@@ -77,7 +76,7 @@ class ToolCallMessage(Record):
 
 
 class AssistantMessage(Record):
-    """What the model said. The three reasoning fields are the three that servers use."""
+    """The model's message. Servers use one of the three reasoning fields."""
 
     role: str = "assistant"
     content: str | None = None
@@ -88,7 +87,7 @@ class AssistantMessage(Record):
     refusal: str | None = None
 
 
-class Choice(Record):
+class ChatChoice(Record):
     """`finish_reason` as the engine gave it: `length` stays `length`."""
 
     index: int = 0
@@ -110,7 +109,7 @@ class ChatCompletion(Record, kw_only=True):
 
     id: str = ""
     model: str = ""
-    choices: list[Choice]
+    choices: list[ChatChoice]
     usage: CompletionUsage | None = None
 
 
@@ -133,67 +132,12 @@ class TextCompletion(Record, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class SessionContext:
-    """The rollout that a session is for. Real engines ignore it; scripted ones play its task.
-
-    `branch` is 0 for the rollout's own conversation and the number of the sub-agent otherwise. `tools` names what the
-    agent has; None where nobody said.
-    """
-
-    rollout_id: str = ""
-    task: Task | None = None
-    index: int = 0
-    seeded: Callable[[], random.Random] = random.Random
-    branch: int = 0
-    tools: Collection[str] | None = None
-
-    @property
-    def rng(self) -> random.Random:
-        """The rollout's own generator, which the run's seed decides."""
-        return self.seeded()
-
-
-class ChatServer(Protocol):
-    """What the agent loop needs of a model server. Also the shape of `self.server` in contract environments."""
-
-    async def chat_completion(
-        self,
-        *,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, JSON]] | None = None,
-        temperature: float | None = None,
-        max_tokens: int | None = None,
-        n: int = 1,
-        extra_body: Mapping[str, JSON] | None = None,
-        **sampling: JSON,
-    ) -> ChatCompletion:
-        """One reply. Raises `EngineError` (already retried) when there is none."""
-        ...
-
-
-class Engine(Protocol):
-    """Something that samples. Opened once per run; every rollout gets a session of its own."""
-
-    @property
-    def name(self) -> str:
-        """The model's name as reports show it."""
-        ...
-
-    async def start(self) -> None:
-        """Connect and check. Raises `EngineUnavailable` or `EngineRefused` with the way out."""
-        ...
-
-    async def aclose(self) -> None: ...
-
-    def session(self, context: SessionContext) -> ChatServer: ...
-
-
-@dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a token engine sampled after a prompt: `ids[N]` and their `logprobs[N]`, the engine's own (natural log).
+    """The tokens that an engine sampled after a prompt: `ids[N]` and their `logprobs[N]`, the engine's own (natural
+    log).
 
     `finish_reason` is `stop`, `length` or `abort`; after `abort` (usually a weight update) the ids are those sampled so
-    far, perhaps none. Whether the token that ended a `stop` is among the ids differs from engine to engine.
+    far, perhaps none. Engines differ in whether the token that ended a `stop` is among the ids.
     """
 
     ids: Sequence[int]
@@ -203,18 +147,17 @@ class Sampled:
 
 
 class TokenEngine(Protocol):
-    """Something that samples token ids after token ids. What token-exact chat is built on."""
+    """Samples token ids after token ids. Token-exact chat is built on it."""
 
     @property
     def name(self) -> str:
-        """The model's name as reports show it."""
+        """The model's name in reports."""
         ...
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         """Continue `input_ids[T]`. `sampling` has OpenAI's names (`max_tokens`, `temperature`, `stop_token_ids`, …).
 
-        `split` among them, train or eval, is no setting: it picks whose in-flight limit counts, where there are any.
-        Raises `EngineError` (already retried), or `EngineReplyError` when the reply is not ids with one log-probability
-        each.
+        Its entry `split`, train or eval, picks the in-flight limit that counts, for engines that have limits. Raises
+        `EngineError`, after retries, or `EngineReplyError` if the reply is not ids with one log-probability each.
         """
         ...

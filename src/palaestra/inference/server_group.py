@@ -1,6 +1,6 @@
-"""From configs to engines, and several servers behind one face: the contract's `self.server`.
+"""From configs to engines, and several servers as one: the contract's `self.server`.
 
-Not for talking to a server: engines do. Invariant: an engine's module is imported only when a config asks for it.
+Invariant: an engine's module is imported only if a config needs it.
 """
 
 from __future__ import annotations
@@ -9,68 +9,54 @@ import asyncio
 import importlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from palaestra.core.errors import ConfigError, EngineUnavailable
 from palaestra.core.types import JSON, Message
+from palaestra.inference.chat_server import ChatServer, ServerEngine, SessionContext
 from palaestra.inference.config import APIServerConfig, ServerBaseline
-from palaestra.inference.engine import (
-    ChatCompletion,
-    ChatServer,
-    Engine,
-    Sampled,
-    SessionContext,
-    TextCompletion,
-    TokenEngine,
-)
+from palaestra.inference.engine import ChatCompletion, Sampled, TextCompletion, TokenEngine
 
 if TYPE_CHECKING:
-    from palaestra.inference.token_exact.managed_chat import ManagedChat
+    from palaestra.inference.token_exact.managed_chat import ManagedChat  # slow to import, and often not needed
 
 T = TypeVar("T")
 
 ENGINES: Mapping[str, str] = {
     "openai": "palaestra.inference.engines.openai:OpenAIEngine",
     "scripted": "palaestra.inference.engines.scripted:ScriptedEngine",
-    "sglang": "palaestra.inference.engines.sglang:SGLangEngine",
+    "sglang": "palaestra.inference.engines.token_engine:SGLangEngine",
     "transformers": "palaestra.inference.engines.transformers:TransformersEngine",
-    "vllm": "palaestra.inference.engines.vllm:VLLMEngine",
+    "vllm": "palaestra.inference.engines.token_engine:VLLMEngine",
 }
-"""Server type to the class of its engine, which takes the config."""
+"""Server type to the class of its engine, whose argument is the config."""
 
 
-class Server(Engine, ChatServer, Protocol):
-    """One engine that can also be asked directly."""
-
-    config: APIServerConfig
-
-
-def create_engine(config: APIServerConfig) -> Server:
+def create_engine(config: APIServerConfig) -> ServerEngine:
     """The engine for one config, not started yet. Raises `ConfigError`."""
     target = ENGINES.get(config.server_type)
     if target is None:
         raise ConfigError(
-            f"Server type '{config.server_type}' is not available in this version; there are {', '.join(ENGINES)}."
+            f"Server type '{config.server_type}' is not available in this version; available: {', '.join(ENGINES)}."
         )
     module, _, name = target.partition(":")
-    engine: Server = getattr(importlib.import_module(module), name)(config)
+    engine: ServerEngine = getattr(importlib.import_module(module), name)(config)
     return engine
 
 
-class ServerGroup:
+class ServerGroup(ChatServer):
     """One or several model servers as one engine, and as one chat server for code that asks without a session.
 
-    A session stays with its server, whose prefix cache then holds the conversation; sessions go round the servers in
-    turn. A call without a session goes to the server with the fewest such calls under way. Where a server stays
-    unavailable after its retries, the call moves on to the next.
+    A session stays with its server, whose prefix cache then holds the conversation; sessions are assigned in turn. A
+    call without a session goes to the server with the fewest such calls in progress. If a server stays unavailable
+    after its retries, the call moves to the next.
     """
 
     def __init__(self, configs: ServerBaseline | Sequence[ServerBaseline]) -> None:
         wanted = [configs] if isinstance(configs, ServerBaseline) else list(configs)
         if not wanted:
-            raise ConfigError("No model server was named: give at least one APIServerConfig.")
-        self.servers: list[Server] = [create_engine(_complete(config)) for config in wanted]
+            raise ConfigError("No model server is configured: pass at least one APIServerConfig.")
+        self.servers: list[ServerEngine] = [create_engine(_complete(config)) for config in wanted]
         self._under_way = [0] * len(self.servers)
         self._sessions = 0
 
@@ -95,13 +81,13 @@ class ServerGroup:
             await server.aclose()
 
     def session(self, context: SessionContext) -> ChatServer:
-        """A session for one rollout; token-exact where the servers are."""
+        """A session for one rollout, token-exact if the servers are."""
         if self.token_exact:
             return self.managed_server(name=context.rollout_id)
         servers = self._in_turn()
         if len(servers) == 1:
             return servers[0].session(context)
-        return _Session([server.session(context) for server in servers])
+        return _FirstAvailable([server.session(context) for server in servers])
 
     async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
         """One reply from the least busy server."""
@@ -114,36 +100,36 @@ class ServerGroup:
             return await session.completion(prompt=prompt, **request)
 
     @asynccontextmanager
-    async def _least_busy(self) -> AsyncIterator[_Session]:
-        """All servers, the one with the fewest calls under way first."""
+    async def _least_busy(self) -> AsyncIterator[_FirstAvailable]:
+        """All servers, the one with the fewest calls in progress first."""
         order = sorted(range(len(self.servers)), key=self._under_way.__getitem__)
         self._under_way[order[0]] += 1
         try:
-            yield _Session([self.servers[i] for i in order])
+            yield _FirstAvailable([self.servers[i] for i in order])
         finally:
             self._under_way[order[0]] -= 1
 
     @property
     def token_exact(self) -> bool:
         """Whether every server continues token ids, so that `managed_server` and sessions are token-exact."""
-        return all(hasattr(server, "managed_server") for server in self.servers)
+        return all(server.token_exact for server in self.servers)
 
     def managed_server(self, **options: JSON) -> ManagedChat:
         """Token-exact chat for one rollout: `tokenizer=`, `tool_call_parser=` or `tool_parser=`, `history=`.
 
-        Raises `NotImplementedError` for servers that only chat, on which contract environments fall back to chat
-        completions, and `ConfigError` for a tokenizer, template or parser that cannot work.
+        Raises `NotImplementedError` for servers that only chat, so that contract environments fall back to chat
+        completions, and `ConfigError` for an unusable tokenizer, template or parser.
         """
         if not self.token_exact:
             kinds = ", ".join(dict.fromkeys(server.config.server_type for server in self.servers))
             raise NotImplementedError(f"Servers of type {kinds} do not give tokens; sglang, vllm and transformers do.")
-        servers: list[JSON] = self._in_turn()
-        sampled_by: TokenEngine = servers[0] if len(servers) == 1 else _Sampling(servers)
+        servers: list[JSON] = [*self._in_turn()]
+        sampled_by: TokenEngine = servers[0] if len(servers) == 1 else _FirstAvailable(servers)
         managed: ManagedChat = servers[0].managed_server(engine=sampled_by, **options)
         return managed
 
-    def _in_turn(self) -> list[Server]:
-        """The servers, beginning with the one whose turn it is."""
+    def _in_turn(self) -> list[ServerEngine]:
+        """The servers, beginning with the next one."""
         first = self._sessions % len(self.servers)
         self._sessions += 1
         return self.servers[first:] + self.servers[:first]
@@ -154,55 +140,37 @@ ServerManager = ServerGroup
 
 
 def _complete(config: ServerBaseline) -> APIServerConfig:
-    """A baseline says nothing about the address; that is then the engine's to miss."""
+    """A baseline has no address; the engine then reports that it is missing."""
     return config if isinstance(config, APIServerConfig) else APIServerConfig(**config.model_dump(exclude_unset=True))
 
 
-@dataclass(slots=True)
-class _Session:
-    """Asks the first server, and the others only when it is unavailable."""
+class _FirstAvailable(ChatServer):
+    """Asks the first server, whose prefix cache holds the conversation, and the others only if it is unavailable.
 
-    servers: list[ChatServer]
+    Token ids mean the same at every server of one model.
+    """
+
+    def __init__(self, servers: Sequence[JSON]) -> None:
+        self.servers = list(servers)
+
+    @property
+    def name(self) -> str:
+        name: str = self.servers[0].name
+        return name
 
     async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
         return await self._first(lambda server: server.chat_completion(messages=messages, **request))
 
     async def completion(self, *, prompt: str, **request: JSON) -> TextCompletion:
-        return await self._first(lambda server: _completing(server)(prompt=prompt, **request))
+        return await self._first(lambda server: server.completion(prompt=prompt, **request))
 
-    async def _first(self, ask: Callable[[ChatServer], Awaitable[T]]) -> T:
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        return await self._first(lambda server: server.generate(input_ids, sampling))
+
+    async def _first(self, ask: Callable[[JSON], Awaitable[T]]) -> T:
         for _ in self.servers[1:]:
             try:
                 return await ask(self.servers[0])
             except EngineUnavailable:
                 self.servers.append(self.servers.pop(0))
         return await ask(self.servers[0])
-
-
-def _completing(server: ChatServer) -> Callable[..., Awaitable[TextCompletion]]:
-    """How a server continues a text. Raises `ConfigError` for one that only chats."""
-    method: Callable[..., Awaitable[TextCompletion]] | None = getattr(server, "completion", None)
-    if method is None:
-        raise ConfigError(f"{type(server).__name__} only chats: it does not continue a text")
-    return method
-
-
-@dataclass(slots=True)
-class _Sampling:
-    """Samples at the first server, whose prefix cache holds the conversation, and elsewhere only when that is
-    unavailable: token ids mean the same at every server of one model.
-    """
-
-    servers: list[TokenEngine]
-
-    @property
-    def name(self) -> str:
-        return self.servers[0].name
-
-    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
-        for _ in self.servers[1:]:
-            try:
-                return await self.servers[0].generate(input_ids, sampling)
-            except EngineUnavailable:
-                self.servers.append(self.servers.pop(0))
-        return await self.servers[0].generate(input_ids, sampling)

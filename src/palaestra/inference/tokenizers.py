@@ -1,10 +1,8 @@
-"""Tokenizers: what token-exact chat needs of one, and the fast one that most models ship as `tokenizer.json`.
+"""Tokenizers for token-exact chat, among them the fast one that most models ship as `tokenizer.json`.
 
-Not for chat templates (`templates`) and not for counting text. Invariant: text goes in as it is and comes out as it is,
-without tokens added at the start or special ones left out, so that what was encoded is exactly what was asked for.
-
-Loading a folder touches no network. A name that is no folder is a model's name; naming it is the user's consent to
-fetch its tokenizer files.
+Invariant: text is encoded and decoded as it is, without tokens added at the start or special ones left out. Loading a
+folder uses no network. A name that is not a folder is a model's name; naming it is the user's consent to fetch its
+tokenizer files.
 """
 
 from __future__ import annotations
@@ -29,32 +27,32 @@ FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-"""What a model's folder may hold for us; only the first is needed."""
+"""The files of a model's folder that are read; only the first is required."""
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer(Protocol):
-    """Anything that encodes and decodes; those of `transformers` do.
+    """Anything that encodes and decodes; the tokenizers of `transformers` do.
 
-    Read where they are there: `chat_template`, `special` or `bos_token` and its kin, `stop_ids` or `eos_token_id`,
-    `special_ids` or `all_special_ids`, and the length.
+    Optional attributes are read if present: `chat_template`, `special` or `bos_token` and its kin, `stop_ids` or
+    `eos_token_id`, `special_ids` or `all_special_ids`, and the length.
     """
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> Sequence[int]:
-        """Token ids of the text. Special tokens written out in it become themselves."""
+        """Token ids of the text. Special tokens in it become themselves."""
         ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of token ids; bytes that are no text yet become replacement characters."""
+        """The text of token ids; incomplete bytes become replacement characters."""
         ...
 
 
 class FastTokenizer:
-    """A `tokenizer.json` with what lies beside it in a model's folder. Extra: `tokens`.
+    """A `tokenizer.json` with the other files of its folder. Extra: `tokens`.
 
-    `special` maps names (`bos_token`, …) to their text. `stop_ids` end a turn as far as the folder says; `added_ids`
-    are single tokens whatever stands around them; of these, `special_ids` are never text.
+    `special` maps names (`bos_token`, …) to their text. `stop_ids` end a turn according to the folder; `added_ids` are
+    single tokens in any context; of these, `special_ids` are never text.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class FastTokenizer:
         self.stop_ids = tuple(dict.fromkeys([*stop_ids, *([] if own is None else [own])]))
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of the text. Half surrogate pairs, which tool output can hold, become question marks."""
+        """Token ids of the text. Lone surrogates, which tool output can hold, become question marks."""
         try:
             return self._encoded(text, add_special_tokens)
         except TypeError:  # what the library says to text that UTF-8 cannot hold
@@ -96,17 +94,17 @@ class FastTokenizer:
         return text
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of one token, None where there is none of this text."""
+        """The id of one token, or None."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
     def id_to_token(self, number: int) -> str | None:
-        """The token of an id in the vocabulary's own spelling, None where there is none."""
+        """The token of an id in the vocabulary's own spelling, or None."""
         found: str | None = self._tokenizer.id_to_token(number)
         return found
 
     def save(self, path: Path) -> None:
-        """Write `tokenizer.json`; what lies beside it is not written."""
+        """Write `tokenizer.json`, without the other files."""
         self._tokenizer.save(str(path))
 
     def __len__(self) -> int:
@@ -117,7 +115,7 @@ class FastTokenizer:
 def load_tokenizer(name: str) -> FastTokenizer:
     """The tokenizer of a folder, of a `tokenizer.json` or of a model by name. Blocks; a name may fetch files.
 
-    Raises `ConfigError` when there is none, or the extra is missing.
+    Raises `ConfigError` if there is none, or the extra is missing.
     """
     if name in ("", "none", "default"):
         raise ConfigError("No tokenizer was named: set --openai.tokenizer_name to a model's folder or name.")
@@ -139,7 +137,7 @@ def _beside(path: Path, file: str) -> Path | None:
 
 
 def _fetched(name: str, file: str) -> Path | None:
-    """One file of a model's repository, from the local cache or the hub; None where the repository has no such file."""
+    """One file of a model's repository, from the local cache or the hub; None if the repository has no such file."""
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError
@@ -186,7 +184,7 @@ def _from_files(source: str, find: Callable[[str], Path | None]) -> FastTokenize
 
 
 def _template(find: Callable[[str], Path | None], config: Mapping[str, JSON]) -> str | None:
-    """The chat template: a file of its own, or in the tokenizer's config, where it may be a list with names."""
+    """The chat template: a file of its own, or in the tokenizer's config, possibly as a list with names."""
     if (file := find("chat_template.jinja")) is not None:
         return file.read_text(encoding="utf-8")
     found = config.get("chat_template") or _json(find("chat_template.json")).get("chat_template")
@@ -197,7 +195,7 @@ def _template(find: Callable[[str], Path | None], config: Mapping[str, JSON]) ->
 
 
 def _token_text(value: JSON) -> str | None:
-    """A token in the config is its text, or an object that holds it."""
+    """A token in the config: its text, or an object that holds it."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 

@@ -1,9 +1,8 @@
-"""What ends a run before its last task without losing anything: too many rollouts that the world broke, a cost that is
-reached, or somebody who asks for it.
+"""What ends a run early without losing anything: too many infrastructure failures, a cost that is reached, a signal.
 
-Not for single rollouts (`stages` ends those). Invariant: a stop closes the gate for new groups, and for rollouts that
-have not begun; what is in flight finishes, unless whoever drains the run has no more patience, or every further turn
-would cost more than was allowed. The run can be gone on with.
+A limit that is reached starts no new group and no new rollout. What is in flight finishes, unless the run is drained
+for too long or every further turn would exceed the cost. The run can be resumed. Single rollouts that hang are ended
+by `watchdog.py`.
 """
 
 from __future__ import annotations
@@ -15,32 +14,32 @@ from collections.abc import Awaitable, Callable, Collection
 from palaestra.core.errors import EngineUnavailable, PalaestraError
 from palaestra.core.exits import INTERRUPTED, TOO_MANY_FAILURES
 from palaestra.core.types import Blame, Outcome, Prices
-from palaestra.rollouts.observe.console import NullObserver
-from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.events import GroupFinished, Handlers, RolloutEnded, RolloutKept, TokensSpent
+from palaestra.rollouts.records import Trajectory
 
 WINDOW = 100
-"""The rate of failures is over so many of the latest rollouts."""
+"""The failure rate counts this many of the latest rollouts."""
 
 PAUSED, INTERRUPTED_BY = "paused", "interrupted"
 
 RolloutKey = tuple[str, float]
-"""A rollout's id and when it started, which tells its attempts apart."""
+"""A rollout's id and when it started: together they identify an attempt."""
 
 
 class RunStopped(PalaestraError):
-    """An evaluation was stopped before it had all its rollouts, so that its figures would be of a part."""
+    """An evaluation was stopped before it had all its rollouts, so its metrics would be those of a part."""
 
     exit_code = TOO_MANY_FAILURES
 
 
 class CutShort(PalaestraError):
-    """A rollout may not begin, or not go on, because its run ends. Going on with the run goes on with the rollout."""
+    """A rollout may not start, or not continue, because its run ends. Resuming the run continues the rollout."""
 
 
-class Stops(NullObserver):
-    """Watches a run and closes its gate. `reason` is how the run then ends, `message` why; both empty while it goes on.
+class RunLimits:
+    """Follows a run and stops it at a limit. `reason` and `message` say why; both are empty until then.
 
-    `paid` are the rollouts of an earlier part of the run, which cost `spent`: they are not counted again.
+    `counted` are the rollouts of an earlier part of the run, which cost `spent`: they are not counted again.
     """
 
     def __init__(
@@ -51,32 +50,37 @@ class Stops(NullObserver):
         prices: Prices | None = None,
         group_size: int = 1,
         spent: float = 0.0,
-        paid: Collection[RolloutKey] = (),
+        counted: Collection[RolloutKey] = (),
     ) -> None:
         self.reason = ""
         self.message = ""
         self.exit_code = TOO_MANY_FAILURES
         self.spent = spent
+        self.note: Callable[[str], None] = lambda text: None
+        """Called with one line when the run stops."""
         self._rate = max_infra_rate
         self._max_cost = max_cost
         self._prices = prices
         self._group_size = group_size
-        self._paid = paid
-        self._note: Callable[[str], None] = lambda text: None
+        self._counted = counted
         self._latest: deque[Blame | None] = deque(maxlen=WINDOW)
         self._stopped = asyncio.Event()
 
-    def tell(self, note: Callable[[str], None]) -> None:
-        """Whom to tell when the gate closes."""
-        self._note = note
+    def handlers(self) -> Handlers:
+        return {
+            TokensSpent: self._on_tokens,
+            RolloutEnded: self._on_rollout,
+            RolloutKept: self._on_rollout,
+            GroupFinished: self._on_group,
+        }
 
     async def gate(self) -> bool:
-        """Whether another group may begin."""
-        self._look_at_cost()
+        """Whether another group may start."""
+        self._check_cost()
         return not self.reason
 
     async def unless_stopped(self, other: Awaitable[bool]) -> bool:
-        """What another gate says, however long it waits; False, and it is cancelled, once this one closes."""
+        """The answer of another gate, however long it waits; False, and it is cancelled, once the run stops."""
         asked, stopped = asyncio.ensure_future(other), asyncio.ensure_future(self._stopped.wait())
         try:
             await asyncio.wait([asked, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -87,62 +91,60 @@ class Stops(NullObserver):
             await asyncio.gather(asked, stopped, return_exceptions=True)
 
     def check(self, *, begun: bool) -> None:
-        """Raises `CutShort` for a rollout that may not begin or, where it has `begun`, not go on."""
+        """Raises `CutShort` for a rollout that may not start or, if it has `begun`, not continue."""
         if self.reason and not begun:
-            raise CutShort(f"the run was {self.reason} before it began: {self.message}")
+            raise CutShort(f"the run was {self.reason} before this rollout started: {self.message}")
         if begun and self._max_cost is not None and self.spent >= self._max_cost:
-            raise CutShort(f"cut off between two turns: {self.message}")
-
-    def turn(self, rollout_id: str, prompt_tokens: int, completion_tokens: int) -> None:
-        if self._prices is not None:
-            self.spent += self._prices.cost(prompt_tokens, completion_tokens)
-            self._look_at_cost()
-
-    def rollout_finished(self, trajectory: Trajectory) -> None:
-        if (trajectory.rollout_id, trajectory.beside.started_at) not in self._paid:
-            self._judge([_broke(trajectory)])
-
-    def group_finished(self, group: Group) -> None:
-        if not group.trajectories:
-            self._judge([None if group.blame is Blame.TASK else group.blame] * self._group_size)
+            raise CutShort(f"stopped between two turns: {self.message}")
 
     def drain(self) -> None:
-        """Somebody wants the run to end."""
+        """Stop the run because its user asked for it."""
         self._stop(INTERRUPTED_BY, "asked to end", INTERRUPTED)
 
-    def _look_at_cost(self) -> None:
+    def _on_tokens(self, event: TokensSpent) -> None:
+        if self._prices is not None:
+            self.spent += self._prices.cost(event.prompt_tokens, event.completion_tokens)
+            self._check_cost()
+
+    def _on_rollout(self, event: RolloutEnded | RolloutKept) -> None:
+        trajectory = event.trajectory
+        if (trajectory.rollout_id, trajectory.beside.started_at) not in self._counted:
+            self._count([_failed_by(trajectory)])
+
+    def _on_group(self, event: GroupFinished) -> None:
+        group = event.group
+        if not group.trajectories:
+            self._count([None if group.blame is Blame.TASK else group.blame] * self._group_size)
+
+    def _check_cost(self) -> None:
         if self._max_cost is not None and self.spent >= self._max_cost:
             self._stop(PAUSED, f"the cost has reached {self.spent:.4f} of {self._max_cost:g} (max_cost)")
 
-    def _judge(self, ended: list[Blame | None]) -> None:
+    def _count(self, ended: list[Blame | None]) -> None:
         self._latest.extend(ended)
-        broken = Counter(blame for blame in self._latest if blame is not None)
-        if broken.total() > self._rate * WINDOW:
-            whose = ", ".join(f"{blame.value} {count}" for blame, count in broken.most_common())
-            only_engine = set(broken) == {Blame.ENGINE}
+        failed = Counter(blame for blame in self._latest if blame is not None)
+        if failed.total() > self._rate * WINDOW:
+            whose = ", ".join(f"{blame.value} {count}" for blame, count in failed.most_common())
+            only_engine = set(failed) == {Blame.ENGINE}
             self._stop(
                 PAUSED,
-                f"the world broke {broken.total()} of the last {len(self._latest)} rollouts ({whose}), more than "
-                f"{self._rate:.0%} of {WINDOW} (max_infra_rate)",
+                f"infrastructure failures ended {failed.total()} of the last {len(self._latest)} rollouts ({whose}), "
+                f"more than {self._rate:.0%} of {WINDOW} (max_infra_rate)",
                 EngineUnavailable.exit_code if only_engine else TOO_MANY_FAILURES,
             )
 
-    @property
-    def _in_flight(self) -> str:
-        if self._max_cost is not None and self.spent >= self._max_cost:
-            return "what is in flight ends after its turn"
-        return "what is in flight finishes"
-
     def _stop(self, reason: str, message: str, exit_code: int = TOO_MANY_FAILURES) -> None:
-        """The first reason counts; that somebody wants to go home overrides it."""
+        """Record why the run stops: the first reason counts, unless its user interrupts it."""
         if self.reason and exit_code != INTERRUPTED:
             return
         self.reason, self.message, self.exit_code = reason, message, exit_code
         self._stopped.set()
-        self._note(f"{reason}: {message}. Nothing new begins; {self._in_flight}")
+        over = self._max_cost is not None and self.spent >= self._max_cost
+        in_flight = "rollouts in flight end after their turn" if over else "rollouts in flight finish"
+        self.note(f"{reason}: {message}. Nothing new starts; {in_flight}")
 
 
-def _broke(trajectory: Trajectory) -> Blame | None:
-    """Who broke a rollout, where that was the world. A task that cannot work is no sign of the night's troubles."""
+def _failed_by(trajectory: Trajectory) -> Blame | None:
+    """Which part of the infrastructure ended a rollout; None if none did. A task that cannot work is not counted."""
     lost = trajectory.reward is None and trajectory.outcome is not Outcome.CANCELLED
     return trajectory.blame if lost and trajectory.blame not in (Blame.TASK, Blame.MODEL) else None

@@ -7,12 +7,14 @@ slot ids stand in `beside`, outside that promise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from palaestra.agent.result import AgentResult
 from palaestra.core.types import JSON, Blame, Message, Outcome
-from palaestra.inference.ledger import LedgerRecord, Row, record_rows
+from palaestra.inference.ledger import UNTRAINED, LedgerRecord, TokenRow, record_rows, row_sizes
+from palaestra.tools.runtime.inner_calls import InnerCall
 
 TRAJECTORY_SCHEMA = "palaestra.trajectory/1"
 GROUP_SCHEMA = "palaestra.group/1"
@@ -77,24 +79,6 @@ class Beside(msgspec.Struct, kw_only=True, omit_defaults=True):
     sandbox: dict[str, JSON] = {}
 
 
-class TokenRow(msgspec.Struct, kw_only=True):
-    """`tokens[T]`, `masks[T]` (-100 where nothing is trained, else the token id) and `logprobs[T]` or None.
-
-    `source` is `engine` when the ids are the ones that were sampled, `placeholder` when there were none to record (such
-    a row trains nothing), `environment` when the environment made the row itself.
-    """
-
-    tokens: list[int]
-    masks: list[int]
-    logprobs: list[float] | None = None
-    source: str = "placeholder"
-
-    @classmethod
-    def from_ledger(cls, row: Row) -> TokenRow:
-        """One segment of a ledger."""
-        return cls(tokens=row.tokens, masks=row.masks, logprobs=row.logprobs, source="engine")
-
-
 class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One rollout from first message to reward. `reward` is None exactly when the rollout was not scored.
 
@@ -140,7 +124,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     def unsaid(self) -> bool:
         """Whether the agent was ended before the model had said anything, as by a prompt that is too long for it: there
         may be a reward then, and there is nothing to train."""
-        made = any(row.source != "placeholder" for row in self.rows)
+        made = bool(self.row_sizes) and (self.row is None or self.row.source != "placeholder")
         return self.outcome is not Outcome.NATURAL and not self.turns and not made
 
     def every_subagent(self) -> Iterator[SubagentRecord]:
@@ -158,19 +142,27 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def rows(self) -> list[TokenRow]:
-        """The training rows: the environment's own where it made one, else one for each segment of the ledger."""
+        """The training rows: the environment's own if it made one, else one for each segment of the ledger.
+
+        Unpacks all tokens: read it once, and `row_sizes` for the sizes alone.
+        """
         if self.row is not None:
             return [self.row]
-        return [] if self.ledger is None else [TokenRow.from_ledger(row) for row in record_rows(self.ledger)]
+        return [] if self.ledger is None else record_rows(self.ledger)
+
+    @property
+    def row_sizes(self) -> list[tuple[int, int]]:
+        """How many tokens each of `rows` has, and how many of them are trained."""
+        if self.row is not None:
+            return [(len(self.row.tokens), sum(mask != UNTRAINED for mask in self.row.masks))]
+        return [] if self.ledger is None else row_sizes(self.ledger)
 
     @property
     def latest_row(self) -> TokenRow | None:
         """The row of the conversation in `messages`, as it stood at its end."""
-        if self.row is not None or self.ledger is None:
-            return self.row
-        beside = self.of_subagents
-        own = [row for row in record_rows(self.ledger) if row.segment not in beside]
-        return TokenRow.from_ledger(own[-1]) if own else None
+        beside = self.of_subagents if self.row is None else ()
+        own = [row for row in self.rows if row.segment not in beside]
+        return own[-1] if own else None
 
 
 def have_same_scores(scored: Sequence[Trajectory]) -> bool:
@@ -212,3 +204,52 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     def scored(self) -> list[Trajectory]:
         """The trajectories that have a reward."""
         return [trajectory for trajectory in self.trajectories if trajectory.scored]
+
+
+def turns_of(result: AgentResult) -> list[TurnRecord]:
+    """The records of a conversation's turns."""
+    return [
+        TurnRecord(
+            number=turn.number,
+            finish_reason=turn.finish_reason,
+            prompt_tokens=turn.prompt_tokens,
+            completion_tokens=turn.completion_tokens,
+            tools=turn.tool_names,
+        )
+        for turn in result.turns
+    ]
+
+
+def tool_errors_of(result: AgentResult) -> list[ToolErrorRecord]:
+    """The records of a conversation's failed calls."""
+    return [
+        ToolErrorRecord(turn=error.turn, tool=error.tool_name, arguments=error.arguments, error=error.error)
+        for error in result.tool_errors
+    ]
+
+
+def inner_calls_of(calls: Sequence[InnerCall]) -> list[InnerCallRecord]:
+    """The records of the calls that programs made."""
+    return [
+        InnerCallRecord(turn=call.turn, tool=call.tool, arguments=call.arguments, reply=call.reply) for call in calls
+    ]
+
+
+def subagents_of(result: AgentResult, places: Mapping[int, int]) -> list[SubagentRecord]:
+    """The records of an agent's sub-agents. `places` are the numbers of the ledger's segments in its record."""
+    return [
+        SubagentRecord(
+            number=each.number,
+            turn=each.turn,
+            goal=each.goal,
+            messages=each.result.messages,
+            outcome=each.result.outcome,
+            error=each.result.error,
+            turns=turns_of(each.result),
+            tool_errors=tool_errors_of(each.result),
+            inner_calls=inner_calls_of(each.inner_calls),
+            subagents=subagents_of(each.result, places),
+            segments=[places[segment] for segment in each.segments],
+        )
+        for each in result.subagents
+    ]

@@ -1,141 +1,266 @@
-"""One rollout while it lives: its task, its session with the engine, its tools, its slot.
+"""One rollout: set up, act, seal, grade, record. The only place where a failure becomes an outcome and a blame.
 
-The slot is leased when something first needs it and given back exactly once, whatever happens. Environments' hooks
-get the rollout by the name `rollout`; what is left of it afterwards is a `Trajectory`. One that was cut off in another
-process has a `recall`, which answers for the model as far as its answers are known.
+A rollout's slot is leased when something first needs it and given back exactly once. Whatever happens, cancellation
+included, `run` leaves a complete `trajectory` (invariant A3), and an infrastructure failure never becomes a reward
+(invariant R1). Environments' hooks get the rollout by the name `rollout`. `group.py` decides about retries.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import math
 import random
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol, TypeAlias
 
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult, Turn
 from palaestra.agent.subagents import Agent, Subagents
+from palaestra.agent.tool_calls import handler_runtime
 from palaestra.agent.wall_clock import WallClock
-from palaestra.core.seeded_random import Seeded
-from palaestra.core.types import JSON, Message, Task
-from palaestra.core.uncharged_time import uncharged
-from palaestra.inference.engine import ChatServer
-from palaestra.inference.ledger import Ledger, SampledTurn
-from palaestra.rollouts.admission import AdmittedSlots
-from palaestra.rollouts.branches import BranchChat, Branches, BranchReply
-from palaestra.rollouts.environment import AgentSettings, Kit
-from palaestra.rollouts.freezing import FreezingServer
-from palaestra.rollouts.limits import CutShort, Stops
-from palaestra.rollouts.observe.tracing.spans import NO_TRACING, Tracing
-from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
-from palaestra.rollouts.resume.recorded_chat import Anew, Recall
-from palaestra.rollouts.watchdog import Stages, Tell
+from palaestra.core.errors import EngineError, GraderError, InfraError, PalaestraError, PrepareError, TaskError
+from palaestra.core.literals import number
+from palaestra.core.types import JSON, Blame, Message, Outcome, Score, Task
+from palaestra.core.user_code import run_hook, told
+from palaestra.inference.chat_server import ChatServer, SessionContext, chat_server
+from palaestra.inference.ledger import Ledger
+from palaestra.rollouts.events import Graded
+from palaestra.rollouts.limits import CutShort
+from palaestra.rollouts.middleware import Conversation, freezing
+from palaestra.rollouts.records import Beside, Trajectory, inner_calls_of, subagents_of, tool_errors_of, turns_of
+from palaestra.rollouts.resume.recorded_turns import Mismatch, RecordedTurns
+from palaestra.rollouts.spec import AgentSettings, Phase, Projection, RolloutSpec, RunContext
+from palaestra.rollouts.turn_log import TakenTurn, TurnLog
+from palaestra.rollouts.watchdog import Stage, Stages
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
-from palaestra.tools.memory.notes import Notes
-from palaestra.tools.memory.past_conversations import Sessions
-from palaestra.tools.runtime.bound_tools import SlotTools
-from palaestra.tools.runtime.delegation import Delegation
-from palaestra.tools.runtime.inner_calls import InnerCall, Inside
-from palaestra.tools.tool import ToolReply
+from palaestra.tools.builtin.delegate_task import Delegation
+from palaestra.tools.builtin.memory import Notes
+from palaestra.tools.builtin.session_search import Sessions
+from palaestra.tools.runtime.inner_calls import InnerCall, InnerCalls
+from palaestra.tools.runtime.runtime import CheckedCall, Next, ToolMiddleware, ToolRuntime
+from palaestra.tools.tool import ToolOutcome
+
+logger = logging.getLogger(__name__)
+
+CLEAN_UP_S = 30.0
+"""How long giving back a slot may take; after that the backend's own clean-up at the end of the run takes over."""
+
+HIGHEST_REWARD = 1e100
+"""Rewards beyond it, on either side, are refused: sums of their squares overflow."""
+
+RolloutTool: TypeAlias = Callable[[str, Mapping[str, JSON], str | None], Awaitable[str]]
+"""Runs one call, given the tool's name, its arguments and the rollout's id; returns the text that the model reads."""
 
 
-@dataclass(slots=True)
-class TakenTurn:
-    """One turn as it is written down, with what was sampled in it. `known`: the journal has it already; `recalled`: it
-    has the reply, and not the turn."""
+class RolloutHooks(Protocol):
+    """What a rollout asks of its environment. `Environment` implements it."""
 
-    turn: Turn
-    messages: list[Message]
-    sampled: list[SampledTurn]
-    known: bool = False
-    recalled: bool = False
+    @property
+    def agent(self) -> AgentSettings: ...
 
+    def slot_spec(self, task: Task, phase: Phase) -> SlotSpec: ...
 
-TurnRecorder = Callable[["Rollout", TakenTurn], None]
-ReplyRecorder = Callable[["Rollout", BranchReply], None]
+    async def begin(self, rollout: Rollout) -> None: ...
 
-RolloutTool = Callable[[str, Mapping[str, JSON], str | None], Awaitable[str]]
-"""Runs one call, given the tool's name, its arguments and the rollout's id; gives the text that the model reads."""
+    async def act(self, rollout: Rollout) -> AgentResult: ...
+
+    async def grade(self, rollout: Rollout) -> Score: ...
+
+    def project(self, rollout: Rollout, score: Score | None) -> Projection: ...
 
 
 class Rollout:
-    """A rollout in flight. `meta` is whatever the environment wants to carry from set-up to scoring.
+    """One attempt at a rollout. `meta` is whatever the environment wants to carry from set-up to scoring.
 
-    `world` answers for the tools that touch the world; an environment that binds tools itself passes it on.
+    `recorded` are the turns of a rollout that was cut off. `run` plays it once; `trajectory` is complete from then on.
     """
 
     def __init__(
-        self,
-        *,
-        rollout_id: str,
-        group_id: str,
-        index: int,
-        task: Task,
-        seeded: Seeded,
-        server: ChatServer,
-        kit: Kit,
-        slots: AdmittedSlots,
-        spec: SlotSpec,
-        snapshot: Snapshot | None,
-        settings: AgentSettings,
-        on_turn: TurnRecorder | None = None,
-        on_reply: ReplyRecorder | None = None,
-        on_stage: Tell | None = None,
-        idle_limits: Mapping[str, float] | None = None,
-        world: RolloutWorld | None = None,
-        tracing: Tracing = NO_TRACING,
-        recall: Recall | None = None,
-        stops: Stops | None = None,
+        self, hooks: RolloutHooks, run: RunContext, spec: RolloutSpec, recorded: RecordedTurns | None = None
     ) -> None:
-        self.recall = recall
-        self._wall: WallClock | None = None
-        self.rollout_id = rollout_id
-        self.group_id = group_id
-        self.index = index
-        self.task = task
-        self.server = server
-        self.kit = kit
-        self.slots = slots
+        self.run_context = run
         self.spec = spec
-        self.snapshot = snapshot
-        self.settings = settings
-        self.world = world
+        self.task = spec.task
+        self.rollout_id = spec.rollout_id
+        self.group_id = spec.group_id
+        self.index = spec.index
+        self.kit = spec.kit
+        self.snapshot = spec.snapshot
+        self.settings = hooks.agent
         self.meta: dict[str, JSON] = {}
         self.result: AgentResult | None = None
-        self.at = Stages(rollout_id, on_stage, idle_limits, tracing)
-        self.tracing = tracing
+        self.outcome = Outcome.CANCELLED
+        self.blame: Blame | None = Blame.RUN
+        self.error = "the run was interrupted"
+        self.score: Score | None = None
+        self.projection = Projection()
         self.rung: Rung | None = None
         self.inner_calls: list[InnerCall] = []
-        self._subagents = itertools.count(1)
-        self._seeded = seeded
-        self._on_turn = on_turn
-        self._on_reply = on_reply
-        self._branches = Branches(recall, self._newly_sampled, self._replied)
-        self._stops = stops or Stops()
-        self._begun = False
-        self._calls = 0
-        self._asked: ChatServer = self.server
-        self._kept_turns = self._noted_turns = 0
+        self.stages = Stages(self.rollout_id, run.events.announce, run.settings.idle_limits)
+        self.recorded = recorded
+        self.world = run.recorded_tools.rollout(self.rollout_id, lambda: recorded is not None and recorded.replaying)
+        context = SessionContext(
+            self.rollout_id, spec.task, spec.index, spec.seeded, tools=spec.kit.registry.list_tools()
+        )
+        self.matches_observations = True
+        """Whether recorded observations are matched here; False for an agent that compares them as text itself."""
+        self.closers: list[Callable[[], Awaitable[None]]] = []
+        """Called when the rollout ends, the latest first: what its grading holds."""
+        self._hooks = hooks
+        self._slot_spec = hooks.slot_spec(spec.task, Phase.AGENT)
+        self._log = TurnLog(self.rollout_id, run.events, self.settings.prices, recorded)
+        self.server = run.engine.session(context)
+        self._started_at = time.time()
+        self._duration_s = 0.0
+        self._wall: WallClock | None = None
+        self._has_turns = self._foreign_result = False
+        self._calls_under_way = 0
+        self._subagent_numbers = itertools.count(1)
         self._slot: Slot | None = None
         self._leasing = asyncio.Lock()
-        self._tools: SlotTools | None = None
-        self._others: list[SlotTools] = []
+        self._tools: ToolRuntime | None = None
+        self._bound_tools: list[ToolRuntime] = []
+
+    async def run(self) -> None:
+        """Play the rollout. Only cancellation and bugs are raised; everything else is in the record."""
+        started = time.perf_counter()
+        try:
+            async with self.stages.watched():
+                await self._play()
+        except CutShort as error:  # as if it had been cancelled
+            self.error = str(error)
+        except InfraError as error:
+            self._fail(error, error.blame)
+        except TaskError as error:
+            self._fail(error, Blame.TASK)
+        finally:
+            await self._give_back()
+            self._duration_s = time.perf_counter() - started
+
+    async def _play(self) -> None:
+        hooks = self._hooks
+        self.check_start()
+        with self.stage("setup"):
+            await run_hook(PrepareError, hooks.begin(self), f"setting up {self.rollout_id}")
+        with self.stage("agent", shown="model"):
+            result = await hooks.act(self)
+        if not isinstance(result, AgentResult):  # a subclass's own method may return anything
+            raise TaskError(f"playing {self.rollout_id} returned {result!r:.100}, not an AgentResult")
+        self._foreign_result = result is not self.result
+        self.result = result
+        if result.outcome.scored:
+            with self.stage("grade"):
+                self.score = _checked(await hooks.grade(self), f"scoring {self.rollout_id}")
+                self.run_context.events.announce(Graded(self.rollout_id, self.score.reward))
+        self._take_outcome(result)
+        projecting = self._project()
+        self.projection = await run_hook(TaskError, projecting, f"making the row of {self.rollout_id}")
+
+    async def _project(self) -> Projection:
+        return self._hooks.project(self, self.score)
+
+    def _take_outcome(self, result: AgentResult) -> None:
+        self.outcome, self.error, self.blame = result.outcome, result.error, None
+        if result.outcome is Outcome.API_ERROR:
+            self.blame = Blame.ENGINE
+        elif result.outcome is Outcome.INFRA_ERROR:
+            self.blame = result.blame or Blame.SANDBOX
+        elif result.outcome is not Outcome.NATURAL:
+            self.blame = Blame.MODEL
+
+    def _fail(self, error: Exception, blame: Blame) -> None:
+        self.score = None
+        self.outcome = Outcome.API_ERROR if isinstance(error, EngineError) else Outcome.INFRA_ERROR
+        self.blame = blame
+        self.error = told(error)
+
+    async def _give_back(self) -> None:
+        """Shielded, so that a cancelled rollout returns its slot, and bounded, so that it cannot hang the run."""
+
+        async def close_all() -> None:
+            try:
+                while self.closers:
+                    await self.closers.pop()()
+            finally:
+                await self.aclose()
+
+        try:
+            async with asyncio.timeout(CLEAN_UP_S):
+                await asyncio.shield(close_all())
+        except (PalaestraError, TimeoutError) as error:
+            logger.warning("giving back the slot of %s failed: %s", self.rollout_id, error)
+
+    def drop_unrecordable(self, reason: ValueError) -> bool:
+        """Leave out of the record what the environment made and the journal refused: its row first, then the agent's
+        conversation. False when nothing of that kind is left."""
+        if self.projection == Projection() and self.result is None:
+            return False
+        if self.projection == Projection():
+            self.result = None
+        self.projection = Projection()
+        self._fail(TaskError(f"the result of {self.rollout_id} cannot be recorded: {reason}"), Blame.TASK)
+        return True
+
+    @property
+    def has_own_record(self) -> bool:
+        """Whether the environment put something into the record that the journal may refuse."""
+        own_score = self.score is not None and bool(self.score.detail)
+        return own_score or self._foreign_result or self.projection != Projection()
+
+    def trajectory(self) -> Trajectory:
+        """The record."""
+        result = self.result or AgentResult(messages=self.opening())
+        usage, prices, ledger, spec = result.usage, self.settings.prices, self.ledger, self.spec
+        return Trajectory(
+            rollout_id=self.rollout_id,
+            group_id=spec.group_id,
+            task_id=spec.task.id,
+            index=spec.index,
+            messages=result.messages,
+            outcome=self.outcome,
+            reward=self.score.reward if self.score else None,
+            blame=self.blame,
+            error=self.error,
+            metrics=dict(self.score.metrics) if self.score else {},
+            detail=dict(self.score.detail) if self.score else {},
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cost=prices.cost(usage.prompt_tokens, usage.completion_tokens) if prices else None,
+            turns=turns_of(result),
+            tool_calls_attempted=result.tool_calls_attempted,
+            tool_calls_schema_valid=result.tool_calls_schema_valid,
+            tool_errors=tool_errors_of(result),
+            inner_calls=inner_calls_of(self.inner_calls),
+            subagents=subagents_of(result, ledger.places() if ledger else {}),
+            row=self.projection.row,
+            ledger=ledger.record() if ledger else None,
+            extra=self.projection.extra,
+            beside=Beside(
+                started_at=self._started_at,
+                duration_s=round(self._duration_s, 6),
+                stages={name: round(seconds, 6) for name, seconds in self.stages.seconds.items()},
+                turn_s=[(round(turn.model_s, 6), round(turn.tool_s, 6)) for turn in result.turns],
+                sandbox={"rung": self.rung.label} if self.rung is not None else {},
+            ),
+        )
 
     @property
     def server(self) -> ChatServer:
-        """Whom the agent asks; where the rollout was cut off, with what it had said already."""
+        """The server that the agent asks. An environment may set another one before the agent starts."""
         return self._server
 
     @server.setter
-    def server(self, server: ChatServer) -> None:
-        self._server = self._asked = server if self.recall is None else self.recall.over(server)
+    def server(self, server: object) -> None:
+        self._asked = chat_server(server)
+        self._server = self._log.follow(self._asked)
 
     @property
     def rng(self) -> random.Random:
-        """The rollout's own generator, which the run's seed decides."""
-        return self._seeded()
+        """The rollout's own generator, seeded by the run's seed."""
+        return self.spec.seeded()
 
     @property
     def messages(self) -> list[Message]:
@@ -144,55 +269,82 @@ class Rollout:
 
     @property
     def final_response(self) -> str:
-        """The agent's last words."""
+        """The text of the agent's last reply."""
         return self.result.final_response if self.result is not None else ""
 
     @property
-    def stages(self) -> Mapping[str, float]:
-        """Seconds spent at each stage so far."""
-        return self.at.seconds
+    def ledger(self) -> Ledger | None:
+        """The exact tokens so far, of the server that the agent really used; None if it gave none."""
+        state = (self.result.managed_state if self.result is not None else None) or {}
+        ledger = state.get("ledger", self.server.ledger)
+        return ledger if isinstance(ledger, Ledger) and ledger.turns else None
 
-    def stage(self, name: str, shown: str = "") -> AbstractContextManager[None]:
-        """Time a part of the rollout and tell the display about it."""
-        return self.at.stage(name, shown)
+    def stage(self, name: str, shown: str = "") -> Stage:
+        """Time a part of the rollout as a block, and show it."""
+        return self.stages.stage(name, shown)
+
+    def check_start(self) -> None:
+        """Raises `CutShort` if the rollout has no turn yet and its run starts nothing any more."""
+        if not self._has_turns:
+            self.run_context.limits.check(begun=False)
 
     async def sandbox(self) -> Slot:
         """The rollout's slot, leased at the first call: a fork of the group's prepared workspace."""
         async with self._leasing:
             if self._slot is None:
-                self._slot = await self.lease(self.rollout_id, self.spec, self.snapshot)
+                self._slot = await self.lease(self.rollout_id, self._slot_spec, self.snapshot)
                 self.rung = self._slot.rung
             return self._slot
 
     async def lease(self, name: str, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
-        """A slot for this rollout, its own or the one that grades it. Waiting and forking are timed apart, and neither
-        is the agent's time."""
-        with uncharged():
-            with self.stage("admit"):
-                await self.slots.admit()
-            try:
-                self.check_begin()
-            except CutShort:
-                self.slots.give_up()
-                raise
-            with self.stage("acquire"):
-                return await self.slots.lease(name, spec=spec, snapshot=snapshot)
+        """A slot for this rollout: its own or one to grade it in. Raises `CutShort` if it may not start."""
+        return await self.run_context.workspaces.lease(name, spec, snapshot, self.stages, self.check_start)
 
     @property
-    def tools(self) -> SlotTools:
+    def tools(self) -> ToolRuntime:
         """The group's tools, bound to this rollout's slot."""
         if self._tools is None:
-            self._tools = SlotTools(
-                self.kit.registry,
-                self.sandbox,
-                task_id=self.rollout_id,
-                user_task=_first_user_text(self.task.messages()),
-                timeout_s=self.settings.tool_timeout_s,
-                world=self.world,
-            )
+            self._tools = self._runtime(self.sandbox, _first_user_text(self.task.messages()))
             self._tools.share(Notes(self.settings.memory))
             self._tools.share(Sessions(self.settings.sessions))
         return self._tools
+
+    def bind_tools(self, sandbox: Callable[[], Awaitable[Slot]], user_task: str) -> ToolRuntime:
+        """The group's tools, bound to another view of the slot. They are closed when the agent has ended."""
+        tools = self._runtime(sandbox, user_task)
+        self._bound_tools.append(tools)
+        return tools
+
+    def _runtime(self, sandbox: Callable[[], Awaitable[Slot]], user_task: str) -> ToolRuntime:
+        timeout_s = self.settings.tool_timeout_s
+        middleware = self._tool_middleware()
+        return ToolRuntime(self.kit.registry, sandbox, self.rollout_id, user_task, timeout_s, middleware=middleware)
+
+    def _tool_middleware(self) -> list[ToolMiddleware]:
+        spans = (make(self.rollout_id) for make in self.run_context.middleware.tool)
+        return [self._agent_call, *spans, self.world]
+
+    async def _agent_call(self, call: CheckedCall, then: Next) -> ToolOutcome:
+        """Tool middleware: times the agent's own calls and, while it replays recorded turns, gives recorded answers."""
+        if not call.by_agent or call.conversation:
+            return await then(call)
+        recorded = self.recorded if self.matches_observations else None
+        expected = recorded.expected_observation(call.name, call.arguments) if recorded is not None else None
+        self._calls_under_way += 1
+        try:
+            with self.stage("tool"):
+                outcome = await then(call)
+        finally:
+            self._calls_under_way -= 1
+        if recorded is None or expected is None:
+            return outcome
+        return ToolOutcome.of(recorded.match_observation(expected, outcome.text))
+
+    def continue_from(self, snapshot: Snapshot) -> None:
+        """Let the next slot be a fork of a snapshot, with new tools."""
+        if self._tools is not None:
+            self._bound_tools.append(self._tools)
+        self.snapshot, self._tools = snapshot, None
 
     def opening(self) -> list[Message]:
         """The messages the agent starts from: the system prompt, if there is one, and the task's."""
@@ -201,204 +353,128 @@ class Rollout:
             messages.insert(0, {"role": "system", "content": self.settings.system_prompt})
         return messages
 
-    def go_on_from(self, snapshot: Snapshot) -> None:
-        """Let the next slot be a fork of a snapshot; tools remember nothing of the one before."""
-        if self._tools is not None:
-            self.closes(self._tools)
-        self.snapshot, self._tools = snapshot, None
-
     async def run_agent(
         self,
         messages: list[Message] | None = None,
         *,
-        server: ChatServer | None = None,
-        tool_handler: RolloutTool | None = None,
+        server: object = None,
+        tool_handler: ToolRuntime | RolloutTool | None = None,
+        after: AgentResult | None = None,
     ) -> AgentResult:
-        """Run the one agent loop over this rollout's conversation. `result` is kept even when the call is cancelled."""
+        """Run the one agent loop over this rollout's conversation, or over `messages`.
+
+        `after` is the result of an earlier part of the conversation, which continues; limits are those of a new
+        rollout. `result` is kept even when the call is cancelled.
+        """
         loop = self.loop(server=server, tool_handler=tool_handler)
         opening = self.opening() if messages is None else messages
-        self.record(None, opening)
+        self.record(None, opening if after is None else opening[-1:])
         try:
-            return await loop.run(opening)
+            return await loop.run(opening, after=after)
         finally:
             self.ended(loop.result)
 
-    async def go_on(
-        self, message: Message, *, server: ChatServer | None = None, tool_handler: RolloutTool | None = None
+    async def continue_agent(
+        self, message: Message, *, tool_handler: ToolRuntime | RolloutTool | None = None
     ) -> AgentResult:
-        """Say something more to an agent that has ended, and let it go on; the limits are those of a new rollout."""
+        """Send another message to an agent that has ended, and let it continue."""
         assert self.result is not None
-        messages = self.result.messages
-        messages.append(message)
-        self.record(None, [message])
-        loop = self.loop(server=server, tool_handler=tool_handler)
-        try:
-            return await loop.run(messages, after=self.result)
-        finally:
-            self.ended(loop.result)
+        self.result.messages.append(message)
+        return await self.run_agent(self.result.messages, tool_handler=tool_handler, after=self.result)
 
-    def ended(self, result: AgentResult) -> None:
-        """Take what a conversation of the agent has come to, however it ended."""
-        self.result = result
-        self._note_inside(result.turns_used)
-        for tools in self._every_tools():
-            tools.share(Delegation())  # it holds the loop, which holds the tools
-
-    def loop(
-        self,
-        *,
-        server: ChatServer | None = None,
-        tool_handler: RolloutTool | None = None,
-    ) -> HermesAgentLoop:
+    def loop(self, *, server: object = None, tool_handler: ToolRuntime | RolloutTool | None = None) -> HermesAgentLoop:
         """The agent loop, set up for this rollout."""
-        settings, registry = self.settings, self.kit.registry
-        self._asked = self.server
-        if server is not None:
-            self._asked = server if self.recall is None else self.recall.over(server)
+        settings, names = self.settings, self.kit.registry.list_tools()
+        tools = tool_handler or self.tools
+        if not isinstance(tools, ToolRuntime):
+            middleware = self._tool_middleware()
+            tools = handler_runtime(tools, self.kit.definitions, names, self.rollout_id, middleware)
         loop = HermesAgentLoop(
-            self.served(self._asked),
+            self.conversation(server),
             self.kit.definitions,
-            set(registry.list_tools()),
+            set(names),
             max_turns=settings.max_turns,
             task_id=self.rollout_id,
             temperature=settings.temperature,
             max_tokens=settings.max_tokens,
             extra_body=settings.extra_body,
-            tool_handler=self._told(tool_handler or self.tools.handle),
+            tool_handler=tools,
             max_context_tokens=settings.max_context_tokens,
             parallel_safe=self.tools.parallel_safe,
             on_turn=self.record,
             budget=settings.budget,
             beyond=settings.beyond,
         )
-        bound = next((tools for tools in self._others if tools.handle == tool_handler), self.tools)
-        self.attend(loop, tools=bound)
+        self.attend(loop, tools=tools if tools in self._bound_tools else self.tools)
         return loop
 
-    def attend(self, loop: HermesAgentLoop, agent: Agent | None = None, *, tools: SlotTools | None = None) -> None:
-        """Make this loop's clock the rollout's, and let its agent give work away, where it has the tool for it; `agent`
-        where it is not the loop."""
+    def conversation(self, server: object = None) -> Conversation:
+        """The server as the rollout's agent asks it: through the middleware."""
+        asked = self._log.follow(self._asked if server is None else chat_server(server))
+        middleware = [self._log.chat, *(make(self.rollout_id) for make in self.run_context.middleware.chat)]
+        if self.settings.freeze:
+            middleware.append(freezing(lambda: None if self._calls_under_way else self._slot))
+        return Conversation(asked, middleware)
+
+    def attend(self, loop: HermesAgentLoop, agent: Agent | None = None, *, tools: ToolRuntime | None = None) -> None:
+        """Use this loop's clock for the rollout, and let its agent delegate work if it has the tool for it; `agent` if
+        that is not the loop itself."""
         self._wall = loop.wall
-        given = self.tools if tools is None else tools
-        Subagents(loop, given, self.at.moved, self.served, numbers=self._subagents, agent=agent).offer()
-
-    def served(self, server: ChatServer, branch: int = 0) -> ChatServer:
-        """The server as the agent asks it, or the sub-agent of this number: traced, and its replies taken note of."""
-        if not isinstance(server, BranchChat):
-            if self.settings.freeze:
-                server = FreezingServer(server, lambda: None if self._calls else self._slot)
-            server = self.tracing.served(server, self.rollout_id)
-        return self._branches.chat(server, branch)
-
-    def _replied(self, said: BranchReply) -> None:
-        self.at.moved()
-        if self._on_reply is not None:
-            self._on_reply(self, said)
-
-    def _told(self, handler: RolloutTool) -> RolloutTool:
-        """The handler of tool calls, with the stage told while a call is under way."""
-
-        async def call(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
-            expected = self.recall.expected(name, arguments) if self.recall is not None else None
-            with self.calling(name, arguments) as answered:
-                text = await handler(name, arguments, task_id)
-                answered(text)
-            return text if self.recall is None or expected is None else self.recall.observed(expected, text)
-
-        return call
-
-    @contextmanager
-    def calling(self, name: str, arguments: Mapping[str, JSON]) -> Iterator[Callable[[ToolReply], None]]:
-        """Time one tool call and tell the display; the block says what the tool answered."""
-        self._calls += 1
-        try:
-            with self.stage("tool"), self.tracing.tool(name, arguments) as answered:
-                yield answered
-        finally:
-            self._calls -= 1
+        bound = self.tools if tools is None else tools
+        Subagents(loop, bound, self.stages.sign_of_life, numbers=self._subagent_numbers, agent=agent).offer()
 
     def record(self, turn: Turn | None, messages: list[Message]) -> Awaitable[None] | None:
-        """Note the messages that were added, in the journal. What it returns must be awaited, where that is not None.
+        """Write the messages that a turn added (None: the opening ones). What it returns must be awaited, if anything.
 
-        Raises `CannotGoOn` where something else is recorded in their place.
+        Raises `CannotResume` if others are recorded in their place, and `CutShort` if no further turn may follow.
         """
-        self.at.moved()
-        known = self._branches.turned()
-        taken = TakenTurn(turn or Turn(0, None, 0, 0, 0.0, 0.0), messages, self._new_tokens(), recalled=known)
-        self._note_inside(taken.turn.number)
-        if self.recall is not None and self.recall.took(turn, messages, taken.sampled):
-            taken.known = True
-            if turn is not None:
-                return self._checked(self.recall, taken)
-        self._tell(taken)
+        self.stages.sign_of_life()
+        taken = self._log.match(turn, messages)
+        self._take_inner_calls(taken.turn.number)
+        if taken.known and turn is not None:
+            return self._check_resumed(taken)
+        self._write_turn(taken)
         return None
 
-    async def _checked(self, recall: Recall, taken: TakenTurn) -> None:
-        """A recorded turn counts only where nothing of it goes on beside the agent: that could not be as it was."""
+    async def _check_resumed(self, taken: TakenTurn) -> None:
+        """A recorded turn counts only if nothing keeps running next to the agent: that could not be as it was."""
+        recorded = self.recorded
+        assert recorded is not None
         for process in await self._slot.processes() if self._slot is not None else ():
             if (await process.status()).running:
-                raise recall.fail(Anew.BACKGROUND)
-        if recall.caught_up and self._wall is not None:
-            self._wall.charge(recall.seconds)
-        self._tell(taken)
+                raise recorded.fail(Mismatch.BACKGROUND)
+        if recorded.caught_up and self._wall is not None:
+            self._wall.charge(recorded.seconds)
+        self._write_turn(taken)
 
-    def check_begin(self) -> None:
-        """Raises `CutShort` where the rollout has said nothing yet, and its run begins nothing any more."""
-        if not self._begun:
-            self._stops.check(begun=False)
-
-    def _tell(self, taken: TakenTurn) -> None:
-        """Raises `CutShort` after a turn that another would follow, where that may not be."""
-        self._begun = self._begun or taken.turn.number > 0
-        if self._on_turn is not None:
-            self._on_turn(self, taken)
+    def _write_turn(self, taken: TakenTurn) -> None:
+        self._has_turns = self._has_turns or taken.turn.number > 0
+        self._log.write(taken)
         if taken.turn.number and taken.messages and taken.messages[-1].get("role") != "assistant":
-            self._stops.check(begun=True)
+            self.run_context.limits.check(begun=True)
 
-    def _new_tokens(self) -> list[SampledTurn]:
-        """What was sampled since this was last asked, where the server keeps a ledger."""
-        ledger = getattr(self._asked, "ledger", None)
-        if not isinstance(ledger, Ledger):
-            return []
-        before, self._kept_turns = self._kept_turns, len(ledger.turns)
-        self._noted_turns = self._kept_turns
-        return ledger.sampled_since(before)
-
-    def _newly_sampled(self) -> list[SampledTurn]:
-        """What was sampled since a turn or a reply was last taken note of."""
-        ledger = getattr(self._asked, "ledger", None)
-        if not isinstance(ledger, Ledger):
-            return []
-        before, self._noted_turns = self._noted_turns, len(ledger.turns)
-        return ledger.sampled_since(before)
-
-    def _note_inside(self, turn: int) -> None:
-        """Take what programs did in the turn into the record."""
+    def ended(self, result: AgentResult) -> None:
+        """Take the result of a conversation of the agent, however it ended."""
+        self.result = result
+        self._take_inner_calls(result.turns_used)
         for tools in self._every_tools():
-            self.inner_calls += tools.state(Inside).taken(turn)
+            tools.share(Delegation())  # the old one holds the loop, which holds the tools
 
-    def _every_tools(self) -> list[SlotTools]:
-        """The rollout's tools, and those that its environment has bound otherwise."""
-        return [*self._others, *(() if self._tools is None else (self._tools,))]
+    def _take_inner_calls(self, turn: int) -> None:
+        for tools in self._every_tools():
+            self.inner_calls += tools.state(InnerCalls).taken(turn)
 
-    @property
-    def ledger(self) -> Ledger | None:
-        """The exact tokens so far: those of the server that the agent really used, which may be a hook's own.
-
-        None where the server gives no tokens, or nothing was sampled.
-        """
-        state = (self.result.managed_state if self.result is not None else None) or {}
-        ledger = state.get("ledger", getattr(self.server, "ledger", None))
-        return ledger if isinstance(ledger, Ledger) and ledger.turns else None
+    def _every_tools(self) -> list[ToolRuntime]:
+        return [*self._bound_tools, *(() if self._tools is None else (self._tools,))]
 
     async def seal(self, view: View | None = None) -> Snapshot | None:
-        """End the agent's slot; its change becomes a layer. None where no slot was ever leased."""
+        """End the agent's slot; its change becomes a layer. None if no slot was ever leased."""
         await self._end_tools()
         slot, self._slot = self._slot, None
         if slot is None:
             return None
         with self.stage("seal"):
-            return await self.slots.seal(slot, view)
+            return await self.run_context.workspaces.pool.seal(slot, view)
 
     async def aclose(self) -> None:
         """End what the tools hold and give the slot back, if one is held."""
@@ -407,22 +483,14 @@ class Rollout:
             await self._end_tools()
         finally:
             if slot is not None:
-                await self.slots.release(slot)
-
-    def let_go(self) -> None:
-        """It has ended for good: what holds it lets go of it. Only its record is asked for after that."""
-        self._branches.let_go()
-
-    def closes(self, tools: SlotTools) -> None:
-        """Close these too when the agent has ended: tools that an environment has bound otherwise."""
-        self._others.append(tools)
+                await self.run_context.workspaces.pool.release(slot)
 
     async def _end_tools(self) -> None:
         tools, self._tools = self._tools, None
         if tools is not None:
-            self._others.append(tools)
-        while self._others:
-            await self._others.pop().aclose()
+            self._bound_tools.append(tools)
+        while self._bound_tools:
+            await self._bound_tools.pop().aclose()
 
 
 def _first_user_text(messages: list[Message]) -> str:
@@ -430,3 +498,26 @@ def _first_user_text(messages: list[Message]) -> str:
         if message.get("role") == "user":
             return str(message.get("content") or "")
     return ""
+
+
+def _checked(score: object, doing: str) -> Score:
+    """The score with plain numbers. Metrics that are not finite are moved into the detail: they could not be averaged.
+
+    Raises `GraderError` if it is not a score or has no usable reward.
+    """
+    if not isinstance(score, Score) or not isinstance(score.metrics, Mapping) or not isinstance(score.detail, Mapping):
+        raise GraderError(f"{doing} returned {score!r:.100}, not a Score")
+    reward = number(score.reward)
+    if reward is None or not abs(reward) <= HIGHEST_REWARD:  # the comparison is also false for NaN
+        raise GraderError(f"{doing} returned {_short(score.reward)}, which is not a reward")
+    found = {str(name): number(value) for name, value in score.metrics.items()}
+    metrics = {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+    left_out = {str(name): str(value) for name, value in score.metrics.items() if str(name) not in metrics}
+    if not left_out:
+        return Score(reward, metrics, score.detail)
+    logger.warning("%s returned metrics that are not numbers, which are left out: %s", doing, left_out)
+    return Score(reward, metrics, {**score.detail, "metrics_left_out": left_out})
+
+
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else f"{value!r:.100}"

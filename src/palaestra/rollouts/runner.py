@@ -1,26 +1,27 @@
-"""The runner: takes tasks from an environment, runs groups of rollouts a bounded number at a time, and hands each
-finished group on, after it is on disk.
+"""The runner: takes tasks from an environment, runs a bounded number of groups at a time, and hands each finished group
+on once it is on disk.
 
-It stops early in three cases: when it is cancelled (what was finished is kept), when the environment fails to say what
-its next task is (the groups under way come to their end), and when the model server has failed every rollout of several
-groups in a row, since going on would only burn tasks.
+It stops early in three cases: when it is cancelled (what was finished is kept), when the environment fails to give its
+next task (the groups in flight finish), and when the model server has failed every rollout of several groups in a row.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from palaestra.core.errors import ConfigError, EngineUnavailable, PalaestraError
 from palaestra.core.types import Task
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.group import GroupRun, Services, asked, failed_for_the_engine
+from palaestra.rollouts.events import GroupFinished
+from palaestra.rollouts.group import GroupRun, failed_for_the_engine, prompt_checksum
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.schedule import Numbered, numbered, slowest_first
+from palaestra.rollouts.spec import RunContext
 
 GIVE_UP_AFTER = 3
-"""How many groups in a row may fail for the engine alone before the run stops."""
+"""The run stops when this many groups in a row fail only because of the engine."""
 
 
 @dataclass(slots=True)
@@ -58,122 +59,121 @@ class Totals:
 
 
 class Runner:
-    """Runs an environment's tasks, at most `limit`, numbered from `first`. `on_group` gets every group as it finishes.
+    """Runs an environment's tasks, at most `limit`, numbered from `first`; slow ones first if `timings` are known
+    (seconds by task id). `on_group` gets every group when it is finished.
 
-    `ended` are groups that an earlier part of the same run finished: they are handed on first, and not run again. Where
-    groups are to be larger now, the rollouts that they lack are. `gate` is asked once before each task that is rolled
-    out and may wait; False ends the run.
+    Groups that an earlier part of the run finished are handed on first and not run again, except that groups which are
+    to be larger now get the rollouts they lack. `gate` is asked once before each task that is rolled out and may wait;
+    False ends the run.
     """
 
     def __init__(
         self,
         env: Environment,
-        services: Services,
+        run: RunContext,
         *,
         concurrency: int = 1,
         limit: int | None = None,
         first: int = 0,
         on_group: Callable[[Group], None] = lambda group: None,
-        ended: Mapping[int, Group] | None = None,
         gate: Callable[[], Awaitable[bool]] | None = None,
+        timings: Mapping[str, float] | None = None,
     ) -> None:
         self.env = env
-        self.services = services
+        self.run_context = run
         self.concurrency = concurrency
-        self.limit = limit
-        self.first = first
         self.on_group = on_group
-        self._ended_before = dict(ended or {})
         self.gate = gate
         self.totals = Totals()
+        self._tasks = slowest_first(numbered(env.tasks(), first, limit), timings or {})
+        self._finished_before = dict(run.earlier.ended)
         self._all_taken = False
         self._no_task: PalaestraError | None = None
         self._taking = asyncio.Lock()
         self._engine_failures = 0
-        self._otherwise = False
+        self._warned = False
 
     async def run(self) -> Totals:
         """Run to the last task. Raises `EngineUnavailable` when the model server is gone for good."""
         handed_on: set[int] = set()
         try:
-            for number, group in sorted(self._ended_before.items()):
+            for number, group in sorted(self._finished_before.items()):
                 if self._is_whole(group):
                     handed_on.add(number)
                     self._hand_on(group)
                     await asyncio.sleep(0)  # each is a line on the disk, and there may be thousands
-            tasks = slowest_first(numbered(self.env.tasks(), self.first, self.limit), self.services.timings)
             async with asyncio.TaskGroup() as workers:
                 for number in range(self.concurrency):
-                    workers.create_task(self._work(tasks), name=f"groups-{number}")
+                    workers.create_task(self._work(), name=f"groups-{number}")
         except* PalaestraError as failures:
             raise _first(failures) from None
         finally:
-            for number, group in sorted(self._ended_before.items()):
-                if number not in handed_on:  # its task is one that this part has not, or has not come to
+            for number, group in sorted(self._finished_before.items()):
+                if number not in handed_on:  # this part of the run has no such task, or has not come to it
                     self._hand_on(group)
         if self._no_task is not None:
             raise self._no_task
         return self.totals
 
-    async def _work(self, tasks: AsyncIterator[Numbered]) -> None:
-        while (taken := await self._take(tasks)) is not None:
+    async def _work(self) -> None:
+        while (taken := await self._take()) is not None:
             number, task = taken
-            run = GroupRun(self.env, self.services, number, task)
+            run = GroupRun(self.env, self.run_context, number, task)
             try:
                 group = await run.run()
             finally:
-                if run.begun:  # else what an earlier part made of it still holds
-                    self._ended_before.pop(number, None)
+                if run.begun:  # otherwise the earlier part's group still counts
+                    self._finished_before.pop(number, None)
             self._hand_on(group)
             self._watch_engine(group)
 
     def _hand_on(self, group: Group) -> None:
         self.totals.add(group)
         self.on_group(group)
-        self.services.observer.group_finished(group)
+        self.run_context.events.announce(GroupFinished(group))
 
-    def _ended(self, number: int, task: Task) -> bool:
-        """Whether an earlier part of the run did all of the task. Raises `ConfigError` where it had another one."""
-        was = self.services.tasks.get(number, task.id)
+    async def _take(self) -> Numbered | None:
+        """The next task to roll out, once the gate is open; tasks that an earlier part finished are skipped."""
+        async with self._taking:
+            if self._all_taken or (self.gate is not None and not await self.gate()):
+                return None
+            while (taken := await self._next()) is not None and self._is_finished(*taken):
+                pass
+            return taken
+
+    async def _next(self) -> Numbered | None:
+        try:
+            taken = await anext(self._tasks, None)
+        except PalaestraError as error:  # there are no more; the groups in flight finish
+            taken, self._no_task = None, error
+        self._all_taken = taken is None
+        return taken
+
+    def _is_finished(self, number: int, task: Task) -> bool:
+        """Whether an earlier part of the run did all of the task. Raises `ConfigError` if it had another one there."""
+        was = self.run_context.earlier.tasks.get(number, task.id)
         if was != task.id:
             raise ConfigError(
                 f"task {number} is {task.id} now and was {was}: the run was made from other tasks; "
-                f"start a new one, or restore them"
+                f"start a new run, or restore the tasks"
             )
-        group = self._ended_before.get(number)
+        group = self._finished_before.get(number)
         if group is None or not self._is_whole(group):
             return False
-        del self._ended_before[number]
-        if not self._otherwise and not group.error and group.asked not in ("", asked(task)):
-            self._otherwise = True
-            self.services.observer.note(
-                f"task {number} ({task.id}) asks something else now than when it was rolled out, and others may too: "
-                "what has ended is kept, so of a data set in another order items come twice or not at all. Draw and "
+        del self._finished_before[number]
+        if not self._warned and not group.error and group.asked not in ("", prompt_checksum(task)):
+            self._warned = True
+            self.run_context.events.note(
+                f"The prompt of task {number} ({task.id}) changed since it was rolled out, and others may have too: "
+                "finished groups are kept, so items of a data set in another order come twice or not at all. Draw and "
                 "shuffle with the run's seed (config.seed), and give items an id"
             )
         return True
 
     def _is_whole(self, group: Group) -> bool:
-        """Whether a group that ended lacks nothing: groups may be to be larger now."""
-        enough = len(group.trajectories) >= self.services.group_size
+        """Whether a finished group lacks nothing: groups may be larger now."""
+        enough = len(group.trajectories) >= self.run_context.settings.group_size
         return enough or bool(group.error) or self.env.collects_groups
-
-    async def _take(self, tasks: AsyncIterator[Numbered]) -> Numbered | None:
-        """The next task to roll out, of which the gate was asked; what an earlier part did is passed over."""
-        async with self._taking:
-            if self._all_taken or (self.gate is not None and not await self.gate()):
-                return None
-            while (taken := await self._next(tasks)) is not None and self._ended(*taken):
-                pass
-            return taken
-
-    async def _next(self, tasks: AsyncIterator[Numbered]) -> Numbered | None:
-        try:
-            taken = await anext(tasks, None)
-        except PalaestraError as error:  # there are no more; the groups under way come to their end
-            taken, self._no_task = None, error
-        self._all_taken = taken is None
-        return taken
 
     def _watch_engine(self, group: Group) -> None:
         if not failed_for_the_engine(group):
@@ -183,7 +183,7 @@ class Runner:
         if self._engine_failures >= GIVE_UP_AFTER:
             raise EngineUnavailable(
                 f"every rollout of {self._engine_failures} groups in a row failed at the model server, the last with: "
-                f"{group.trajectories[-1].error}. What was finished is kept; check the server and start again"
+                f"{group.trajectories[-1].error}. Finished rollouts are kept; check the server and start again"
             )
 
 

@@ -1,8 +1,7 @@
-"""Which task begins next: in the order of the data set, or slow ones first where earlier timings are known.
+"""Which task starts next: in the order of the data set, or slow ones first if earlier timings are known.
 
-A run whose longest task begins last waits for it with all else idle. Not for numbering: a task keeps its place in the
-data set, and with it its ids, its random choices and its place in every file. Invariant: the order follows from the
-tasks and the timings alone, however fast anything is this time.
+A run whose longest task starts last waits for it with everything else idle. A task keeps its number, and with it its
+ids, its random choices and its place in every file. The order follows from the tasks and the timings alone.
 
 Source of the rule: R. L. Graham (1969), longest processing time first.
 """
@@ -19,14 +18,14 @@ from palaestra.core.types import Task
 from palaestra.rollouts.journal.reader import journal_of
 
 WINDOW = 1024
-"""How many tasks are read ahead and put in order. Bounded, because each is in memory, and because lines of later tasks
-wait for those of earlier ones."""
+"""How many tasks are read ahead and ordered. Bounded, because each is in memory, and because the output of later tasks
+waits for that of earlier ones."""
 
 Numbered = tuple[int, Task]
 
 
 async def numbered(tasks: AsyncIterator[Task], first: int, limit: int | None) -> AsyncIterator[Numbered]:
-    """The first `limit` tasks with their numbers, from `first` on."""
+    """The first `limit` tasks with their numbers, counted from `first`."""
     number = first
     while limit is None or number < first + limit:
         try:
@@ -40,8 +39,10 @@ async def numbered(tasks: AsyncIterator[Task], first: int, limit: int | None) ->
 async def slowest_first(
     tasks: AsyncIterator[Numbered], seconds: Mapping[str, float], window: int = WINDOW
 ) -> AsyncIterator[Numbered]:
-    """The same tasks, those of each window in the order of the `seconds` that their ids took. One without a timing
-    stands where half of the others are slower; equals keep their order. Nothing is read ahead without timings."""
+    """The same tasks, each window of them ordered by the `seconds` that their ids took, longest first.
+
+    A task without a timing counts as the median; ties keep their order. Without timings nothing is read ahead.
+    """
     if not seconds:
         async for each in tasks:
             yield each
@@ -62,32 +63,33 @@ async def slowest_first(
         yield one
 
 
-class _Beside(msgspec.Struct):
+class _TimedBeside(msgspec.Struct):
     duration_s: float = 0.0
 
 
-class _Part(msgspec.Struct):
+class _TimedPart(msgspec.Struct):
     """What is read of a group or a rollout."""
 
     group_id: str = ""
     task_id: str = ""
     prepare_s: float = 0.0
-    beside: _Beside = msgspec.field(default_factory=_Beside)
+    beside: _TimedBeside = msgspec.field(default_factory=_TimedBeside)
 
 
-class _Line(msgspec.Struct):
+class _TimedLine(msgspec.Struct):
     event: str
-    group: _Part | None = None
-    trajectory: _Part | None = None
+    group: _TimedPart | None = None
+    trajectory: _TimedPart | None = None
 
 
-_lines = msgspec.json.Decoder(_Line)
+_lines = msgspec.json.Decoder(_TimedLine)
 
 
 def read_timings(run: Path) -> dict[str, float]:
-    """Seconds by task id, from a run's folder or journal: preparation and the slowest rollout, in the slowest of a
-    task's groups. Attempts that were thrown away count, lines that cannot be read do not. Raises `ConfigError` where
-    there is no run."""
+    """Seconds by task id, from a run's folder or journal: preparation and slowest rollout of a task's slowest group.
+
+    Discarded attempts count; unreadable lines do not. Raises `ConfigError` if there is no run.
+    """
     prepared: dict[str, float] = {}
     seconds: dict[str, float] = {}
     with journal_of(run).open("rb") as journal:

@@ -1,16 +1,17 @@
-"""Where one rollout is, how long it was there, and how long it may stay: `Stages`.
+"""The stages of a rollout: how long each took, and the limit that ends a rollout which shows no sign of life.
 
-Not for judging a command's or a request's own time limit: those belong to the tool and to the client, and a limit here
-is for what they do not notice. Invariant: every change of stage and every turn counts as a sign of life, and a rollout
-without one for longer than its stage allows ends with an error of whoever it was waiting for.
+The time limits of commands and requests belong to the tool and to the client; a limit here is for what those miss.
+Every change of stage and every turn is a sign of life. A rollout without one for longer than its stage allows ends
+with an error that names what it was waiting for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from types import TracebackType
 
 from palaestra.core.errors import (
     EngineUnavailable,
@@ -20,7 +21,7 @@ from palaestra.core.errors import (
     SandboxError,
     ToolStuck,
 )
-from palaestra.rollouts.observe.tracing.spans import NO_TRACING, Tracing
+from palaestra.rollouts.events import Alive, MemoryEvent, StageEntered, StageLeft
 
 WAITING_FOR: Mapping[str, type[InfraError]] = {
     "acquire": SandboxError,
@@ -31,8 +32,8 @@ WAITING_FOR: Mapping[str, type[InfraError]] = {
     "seal": SandboxError,
     "grade": GraderError,
 }
-"""The stages that may have a limit, and whose failure it is when it is reached. `admit`, which waits for a place among
-the slots, has none: a queue may be long."""
+"""The stages that may have a limit, and the error when it is reached. `admit`, the wait for a free slot, has none: a
+queue may be long."""
 
 IDLE_LIMITS: Mapping[str, float] = {
     "acquire": 600.0,
@@ -43,65 +44,43 @@ IDLE_LIMITS: Mapping[str, float] = {
     "seal": 600.0,
     "grade": 7200.0,
 }
-"""Seconds without a sign of life. Far above what each stage's own limits allow: reached only by what hangs."""
-
-Tell = Callable[[str, str], None]
-"""Gets a rollout's or group's id and the stage that it is at now; the empty string when it is at none."""
+"""Seconds without a sign of life. Far above what each stage's own limits allow, so that only a hang reaches them."""
 
 
 class Stages:
-    """The stages of one rollout, or of one group's preparation. `seconds` adds up by name; stages may lie in others."""
+    """The stages of one rollout, or of one group's preparation. `seconds` adds up by name; stages may nest."""
 
-    def __init__(
-        self,
-        name: str,
-        tell: Tell | None = None,
-        limits: Mapping[str, float] | None = None,
-        tracing: Tracing = NO_TRACING,
-    ) -> None:
+    def __init__(self, name: str, emit: Callable[[MemoryEvent], None], limits: Mapping[str, float]) -> None:
         self.name = name
         self.seconds: dict[str, float] = {}
-        self._tell = tell
-        self._tracing = tracing
-        self._limits = limits or {}
+        self._emit = emit
+        self._limits = limits
         self._at: list[str] = []
         self._waiting = ""
         self._deadline: asyncio.Timeout | None = None
 
-    @contextmanager
-    def stage(self, name: str, shown: str = "") -> Iterator[None]:
-        """Be at a stage. It is told under the name `shown`, where that differs from the one its time is kept under."""
-        shown = shown or name
-        self._at.append(shown)
-        self.moved()
-        started = time.perf_counter()
-        try:
-            with self._tracing.stage(self.name, name):
-                yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-            self._at.remove(shown)  # calls that run together end in any order
-            self.moved()
+    def stage(self, name: str, shown: str = "") -> Stage:
+        """A block at this stage. `shown` is the stage as the display and the limits name it, if that differs."""
+        return Stage(self, name, shown or name)
 
-    def moved(self) -> None:
-        """A sign of life: tell the stage, and begin to wait anew."""
+    def sign_of_life(self) -> None:
+        """Restart the limit of the current stage."""
         stage = self._at[-1] if self._at else ""
-        if self._tell is not None:
-            self._tell(self.name, stage)
+        self._emit(Alive(self.name, stage))
         deadline = self._deadline
-        if deadline is not None and not deadline.expired():  # what it ends is left stage by stage, too
+        if deadline is not None and not deadline.expired():  # what it ends leaves its stages too
             self._waiting = stage
             limit = self._limits.get(stage, 0.0)
             deadline.reschedule(asyncio.get_running_loop().time() + limit if limit > 0 else None)
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """End the block when there was no sign of life for too long: raises the error that `WAITING_FOR` names."""
+        """End the block when a stage reaches its limit: raises the error that `WAITING_FOR` names."""
         try:
             async with asyncio.timeout(None) as deadline:
                 self._deadline = deadline
                 yield
-            if deadline.expired():  # it was told to end, and went on all the same
+            if deadline.expired():  # the block swallowed its cancellation
                 raise self._too_long()
         except TimeoutError as error:
             if not deadline.expired():
@@ -113,6 +92,41 @@ class Stages:
     def _too_long(self) -> InfraError:
         stage = self._waiting
         return WAITING_FOR[stage](
-            f"{self.name} gave no sign of life for {self._limits[stage]:g} s at stage {stage}, which is its limit "
+            f"{self.name} showed no sign of life for {self._limits[stage]:g} s at stage {stage}, its limit "
             f"(idle_limits.{stage})"
         )
+
+
+class Stage:
+    """One visit of a stage, as a block."""
+
+    __slots__ = ("_name", "_shown", "_stages", "_started")
+
+    def __init__(self, stages: Stages, name: str, shown: str) -> None:
+        self._stages = stages
+        self._name = name
+        self._shown = shown
+        self._started = 0.0
+
+    def __enter__(self) -> Stage:
+        stages = self._stages
+        stages._at.append(self._shown)
+        stages._emit(StageEntered(stages.name, self._name))
+        stages.sign_of_life()
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stages, name = self._stages, self._name
+        stages.seconds[name] = stages.seconds.get(name, 0.0) + time.perf_counter() - self._started
+        stages._at.remove(self._shown)  # calls that run together end in any order
+        stages._emit(StageLeft(stages.name, name, kind.__name__ if kind is not None else ""))
+        stages.sign_of_life()
+
+    def become(self, name: str) -> None:
+        """Leave this stage for another one."""
+        self.__exit__(None, None, None)
+        self._name = self._shown = name
+        self.__enter__()

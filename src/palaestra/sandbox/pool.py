@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -122,10 +123,12 @@ class SlotPool:
         spec: SlotSpec | None = None,
         snapshot: Snapshot | None = None,
         timeout_s: float | None = None,
+        admitted: Callable[[], None] | None = None,
     ) -> Slot:
-        """A fresh slot, from a snapshot where one is given (`spec` None then means the snapshot's).
+        """A fresh slot, from a snapshot if one is given (`spec` None then means the snapshot's).
 
-        Raises `AcquireTimeout` when no place comes free in `timeout_s` (None: `acquire_timeout` of the configuration).
+        Waits `timeout_s` for a free place (None: `acquire_timeout` of the configuration), then calls `admitted`, and
+        makes the slot. What `admitted` raises gives the place back. Raises `AcquireTimeout` when no place comes free.
         """
         timeout_s = self.config.acquire_timeout if timeout_s is None else timeout_s
         if not timeout_s >= 0:  # also true for what is no number
@@ -134,11 +137,13 @@ class SlotPool:
             raise SandboxError("the slot pool is not running; call start() first")
         await self._take_place(trajectory_id, timeout_s)
         try:
+            if admitted is not None:
+                admitted()
             wanted = spec or (snapshot.spec if snapshot is not None else SlotSpec())
             slot = self._warm.take(wanted, trajectory_id) if snapshot is None else None
             if slot is None:
                 begun = self._clock.monotonic()
-                slot = await self._backend.create(wanted, trajectory_id, snapshot)
+                slot = await self.make(wanted, trajectory_id, snapshot)
                 self._makes.append(self._clock.monotonic() - begun)
         except BaseException:
             self._give_place()
@@ -146,6 +151,10 @@ class SlotPool:
         self._held[slot.epoch] = _Holding(slot, self._clock.monotonic())
         self._leases += 1
         return slot
+
+    async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
+        """Have the backend make a slot for a caller that has a place. Subclasses may change the spec."""
+        return await self._backend.create(spec, trajectory_id, snapshot)
 
     def take_up(self, slot: Slot) -> None:
         """Count a slot that the backend had before, as a service has, as leased; it is released like any other."""
@@ -203,9 +212,20 @@ class SlotPool:
         """What the topmost layer of a snapshot changed."""
         return await self._backend.changes(snapshot)
 
+    async def holds(self, snapshot: Snapshot) -> bool:
+        """Whether the snapshot still exists: a backend that died has lost it."""
+        try:
+            await self._backend.changes(snapshot)
+        except SandboxError:
+            return False
+        return True
+
     async def forget(self, snapshot: Snapshot) -> None:
-        """Drop the snapshot's topmost layer."""
-        await self._backend.forget(snapshot)
+        """Drop the snapshot's topmost layer. A backend that died has dropped it already."""
+        try:
+            await self._backend.forget(snapshot)
+        except SandboxError as error:
+            _log.warning("dropping the snapshot %s failed: %s", snapshot.snapshot_id, error)
 
     @property
     def total_slots(self) -> int:
@@ -273,7 +293,7 @@ class SlotPool:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s if timeout_s < math.inf else None):
                 await waiter
         except BaseException as error:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:

@@ -1,7 +1,7 @@
-"""A chat completions server on the loopback that plays a list of replies: the fake beside the real servers.
+"""A chat completions server on the loopback that plays a list of replies.
 
-For trying out engines, environments and error handling without a model. Not a policy: it does not look at what it is
-asked (`engines/scripted.py` does), and not fast (`benchmarks/` has a faster one). It listens on 127.0.0.1 only.
+For trying out engines, environments and error handling without a model. It ignores the requests' content, unlike a
+scripted policy (`engines/scripted.py`), and listens on 127.0.0.1 only.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from palaestra.core.types import JSON
 
 
 @dataclass
-class Answer:
-    """One reply: a value sent as JSON, or bytes as they are, whole or, as a list, piece by piece.
+class FakeAnswer:
+    """One reply: a value sent as JSON, or bytes, whole or, as a list, in chunks.
 
-    `cut` breaks the connection, after the pieces where there are any; `hang` never answers.
+    `cut` breaks the connection, after the chunks if there are any; `hang` never answers.
     """
 
     body: JSON = None
@@ -34,7 +34,7 @@ class Answer:
 
 @dataclass
 class Seen:
-    """One request as it arrived; `path` is with its query."""
+    """One request; `path` includes its query."""
 
     method: str
     path: str
@@ -43,15 +43,15 @@ class Seen:
 
 
 class LoopbackServer:
-    """Answers requests in turn; the last answer goes on for ever. An async context manager; `url` is where it listens.
+    """Gives its answers in turn, the last one repeatedly. An async context manager; `url` is its address.
 
     `models` answers every GET. `seen` holds the requests. While `gate` is an event that is not set, requests wait for
-    it; `at_once` and `most_at_once` count those under way.
+    it; `at_once` and `most_at_once` count those in progress.
     """
 
-    def __init__(self, *answers: Answer, models: Answer | None = None) -> None:
+    def __init__(self, *answers: FakeAnswer, models: FakeAnswer | None = None) -> None:
         self.answers = list(answers)
-        self.models = models or Answer({"object": "list", "data": [{"id": "m", "object": "model"}]})
+        self.models = models or FakeAnswer({"object": "list", "data": [{"id": "m", "object": "model"}]})
         self.seen: list[Seen] = []
         self.at_once = self.most_at_once = 0
         self.gate: asyncio.Event | None = None
@@ -82,7 +82,7 @@ class LoopbackServer:
             await self._count(-1)
 
     async def under_way(self, requests: int) -> None:
-        """Wait until so many requests are under way."""
+        """Wait until this many requests are in progress."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.at_once >= requests)
 
@@ -109,7 +109,7 @@ class LoopbackServer:
         return web.Response(body=body, status=answer.status, headers=answer.headers, content_type="application/json")
 
 
-async def _in_pieces(request: web.Request, answer: Answer) -> web.StreamResponse:
+async def _in_pieces(request: web.Request, answer: FakeAnswer) -> web.StreamResponse:
     """A stream of server-sent events, one write each."""
     response = web.StreamResponse(status=answer.status, headers={"Content-Type": "text/event-stream", **answer.headers})
     await response.prepare(request)
@@ -122,7 +122,7 @@ async def _in_pieces(request: web.Request, answer: Answer) -> web.StreamResponse
 
 
 def completion(content: str | None = "hi", finish: str = "stop", **message: JSON) -> JSON:
-    """A chat completion as a server sends it."""
+    """A chat completion in a server's shape."""
     return {
         "id": "c1",
         "object": "chat.completion",

@@ -1,9 +1,8 @@
 """A token engine without a model: it writes given texts in tokens as a model might, non-canonical ones included.
 
-The fake beside the real engines, for tests, benchmarks and trying out environments. A real sampler now and then emits
-tokens that spell the right text but are not the ones that the tokenizer would choose; `rate` is how often this one
-does, per token. Invariant: everything follows from the seed and the requests; the log-probability of a token follows
-from its id and its place alone (`toy_logprob`), so that a test can say what a ledger must hold.
+A real sampler sometimes emits tokens that spell the right text but are not the tokenizer's choice; `rate` is how often
+this one does, per token. Invariant: everything follows from the seed and the requests; the log-probability of a token
+follows from its id and its place alone (`toy_logprob`), so that a test can predict a ledger.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def toy_tokenizer(
     chat_template: str | None = CHATML,
     plain: Sequence[str] = (),
 ) -> FastTokenizer:
-    """A byte-level BPE of at most about `size` ids, trained on `texts`; any text can be written in it.
+    """A byte-level BPE of about `size` ids at most, trained on `texts`; it can encode any text.
 
     `special` tokens are never text; `plain` ones are single tokens too, but text. `end` is the end-of-turn token.
     """
@@ -63,7 +62,7 @@ def toy_tokenizer(
 
 
 class Misspeller:
-    """Writes text in tokens, each replaced with probability `rate` by two or more that spell the same."""
+    """Encodes text, with each token replaced with probability `rate` by two or more that spell the same."""
 
     def __init__(self, tokenizer: FastTokenizer, rate: float, rng: random.Random) -> None:
         self._tokenizer = tokenizer
@@ -91,9 +90,9 @@ class Misspeller:
 class ToyEngine:
     """A token engine that gives `replies` in turn.
 
-    `end` is the end-of-turn token after a reply, the tokenizer's own where None; `ends` says whether it is among the
-    ids of a reply that stopped. With probability `abort_rate` a request is aborted somewhere, and the policy version
-    counts on; the request that continues it gets the rest. `requests` and `sampled` count requests and tokens.
+    `end` is the end-of-turn token after a reply, the tokenizer's own if None; `ends`: it is among the ids of a reply
+    that stopped. With probability `abort_rate` a request is aborted somewhere, and the policy version increases; the
+    request that continues it gets the rest. `requests` and `sampled` count requests and tokens.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class ToyEngine:
         self._broken_off: dict[bytes, list[int]] = {}
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
-        """The next reply, or the rest of the one that was broken off at exactly these ids."""
+        """The next reply, or the rest of the one that was aborted at exactly these ids."""
         self.requests += 1
         prompt = array("i", input_ids)
         rest = self._broken_off.pop(prompt.tobytes(), None)
@@ -142,7 +141,7 @@ class ToyEngine:
 
 
 def toy_logprob(number: int, place: int) -> float:
-    """The log-probability of token `number` at `place` of the whole sequence: made up, exact in 32 bits."""
+    """The log-probability of token `number` at `place` of the whole sequence: invented, exact in 32 bits."""
     made_up = -((number * 7919 + place * 104729) % 1021) / 128.0
     exact: float = struct.unpack("<f", struct.pack("<f", made_up))[0]
     return exact

@@ -1,7 +1,7 @@
 """A token server on the loopback that speaks SGLang's wire, stock vLLM's and Atropos' vLLM's over any token engine.
 
-The fake beside the real servers: it listens on 127.0.0.1 unless told otherwise and samples nothing itself. `spoil` may
-change a reply before it is sent, to try out what clients do with a wrong one. `model_server.py` adds chat.
+It samples nothing itself. `spoil` may change a reply before it is sent, to try out clients with a wrong one.
+`model_server.py` adds chat.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _WIRE_ONLY = {"model", "prompt", "logprobs", "return_token_ids", "return_tokens_
     "skip_special_tokens",
     "add_special_tokens",
 }
-"""What belongs to the wire and not to sampling."""
+"""Fields of the wire that are not sampling settings."""
 
 
 class TokenLoopback:
-    """Serves `engine`. An async context manager; `url` is where it listens.
+    """Serves `engine`. An async context manager; `url` is its address.
 
     `stock` False leaves out `/v1/completions`, as Atropos' server does. `token_ids` False answers as vLLM before
     0.10.2. `seen` holds the requests' bodies. `kind` signs the list of models, as vLLM and SGLang do. A client that
-    hangs up takes its request back.
+    disconnects cancels its request.
     """
 
     def __init__(
@@ -45,10 +45,8 @@ class TokenLoopback:
         token_ids: bool = True,
         kind: str = "",
         spoil: Callable[[Reply], Reply] = lambda reply: reply,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        keep_seen: bool = True,
     ) -> None:
+        self.host, self.port, self.keeps_requests = "127.0.0.1", 0, True
         self.seen: list[JSON] = []
         self._engine = engine
         self._tokenizer = tokenizer
@@ -56,18 +54,17 @@ class TokenLoopback:
         self._token_ids = token_ids
         self._kind = kind
         self._spoil = spoil
-        self._host, self._port, self._keep_seen = host, port, keep_seen
         self._counter = itertools.count(1)
 
     async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=1 << 28, middlewares=[_told])
+        app = web.Application(client_max_size=1 << 28, middlewares=[_errors_as_json])
         self.routes(app)
-        self._listening = listening(app, self._host, self._port, shutdown_s=0.01, handler_cancellation=True)
+        self._listening = listening(app, self.host, self.port, shutdown_s=0.01, handler_cancellation=True)
         self.url = await self._listening.__aenter__()
         return self
 
     def routes(self, app: web.Application) -> None:
-        """Say what is answered."""
+        """Register the routes."""
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/generate", self._generate)
@@ -79,7 +76,7 @@ class TokenLoopback:
 
     async def _body(self, request: web.Request) -> JSON:
         body = await request.json()
-        if self._keep_seen:
+        if self.keeps_requests:
             self.seen.append(body)
         return body
 
@@ -149,17 +146,17 @@ class TokenLoopback:
 
 
 @web.middleware
-async def _told(
+async def _errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Why a request was not answered, as the OpenAI API tells it: 503 for what trying again may change, or 400."""
+    """Errors in the shape of the OpenAI API: 503 if a retry may help, else 400."""
     try:
         return await handler(request)
     except (EngineError, ConfigError) as error:
-        told = {"message": str(error), "type": type(error).__name__}
+        reply = {"message": str(error), "type": type(error).__name__}
         if isinstance(error, ContextExceeded):
-            told["code"] = "context_length_exceeded"
-        return web.json_response({"error": told}, status=503 if isinstance(error, EngineUnavailable) else 400)
+            reply["code"] = "context_length_exceeded"
+        return web.json_response({"error": reply}, status=503 if isinstance(error, EngineUnavailable) else 400)
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, LookupError, TypeError) as error:
         message = f"the request cannot be read: {type(error).__name__}: {error}"
         return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=400)

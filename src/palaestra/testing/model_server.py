@@ -1,11 +1,11 @@
 """A model server over any token engine, for development and tests: OpenAI chat, and the token wires of vLLM and SGLang.
 
-Every engine client can be tried against real sampling by a real (small) model on one machine. Not for load: one process
-samples, and nothing is cached between requests. Chat is rendered and parsed exactly as token-exact chat does it
-(`managed.py`), so that a client that chats and one that sends tokens see the same model.
+Every engine client can be tried against real sampling by a small model on one machine. Not for load: one process
+samples, and nothing is cached between requests. Chat is rendered and parsed as in token-exact chat, so a client that
+chats and one that sends tokens see the same model.
 
-It speaks plain HTTP and knows no users: bind it to the loopback or to a network of your own. Sources: the OpenAI API
-reference; vLLM's OpenAI-compatible server; SGLang's native API.
+It speaks plain HTTP without authentication: bind it to the loopback or to a network of your own. Sources: the OpenAI
+API reference; vLLM's OpenAI-compatible server; SGLang's native API.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from palaestra.inference.tokenizers import Tokenizer
 from palaestra.testing.fake_token_server import TokenLoopback
 
 _REQUEST_ONLY = frozenset({"model", "stream", "stream_options", "user", "store", "metadata", "max_completion_tokens"})
-"""Fields of a chat request that are no sampling settings."""
+"""Fields of a chat request that are not sampling settings."""
 
 
 class ChattingEngine(TokenEngine, Protocol):
-    """A token engine with a tokenizer and token-exact chat on top, as `engines/token_chat.py` gives them."""
+    """A token engine with a tokenizer and token-exact chat, as in `engines/token_engine.py`."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -38,14 +38,15 @@ class ChattingEngine(TokenEngine, Protocol):
 
 
 class ModelServer(TokenLoopback):
-    """Serves one started engine. An async context manager; `url` is where it listens.
+    """Serves one started engine. An async context manager; `url` is its address.
 
-    Routes: `/v1/chat/completions` (with tools; whole, or streamed in one piece), `/v1/completions` and `/tokenize` as
+    Routes: `/v1/chat/completions` (with tools; whole, or streamed in one chunk), `/v1/completions` and `/tokenize` as
     stock vLLM, `/generate` as SGLang or as Atropos' vLLM, `/v1/models`, `/health`.
     """
 
     def __init__(self, engine: ChattingEngine, *, host: str = "127.0.0.1", port: int = 0, kind: str = "") -> None:
-        super().__init__(engine, engine.tokenizer, kind=kind, host=host, port=port, keep_seen=False)
+        super().__init__(engine, engine.tokenizer, kind=kind)
+        self.host, self.port, self.keeps_requests = host, port, False
         self._chat_engine = engine
 
     def routes(self, app: web.Application) -> None:
@@ -78,7 +79,7 @@ def _as_openai(completion: ChatCompletion, number: int) -> dict[str, JSON]:
 
 
 async def _streamed(request: web.Request, reply: Mapping[str, JSON]) -> web.StreamResponse:
-    """The reply as server-sent events: each choice in one piece, then its end, then the usage."""
+    """The reply as server-sent events: each choice in one chunk, then its end, then the usage."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     shared = {
@@ -105,7 +106,7 @@ async def _streamed(request: web.Request, reply: Mapping[str, JSON]) -> web.Stre
 async def serve_model(
     engine: ChattingEngine, host: str, port: int, started: Callable[[str], None], stop: asyncio.Event
 ) -> None:
-    """Serve a started engine until told to stop. Raises `ConfigError` where the address cannot be had."""
+    """Serve a started engine until `stop` is set. Raises `ConfigError` if nothing can listen at the address."""
     async with ModelServer(engine, host=host, port=port) as server:
         started(server.url)
         await stop.wait()

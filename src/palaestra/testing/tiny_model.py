@@ -1,53 +1,35 @@
-"""The tiny model's tokenizer: byte-level BPE, trained on text that is written here.
+"""The tiny model: a folder with a Qwen3 model of random weights, its tokenizer and its chat template.
 
-Byte-level: every text and every byte can be encoded, so decoding what a random model sampled gives back something,
-replacement characters included. Invariant: equal versions of the `tokenizers` library give equal tokenizers.
+It knows nothing, but it is a real model to everything that loads, samples and trains. With some steps of practice it
+writes well-formed tool calls most of the time, so that rollouts run tools and last several turns; its replies do not
+depend on the question. Invariant: the same seed, sizes and library versions give the same tokenizer and weights;
+nothing is downloaded.
 
-Extra: `train` (the tokenizers library).
-
-A few seconds of training, after which the tiny model writes well-formed tool calls most of the time.
-
-Not for learning a task: replies do not depend on the question. What it is good for: rollouts whose tools really run and
-whose conversations go on for several turns, sampled by a real model. Replies are learned at random places after random
-text, so that they also come after prompts that are longer than any seen here.
-
-Extra: `train` (torch).
-
-Makes the tiny model's folder: Qwen3 architecture, seeded random weights, tokenizer, chat template.
-
-Not a model that knows anything: it is a real one to everything that loads, samples and trains. With `practice` steps it
-learns to write well-formed tool calls (`practice.py`), so that conversations with tools come about. Invariant: the same
-seed, sizes and library versions give the same weights; nothing is downloaded.
-
-Extra: `train` (torch, transformers).
+Extra: `train` (tokenizers, torch, transformers).
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-import random
-from collections.abc import Sequence
+from palaestra.core.errors import ConfigError
+from palaestra.inference.engines.torch_decoder import quiet_loading
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedModel
-from dataclasses import dataclass
-
-from palaestra.core.errors import ConfigError
-from palaestra.inference.engines.torch_decoder import quiet_loading
 
 VOCABULARY = 1024
-"""Tokens learned from the text, the 256 bytes among them; the marks come on top."""
+"""Tokens learned from the text, the 256 bytes among them, without the marks."""
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END_OF_TEXT, TURN_START, TURN_END)
@@ -77,7 +59,7 @@ _COMMANDS = (
 
 
 def train_tokenizer() -> Tokenizer:
-    """A new tokenizer, the same each time. Takes a fraction of a second."""
+    """A new byte-level tokenizer, the same each time. Takes a fraction of a second."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -93,7 +75,7 @@ def train_tokenizer() -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
-    """Write the tokenizer and the chat template as a model's folder has them."""
+    """Write the tokenizer and the chat template into a model's folder."""
     tokenizer.save(str(out / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -111,7 +93,7 @@ def chat_template() -> str:
 
 
 def training_text() -> Iterator[str]:
-    """Words, shell commands, a little Python and JSON: what the prompts of agents are made of."""
+    """Words, shell commands, a little Python and JSON, as in agents' prompts."""
     for first, second in itertools.product(_WORDS.split(), repeat=2):
         yield f"{first} {second}"
     for word in _WORDS.split():
@@ -143,7 +125,10 @@ _ANSWERS = ("Done.", "The answer is in the file.", "There are 3 lines.")
 
 
 def practise(model: PreTrainedModel, tokenizer: Tokenizer, *, steps: int, seed: int) -> float:
-    """Train `model` in place; the last step's loss in nats per token."""
+    """Train `model` in place; returns the last step's loss in nats per token.
+
+    Replies are learned at random places after random text, so that they also follow longer prompts than any seen here.
+    """
     import torch
 
     rng, texts = random.Random(seed), list(training_text())
@@ -169,7 +154,7 @@ def practise(model: PreTrainedModel, tokenizer: Tokenizer, *, steps: int, seed: 
 def _row(tokenizer: Tokenizer, texts: Sequence[str], rng: random.Random) -> tuple[list[int], list[int]]:
     """`ids[LENGTH]` and `labels[LENGTH]`: some text, the start of a reply, a reply, padding; only the reply is learned.
 
-    How much text there is must not depend on the reply, or its length could be told from the distance to the start.
+    The amount of text must not depend on the reply, or its length could be derived from the distance to the start.
     """
     reply = tokenizer.encode(_reply(rng) + TURN_END, add_special_tokens=False).ids
     start = tokenizer.encode(f"{TURN_END}\n{TURN_START}assistant\n", add_special_tokens=False).ids
@@ -195,7 +180,7 @@ CONTEXT_TOKENS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """What was made and where. `practice_loss` is the last step's, in nats per token; None without practice."""
+    """A new model. `practice_loss` is the last step's, in nats per token; None without practice."""
 
     path: Path
     parameters: int
@@ -208,7 +193,7 @@ def make_tiny(
 ) -> TinyModel:
     """Make the folder `out`. `practice` is in training steps of some hundredths of a second each.
 
-    Raises `ConfigError` when the extra is missing, a size cannot work, or `out` holds something and not `force`.
+    Raises `ConfigError` if the extra is missing, a size is invalid, or `out` is not empty and `force` is not set.
     """
     try:
         import torch
@@ -239,8 +224,6 @@ def make_tiny(
         model = Qwen3ForCausalLM(config)
         loss = None
         if practice:
-            from palaestra.testing.tiny_model import practise
-
             loss = practise(model, tokenizer, steps=practice, seed=seed)
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)],

@@ -1,5 +1,3 @@
-"""What an agent can do: tools, the toolsets that group them, and what binds them to slots.
-
-`registry` says which tools there are, `toolsets` how they are grouped, `arguments` which calls may run. `binding` runs
-them for one rollout, `executor` for many trajectories. `builtin` has the tools, `patching` finds places in text.
+"""Tools of agents. `registry/` has tools and toolsets, `runtime/` runs calls, `builtin/` has the tools themselves, and
+`serving/` offers them over HTTP. `tool.py` is the vocabulary; `decorator.py` makes a tool of a function.
 """

@@ -1,12 +1,8 @@
-"""From the text that a model wrote as arguments to a dict that a tool may run with, or one error that it can act on.
+"""From the text that a model wrote as arguments to a dict that a tool may run with, or one error for the model.
 
-Not for repairing: text that is not JSON stays malformed, a wrong type is not coerced, a default is not filled in. What
-was sampled is what is recorded and what is judged. JSON knows one kind of number: an integer written as 4.0 is 4.
-
-Invariant (A1): a tool runs only with an object that its schema accepts. Anything else raises `InvalidArguments`, whose
-message is written for the model to read.
-
-The good path is one C-level JSON decode and one compiled check, a few microseconds; all explaining happens on failure.
+Nothing is repaired: text that is not JSON is malformed, no type is coerced, no default is filled in. JSON has one kind
+of number: an integer written as 4.0 is 4. Invariant (A1): a tool runs only with an object that its schema accepts;
+anything else raises `InvalidArguments`. A valid call costs one JSON decode and one compiled check, a few microseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ import fastjsonschema
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.tools.tool import ToolSchema
+from palaestra.tools.tool import ToolMistake, ToolSchema
 
 _CACHED_SCHEMAS = 512
 _CACHED_OBJECTS = 64
@@ -29,12 +25,12 @@ _SHOWN_CHARS = 120
 _MOST_OPTIONS = 12
 
 
-class InvalidArguments(ValueError):
-    """The call must not run; the message says what is wrong with it and what the tool expects."""
+class InvalidArguments(ToolMistake):
+    """The call must not run; the message names the error and the expected arguments."""
 
 
 class ArgumentSchema:
-    """The compiled form of one tool's parameters. Building one takes about a millisecond, `parse` microseconds."""
+    """The compiled form of one tool's parameters. Compiling takes about a millisecond, `parse` microseconds."""
 
     def __init__(self, parameters: Mapping[str, JSON]) -> None:
         self._properties: Mapping[str, JSON] = parameters.get("properties") or {}
@@ -44,11 +40,15 @@ class ArgumentSchema:
         self._refuses_unknown = closed.get("additionalProperties") is False
         try:
             self._check = fastjsonschema.compile(closed, use_default=False, handlers=_NO_REMOTE)
-        except Exception as error:  # third-party schemas fail in many ways inside the compiler
+        except Exception as error:  # the compiler fails in many ways for broken schemas
             raise ConfigError(f"a tool's parameters are not a usable JSON schema: {error}") from error
 
     def parse(self, raw: str | Mapping[str, JSON] | None) -> dict[str, JSON]:
-        """The arguments as a fresh dict. Raises `InvalidArguments`."""
+        """The arguments as a fresh dict. Raises `InvalidArguments`.
+
+        The empty string and None mean no arguments. Names that the schema does not list are refused, unless it allows
+        `additionalProperties`.
+        """
         arguments = self._object(raw)
         try:
             self._check(arguments)
@@ -68,7 +68,7 @@ class ArgumentSchema:
             if self._required:
                 raise InvalidArguments("Invalid arguments: none were given. " + self._expected())
             return {}
-        if not isinstance(raw, str):  # a server may hand over an already decoded list or number
+        if not isinstance(raw, str):  # a server may pass on a decoded list or number
             raise InvalidArguments(f"Invalid arguments: expected a JSON object, got {_kind(raw)}. {self._expected()}")
         value = self._decode(raw)
         if not isinstance(value, dict):
@@ -79,7 +79,7 @@ class ArgumentSchema:
         try:
             value = _DECODER.decode(raw)
             raw.encode()
-            if "\\ud" in raw or "\\uD" in raw:  # half of a surrogate pair is text that cannot be written anywhere
+            if "\\ud" in raw or "\\uD" in raw:  # half of a surrogate pair cannot be encoded
                 json.dumps(value, ensure_ascii=False).encode()
         except json.JSONDecodeError as error:
             where = f"line {error.lineno} column {error.colno}"
@@ -111,7 +111,7 @@ class ArgumentSchema:
         raise InvalidArguments(f"Invalid arguments: {'; '.join(problems)}. {self._expected()}") from None
 
     def _hint(self, error: fastjsonschema.JsonSchemaValueException) -> str:
-        """What to do about a value whose type is wrong, where that is plain."""
+        """How to fix a value of a wrong type, if that is clear."""
         if error.rule != "type":
             return ""
         if error.value is None and len(error.path) == 2 and error.path[1] not in self._required:
@@ -147,7 +147,7 @@ def compiled(schema: Mapping[str, JSON] | ToolSchema) -> ArgumentSchema:
     """The compiled form of a tool's schema, from a bounded cache.
 
     `schema` is an OpenAI function schema, its `function` part, the parameters alone, or a `ToolSchema`. Do not change
-    it after its first use: the cache looks at its identity first. Raises `ConfigError` for what is no JSON schema.
+    it after its first use: the cache compares identity first. Raises `ConfigError` for an invalid schema.
     """
     held = _by_identity.get(id(schema))
     if held is not None and held[0] is schema:
@@ -158,18 +158,9 @@ def compiled(schema: Mapping[str, JSON] | ToolSchema) -> ArgumentSchema:
     if found is None:
         found = ArgumentSchema(parameters)
         _remember(_by_content, key, found, _CACHED_SCHEMAS)
-    # Holding the schema keeps its id from being used again. Few: every rollout may bring a copy of its own.
+    # Holding the schema keeps its id from being reused. Few, because every rollout may bring its own copy.
     _remember(_by_identity, id(schema), (schema, found), _CACHED_OBJECTS)
     return found
-
-
-def parse_arguments(raw: str | Mapping[str, JSON] | None, schema: Mapping[str, JSON] | ToolSchema) -> dict[str, JSON]:
-    """What a model wrote as a call's arguments, checked against the tool's schema (any of the forms of `compiled`).
-
-    The empty string and None mean no arguments. Names that the schema does not list are refused, unless it says
-    `additionalProperties`. Raises `InvalidArguments` with a message for the model.
-    """
-    return compiled(schema).parse(raw)
 
 
 def _remember(cache: OrderedDict[JSON, JSON], key: object, value: object, most: int) -> None:
@@ -190,7 +181,7 @@ def _parameters(schema: Mapping[str, JSON] | ToolSchema) -> Mapping[str, JSON]:
 
 
 def _closed(parameters: Mapping[str, JSON]) -> dict[str, JSON]:
-    """The schema with unknown names refused, where it does not speak about them itself."""
+    """The schema with unknown names refused, unless it handles them itself."""
     closed = {"type": "object", **parameters}
     open_forms = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
     if not any(form in closed for form in open_forms):
@@ -199,7 +190,7 @@ def _closed(parameters: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def _is_integer(schema: JSON) -> bool:
-    """Whether its numbers are integers, so that a float that it accepts is one."""
+    """Whether its numbers are integers, so that an accepted float is one."""
     kinds = schema.get("type") if isinstance(schema, Mapping) else None
     return kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
 
@@ -243,7 +234,7 @@ def _show(value: JSON) -> str:
 
 
 def _is_json_of(wanted: object, text: str) -> bool:
-    """Whether a text is JSON of a type that is no string: what a model wrote in quotes by mistake."""
+    """Whether a text is JSON of the wanted type, which a model wrote in quotes by mistake."""
     if wanted not in _PYTHON_TYPES:
         return False
     try:

@@ -1,10 +1,8 @@
-"""Calls and results as text in a prompt: `ToolCall`, `ToolResult`, and the `<tool_call>` form they are read from.
+"""Calls and results as text in a prompt: `ToolCall`, `ToolResult`, and the `<tool_call>` form.
 
-Not for model servers that return structured calls, and not a parser for every model family: this is the one tagged form
-that environments written to the contract use directly.
-
-Invariant (T6): a call is never silently dropped or mended. What cannot be read comes back as a call whose `error` says
-why, and whoever runs calls answers it with that error. Ids derive from content and place, never from chance (D2).
+This is the one tagged form that environments written to the contract use directly; `inference/parsers` reads those of
+model families. Invariant (T6): a call is never silently dropped or repaired. A malformed one has an `error`, which is
+its answer. Ids derive from content and place, never from chance (D2).
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ _BEGINS = re.compile("<tool_call>|<think>")
 _ENDS_OR_BEGINS = re.compile("</?tool_call>")
 _JSON = json.JSONDecoder()
 _LONGEST_WORD = 16
-"""How far before the end of a text its end can be noticed: longer than any escape or word of JSON."""
+"""Longer than any escape or literal of JSON: how far before the end an incomplete text may fail."""
 
 
 @dataclass(slots=True)
 class ToolCall:
-    """One call that a model asked for. `error` is set, and nothing may run, when its text could not be understood.
+    """One call that a model made. If its text is malformed, `error` is set and nothing may run.
 
     Without a `uniq_id` the call gets one that derives from its content.
     """
@@ -45,11 +43,11 @@ class ToolCall:
 
     @classmethod
     def parse_from_text(cls, text: str, *, cut: bool = False) -> list[ToolCall]:
-        """All `<tool_call>{"name": …, "arguments": {…}}</tool_call>` blocks, in order; those in thinking are none, and
-        a tag inside a string of the JSON is a part of it.
+        """All `<tool_call>{"name": …, "arguments": {…}}</tool_call>` blocks outside thinking, in order. A tag inside a
+        JSON string is a part of it.
 
-        A last block without its closing tag counts when its JSON is complete, since many servers strip the tag as a
-        stop string. With `cut` (the reply ended at the length limit) it is malformed instead.
+        A last block without its closing tag counts if its JSON is complete, since many servers strip the tag as a stop
+        string. With `cut` (the reply ended at the length limit) it is malformed instead.
         """
         return [cls._parse(body, closed, place, cut) for place, (body, closed) in enumerate(_blocks(text))]
 
@@ -68,13 +66,13 @@ class ToolCall:
 
     @staticmethod
     def has_tool_call(text: str) -> bool:
-        """Whether the text asks for a call outside its thinking, well-formed or not."""
+        """Whether the text has a call outside its thinking, well-formed or not."""
         return next(_blocks(text), None) is not None
 
 
 @dataclass(slots=True)
 class ToolResult:
-    """What came of a call. `metadata` is what the tool told besides its output, such as the exit code."""
+    """The result of a call. `metadata` is what the tool returned in addition, such as the exit code."""
 
     success: bool
     output: str = ""
@@ -113,9 +111,9 @@ def result_of(reply: Mapping[str, JSON] | str, uniq_id: str | None = None) -> To
 
 
 def reply_of(result: ToolResult) -> dict[str, JSON] | str:
-    """A result in the contract's shape as a tool's reply: the reverse of `result_of` for tools that return results.
+    """A result in the contract's shape as a tool's reply: the reverse of `result_of`.
 
-    Sets, dates and the like are told as JSON can say them. Raises `ValueError` for what has no such form.
+    Sets, dates and the like become JSON values. Raises `ValueError` for a value that JSON cannot hold.
     """
     if result.success and not result.error and not result.metadata and isinstance(result.output, str):
         return result.output
@@ -125,15 +123,14 @@ def reply_of(result: ToolResult) -> dict[str, JSON] | str:
 
 
 def plain(value: object) -> JSON:
-    """The value as JSON can say it. Raises `ValueError` for what has no such form, such as an integer of more than 4300
-    digits, which could be neither written nor read."""
+    """The value as JSON. Raises `ValueError` if it has no such form, such as an integer of more than 4300 digits."""
     told = to_jsonable_python(value)
     json.dumps(told)
     return told
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """What stands in each block, and its closing tag or nothing."""
+    """The content of each block, and its closing tag or nothing."""
     at = 0
     while (mark := _BEGINS.search(text, at)) is not None:
         if mark[0] != _OPEN:
@@ -148,7 +145,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _json_end(text: str, start: int) -> int:
-    """Where the JSON that begins at `start` ends; right there where none does. Looks no further than it has to."""
+    """The end of the JSON that begins at `start`, or `start` if there is none. Reads no further than necessary."""
     size = 256
     while True:
         window = text[start : start + size]
@@ -179,5 +176,5 @@ def _derived_id(*parts: JSON) -> str:
 
 
 def encodable(text: str) -> str:
-    """The text in letters that UTF-8 can hold; odd file names may hold others."""
+    """The text with what UTF-8 cannot encode, such as parts of odd file names, replaced."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

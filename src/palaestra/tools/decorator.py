@@ -1,9 +1,4 @@
-"""What a function's docstring tells a model: the text before its sections, and the lines of its `Args:`.
-
-The form is Google's: `name: text` or `name (type): text`, with further lines indented deeper. Other sections are for
-people and are left out.
-
-`@tool`: a typed function with a docstring becomes a tool.
+"""`@tool`: a typed function with a docstring becomes a tool.
 
     @tool
     async def forecast(city: str, days: Annotated[int, Field(ge=1, le=14)] = 3) -> dict[str, object]:
@@ -14,8 +9,9 @@ people and are left out.
             days: How many days ahead.
         '''
 
-The annotations become the JSON schema and the validation, the docstring becomes the descriptions. What the function
-returns becomes the reply: text and mappings as they are, anything else as `{"result": …}`. It may raise `ToolMistake`.
+The annotations become the JSON schema and the validation. The text before the docstring's sections becomes the
+description, and the lines of its `Args:` (Google's form) those of the parameters. Text and mappings that the function
+returns are the reply as they are, anything else becomes `{"result": …}`. It may raise `ToolMistake`.
 
 A parameter of type `Slot` gets the rollout's sandbox, one of type `ToolRun` all that a running tool may use; the model
 sees neither. The names `sandbox` and `run` without an annotation do the same. Plain functions run in a thread.
@@ -44,7 +40,7 @@ from palaestra.core.user_code import settled
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.call_text import plain, reply_of, result_of
-from palaestra.tools.tool import NoRollout, Tool, ToolReply, ToolResult, ToolRun, ToolSchema
+from palaestra.tools.tool import Tool, ToolReply, ToolResult, ToolRun, ToolSchema
 
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Examples?|Notes?):\s*$")
 _ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
@@ -52,14 +48,14 @@ _ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
 @dataclass(frozen=True, slots=True)
 class Documented:
-    """What the tool does, and what its parameters mean."""
+    """The description of a tool and of its parameters."""
 
     summary: str
     parameters: dict[str, str] = field(default_factory=dict)
 
 
 def documented(called: str, docstring: str | None, parameters: Collection[str]) -> Documented:
-    """Read a docstring. Raises `ConfigError` when there is none, or when it describes a parameter that is not there."""
+    """Read a docstring. Raises `ConfigError` if there is none, or if it describes an unknown parameter."""
     lines = inspect.cleandoc(docstring or "").splitlines()
     starts = [number for number, line in enumerate(lines) if _SECTION.match(line)]
     summary = _joined(lines[: starts[0]] if starts else lines)
@@ -100,7 +96,7 @@ def _joined(lines: list[str]) -> str:
 UserFunction: TypeAlias = Callable[..., object]
 
 CONTEXT: Mapping[str, type] = {"sandbox": Slot, "run": ToolRun, "task": Task}
-"""What a function may ask for besides the model's arguments, by name or by type."""
+"""What a function may ask for in addition to the model's arguments, by name or by type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +107,7 @@ class TypedTool(Tool):
     schema: ToolSchema = field()
     arguments: type[BaseModel] = field()
     context: Mapping[str, str] = field()
-    """The function's parameters that are not the model's, each with the name in `CONTEXT` that it stands for."""
+    """The function's parameters that are not the model's, each with its name in `CONTEXT`."""
     toolset: str = "custom"
     parallel_safe: bool = False
     missing: Callable[[], str | None] = lambda: None
@@ -131,11 +127,11 @@ class TypedTool(Tool):
         return replace(self, task=task)
 
     async def execute(self, **arguments: JSON) -> ToolResult:
-        async with NoRollout() as run:
+        async with ToolRun() as run:
             return result_of(await self.run(arguments, run))
 
     async def run(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-        """Call the function with the model's arguments as their types, and with what it asks for besides."""
+        """Call the function with the model's arguments as their types, and with its context."""
         given = self._converted(arguments)
         for parameter, what in self.context.items():
             given[parameter] = await run.slot() if what == "sandbox" else self.task if what == "task" else run
@@ -178,13 +174,11 @@ def tool(
     touches_world: bool = False,
     world_session: str = "",
 ) -> TypedTool | Callable[[UserFunction], TypedTool]:
-    """Make a tool of a typed function. `missing` says why it cannot be used here, or None when it can.
+    """Make a tool of a typed function. `missing` returns why it cannot be used here, or None.
 
-    `touches_world` and `world_session` are those of `Tool`: whether its calls are recorded and played. An `external`
-    tool needs no slot, and runs at a tool server where there is one.
-
-    Raises `ConfigError` for a function without docstring or annotations, whose types have no JSON schema, or that is
-    external and asks for the sandbox.
+    `touches_world` and `world_session` are those of `Tool`. An `external` tool needs no slot, and runs at a tool server
+    if there is one. Raises `ConfigError` for a function without docstring or annotations, whose types have no JSON
+    schema, or that is external and asks for the sandbox.
     """
 
     def make(given: UserFunction) -> TypedTool:
@@ -208,7 +202,7 @@ def declare(
     external: bool = False,
     missing: Callable[[], str | None] | None = None,
 ) -> TypedTool:
-    """`tool` without its limits: the function may ask for the task too."""
+    """`tool`, for a function that may also ask for the task."""
     called = name or str(getattr(function, "__name__", "tool"))
     try:
         parameters = inspect.signature(function, eval_str=True).parameters
@@ -231,7 +225,7 @@ def declare(
 
 
 def reply_from(answer: object) -> ToolReply:
-    """What a function returned, as a tool's reply."""
+    """The reply of a tool whose function returned this."""
     if isinstance(answer, str):
         return answer
     if isinstance(answer, ToolResult):
@@ -241,14 +235,14 @@ def reply_from(answer: object) -> ToolReply:
 
 
 def _context_of(parameter: inspect.Parameter) -> str | None:
-    """What of `CONTEXT` the parameter stands for; None for the model's own."""
+    """The name in `CONTEXT` of a parameter; None for the model's own."""
     if parameter.annotation is inspect.Parameter.empty:
         return parameter.name if parameter.name in CONTEXT else None
     return next((name for name, kind in CONTEXT.items() if parameter.annotation is kind), None)
 
 
 def _arguments(called: str, parameters: list[inspect.Parameter], told: Documented) -> type[BaseModel]:
-    """The model of the arguments. Its own field names are numbers, since a parameter may be called `schema` or `_x`."""
+    """The pydantic model of the arguments. Its fields are numbered: a parameter may be called `schema` or `_x`."""
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(parameters):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -281,7 +275,7 @@ def _schema(called: str, summary: str, arguments: type[BaseModel]) -> ToolSchema
 
 
 def _inlined(called: str, value: JSON, definitions: Mapping[str, JSON], above: tuple[str, ...]) -> JSON:
-    """The schema complete in itself: references replaced by what they stand for, titles left out."""
+    """The schema with references replaced by their targets, and without titles."""
     if isinstance(value, list):
         return [_inlined(called, each, definitions, above) for each in value]
     if not isinstance(value, dict):

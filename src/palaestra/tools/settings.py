@@ -1,7 +1,7 @@
-"""What tools can be told: whom they ask, with which keys, and what they may reach.
+"""Settings of tools: providers, keys, and what they may reach.
 
-An environment's configuration is one of these, so each field is also a flag, `--env.web_provider`. Keys come from
-there and nowhere else: no tool reads the process environment, and no model sees or sets any of this.
+An environment's configuration includes them, so each field is also a flag, `--env.web_provider`. Keys come from there
+alone: no tool reads the process environment, and no model sees or sets any of this.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import Field, PrivateAttr, field_validator
 
 from palaestra.core.config import Settings
 from palaestra.core.errors import ConfigError
-from palaestra.tools.net.host_policy import Reach
+from palaestra.tools.net.host_policy import HostPolicy
 
 WEB_KEYS: Mapping[str, str] = {
     "tavily": "TAVILY_API_KEY",
@@ -30,7 +30,7 @@ WEB_URLS: Mapping[str, str] = {"searxng": "SEARXNG_URL", "firecrawl": "FIRECRAWL
 
 
 class ToolSettings(Settings):
-    """Settings of the tools that need any. A tool that lacks what it needs is missing, with the setting's name."""
+    """Settings of tools. A tool that lacks one is missing, with the setting's name."""
 
     web_provider: Literal["auto", "tavily", "exa", "brave", "serper", "firecrawl", "searxng", "ddgs"] = Field(
         default="auto",
@@ -92,7 +92,7 @@ class ToolSettings(Settings):
     _lane: asyncio.Semaphore | None = PrivateAttr(default=None)
 
     def lane(self) -> asyncio.Semaphore:
-        """The one bound on requests of all tools that were made with these settings."""
+        """The common bound on requests of all tools with these settings."""
         if self._lane is None:
             self._lane = asyncio.Semaphore(self.web_concurrency)
         return self._lane
@@ -101,7 +101,7 @@ class ToolSettings(Settings):
     @classmethod
     def _hosts_mean_something(cls, entries: list[str]) -> list[str]:
         try:
-            Reach(entries)
+            HostPolicy(entries)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return entries

@@ -1,38 +1,44 @@
-"""The vocabulary of tools: `ToolSchema`, `Tool`, and what a running tool is given. No I/O.
+"""Tools: `ToolSchema`, `Tool`, the context of a running tool (`ToolRun`) and its answer (`ToolOutcome`).
 
-`Tool` is what a registry holds. The built-in tools are `FunctionTool`s; a user writes a typed function (`functions.py`)
-or, as the contract has it, a subclass of `Tool` with `schema` and `execute`. `ToolCall` and `ToolResult`, calls and
-results as values, live in `wire.py` and are importable from here too.
-
-Invariant: a tool holds no state of a rollout. What must outlive a call is in the rollout's slot or in `ToolRun.state`.
+The built-in tools are `FunctionTool`s; users write typed functions (`decorator.py`) or, as the contract has it, a
+subclass of `Tool` with `schema` and `execute`. Invariant: a tool holds no state of a rollout; state that outlives a
+call is in the rollout's slot or in `ToolRun.state`.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Self, TypeAlias, TypeVar
+
+import msgspec
 
 from palaestra.core.types import JSON
-from palaestra.core.user_code import settled
+from palaestra.core.user_code import ForeignError, foreign, settled
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.call_text import ToolCall as ToolCall
 from palaestra.tools.call_text import ToolResult as ToolResult
-from palaestra.tools.call_text import reply_of, result_of
+from palaestra.tools.call_text import encodable, reply_of, result_of
 from palaestra.tools.runtime.scoped_objects import States
 
+logger = logging.getLogger(__name__)
+
 StateT = TypeVar("StateT")
+
+MAX_USER_TASK = 500
+"""Characters of the prompt that `ToolRun.user_task` holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
     """Name, description and JSON-schema parameters of one tool. `parameters` maps argument names to their schemas.
 
-    `keywords` are what else the schema of the arguments says of them together, such as `$defs` or
-    `additionalProperties`. An `external` tool is run by a tool server (`server.py`), not in a slot.
+    `keywords` are further keywords of the arguments' schema, such as `$defs` or `additionalProperties`. An `external`
+    tool needs no slot; a tool server may run it.
     """
 
     name: str
@@ -44,7 +50,7 @@ class ToolSchema:
 
     @classmethod
     def from_dict(cls, definition: Mapping[str, JSON], *, external: bool = False) -> ToolSchema:
-        """The schema out of an OpenAI function schema. Raises `KeyError`, `TypeError` or `ValueError` for others."""
+        """From an OpenAI function schema. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
         function = definition["function"]
         keywords = dict(function.get("parameters") or {})
         properties, required = keywords.pop("properties", {}), tuple(keywords.pop("required", ()))
@@ -52,7 +58,7 @@ class ToolSchema:
         return cls(str(function["name"]), function.get("description") or "", properties, required, external, keywords)
 
     def to_dict(self) -> dict[str, JSON]:
-        """The OpenAI function schema, a fresh copy each time: nobody can change the registry's by accident."""
+        """The OpenAI function schema, a fresh copy."""
         return {
             "type": "function",
             "function": {
@@ -72,45 +78,103 @@ class ToolSchema:
         return json.dumps(self.to_dict()["function"], ensure_ascii=False)
 
 
-class ToolRun(Protocol):
-    """What a running tool may use: its rollout's slot (acquired when first asked for) and identity."""
+ToolReply: TypeAlias = Mapping[str, JSON] | str
+"""What a tool's function returns: a dict becomes the JSON reply, a string is the reply as it is."""
+
+
+@dataclass(slots=True)
+class ToolOutcome:
+    """The answer to one tool call: the tool's `reply`, its `text` for the model (which UTF-8 can encode), and the
+    `error` of a tool that failed, or the empty string.
+
+    A command that ran and exited above zero has not failed: an `error` counts if `exit_code` is missing or negative.
+    """
+
+    reply: ToolReply
+    text: str
+    error: str = ""
 
     @property
-    def task_id(self) -> str: ...
+    def failed(self) -> bool:
+        """Whether the tool failed."""
+        return bool(self.error)
 
-    @property
-    def user_task(self) -> str: ...
+    @classmethod
+    def of(cls, reply: ToolReply) -> ToolOutcome:
+        """The outcome of a reply. Raises `TypeError` or `ValueError` if it cannot be written as JSON."""
+        if isinstance(reply, str):
+            text = encodable(reply)
+            return cls(reply, text, _error_in_text(text))
+        text = encodable(json.dumps(dict(reply), ensure_ascii=False))
+        return cls(reply, text, _error(reply.get("error"), reply.get("exit_code")))
 
-    @property
-    def timeout_s(self) -> float:
+    @classmethod
+    def refused(cls, error: str, **details: JSON) -> ToolOutcome:
+        """The outcome of a call that failed or was not run."""
+        return cls.of({"error": error, **details})
+
+
+class ToolRun:
+    """The context of a running tool: its task, its sandbox, objects that outlive the call, and the other tools.
+
+    This base class is for a call outside any task, without a sandbox and other tools; `ToolRuntime` is for a rollout.
+    Use it in an `async with`, or call `aclose`.
+    """
+
+    def __init__(
+        self, task_id: str = "", user_task: str = "", timeout_s: float = 120.0, shared: States | None = None
+    ) -> None:
+        self.task_id = task_id
+        self.user_task = user_task[:MAX_USER_TASK]
+        """The beginning of the prompt."""
+        self.timeout_s = timeout_s
         """The default time limit of a command."""
-        ...
+        self.shared = States() if shared is None else shared
+        """Objects that all rollouts of a run share, such as one browser."""
+        self._own_shared = shared is None
+        self._states = States()
 
-    @property
-    def shared(self) -> States:
-        """What the rollouts of a run have together, such as one browser."""
-        ...
-
-    async def slot(self) -> Slot: ...
+    async def slot(self) -> Slot:
+        """The sandbox of the task, acquired on the first call. Raises `ToolMistake` if there is none."""
+        raise ToolMistake(
+            "This tool works in a sandbox slot and there is none: call it through a rollout, a ToolExecutor or "
+            "handle_function_call"
+        )
 
     def state(self, kind: type[StateT]) -> StateT:
-        """The rollout's one object of this type, made without arguments when first asked for.
+        """The task's one object of this type, created without arguments on the first call.
 
-        Its `aclose`, where it has one, is awaited when the rollout has ended, however it ended.
+        If it has an `aclose`, that is awaited when the rollout ends.
         """
-        ...
+        return self._states.get(kind)
+
+    def share(self, thing: object) -> None:
+        """Set the task's object of this type, for example one that several conversations share. It is not closed."""
+        self._states.put(thing)
 
     def schemas(self) -> Sequence[ToolSchema]:
-        """The tools that the agent has, this one among them."""
-        ...
+        """The schemas of the agent's tools that are available here."""
+        return ()
 
-    async def call(self, name: str, arguments: Mapping[str, JSON]) -> ToolReply:
-        """Run another of them, checked as a model's call is. Raises `PalaestraError`; all else is in the reply."""
-        ...
+    async def call(self, name: str, arguments: Mapping[str, JSON]) -> ToolOutcome:
+        """Run another tool as if the model had called it. Raises `PalaestraError`."""
+        raise ToolMistake(f"There is no tool '{name}' to call: this is no rollout")
+
+    async def aclose(self) -> None:
+        """Close the objects of `state`. A later call creates new ones. Idempotent."""
+        await self._states.aclose()
+        if self._own_shared:
+            await self.shared.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
 
 class ToolMistake(ValueError):
-    """What a tool raises when the call cannot be done as asked: the model reads the message as the reply's `error`.
+    """An error that the model can act on; it reads the message as the reply's `error`.
 
     `details` are further keys of that reply, such as the names of similar files.
     """
@@ -120,19 +184,15 @@ class ToolMistake(ValueError):
         self.details = details
 
 
-ToolReply: TypeAlias = Mapping[str, JSON] | str
-"""What a tool's function returns: a dict becomes the JSON reply, a string is taken as it is."""
-
 ToolFunction: TypeAlias = Callable[[Mapping[str, JSON], ToolRun], Awaitable[ToolReply]]
 
 
 class Tool(ABC):
-    """One thing the agent can call. Subclass it with `schema` and `execute`; `is_available` where it may be missing.
+    """One thing the agent can call. Subclass it with `schema` and `execute`, and `is_available` if it may be missing.
 
-    `parallel_safe` calls of one turn may run at the same time. `touches_world` is true of a tool whose reply comes from
-    beyond the machine (a search engine, a web page, another model): a run records its calls and can be played without a
-    network. Where a reply depends on the calls before it, as a browser's does, the tools that share what is out there
-    name the same `world_session`.
+    `parallel_safe` calls of one turn may run concurrently. `touches_world` marks a tool whose reply comes from outside
+    this machine (a search engine, a web page, another model): its calls are recorded and can be replayed. Tools whose
+    replies depend on earlier calls, such as a browser's, name a common `world_session`.
     """
 
     toolset: str = "custom"
@@ -143,7 +203,7 @@ class Tool(ABC):
     @property
     @abstractmethod
     def schema(self) -> ToolSchema:
-        """What the model is told."""
+        """The definition that the model sees."""
 
     @property
     def name(self) -> str:
@@ -151,30 +211,32 @@ class Tool(ABC):
 
     @abstractmethod
     async def execute(self, **arguments: JSON) -> ToolResult:
-        """Run with arguments that the schema accepts, in no slot. What it raises is told to the model as a failure."""
+        """Run outside a slot, with arguments that the schema accepts. The model reads an exception as a failure."""
 
     def is_available(self) -> tuple[bool, str | None]:
-        """Whether the tool can be used here, and why not."""
+        """Whether the tool can be used here, or why not."""
         return True, None
 
     def missing(self) -> str | None:
-        """Why the tool cannot be used here, or None when it can."""
+        """Why the tool cannot be used here, or None."""
         try:
             told: object = self.is_available()
-        except Exception as error:  # who wrote the tool did not foresee it, and reads it here
+        except Exception as error:  # from the tool's author
             return f"is_available of {type(self).__name__} failed: {type(error).__name__}: {error}"
         available, reason = told if isinstance(told, tuple) else (told, None)
         return None if available else reason or "it says that it is not available"
 
-    def world_key(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[JSON]:
-        """What decides the reply of a tool that touches the world: its arguments, unless it says more.
+    def missing_in(self, *, replayed: bool) -> str | None:
+        """`missing`, or None if the run is `replayed` and a recording answers for the tool."""
+        return None if replayed and self.touches_world else self.missing()
 
-        A tool that is given the path of a file in the slot adds the file's hash, for example.
-        """
+    def world_key(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[JSON]:
+        """What decides the reply of a tool that touches the world: its arguments, and for example the hash of a file in
+        the slot that they name."""
         return given_arguments(arguments, run)
 
     def run(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[ToolReply]:
-        """Run for a rollout. Raises `ToolMistake` for what the model can mend."""
+        """Run for a rollout. Raises `ToolMistake` for an error that the model can act on."""
 
         async def reply() -> ToolReply:
             result: object = await settled(self.execute(**arguments))
@@ -186,15 +248,15 @@ class Tool(ABC):
 
 
 async def given_arguments(arguments: Mapping[str, JSON], run: ToolRun, /) -> JSON:
-    """The arguments alone: what decides the reply of most tools that touch the world."""
+    """The arguments: the `world_key` of most tools."""
     return arguments
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionTool(Tool):
-    """A tool made of a schema and a function: what the built-in tools are."""
+    """A tool made of a schema and a function."""
 
-    schema: ToolSchema = field()  # field(): the names of the base class are no defaults
+    schema: ToolSchema = field()  # field(): else the base class's attributes would be defaults
     run: ToolFunction = field()
     toolset: str = "custom"
     parallel_safe: bool = False
@@ -208,41 +270,49 @@ class FunctionTool(Tool):
         return reason is None, reason
 
     async def execute(self, **arguments: JSON) -> ToolResult:
-        async with NoRollout() as run:
+        async with ToolRun() as run:
             return result_of(await self.run(arguments, run))
 
 
-class NoRollout:
-    """A `ToolRun` for one call outside any rollout, in an `async with`: there is no slot, and state ends with it."""
+async def run_tool(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> ToolOutcome:
+    """Run a tool, in a task of its own, with arguments that fit its schema. Raises `PalaestraError`."""
+    try:
+        return await foreign(_outcome(tool, arguments, run))
+    except ForeignError as error:
+        logger.warning("tool %s failed in task %s", tool.name, run.task_id, exc_info=True)
+        return ToolOutcome.refused(f"Tool execution failed: {error}")
 
-    task_id = ""
-    user_task = ""
-    timeout_s = 120.0
 
-    def __init__(self, shared: States | None = None) -> None:
-        self.shared = shared if shared is not None else States()
-        self._own_shared = shared is None
-        self._states = States()
+async def _outcome(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> ToolOutcome:
+    try:
+        if (reason := tool.missing()) is not None:
+            return ToolOutcome.refused(f"{tool.name} cannot be used here: {reason}")
+        return ToolOutcome.of(await tool.run(arguments, run))
+    except ToolMistake as mistake:
+        return ToolOutcome.refused(str(mistake), **mistake.details)
 
-    async def __aenter__(self) -> NoRollout:
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._states.aclose()
-        if self._own_shared:
-            await self.shared.aclose()
+class _Report(msgspec.Struct):
+    """The two fields of a JSON reply that decide whether the tool failed."""
 
-    async def slot(self) -> Slot:
-        raise ToolMistake(
-            "This tool works in a sandbox slot and there is none: call it through a rollout, a ToolExecutor or "
-            "handle_function_call"
-        )
+    error: JSON = None
+    exit_code: JSON = None
 
-    def state(self, kind: type[StateT]) -> StateT:
-        return self._states.get(kind)
 
-    def schemas(self) -> Sequence[ToolSchema]:
-        return ()
+_REPORT = msgspec.json.Decoder(_Report)
 
-    async def call(self, name: str, arguments: Mapping[str, JSON]) -> ToolReply:
-        raise ToolMistake(f"There is no tool '{name}' to call: this is no rollout")
+
+def _error_in_text(text: str) -> str:
+    """The error of a reply that is JSON text already."""
+    if not text.startswith("{") or '"error"' not in text:
+        return ""
+    try:
+        report = _REPORT.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return ""
+    return _error(report.error, report.exit_code)
+
+
+def _error(error: JSON, exit_code: JSON) -> str:
+    ran = isinstance(exit_code, int) and exit_code >= 0
+    return "" if ran or not error else encodable(str(error))

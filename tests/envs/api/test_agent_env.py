@@ -22,11 +22,12 @@ from palaestra.envs.adapters.forms import form_of
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.run.run import run
 from palaestra.inference.tokenizers import load_tokenizer
+from palaestra.rollouts.events import ReplyReceived
 from palaestra.rollouts.export.token_rows import exported_rows
 from palaestra.rollouts.grading.exec_tool import ExecTool
-from palaestra.rollouts.journal.journal import Replied, read_groups, read_journal
+from palaestra.rollouts.journal.journal import read_groups, read_journal
 from palaestra.rollouts.journal.verify import verify_run
-from palaestra.testing.fake_chat_server import Answer, LoopbackServer, Seen, completion
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, Seen, completion
 from palaestra.testing.fake_engine import ToyEngine
 from palaestra.testing.fake_token_server import TokenLoopback
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
@@ -72,7 +73,7 @@ def test_a_place_of_slots_that_is_not_there_is_refused_with_the_way_out(tmp_path
 
 
 async def over_chat(folder: Path, answers: Sequence[JSON], *flags: str) -> tuple[int, str, list[Seen]]:
-    async with LoopbackServer(*map(Answer, answers)) as server:
+    async with LoopbackServer(*map(FakeAnswer, answers)) as server:
         process = await asyncio.create_subprocess_exec(
             *[sys.executable, str(script(folder, WITH_META)), "process", *LOCAL],
             *["--env.group_size", "1", "--env.total_steps", "1", "--openai.base_url", f"{server.url}/v1", *flags],
@@ -312,7 +313,7 @@ def test_one_that_was_cut_off_while_its_sub_agent_worked_goes_on(tmp_path: Path,
     said = [GIVES, LOOKS, TELLS, "Copied."]
 
     async def part(answers: Sequence[str], *flags: str) -> int:
-        async with LoopbackServer(*(Answer(completion(text)) for text in answers)) as server:
+        async with LoopbackServer(*(FakeAnswer(completion(text)) for text in answers)) as server:
             argv = ["process", "--openai.base_url", server.url, *DELEGATE, "--env.group_size", "1", *flags]
             argv += ["--env.total_steps", "1", "--env.data_path_to_save_groups", str(tmp_path / "groups.jsonl")]
             with (tmp_path / "log").open("w") as stream:
@@ -324,7 +325,7 @@ def test_one_that_was_cut_off_while_its_sub_agent_worked_goes_on(tmp_path: Path,
     (journal,) = tmp_path.glob("runs/*/*/journal*")
     (was,) = [each for group in read_groups(journal) for each in group.trajectories]
     lines = journal.read_bytes().splitlines(keepends=True)
-    places = [place for place, event in enumerate(read_journal(journal), 1) if isinstance(event, Replied)]
+    places = [place for place, event in enumerate(read_journal(journal), 1) if isinstance(event, ReplyReceived)]
     journal.write_bytes(b"".join(lines[: places[heard - 1]]))
     assert asyncio.run(part(said[heard:], "--resume", str(journal.parent))) == 4 - heard
     (now,) = [each for group in read_groups(journal) for each in group.trajectories]
@@ -335,7 +336,7 @@ def test_one_that_was_cut_off_while_its_sub_agent_worked_goes_on(tmp_path: Path,
 def test_run_agent_has_sub_agents_in_its_own_slot(tmp_path: Path) -> None:
     async def scenario() -> None:
         said = [call("terminal", command="echo 42 > seed.txt"), GIVES, LOOKS, TELLS, "Done."]
-        async with LoopbackServer(*(Answer(completion(text)) for text in said)) as server:
+        async with LoopbackServer(*(FakeAnswer(completion(text)) for text in said)) as server:
             argv = ["evaluate", "--openai.base_url", server.url, *DELEGATE]
             argv += ["--env.data_dir_to_save_evals", str(tmp_path / "evals")]
             with (tmp_path / "log").open("w") as stream:
@@ -353,7 +354,7 @@ def test_run_agent_has_sub_agents_in_its_own_slot(tmp_path: Path) -> None:
 def test_run_agent_gives_its_slot_back(tmp_path: Path) -> None:
     async def scenario() -> None:
         look = CALL.replace("cp seed.txt word.txt", "echo $((40 + 2))")
-        async with LoopbackServer(Answer(completion(look)), Answer(completion("42"))) as server:
+        async with LoopbackServer(FakeAnswer(completion(look)), FakeAnswer(completion("42"))) as server:
             argv = [
                 "evaluate",
                 "--openai.base_url",
@@ -374,7 +375,7 @@ def test_run_agent_gives_its_slot_back(tmp_path: Path) -> None:
 @pytest.mark.slots
 def test_an_evaluation_collects_what_it_names(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with LoopbackServer(Answer(completion("Copied."))) as server:
+        async with LoopbackServer(FakeAnswer(completion("Copied."))) as server:
             argv = [
                 "evaluate",
                 "--openai.base_url",

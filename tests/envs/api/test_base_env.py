@@ -18,7 +18,7 @@ from palaestra.envs.api.base_env import format_trajectory
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.run.run import RunReport, run
 from palaestra.inference.config import APIServerConfig
-from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 pytestmark = pytest.mark.slots
 
@@ -81,7 +81,7 @@ class Adding(Sums):
 
 def rolled_out(env: type[BaseEnv], folder: Path, *flags: str, answer: JSON = None) -> RunReport:
     async def scenario() -> RunReport:
-        async with LoopbackServer(Answer(answer or completion("4"))) as server:
+        async with LoopbackServer(FakeAnswer(answer or completion("4"))) as server:
             line = CommandLine("test", form_of(env).config_type(), APIServerConfig, name="test")
             argv = ["process", "--openai.base_url", server.url, "--openai.model_name", "m", *flags]
             parsed = line.parse([*argv, "--env.data_path_to_save_groups", str(folder / "g.jsonl")], {})

@@ -309,7 +309,7 @@ def test_a_task_with_an_empty_list_of_toolsets_has_no_tool(
     monkeypatch.chdir(tmp_path)
     Path("bare_env.py").write_text(BARE)
     assert run_guarded(lambda: cli.main(["run", "bare_env.py", "--policy", "oracle"], standalone_mode=False)) == 3
-    assert "its solution is of commands, for the tool terminal, and the agent has no tool" in capsys.readouterr().err
+    assert "its solution has commands for the tool terminal, and the agent has no tool" in capsys.readouterr().err
 
 
 FORGETFUL = """

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from palaestra.core.errors import ConfigError
-from palaestra.envs.cheats.bank import BANK
-from palaestra.envs.cheats.command import cheats_named, check_environment
+from palaestra.envs.cheats.proof import BANK, cheats_named, check_environment
 from palaestra.envs.config.build import make_pool
-from palaestra.suites.swe.authoring.build_command import BuildOptions, build
-from palaestra.suites.swe.swe_env import SweSmithOracleEnvConfig
+from palaestra.suites.swe.authoring.build_tasks import BuildOptions, build
+from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnvConfig
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.slots
@@ -23,7 +22,7 @@ NAIVE = '''
 """Pays what a grader pays that looks at the agent's own slot: its files, its shell, its output."""
 import dataclasses
 from palaestra import Score
-from palaestra.suites.swe.swe_env import SweEnvironment, SweSmithOracleEnv
+from palaestra.suites.swe.swe_smith_oracle import SweEnvironment, SweSmithOracleEnv
 
 class Naive(SweEnvironment):
     async def resolve(self, task):
@@ -103,7 +102,7 @@ def test_a_reward_is_held_against_its_own_tasks_floor_and_what_was_not_played_is
     proof = check_environment(str(path), [], tasks=2, only=["named-files"], quiet=True)
     assert [(line.rewards, line.ok) for line in proof.lines] == [((1.0,), False)] * 3
     path.write_text(UNPLAYED.replace("FLOOR", "'none'"))
-    with pytest.raises(ConfigError, match="task word: its floor 'none' is no number"):
+    with pytest.raises(ConfigError, match=r"task word: its floor .none."):
         check_environment(str(path), [], tasks=2, only=["named-files"], quiet=True)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from palaestra.agent.budget import Budget
-from palaestra.core.config import Layer, has_effect, merge
+from palaestra.core.config import ConfigLayer, has_effect, merge
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Prices
 from palaestra.envs.config.build import agent_settings
@@ -101,7 +101,7 @@ def test_a_group_of_one_is_not_dropped_for_equal_scores() -> None:
 def test_a_larger_group_size_from_a_flag_undoes_that_default() -> None:
     own = BaseEnvConfig(group_size=1)
     values = {name: getattr(own, name) for name in own.model_fields_set}
-    merged = merge(BaseEnvConfig, [Layer("config_init", values), Layer("command line", {"group_size": 8})])
+    merged = merge(BaseEnvConfig, [ConfigLayer("config_init", values), ConfigLayer("command line", {"group_size": 8})])
     assert merged.value.ensure_scores_are_not_same is True
 
 
@@ -122,7 +122,7 @@ def test_a_larger_group_size_from_a_flag_undoes_that_default() -> None:
 )
 def test_what_cannot_work_is_refused(field: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        merge(HermesAgentEnvConfig, [Layer("test", {field: value})])
+        merge(HermesAgentEnvConfig, [ConfigLayer("test", {field: value})])
 
 
 def test_toolsets_come_from_one_place() -> None:

@@ -15,7 +15,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import Outcome
 from palaestra.envs.splits import HeldOutConfig, is_held_out
 from palaestra.rollouts.journal.journal import read_groups
-from palaestra.suites.endless_terminals.endless_env import EndlessTerminalsEnv, EndlessTerminalsEnvConfig
+from palaestra.suites.endless_terminals.endless_terminals import EndlessTerminalsEnv, EndlessTerminalsEnvConfig
 
 pytestmark = pytest.mark.slots
 
@@ -134,7 +134,7 @@ def test_a_run_does_not_go_on_as_an_evaluation(lines_env: str, capsys: pytest.Ca
     (folder,) = Path().glob("runs/*/*")
     journal = (folder / "journal.jsonl").read_bytes()
     assert palaestra("eval", lines_env, "--policy", "oracle", "--resume", str(folder)) == 2
-    assert f"{folder} is a run, which cannot go on as an evaluation" in capsys.readouterr().err
+    assert f"{folder} is a run and cannot be resumed as an evaluation" in capsys.readouterr().err
     assert (folder / "journal.jsonl").read_bytes() == journal
 
 
@@ -235,7 +235,7 @@ def test_an_evaluation_that_logs_nothing_is_told(
     monkeypatch.chdir(tmp_path)
     Path("logging_env.py").write_text(LOGGING.partition("        samples = ")[0] + "        return {'mean': 0.75}\n")
     assert palaestra("eval", "logging_env.py", "--policy", "noop") == 0
-    assert "logged no figures: its evaluate called no evaluate_log" in capsys.readouterr().err
+    assert "logged no metrics" in capsys.readouterr().err
 
 
 def test_names_of_figures_may_be_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,10 @@ from palaestra.envs.run.run import RunReport, run
 from palaestra.envs.run.run_folder import Output, claim_folder
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.tokenizers import load_tokenizer
+from palaestra.rollouts.events import RunStarted
+from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.grading.tool_context import ToolContext
+from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.records import Group, TokenRow, Trajectory
 from palaestra.rollouts.runner import Totals
 from palaestra.testing.fake_engine import ToyEngine
@@ -251,11 +254,18 @@ def test_what_is_too_long_for_the_trainer_is_said(folder: Path, tmp_path: Path) 
     assert "2 had nothing but rollouts that are too long" in said
 
 
+def new_output(root: Path) -> Output:
+    folder = claim_folder(root, "e", "m")
+    groups = GroupsFile(folder.groups, env="e", model="m")
+    output = Output(folder, Journal(folder.journal), {}, env="e", model="m", groups=groups)
+    output.journal.append(RunStarted(run_id=folder.run_id, env="e", model="m", seed=0))
+    return output
+
+
 def scores_sent(rollouts: list[Trajectory], folder: Path) -> list[float] | None:
     """What of a group of three goes to a trainer that takes 8 tokens; None where nothing does."""
     group = Group(group_id="g", number=0, task_id="t", trajectories=rollouts)
-    output = Output(claim_folder(folder, "e", "m"), env="e", model="m", groups_path=None, settings={})
-    output.start(0)
+    output = new_output(folder)
     try:
         line = Serving(BaseEnvConfig(group_size=3), output, print)._line(group, 8)
     finally:
@@ -285,7 +295,7 @@ def test_what_is_left_of_a_group_must_differ_too(
 
 
 def test_groups_of_equal_scores_are_told_of_once_and_counted(tmp_path: Path) -> None:
-    output = Output(claim_folder(tmp_path, "e", "m"), env="e", model="m", groups_path=None, settings={})
+    output = new_output(tmp_path)
     notes: list[str] = []
     config = BaseEnvConfig(group_size=2)
     feeding = Serving(config, output, notes.append)
@@ -312,7 +322,6 @@ def test_groups_of_equal_scores_are_told_of_once_and_counted(tmp_path: Path) -> 
         async with serving() as url, Talk(url) as api:
             await api.both()
             config.rollout_server_url = url
-            output.start(0)
             try:
                 await feeding.run(roll_out, lambda group: None)
             finally:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from toy import Sums
+from toy import Sums, tell
 
 from palaestra.core.clock import ManualClock
 from palaestra.core.types import Outcome
@@ -21,6 +21,7 @@ from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.report_metrics import Reporting, asked_for
 from palaestra.envs.run.run import RunReport, run
 from palaestra.inference.config import APIServerConfig
+from palaestra.rollouts.events import GroupFinished
 from palaestra.rollouts.observe.trackers.tracker import Shown
 from palaestra.rollouts.records import Group, Trajectory
 
@@ -74,9 +75,9 @@ def group(number: int, reward: float) -> Group:
 async def told(environment: Figured, rewards: list[float], **options: object) -> Heard:
     heard = Heard()
     reporting = Reporting([heard], clock=ManualClock(), **options)  # type: ignore[arg-type]
-    with reporting.going_on(environment):
+    with reporting.running(environment):
         for number, reward in enumerate(rewards):
-            reporting.group_finished(group(number, reward))
+            tell(reporting, GroupFinished(group(number, reward)))
             for _ in range(5):
                 await asyncio.sleep(0)
     await reporting.finish(environment, {"reward/mean": 0.5})
@@ -103,7 +104,7 @@ def test_figures_of_the_environments_own_that_fail_are_left_out_and_said(caplog:
     environment.broken = True
     heard = asyncio.run(told(environment, [1.0, 1.0]))
     assert [step for step, _ in heard.logged] == [1, 2, 2]
-    assert [record.message for record in caplog.records] == ["environment sums failed at its own figures"]
+    assert [record.message for record in caplog.records] == ["environment sums failed to compute its own metrics"]
 
 
 def test_a_default_asks_for_nothing() -> None:

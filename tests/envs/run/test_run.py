@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from envs import scripts
-from palaestra.testing.fake_chat_server import Answer, LoopbackServer, Seen, completion
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, Seen, completion
 
 pytestmark = pytest.mark.slots
 
@@ -150,7 +150,7 @@ def test_ctrl_c_keeps_what_was_finished_and_leaves_nothing_behind(tmp_path: Path
         finally:
             running.kill()
     assert "Traceback" not in rest
-    assert "the run is not at its end; go on with --resume runs/sleeper--oracle/" in rest
+    assert "the run is not finished; continue with --resume runs/sleeper--oracle/" in rest
     assert [group["task_id"] for group in lines(tmp_path / "data/sleeper.jsonl")] == ["quick"]
     assert not started & everybody(), "processes of the run outlived it"
     assert not commands("sleep 3611")
@@ -206,7 +206,7 @@ def test_a_chat_server_has_a_real_conversation_with_tools(tmp_path: Path) -> Non
     script(tmp_path, scripts.COUNT_LINES)
 
     async def main() -> tuple[int, str, list[Seen]]:
-        async with LoopbackServer(*map(Answer, answers)) as server:
+        async with LoopbackServer(*map(FakeAnswer, answers)) as server:
             process = await asyncio.create_subprocess_exec(
                 *RUN,
                 *["my_env.py", "--env.n", "1", "--base-url", f"{server.url}/v1", "--model", "m"],

@@ -17,5 +17,7 @@ def test_runs_that_begin_in_the_same_second_have_a_folder_each(tmp_path: Path) -
 
 def test_a_place_that_takes_no_folder_is_said(tmp_path: Path) -> None:
     (tmp_path / "lines--m").touch()
-    with pytest.raises(ConfigError, match=r"cannot make the run folder .*: File exists; run where you may write"):
+    with pytest.raises(
+        ConfigError, match=r"cannot make the run folder .*: File exists; run in a directory that you can write to"
+    ):
         claim_folder(tmp_path, "lines", "m")

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from palaestra.core.errors import EngineReplyError
 from palaestra.core.types import JSON
 from palaestra.inference.engine import AssistantMessage, ChatCompletion
-from palaestra.inference.http.chat_completions import decode_completion, encode_json, plainer_history
+from palaestra.inference.http.chat_completions import decode_completion, plainer_history
+from palaestra.inference.http.transport import encode_json
 from palaestra.testing.fake_chat_server import completion
 
 json_values = st.recursive(

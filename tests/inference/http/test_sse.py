@@ -17,7 +17,7 @@ from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.http.sse import Delta, events
-from palaestra.testing.fake_chat_server import Answer, LoopbackServer, completion
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 DONE = b"data: [DONE]\n\n"
 
@@ -49,16 +49,16 @@ def ask(server: LoopbackServer, told: list[Delta] | None = None, **request: JSON
 
 
 def streamed(*pieces: bytes) -> ChatCompletion:
-    return ask(LoopbackServer(Answer([*pieces])), config={"stream": True})
+    return ask(LoopbackServer(FakeAnswer([*pieces])), config={"stream": True})
 
 
 def test_pieces_become_what_comes_in_one() -> None:
     told: list[Delta] = []
     usage = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3,"total_tokens":10}}\n\n'
     start, end = event({"role": "assistant", "content": ""}), event({}, "stop")
-    server = LoopbackServer(Answer([start, event({"content": "h"}), event({"content": "i"}), end, usage, DONE]))
+    server = LoopbackServer(FakeAnswer([start, event({"content": "h"}), event({"content": "i"}), end, usage, DONE]))
     reply = ask(server, told)
-    whole = ask(LoopbackServer(Answer(completion("hi"))))
+    whole = ask(LoopbackServer(FakeAnswer(completion("hi"))))
     assert reply.model_dump() == whole.model_dump()
     assert [delta.content for delta in told] == ["h", "i"]
     assert server.seen[0].body["stream"] is True
@@ -67,12 +67,12 @@ def test_pieces_become_what_comes_in_one() -> None:
 
 @pytest.mark.parametrize("request_", [{"stream": True}, {"extra_body": {"stream": True}}])
 def test_a_request_may_ask_for_a_stream(request_: JSON) -> None:
-    server = LoopbackServer(Answer([event({"content": "hi"}, "stop"), DONE]))
+    server = LoopbackServer(FakeAnswer([event({"content": "hi"}, "stop"), DONE]))
     assert ask(server, **request_).choices[0].message.content == "hi"
 
 
 def test_a_server_that_does_not_stream_is_understood() -> None:
-    assert ask(LoopbackServer(Answer(completion("hi"))), []).choices[0].message.content == "hi"
+    assert ask(LoopbackServer(FakeAnswer(completion("hi"))), []).choices[0].message.content == "hi"
 
 
 def test_thinking_and_its_details() -> None:
@@ -81,7 +81,7 @@ def test_thinking_and_its_details() -> None:
         event({"reasoning_content": "hm"}),
         event({"reasoning_content": "m", "reasoning_details": [{"text": "x"}]}),
     ]
-    reply = ask(LoopbackServer(Answer([*pieces, event({"content": "so"}, "stop"), DONE])), told)
+    reply = ask(LoopbackServer(FakeAnswer([*pieces, event({"content": "so"}, "stop"), DONE])), told)
     message = reply.choices[0].message
     assert (message.reasoning_content, message.content) == ("hmm", "so")
     assert message.reasoning_details == [{"text": "x"}]
@@ -153,7 +153,7 @@ def test_several_choices_and_their_log_probabilities() -> None:
 
 def test_choices_asked_for_one_by_one_are_told_apart() -> None:
     told: list[Delta] = []
-    server = LoopbackServer(Answer([event({"content": "x"}, "stop"), DONE]))
+    server = LoopbackServer(FakeAnswer([event({"content": "x"}, "stop"), DONE]))
     reply = ask(server, told, n=2, config={"n_kwarg_is_ignored": True})
     assert [choice.message.content for choice in reply.choices] == ["x", "x"]
     assert sorted(delta.index for delta in told) == [0, 1]
@@ -162,9 +162,9 @@ def test_choices_asked_for_one_by_one_are_told_apart() -> None:
 def test_a_stream_that_broke_off_is_asked_for_again_and_what_was_told_is_void() -> None:
     told: list[Delta] = []
     server = LoopbackServer(
-        Answer([event({"content": "half"})], cut=True),
-        Answer([event({"content": "half"})]),
-        Answer([event({"content": "whole"}, "stop"), DONE]),
+        FakeAnswer([event({"content": "half"})], cut=True),
+        FakeAnswer([event({"content": "half"})]),
+        FakeAnswer([event({"content": "whole"}, "stop"), DONE]),
     )
     assert ask(server, told).choices[0].message.content == "whole"
     assert len(server.seen) == 3
@@ -185,8 +185,8 @@ def test_a_server_that_always_breaks_off_is_an_error_that_names_it() -> None:
     ("piece", "said"),
     [
         (b'data: {"error": {"message": "out of memory"}}\n\n', "failed in the middle of its reply: out of memory"),
-        (b"data: hello\n\n", "not a piece of a reply: 'hello'"),
-        (b"data: [1]\n\n", "not a piece of a reply"),
+        (b"data: hello\n\n", "invalid chunk of a reply: 'hello'"),
+        (b"data: [1]\n\n", "invalid chunk of a reply"),
     ],
 )
 def test_what_is_no_piece_of_a_reply(piece: bytes, said: str) -> None:

@@ -14,9 +14,9 @@ from palaestra.core.errors import ContextExceeded, EngineRefused, EngineUnavaila
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON
 from palaestra.inference.http.transport import Transport
-from palaestra.testing.fake_chat_server import Answer, LoopbackServer
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer
 
-OK = Answer({"ok": True})
+OK = FakeAnswer({"ok": True})
 
 
 def transport(clock: ManualClock, **options: JSON) -> Transport:
@@ -63,20 +63,23 @@ def test_a_post_carries_json_and_headers_and_keeps_the_connection() -> None:
 def test_what_can_pass_by_itself_is_tried_again(status: int) -> None:
     clock = ManualClock()
     client = transport(clock)
-    assert outcome(LoopbackServer(Answer({"error": "busy"}, status), Answer({}, status), OK), client) == b'{"ok": true}'
+    assert (
+        outcome(LoopbackServer(FakeAnswer({"error": "busy"}, status), FakeAnswer({}, status), OK), client)
+        == b'{"ok": true}'
+    )
     assert (client.retries, client.failures) == (2, 0)
     assert 0.25 <= clock.slept[0] <= 0.5 <= clock.slept[1] <= 1.0
 
 
 def test_retry_after_is_honoured() -> None:
     clock = ManualClock()
-    outcome(LoopbackServer(Answer({}, 429, {"Retry-After": "7"}), OK), transport(clock))
+    outcome(LoopbackServer(FakeAnswer({}, 429, {"Retry-After": "7"}), OK), transport(clock))
     assert 7.0 <= clock.slept[0] <= 7.5
 
 
 def test_a_cut_connection_is_tried_again() -> None:
     clock = ManualClock()
-    assert outcome(LoopbackServer(Answer(cut=True), OK), transport(clock)) == b'{"ok": true}'
+    assert outcome(LoopbackServer(FakeAnswer(cut=True), OK), transport(clock)) == b'{"ok": true}'
     assert len(clock.slept) == 1
 
 
@@ -85,7 +88,7 @@ def test_a_cut_connection_is_tried_again() -> None:
     [(400, "bad"), (401, "--openai.api_key"), (403, "--openai.api_key"), (404, "--openai.model_name"), (422, "bad")],
 )
 def test_a_refusal_is_final_and_names_the_way_out(status: int, says: str) -> None:
-    server = LoopbackServer(Answer({"error": {"message": "bad thing"}}, status))
+    server = LoopbackServer(FakeAnswer({"error": {"message": "bad thing"}}, status))
     with pytest.raises(EngineRefused) as caught:
         outcome(server, transport(ManualClock()))
     text = str(caught.value)
@@ -98,7 +101,7 @@ def test_a_refusal_is_final_and_names_the_way_out(status: int, says: str) -> Non
 
 
 def test_a_redirect_is_not_followed_since_it_would_turn_the_post_into_a_get() -> None:
-    server = LoopbackServer(Answer({}, 301, {"Location": "/elsewhere"}))
+    server = LoopbackServer(FakeAnswer({}, 301, {"Location": "/elsewhere"}))
     with pytest.raises(EngineRefused, match="redirects"):
         outcome(server, transport(ManualClock()))
     assert len(server.seen) == 1
@@ -127,7 +130,7 @@ def test_a_redirect_is_not_followed_since_it_would_turn_the_post_into_a_get() ->
 )
 def test_a_conversation_that_does_not_fit_is_told_apart(message: JSON) -> None:
     with pytest.raises(ContextExceeded):
-        outcome(LoopbackServer(Answer({"error": message}, 400)), transport(ManualClock()))
+        outcome(LoopbackServer(FakeAnswer({"error": message}, 400)), transport(ManualClock()))
 
 
 @pytest.mark.parametrize(
@@ -136,12 +139,12 @@ def test_a_conversation_that_does_not_fit_is_told_apart(message: JSON) -> None:
 )
 def test_other_bad_requests_are_not_taken_for_a_full_context(detail: str) -> None:
     with pytest.raises(EngineRefused) as caught:
-        outcome(LoopbackServer(Answer({"detail": detail}, 400)), transport(ManualClock()))
+        outcome(LoopbackServer(FakeAnswer({"detail": detail}, 400)), transport(ManualClock()))
     assert not isinstance(caught.value, ContextExceeded)
 
 
 def test_a_server_that_stays_overloaded_is_unavailable_after_the_tries() -> None:
-    server = LoopbackServer(Answer({"message": "queue full"}, 503))
+    server = LoopbackServer(FakeAnswer({"message": "queue full"}, 503))
     with pytest.raises(EngineUnavailable, match=r"HTTP 503.*tried 3 times.*queue full"):
         outcome(server, transport(ManualClock(), retry=RetryPolicy(attempts=3)))
     assert len(server.seen) == 3
@@ -150,7 +153,7 @@ def test_a_server_that_stays_overloaded_is_unavailable_after_the_tries() -> None
 def test_no_retry_starts_after_the_time_is_over() -> None:
     clock = ManualClock()
     with pytest.raises(EngineUnavailable):
-        outcome(LoopbackServer(Answer({}, 503, {"Retry-After": "9"})), transport(clock, timeout_s=20.0))
+        outcome(LoopbackServer(FakeAnswer({}, 503, {"Retry-After": "9"})), transport(clock, timeout_s=20.0))
     assert len(clock.slept) == 2
 
 
@@ -159,7 +162,7 @@ def test_waiting_for_a_turn_costs_no_tries() -> None:
     clock = ManualClock()
 
     async def go() -> list[bytes]:
-        async with LoopbackServer(OK, Answer({}, 503), OK) as server:
+        async with LoopbackServer(OK, FakeAnswer({}, 503), OK) as server:
             server.gate = asyncio.Event()
             client = transport(clock, lanes={"train": 1}, timeout_s=20.0)
             asked = [asyncio.create_task(client.post_json(URL(server.url) / "v1", {})) for _ in range(2)]
@@ -196,7 +199,7 @@ def test_an_unreachable_port_names_the_address_and_what_to_check() -> None:
 def test_a_reply_that_never_comes_is_unavailable() -> None:
     client = Transport(model="m7", timeout_s=0.05)
     with pytest.raises(EngineUnavailable, match=r"within 0\.05 s"):
-        outcome(LoopbackServer(Answer(hang=True)), client)
+        outcome(LoopbackServer(FakeAnswer(hang=True)), client)
     assert client.in_flight == 0
 
 
@@ -221,7 +224,7 @@ def test_a_lane_bounds_what_is_under_way_and_another_lane_is_not_behind_it() -> 
 
 def test_cancelling_a_request_frees_its_place() -> None:
     async def go() -> None:
-        async with LoopbackServer(Answer(hang=True), OK) as server:
+        async with LoopbackServer(FakeAnswer(hang=True), OK) as server:
             client = Transport(lanes={"train": 1})
             first = asyncio.create_task(client.post_json(URL(server.url), {}))
             await server.under_way(1)

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from palaestra.inference.engine import Sampled
-from palaestra.inference.ledger import Ledger, LedgerRecord, Piece, Reason, pieces_of, verify_ledger
+from palaestra.inference.ledger import Ledger, LedgerRecord, Piece, SegmentReason, TokenRow, pieces_of, verify_ledger
+from palaestra.testing.fake_engine import toy_tokenizer
 
 
 def say(ledger: Ledger, segment: int, delta: list[int], *parts: tuple[list[int], str], finish: str = "stop") -> int:
@@ -24,7 +25,7 @@ def say(ledger: Ledger, segment: int, delta: list[int], *parts: tuple[list[int],
 
 def test_a_turn_is_prompt_and_sample() -> None:
     ledger = Ledger(stop_ids=[9])
-    segment = ledger.open(Reason.START)
+    segment = ledger.open(SegmentReason.START)
     assert say(ledger, segment, [1, 2, 3], ([4, 9], "7")) == 1
     (row,) = ledger.rows()
     assert row.tokens == [1, 2, 3, 4, 9]
@@ -36,7 +37,7 @@ def test_a_turn_is_prompt_and_sample() -> None:
 
 def test_a_second_turn_appends_and_the_first_stays_trained() -> None:
     ledger = Ledger()
-    segment = ledger.open(Reason.START)
+    segment = ledger.open(SegmentReason.START)
     say(ledger, segment, [1], ([2, 9], ""))
     assert list(ledger.prompt(segment, [5])) == [1, 2, 9, 5]
     say(ledger, segment, [5], ([6, 9], ""))
@@ -47,7 +48,7 @@ def test_a_second_turn_appends_and_the_first_stays_trained() -> None:
 
 def test_an_aborted_request_stays_one_row_with_both_policies() -> None:
     ledger = Ledger()
-    say(ledger, ledger.open(Reason.START), [1], ([2, 3], "a"), ([4, 9], "b"))
+    say(ledger, ledger.open(SegmentReason.START), [1], ([2, 3], "a"), ([4, 9], "b"))
     (row,) = ledger.rows()
     assert row.tokens == [1, 2, 3, 4, 9]
     assert row.versions == [(1, 3, "a"), (3, 5, "b")]
@@ -57,8 +58,8 @@ def test_an_aborted_request_stays_one_row_with_both_policies() -> None:
 
 def test_segments_are_rows_of_their_own() -> None:
     ledger = Ledger()
-    first = ledger.open(Reason.COMPACTION)
-    second = ledger.open(Reason.COMPACTION)
+    first = ledger.open(SegmentReason.COMPACTION)
+    second = ledger.open(SegmentReason.COMPACTION)
     say(ledger, first, [1], ([2], ""))
     say(ledger, second, [1, 7], ([3], ""))
     say(ledger, first, [8], ([4], ""))
@@ -71,22 +72,22 @@ def test_segments_are_rows_of_their_own() -> None:
 
 def test_a_segment_without_a_turn_leaves_nothing() -> None:
     ledger = Ledger()
-    ledger.open(Reason.START)
+    ledger.open(SegmentReason.START)
     assert ledger.rows() == []
     assert ledger.record().segments == []
 
 
-@pytest.mark.parametrize("reason", [Reason.START, Reason.ABORT_RESUME])
-def test_what_is_no_reason_for_a_segment(reason: Reason) -> None:
+@pytest.mark.parametrize("reason", [SegmentReason.START, SegmentReason.ABORT_RESUME])
+def test_what_is_no_reason_for_a_segment(reason: SegmentReason) -> None:
     ledger = Ledger()
-    ledger.open(Reason.START)
+    ledger.open(SegmentReason.START)
     with pytest.raises(ValueError, match=reason):
         ledger.open(reason)
 
 
 def test_a_turn_is_appended_whole_or_not_at_all() -> None:
     ledger = Ledger()
-    segment = ledger.open(Reason.START)
+    segment = ledger.open(SegmentReason.START)
     with pytest.raises(ValueError, match="2 ids with 1 log-probabilities"):
         ledger.append(segment, [1], [Piece(Sampled([2, 3], [-1.0], "stop"), 0)])
     assert ledger.rows() == []
@@ -95,7 +96,7 @@ def test_a_turn_is_appended_whole_or_not_at_all() -> None:
 
 def test_a_prompt_that_grows_does_not_change_the_ledger() -> None:
     ledger = Ledger()
-    segment = ledger.open(Reason.START)
+    segment = ledger.open(SegmentReason.START)
     say(ledger, segment, [1], ([2], ""))
     ledger.prompt(segment, []).grow(array("i", [99]))
     assert ledger.rows()[0].tokens == [1, 2]
@@ -103,17 +104,18 @@ def test_a_prompt_that_grows_does_not_change_the_ledger() -> None:
 
 def test_a_row_is_as_it_was_when_it_was_looked_at() -> None:
     ledger = Ledger()
-    segment = ledger.open(Reason.START)
+    segment = ledger.open(SegmentReason.START)
     say(ledger, segment, [1], ([2], "a"), ([3, 9], "b"))
-    (view,), before = ledger.views(), ledger.rows()
+    (node,), (before,) = ledger.nodes(toy_tokenizer()), ledger.rows()
     say(ledger, segment, [4, 5], ([6, 9], "c"))
-    assert [view.row()] == before
+    assert (node.tokens, node.masked_tokens, node.logprobs) == (before.tokens, before.masks, before.logprobs)
+    assert node.metadata["versions"] == before.versions
     assert ledger.rows()[0].logprobs == [1.0, -0.5, -0.5, -0.75, 1.0, 1.0, -0.5, -0.75]
 
 
 def test_what_was_sampled_in_a_turn_of_any_segment() -> None:
     ledger = Ledger()
-    first, second = ledger.open(Reason.START), ledger.open(Reason.COMPACTION)
+    first, second = ledger.open(SegmentReason.START), ledger.open(SegmentReason.COMPACTION)
     say(ledger, first, [1], ([2, 3], "a"), ([9], "b"))
     say(ledger, second, [1, 7], ([4], "b"))
     say(ledger, first, [8], ([5, 9], "b"))
@@ -126,7 +128,7 @@ def test_what_was_sampled_in_a_turn_of_any_segment() -> None:
 
 def test_a_record_survives_json_and_is_compact() -> None:
     ledger = Ledger(stop_ids=[9])
-    segment = ledger.open(Reason.START)
+    segment = ledger.open(SegmentReason.START)
     for number in range(20):
         say(ledger, segment, list(range(100_000, 100_050)), ([200_000 + number] * 50, "v1"))
     raw = msgspec.json.encode(ledger.record())
@@ -134,3 +136,8 @@ def test_a_record_survives_json_and_is_compact() -> None:
     assert again == ledger.record()
     assert verify_ledger(again).ok
     assert len(raw) / len(ledger.rows()[0].tokens) < 15  # 9 bytes a token as base64, and the turns
+
+
+def test_an_own_row_on_disk_is_its_four_fields() -> None:
+    row = TokenRow(tokens=[1], masks=[-100])
+    assert msgspec.json.encode(row) == b'{"tokens":[1],"masks":[-100],"logprobs":null,"source":"placeholder"}'

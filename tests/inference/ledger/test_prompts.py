@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palaestra.inference.engine import Sampled
-from palaestra.inference.ledger import Ledger, Piece, Reason
-from palaestra.inference.ledger.prompts import LONG, Prompt, ids_json
+from palaestra.inference.ledger import Ledger, Piece, SegmentReason
+from palaestra.inference.ledger.ledger import LONG_PROMPT, Prompt, ids_json
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 
@@ -24,12 +24,12 @@ def is_known(prompt: Prompt, ids: list[int]) -> bool:
 
 
 @given(
-    st.sampled_from([0, LONG - 4, LONG]),
+    st.sampled_from([0, LONG_PROMPT - 4, LONG_PROMPT]),
     st.lists(st.tuples(IDS, IDS, IDS, st.booleans()), max_size=5),
 )
 def test_prompts_of_a_growing_segment(opening: int, turns: list[tuple[list[int], list[int], list[int], bool]]) -> None:
     ledger, known = Ledger(), list(range(opening))
-    segment = ledger.open(Reason.START)
+    segment = ledger.open(SegmentReason.START)
     earlier = ledger.prompt(segment, [7])
     ledger.append(segment, known, [Piece(Sampled([], [], "stop"), 0)])
     for delta, before_abort, after, asked in turns:
@@ -50,7 +50,7 @@ def test_a_prompt_without_a_segment() -> None:
 
 def test_parts_of_a_prompt() -> None:
     ledger = Ledger()
-    segment = ledger.open(Reason.START)
+    segment = ledger.open(SegmentReason.START)
     ledger.append(segment, [1, 2], [Piece(Sampled([3], [-0.5], "stop"), 0)])
     prompt = ledger.prompt(segment, [4, 5])
     assert [prompt[0], prompt[2], prompt[3], prompt[-1], prompt[-3]] == [1, 3, 4, 5, 3]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palaestra.inference.engine import Sampled
-from palaestra.inference.ledger import Ledger, LedgerRecord, Piece, Reason, Span, verify_ledger
+from palaestra.inference.ledger import Ledger, LedgerRecord, Piece, SegmentReason, TokenSpan, verify_ledger
 
 STOP = 9
 Spoil = Callable[[LedgerRecord], None]
@@ -29,12 +29,12 @@ def say(ledger: Ledger, segment: int, delta: list[int], *parts: list[int], finis
 def sound() -> LedgerRecord:
     """Three segments; the first has two turns, of which the second was aborted once, and one cut by length."""
     ledger = Ledger(stop_ids=[STOP])
-    first = ledger.open(Reason.START)
+    first = ledger.open(SegmentReason.START)
     say(ledger, first, [1, 2, 3], [4, 5, STOP])
     say(ledger, first, [6, 7], [8, 10], [11, STOP])
-    second = ledger.open(Reason.TEMPLATE_REWRITE)
+    second = ledger.open(SegmentReason.TEMPLATE_REWRITE)
     say(ledger, second, [1, 2, 6, 7], [12, 13], finish="length")
-    third = ledger.open(Reason.COMPACTION)
+    third = ledger.open(SegmentReason.COMPACTION)
     say(ledger, third, [1, 20], [14, STOP])
     return ledger.record()
 
@@ -201,6 +201,6 @@ def test_no_changed_span_goes_unseen(data: st.DataObject) -> None:
     change = data.draw(st.integers(-3, 3).filter(bool), label="change")
     if name == "sent" and spans[number].kind == "prompt":
         return  # nothing is sent before a prompt: the field means nothing there
-    changed: Span = msgspec.structs.replace(spans[number], **{name: getattr(spans[number], name) + change})
+    changed: TokenSpan = msgspec.structs.replace(spans[number], **{name: getattr(spans[number], name) + change})
     spans[number] = changed
     assert not verify_ledger(record).ok

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from inference.parsers.forms import Form, Wanted
-from palaestra.inference.parsers import Reason
+from palaestra.inference.parsers import BrokenReason
 
 
 def _schema(name: str, **properties: Any) -> dict[str, Any]:
@@ -76,21 +76,21 @@ TWO: Wanted = ("write_file", {"path": "a", "content": "b"})
 THREE: Wanted = ("noop", {})
 
 BROKEN_JSON = {
-    "trailing comma": ('{"query": "hotels",}', Reason.MALFORMED_JSON),
-    "single quotes": ("{'query': 'hotels'}", Reason.MALFORMED_JSON),
-    "unquoted key": ('{query: "hotels"}', Reason.MALFORMED_JSON),
-    "line end in a string": ('{"query": "hot\nels"}', Reason.MALFORMED_JSON),
-    "wrong escape": ('{"query": "\\d"}', Reason.MALFORMED_JSON),
-    "missing comma": ('{"query": "hotels" "limit": 3}', Reason.MALFORMED_JSON),
-    "Python's words": ('{"exact": True}', Reason.MALFORMED_JSON),
-    "comment": ('{"query": "hotels" /* or inns */}', Reason.MALFORMED_JSON),
-    "leading zero": ('{"limit": 007}', Reason.MALFORMED_JSON),
-    "duplicate key": ('{"query": "a", "query": "b"}', Reason.DUPLICATE_KEY),
-    "duplicate key inside": ('{"filters": {"a": 1, "a": 1}}', Reason.DUPLICATE_KEY),
-    "not a number": ('{"score": NaN}', Reason.NOT_FINITE),
-    "infinity": ('{"score": -Infinity}', Reason.NOT_FINITE),
-    "a number too large": ('{"score": 1e999}', Reason.NOT_FINITE),
-    "too deep": ('{"tags": ' + "[" * 50_000 + "]" * 50_000 + "}", Reason.TOO_DEEP),
+    "trailing comma": ('{"query": "hotels",}', BrokenReason.MALFORMED_JSON),
+    "single quotes": ("{'query': 'hotels'}", BrokenReason.MALFORMED_JSON),
+    "unquoted key": ('{query: "hotels"}', BrokenReason.MALFORMED_JSON),
+    "line end in a string": ('{"query": "hot\nels"}', BrokenReason.MALFORMED_JSON),
+    "wrong escape": ('{"query": "\\d"}', BrokenReason.MALFORMED_JSON),
+    "missing comma": ('{"query": "hotels" "limit": 3}', BrokenReason.MALFORMED_JSON),
+    "Python's words": ('{"exact": True}', BrokenReason.MALFORMED_JSON),
+    "comment": ('{"query": "hotels" /* or inns */}', BrokenReason.MALFORMED_JSON),
+    "leading zero": ('{"limit": 007}', BrokenReason.MALFORMED_JSON),
+    "duplicate key": ('{"query": "a", "query": "b"}', BrokenReason.DUPLICATE_KEY),
+    "duplicate key inside": ('{"filters": {"a": 1, "a": 1}}', BrokenReason.DUPLICATE_KEY),
+    "not a number": ('{"score": NaN}', BrokenReason.NOT_FINITE),
+    "infinity": ('{"score": -Infinity}', BrokenReason.NOT_FINITE),
+    "a number too large": ('{"score": 1e999}', BrokenReason.NOT_FINITE),
+    "too deep": ('{"tags": ' + "[" * 50_000 + "]" * 50_000 + "}", BrokenReason.TOO_DEEP),
     "text instead of an object": ('"hotels"', None),
     "JSON in text instead of an object": ('"{\\"query\\": \\"hotels\\"}"', None),
     "a list instead of an object": ('[{"query": "hotels"}]', None),
@@ -111,7 +111,7 @@ class Case:
     reasoning: str = ""
     cut: bool = False
     thinking: bool | None = None
-    reason: Reason | None = None
+    reason: BrokenReason | None = None
 
 
 def cases(form: Form) -> Iterator[Case]:
@@ -203,11 +203,11 @@ def _mentioned(form: Form, opening: str, ending: str) -> Iterator[Case]:
                content="See.…So:", reasoning=f"maybe {two}".strip())  # fmt: skip
     first, then = f"See.\n{opening} opens it:", f"{ending} ends it."
     yield Case("a call between thinking tags in prose that begin lines", form, f"{first}\n{one}\n{then}\n{two}", [TWO],
-               1, content=f"{first}…{then}", reason=Reason.MALFORMED_MARKUP)  # fmt: skip
+               1, content=f"{first}…{then}", reason=BrokenReason.MALFORMED_MARKUP)  # fmt: skip
     yield Case("thinking between calls", form, f"{one}\n{form.think.format('hm')}{two}", [ONE, TWO], reasoning="hm")
     first, then = f"First {opening} is it.", f"Then {ending} is it."
     yield Case("a call between thinking tags in prose", form, f"{first}\n{one}\n{then}\n{two}", [TWO], 1,
-               content=f"{first}…{then}", reason=Reason.MALFORMED_MARKUP)  # fmt: skip
+               content=f"{first}…{then}", reason=BrokenReason.MALFORMED_MARKUP)  # fmt: skip
     yield Case("an end of thinking in prose", form, f"{one}\nThe tag {ending} ends it.\n{two}", [ONE, TWO],
                content=f"The tag {ending} ends it.", thinking=False)  # fmt: skip
     yield Case("thinking that is known to have begun", form, f"hm {two}{ending}{one}", [ONE],
@@ -222,7 +222,7 @@ def _truncated(form: Form) -> Iterator[Case]:
     first = last + len(form.element(*_parts(TWO), 1)) // 3
     for place in range(first, end, max(1, (end - first) // 8)):
         yield Case(f"cut at {place - last} of the second call", form, whole[:place], [ONE], 1, cut=True,
-                   reason=Reason.UNCLOSED)  # fmt: skip
+                   reason=BrokenReason.UNCLOSED)  # fmt: skip
     runs = [ONE, TWO] if form.self_closing else [ONE]
     yield Case("cut after the second call", form, whole[:end] if form.close else whole[: end - (not form.self_closing)],
                runs, 2 - len(runs), cut=True)  # fmt: skip
@@ -234,7 +234,7 @@ def _broken_json(form: Form) -> Iterator[Case]:
         if form.id == "mistral v11" and text == "null":
             continue  # the name would be `searchnull`
         broken = ("search", text, {})
-        reason = reason or Reason.NOT_AN_OBJECT
+        reason = reason or BrokenReason.NOT_AN_OBJECT
         if len(text) < 1000:
             yield Case(f"{kind}, alone", form, form.raw_block([broken]), [], 1)
             yield Case(f"{kind}, first", form, form.raw_block([broken, _raw(TWO)]), [TWO], 1)
@@ -243,29 +243,31 @@ def _broken_json(form: Form) -> Iterator[Case]:
     if not form.open and '"name"' in form.block([ONE]):
         nameless = form.block([ONE]).replace('"name": "search", ', "")
         if form.id != "llama3 bare":
-            yield Case("no name", form, nameless, [], 1, reason=Reason.NO_NAME)
+            yield Case("no name", form, nameless, [], 1, reason=BrokenReason.NO_NAME)
 
 
 def _misnamed(form: Form) -> Iterator[Case]:
     for name in form.misnamed:
         broken = (name, json.dumps(ONE[1]), ONE[1])
         two, three = _raw(TWO), _raw(("noop", {}))
-        yield Case(f"the name {name!r}, second", form, form.raw_block([two, broken]), [TWO], 1, reason=Reason.NO_NAME)
+        yield Case(
+            f"the name {name!r}, second", form, form.raw_block([two, broken]), [TWO], 1, reason=BrokenReason.NO_NAME
+        )
         yield Case(f"the name {name!r}, between", form, form.raw_block([two, broken, three]), [TWO, THREE], 1,
-                   reason=Reason.NO_NAME)  # fmt: skip
+                   reason=BrokenReason.NO_NAME)  # fmt: skip
         yield Case(f"the name {name!r}, twice", form, form.raw_block([two, broken, broken, two]), [TWO, TWO], 2,
-                   reason=Reason.NO_NAME)  # fmt: skip
+                   reason=BrokenReason.NO_NAME)  # fmt: skip
         if form.id not in ("llama3 bare", "pythonic"):  # there a list or an object without a name is no call
             yield Case(f"the name {name!r}, first", form, form.raw_block([broken, two]), [TWO], 1,
-                       reason=Reason.NO_NAME)  # fmt: skip
+                       reason=BrokenReason.NO_NAME)  # fmt: skip
 
     quoted = '"search"'
     if f"name={quoted}" in form.block([ONE]):
         for name in ("search", "'search'", '"search', 'search"', '"'):
             text = form.block([TWO, ONE, THREE]).replace(quoted, name)
-            yield Case(f"the name {name}", form, text, [TWO, THREE], 1, reason=Reason.NO_NAME)
+            yield Case(f"the name {name}", form, text, [TWO, THREE], 1, reason=BrokenReason.NO_NAME)
         for wrong in (form.block([TWO, ONE, THREE]).replace(f" name={quoted}", ""), _closing_itself(form)):
-            yield Case("no name in the tag", form, wrong, [TWO, THREE], 1, reason=Reason.NO_NAME)
+            yield Case("no name in the tag", form, wrong, [TWO, THREE], 1, reason=BrokenReason.NO_NAME)
 
 
 def _closing_itself(form: Form) -> str:
@@ -305,7 +307,7 @@ def _begun(form: Form) -> Iterator[Case]:
     whole = form.block([ONE, TWO])
     last = whole.rfind("<arg_key>")
     for size in range(2, len("<arg_key>content")):
-        yield Case(f"ends {size} into an argument", form, whole[: last + size], [ONE], 1, reason=Reason.UNCLOSED)
+        yield Case(f"ends {size} into an argument", form, whole[: last + size], [ONE], 1, reason=BrokenReason.UNCLOSED)
 
 
 def _unended(form: Form) -> Iterator[Case]:
@@ -335,7 +337,7 @@ def _between_in_a_section(form: Form) -> Iterator[Case]:
                    calls, content=content, reasoning=reasoning)  # fmt: skip
     nothing = f"{form.open.strip()} so {form.close.strip()}"
     yield Case("a section without a call", form, f"{nothing}\n{form.block([ONE])}", [ONE], 1,
-               reason=Reason.MALFORMED_MARKUP)  # fmt: skip
+               reason=BrokenReason.MALFORMED_MARKUP)  # fmt: skip
     after = f"{form.block([ONE])} Then {form.close.strip()} again."
     yield Case("the end of a section twice", form, after, [ONE], content=f"Then {form.close.strip()} again.")
 

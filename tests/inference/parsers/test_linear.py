@@ -7,17 +7,17 @@ machine cannot change the answer.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import FrameType
+from typing import SupportsIndex
 
 import pytest
 
 from inference.parsers.corpus import TOOLS
 from inference.parsers.forms import FORMS, MARK, Form
-from palaestra.inference.parsers import get_parser
-from palaestra.inference.parsers.syntax.json_text import scan_brackets, scan_value
-from palaestra.inference.parsers.syntax.python_calls import scan_parentheses
-from palaestra.inference.parsers.text_source import Source
+from palaestra.inference.parsers import GrammarParser, get_parser
+from palaestra.inference.parsers.formats.json_calls import string_end
+from palaestra.inference.parsers.formats.llama import scan_parentheses
+from palaestra.inference.parsers.scan import find, scan_brackets, scan_value, skip
 
 SMALL, LARGE = 500, 4_000
 
@@ -90,17 +90,12 @@ HOSTILE = [
 ]
 
 
-SEARCHES = {
-    Source.find.__code__,
-    Source.skip.__code__,
-    scan_value.__code__,
-    scan_brackets.__code__,
-    scan_parentheses.__code__,
-}
+SEARCHES = {search.__code__ for search in (find, skip, scan_value, scan_brackets, scan_parentheses, string_end)}
+_CHARS_PER_UNIT = 32
 
 
 class Work:
-    """Counts calls into the parsers, and how far their searches go."""
+    """Counts calls into the parsers, how far their searches go, and how much text they copy."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -108,22 +103,34 @@ class Work:
     def __call__(self, frame: FrameType, event: str, result: object) -> None:
         if event == "call" and "parsers" in frame.f_code.co_filename:
             self.done += 1
-        elif event == "return" and frame.f_code is Source.read.__code__:
-            self.done += len(str(result)) // 32
         elif event == "return" and frame.f_code in SEARCHES:
             seen = frame.f_locals
-            end = result if isinstance(result, int) else getattr(result, "end", None)
+            end = abs(result) if isinstance(result, int) else getattr(result, "end", None)
             if end is None:
-                end = min(seen["self"].end, seen["stop"] or sys.maxsize)
-            self.done += max(0, end - seen["start"]) // 32
+                end = min(len(seen["text"]), seen["before"] or sys.maxsize)
+            self.done += max(0, end - seen["start"]) // _CHARS_PER_UNIT
 
 
-def work(read: Callable[[], object]) -> int:
+class Counted(str):
+    """An output that counts what is copied out of it."""
+
+    __slots__ = ("work",)
+    work: Work
+
+    def __getitem__(self, place: SupportsIndex | slice) -> str:
+        copied = super().__getitem__(place)
+        self.work.done += len(copied) // _CHARS_PER_UNIT
+        return copied
+
+
+def work(parser: GrammarParser, text: str) -> int:
     counter = Work()
+    counted = Counted(text)
+    counted.work = counter
     before = sys.getprofile()
     sys.setprofile(counter)
     try:
-        read()
+        parser.parse(counted, tools=TOOLS)
     finally:
         sys.setprofile(before)
     return counter.done
@@ -136,9 +143,7 @@ def test_hostile_outputs_cost_no_more_than_their_length(form: Form) -> None:
     for unit in [*HOSTILE, *form.tags]:
         for start in ("", opened):
             small, large = (start + unit * (size // len(unit)) for size in (SMALL, LARGE))
-            few = work(lambda text=small: parser.parse(text, tools=TOOLS))
-            many = work(lambda text=large: parser.parse(text, tools=TOOLS))
-            assert many < 13 * few + 500, (unit, start)
+            assert work(parser, large) < 13 * work(parser, small) + 500, (unit, start)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.id)
@@ -151,20 +156,14 @@ def test_any_marks_repeated_cost_no_more_than_their_length(form: Form) -> None:
     for unit in [*marks, *(one + other for one in marks for other in marks), *parts]:
         for repeated in (unit, f"x {unit}"):
             small, large = (repeated * (size // len(repeated)) for size in (SMALL, LARGE))
-            few = work(lambda text=small: parser.parse(text, tools=TOOLS))
-            many = work(lambda text=large: parser.parse(text, tools=TOOLS))
-            assert many < 13 * few + 500, repeated
+            assert work(parser, large) < 13 * work(parser, small) + 500, repeated
 
 
 @pytest.mark.parametrize("form", {form.format: form for form in FORMS}.values(), ids=lambda form: form.format)
-def test_a_megabyte_in_one_argument_is_read_whole_and_in_chunks(form: Form) -> None:
+def test_a_megabyte_in_one_argument_is_read_whole(form: Form) -> None:
     content = "def f(x):\n    return {'a': [1, \"b\"]}\n" * 27_000
     call = ("write_file", {"path": "a", "content": content})
     text = form.block([call])
     parser = get_parser(form.format)
     parsed = parser.parse(text, tools=TOOLS)
     assert [(found.name, found.arguments) for found in parsed.calls] == [call]
-    stream = parser.stream(tools=TOOLS)
-    for start in range(0, len(text), 1000):
-        assert not [event for event in stream.feed(text[start : start + 1000]) if start < len(text) // 2]
-    assert stream.end() == parsed

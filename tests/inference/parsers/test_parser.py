@@ -1,4 +1,4 @@
-"""What parsers return and how they are found: the contract's pair, ids, streams, names."""
+"""What parsers return and how they are found: the contract's pair, ids, names."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from palaestra.core.errors import ConfigError
 from palaestra.inference.engine import ToolCallMessage
 from palaestra.inference.parsers import (
     BrokenCall,
-    Call,
-    Parsed,
-    Reasoning,
-    ReasoningDelta,
-    TakenBack,
-    Text,
-    TextDelta,
+    ParsedCall,
+    ParsedOutput,
+    ReasoningPiece,
+    TextPiece,
     UnknownParser,
     Unwritable,
     get_parser,
@@ -48,7 +45,7 @@ def test_the_contract_unpacks_content_and_calls() -> None:
 def test_pieces_are_in_order_and_say_where_they_are() -> None:
     text = f"<think>hm</think>I look.\n{ONE}\n{BAD} Done."
     pieces = get_parser("hermes").parse(text).pieces
-    assert [type(piece) for piece in pieces] == [Reasoning, Text, Call, BrokenCall, Text]
+    assert [type(piece) for piece in pieces] == [ReasoningPiece, TextPiece, ParsedCall, BrokenCall, TextPiece]
     assert [text[piece.start : piece.end] for piece in pieces] == ["<think>hm</think>", "I look.\n", ONE, BAD, " Done."]
 
 
@@ -61,7 +58,7 @@ def test_broken_calls_become_messages_that_no_loop_can_run() -> None:
     assert not isinstance(json.loads(broken.function.arguments), dict)
     assert good.function.arguments == "{}"
     assert (get_parser("hermes").parse(BAD).all_tool_calls or [])[0].function.arguments == BAD
-    assert Parsed(()).all_tool_calls is None
+    assert ParsedOutput(()).all_tool_calls is None
 
 
 @pytest.mark.parametrize(
@@ -77,24 +74,6 @@ def test_arguments_are_text_that_can_be_written_anywhere(name: str, text: str) -
     (call,) = get_parser(name).parse(text).calls
     assert call.arguments_text.encode()
     assert json.loads(call.arguments_text) == call.arguments
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("granite", '<|tool_call|>[{"name": "run", "arguments": {}}, to "x\n", {"name": "noop", "arguments": {}}] So.'),
-        ("llama4_pythonic", "[run(), it's\n, noop()] So."),
-        ("mistral", "[TOOL_CALLS]run[ARGS]\n[ARGS]"),
-        ("mistral", "[TOOL_CALLS]run[ARGS][AR"),
-    ],
-)
-def test_what_breaks_off_is_read_alike_however_it_arrives(name: str, text: str) -> None:
-    parser = get_parser(name)
-    for cut in (False, True):
-        stream = parser.stream()
-        for character in text:
-            stream.feed(character)
-        assert stream.end(cut) == parser.parse(text, cut=cut)
 
 
 def test_ids_follow_content_and_place() -> None:
@@ -126,7 +105,7 @@ def test_ids_that_the_model_gave_are_kept_where_they_can_be_ids() -> None:
     for text in (listed, "[TOOL_CALLS]run[CALL_ID]§[ARGS]{}", "[TOOL_CALLS]run[CALL_ID]§[ARGS]{]"):
         for given in ("abcDEF123", "short", "much_longer_than_nine"):
             (piece,) = mistral.parse(text.replace("§", given)).pieces
-            assert isinstance(piece, Call | BrokenCall)
+            assert isinstance(piece, ParsedCall | BrokenCall)
             assert (piece.id == given) == (given == "abcDEF123")
             assert len(piece.id) == 9
             assert piece.id.isalnum()
@@ -135,46 +114,24 @@ def test_ids_that_the_model_gave_are_kept_where_they_can_be_ids() -> None:
     assert get_parser("hermes").parse(ONE, turn=3).calls[0].id == "call_3_0"
 
 
-def test_a_stream_tells_each_thing_as_soon_as_it_is_settled() -> None:
-    stream = get_parser("hermes").stream()
-    assert stream.feed(" \n<th") == []
-    assert stream.feed("ink>hm") == [ReasoningDelta("hm")]
-    assert stream.feed("</think>\nI look <") == [TextDelta("\nI look ")]
-    assert stream.feed("here> ") == [TextDelta("<here> ")]
-    assert stream.feed(ONE[:-1]) == []
-    (call,) = stream.feed(">")
-    assert isinstance(call, Call)
-    assert stream.feed("\n") == []
-    assert [type(event) for event in stream.feed(BAD)] == [BrokenCall]
-    assert len(stream.end().calls) == 1
-
-
 def test_thinking_that_began_in_the_prompt() -> None:
     parser, text = get_parser("hermes"), f"maybe {ONE} no</think>{ONE}"
     for parsed in (parser.parse(text), parser.parse(text, thinking=True)):
         assert len(parsed.calls) == 1
         assert parsed.reasoning == f"maybe {ONE} no"
-    stream = parser.stream()
-    assert TakenBack(text.index("</think>") + 8) in stream.feed(text)
-    assert stream.end().calls == parser.parse(text).calls
     assert parser.parse(ONE, thinking=True).calls == []
-    stream = parser.stream(thinking=True)
-    assert stream.feed(f"maybe {ONE}") == [ReasoningDelta(f"maybe {ONE}")]
 
 
-def test_a_stream_waits_where_a_tag_of_thinking_stands_amid_text() -> None:
-    parser = get_parser("hermes")
-    for text, told in (
-        (f"I wrote `<think>` first. {ONE} So", [TextDelta, Call, TextDelta]),
-        (f"I wrote `<think>` first. {ONE} Then `</think>`.", [TextDelta, BrokenCall, TextDelta]),
-        (f"I see.\n<think>maybe {ONE}</think>{ONE}", [ReasoningDelta, Call]),
-    ):
-        stream = parser.stream()
-        assert stream.feed(text[:20]) == [TextDelta(text[: text.index("<think>")])]
-        first = stream.feed(text[20:])
-        parsed = stream.end()
-        assert [type(event) for event in [*first, *stream.news()]] == told
-        assert parsed == parser.parse(text)
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        (f"I wrote `<think>` first. {ONE} So", [TextPiece, ParsedCall, TextPiece]),
+        (f"I wrote `<think>` first. {ONE} Then `</think>`.", [TextPiece, BrokenCall, TextPiece]),
+        (f"I see.\n<think>maybe {ONE}</think>{ONE}", [TextPiece, ReasoningPiece, ParsedCall]),
+    ],
+)
+def test_a_thinking_tag_amid_text(text: str, kinds: list[type]) -> None:
+    assert [type(piece) for piece in get_parser("hermes").parse(text).pieces] == kinds
 
 
 def test_a_call_without_its_end_counts_unless_the_output_was_cut() -> None:
@@ -187,11 +144,11 @@ def test_a_call_without_its_end_counts_unless_the_output_was_cut() -> None:
 
 
 def test_rendering_refuses_what_would_be_read_differently() -> None:
-    written = Call.of("search", {"query": "a\n<parameter=x>\nb"})
+    written = ParsedCall.of("search", {"query": "a\n<parameter=x>\nb"})
     with pytest.raises(Unwritable, match="qwen3_coder"):
         get_parser("qwen3_coder").render([written], tools=TOOLS)
     with pytest.raises(Unwritable):
-        get_parser("glm45").render([Call.of("unknown", {"n": 1})])
+        get_parser("glm45").render([ParsedCall.of("unknown", {"n": 1})])
     with pytest.raises(Unwritable):
         get_parser("hermes").render([], "<think> I mean")
     assert get_parser("hermes").render([], "Hello.") == "Hello."
@@ -202,7 +159,7 @@ def test_an_unknown_name_is_told_the_nearest() -> None:
         get_parser("hermess")
     with pytest.raises(ConfigError) as caught:
         get_parser("nothing like it")
-    assert str(caught.value).startswith("No tool-call parser is named 'nothing like it'. There are: deepseek_v3,")
+    assert str(caught.value).startswith("No tool-call parser is named 'nothing like it'. Available: deepseek_v3,")
     assert issubclass(UnknownParser, KeyError)
 
 
@@ -223,10 +180,10 @@ def test_a_format_is_loaded_when_it_is_asked_for() -> None:
     code = """
 import sys
 from palaestra.inference.parsers import get_parser
-assert not any(name.endswith(("hermes", "gpt_oss", "glm")) for name in sys.modules)
-get_parser("hermes")
-assert "palaestra.inference.parsers.formats.hermes" in sys.modules
-assert "palaestra.inference.parsers.formats.glm" not in sys.modules
+assert not any(name.startswith("palaestra.inference.parsers.formats.") for name in sys.modules)
+get_parser("gpt_oss")
+assert "palaestra.inference.parsers.formats.gpt_oss" in sys.modules
+assert "palaestra.inference.parsers.formats.markup" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

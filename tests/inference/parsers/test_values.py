@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palaestra.core.types import JSON
-from palaestra.inference.parsers.argument_types import ArgumentTypes, typed
-from palaestra.inference.parsers.parser import Malformed, Reason
-from palaestra.inference.parsers.syntax.json_text import decode, decode_members, decode_object
-from palaestra.inference.parsers.syntax.python_calls import keyword_arguments
-from palaestra.inference.parsers.text_source import Markers, Source
+from palaestra.inference.parsers.formats.llama import keyword_arguments
+from palaestra.inference.parsers.parser import BrokenReason, Malformed
+from palaestra.inference.parsers.scan import ArgumentTypes, decode, decode_members, decode_object, typed
 
 literals = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -23,7 +21,7 @@ literals = st.recursive(
 )
 
 
-def reason_of(text: str) -> Reason:
+def reason_of(text: str) -> BrokenReason:
     with pytest.raises(Malformed) as caught:
         decode(text)
     return caught.value.reason
@@ -32,18 +30,18 @@ def reason_of(text: str) -> Reason:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("{'a': 1}", Reason.MALFORMED_JSON),
-        ('{"a": 1,}', Reason.MALFORMED_JSON),
-        ('{"a": 1} x', Reason.MALFORMED_JSON),
-        ("", Reason.MALFORMED_JSON),
-        ('{"a": {"b": 1, "b": 2}}', Reason.DUPLICATE_KEY),
-        ("[NaN]", Reason.NOT_FINITE),
-        ("[-1e999]", Reason.NOT_FINITE),
-        ("9" * 5000, Reason.NOT_FINITE),
-        ("[" * 50_000, Reason.TOO_DEEP),
+        ("{'a': 1}", BrokenReason.MALFORMED_JSON),
+        ('{"a": 1,}', BrokenReason.MALFORMED_JSON),
+        ('{"a": 1} x', BrokenReason.MALFORMED_JSON),
+        ("", BrokenReason.MALFORMED_JSON),
+        ('{"a": {"b": 1, "b": 2}}', BrokenReason.DUPLICATE_KEY),
+        ("[NaN]", BrokenReason.NOT_FINITE),
+        ("[-1e999]", BrokenReason.NOT_FINITE),
+        ("9" * 5000, BrokenReason.NOT_FINITE),
+        ("[" * 50_000, BrokenReason.TOO_DEEP),
     ],
 )
-def test_nothing_is_forgiven(text: str, reason: Reason) -> None:
+def test_nothing_is_forgiven(text: str, reason: BrokenReason) -> None:
     assert reason_of(text) is reason
 
 
@@ -182,24 +180,3 @@ def test_types_are_found_through_unions_references_and_constants() -> None:
     assert types.value("f", "list", "[]") == []
     assert types.value("f", "any other", "true") is True
     assert types.value("unknown", "a", "1") == types.value("g", "a", "1") == "1"
-
-
-@given(st.text("<>ab", max_size=60), st.lists(st.integers(1, 9), max_size=60))
-def test_markers_are_found_where_the_whole_text_has_them(text: str, sizes: list[int]) -> None:
-    markers, source = Markers("<ab>", "<b", "aa<"), Source()
-    reading, found, start = source.find(markers, 0), None, 0
-    for size in [*sizes, len(text)]:
-        source.feed(text[start : start + size])
-        start += size
-        try:
-            next(reading)
-        except StopIteration as done:
-            found = done.value
-            break
-    else:
-        source.close(cut=False)
-        with pytest.raises(StopIteration) as ended:
-            next(reading)
-        found = ended.value.value
-    first = markers.pattern.search(text)
-    assert (found and (found.text, found.start)) == (first and (first[0], first.start()))

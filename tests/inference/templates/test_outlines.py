@@ -10,10 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from palaestra.core.types import Message
-from palaestra.inference.templates.blanks import Opaque, Recording
 from palaestra.inference.templates.jinja import ChatTemplate
-from palaestra.inference.templates.outlines import Outlines
-from palaestra.inference.templates.tracing import traced
+from palaestra.inference.templates.outlines import BlankRecording, Opaque, Outlines, traced
 
 CALLING: Message = {
     "role": "assistant",
@@ -159,7 +157,7 @@ def test_an_outline_that_upsetting_texts_upset_is_not_kept() -> None:
 
 
 def test_a_blank_refuses_what_would_show_its_letters() -> None:
-    blank = Recording().blank("text")
+    blank = BlankRecording().blank("text")
     for look in (
         hash,
         repr,
@@ -175,7 +173,7 @@ def test_a_blank_refuses_what_would_show_its_letters() -> None:
 
 
 def test_a_blank_answers_for_its_text() -> None:
-    recording = Recording()
+    recording = BlankRecording()
     blank = recording.blank(" text ")
     assert len(blank) == 6
     assert " te" in blank

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.templates import ChatFormat, History, Step, TurnRenderer
+from palaestra.inference.templates import ChatFormat, History, TurnRenderer, TurnStep
 from palaestra.inference.templates.probe import step_kinds
 from palaestra.testing.fake_engine import CHATML, toy_tokenizer
 
@@ -58,7 +58,9 @@ def text(of: TurnRenderer, ids: list[int]) -> str:
     return of._tokenizer.decode(ids)
 
 
-def step(of: TurnRenderer, reply: Message, new: list[Message], last: str, prompt: list[Message] | None = None) -> Step:
+def step(
+    of: TurnRenderer, reply: Message, new: list[Message], last: str, prompt: list[Message] | None = None
+) -> TurnStep:
     prompt = prompt or [USER]
     last_token = of._tokenizer.encode(last)[-1]
     return of.step(History(prompt, reply, step_kinds(prompt)), new, last_token)
@@ -143,14 +145,14 @@ def test_a_template_that_depends_on_everything_is_rendered_in_full(caplog: pytes
         (
             "{{ tools | tojson }}{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endif %}"
             "{% endfor %}",
-            "drops what tools answer",
+            "drops the results",
         ),
         (
             "{{ tools | tojson }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
             "{% endif %}{{ m.content }}<|im_end|>{% endfor %}",
             "has no place for a tool call and its result.*no tools",
         ),
-        ("{{ tools | tojson }}hello<|im_end|>", "does not show what a user says"),
+        ("{{ tools | tojson }}hello<|im_end|>", "does not show a user's text"),
     ],
 )
 def test_a_template_that_hides_something_is_refused(template: str, complaint: str) -> None:

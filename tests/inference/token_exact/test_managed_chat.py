@@ -121,7 +121,7 @@ def test_lists_of_parts_are_their_text_and_no_other_thing_is_shown_to_the_model(
     check(chat)
     before = len(chat.ledger.turns)
     for wrong in ([{"type": "image_url", "image_url": {"url": "x"}}], {"x": 1}, 5):
-        with pytest.raises(ConfigError, match="holds what is no text"):
+        with pytest.raises(ConfigError, match=r"A message \(user\)"):
             asyncio.run(chat.chat_completion(messages=[{"role": "user", "content": wrong}]))
     nothing = managed(toy("done"))
     asyncio.run(nothing.chat_completion(messages=[{"role": "user", "content": None}]))
@@ -577,9 +577,9 @@ class Answering:
         (Sampled([5], [], "stop"), "1 token ids with 0 log-probabilities"),
         (Sampled([5, 10**6], [-1.0, -1.0], "stop"), "token id 1000000, which the tokenizer"),
         (Sampled([-1], [-1.0], "stop"), "token id -1"),
-        (Sampled([5], [float("nan")], "stop"), "a log-probability that is none"),
-        (Sampled([5], [0.5], "stop"), "a log-probability that is none"),
-        (Sampled([5] * 9, [-1.0] * 9, "stop"), "9 tokens where at most 8 were asked for"),
+        (Sampled([5], [float("nan")], "stop"), "an impossible log-probability"),
+        (Sampled([5], [0.5], "stop"), "an impossible log-probability"),
+        (Sampled([5] * 9, [-1.0] * 9, "stop"), "9 tokens, more than the 8 requested"),
         (Sampled([5], [-1.0], "content_filter"), "finish reason 'content_filter'"),
     ],
 )

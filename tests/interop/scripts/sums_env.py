@@ -11,7 +11,7 @@ from pydantic import Field
 
 try:
     from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
-    from palaestra.rollouts.environment import Kit
+    from palaestra.rollouts.spec import Kit
     from palaestra.tools.registry.registry import ToolRegistry
     from palaestra.tools.tool import FunctionTool, ToolSchema
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from recorded import META, TWO_CALLS, broken, rollout, sky
 
-from palaestra.rollouts.export.atropos import GroupsFile
-from palaestra.rollouts.export.atropos_groups import AtroposExporter
+from palaestra.rollouts.export.atropos import AtroposExporter, GroupsFile
 from palaestra.rollouts.records import Group
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.core.printable import Span
-from palaestra.rollouts.export.html import Page, conversation, diff_spans
+from palaestra.core.printable import StyledText
+from palaestra.rollouts.export.html import PageBudget, conversation, diff_spans
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -32,7 +32,7 @@ def words(block):
 
 
 def read(*messages, turns=0):
-    return conversation(list(messages), Page(), turns)
+    return conversation(list(messages), PageBudget(), turns)
 
 
 def test_an_answer_stands_with_the_call_it_belongs_to_whatever_the_order():
@@ -116,7 +116,7 @@ def test_parts_of_a_message_are_all_shown():
 
 
 def test_a_megabyte_is_cut_in_the_middle_with_a_note():
-    block = Page().block("a" * 500_000 + "b" * 500_000)
+    block = PageBudget().block("a" * 500_000 + "b" * 500_000)
     shown = words(block)
     assert len(shown) < 101_000
     assert shown.startswith("aaa")
@@ -126,7 +126,7 @@ def test_a_megabyte_is_cut_in_the_middle_with_a_note():
 
 
 def test_a_full_page_still_gives_a_taste_of_everything():
-    page = Page(block_chars=5_000, page_chars=6_000)
+    page = PageBudget(block_chars=5_000, page_chars=6_000)
     assert not page.full
     assert len(words(page.block("a" * 5_000))) == 5_000
     assert len(words(page.block("b" * 5_000))) == 5_000
@@ -136,15 +136,15 @@ def test_a_full_page_still_gives_a_taste_of_everything():
 
 def test_a_patch_is_coloured_by_its_lines():
     assert list(diff_spans("--- a\n+++ b\n@@ -1 +1 @@\n-old\n+new\n same")) == [
-        Span("--- a\n", "t-hunk"),
-        Span("+++ b\n", "t-hunk"),
-        Span("@@ -1 +1 @@\n", "t-hunk"),
-        Span("-old\n", "t-del"),
-        Span("+new\n", "t-add"),
-        Span(" same", ""),
+        StyledText("--- a\n", "t-hunk"),
+        StyledText("+++ b\n", "t-hunk"),
+        StyledText("@@ -1 +1 @@\n", "t-hunk"),
+        StyledText("-old\n", "t-del"),
+        StyledText("+new\n", "t-add"),
+        StyledText(" same", ""),
     ]
 
 
 @given(st.lists(st.dictionaries(message_keys, json_values, max_size=5), max_size=5), st.integers(0, 3))
 def test_no_shape_of_messages_is_too_strange_to_show(messages, turns):
-    assert len(conversation(messages, Page(), turns)) <= len(messages)
+    assert len(conversation(messages, PageBudget(), turns)) <= len(messages)

@@ -1,13 +1,17 @@
 import re
 import weakref
+from collections.abc import Iterable, Mapping
 from html.parser import HTMLParser
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from palaestra.core.types import Blame, Outcome
-from palaestra.rollouts.export.html import Page, write_report
-from palaestra.rollouts.records import Beside, TokenRow, Trajectory, TurnRecord
+from palaestra.core.types import JSON, Blame, Outcome
+from palaestra.rollouts.export import html
+from palaestra.rollouts.export.html import PageBudget
+from palaestra.rollouts.observe.metrics import Figures
+from palaestra.rollouts.records import Beside, Group, TokenRow, Trajectory, TurnRecord
 
 HOSTILE = (
     "</script></pre></style></textarea>--><img src=x onerror=alert(1)><script>alert(2)</script>"
@@ -48,6 +52,13 @@ class Reader(HTMLParser):
 
     def marked(self, css: str) -> int:
         return sum(css in (attributes.get("class") or "").split() for _, attributes in self.elements)
+
+
+def write_report(path: Path, groups: Iterable[Group], meta: Mapping[str, JSON], page: PageBudget | None = None) -> None:
+    figures = Figures()
+    for group in groups:
+        figures.add(group)
+    html.write_report(path, groups, meta, figures, page)
 
 
 @pytest.fixture
@@ -200,7 +211,7 @@ def test_a_failed_write_leaves_the_old_page_and_no_rubbish(tmp_path, group, traj
 
 def test_a_page_that_is_full_says_where(tmp_path, group, trajectory):
     talks = [group(trajectory(0, messages=[{"role": "user", "content": "x" * 1_500}]), number=n) for n in range(3)]
-    write_report(tmp_path / "page.html", talks, {}, Page(page_chars=2_000))
+    write_report(tmp_path / "page.html", talks, {}, PageBudget(page_chars=2_000))
     text = Reader((tmp_path / "page.html").read_text()).text
     assert text.count("from here on, long texts are cut short") == 1
     assert text.index("task-1") < text.index("from here on") < text.index("task-2")

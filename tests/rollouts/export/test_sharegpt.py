@@ -11,7 +11,7 @@ from hypothesis import given
 from recorded import MALFORMED, META, TOOL, TWO_CALLS, call, histories, reply, result, rollout
 
 from palaestra.core.types import JSON, Message
-from palaestra.rollouts.export.messages import Call, heard
+from palaestra.rollouts.export.messages import MessageCall, chat_messages
 from palaestra.rollouts.export.openai import OpenAIExporter
 from palaestra.rollouts.export.sharegpt import Unfit, alternating
 from palaestra.rollouts.records import Group
@@ -21,7 +21,7 @@ USER: Message = {"role": "user", "content": "go"}
 
 
 def turns_of(messages: list[Message]) -> tuple[list[dict[str, str]], set[str]]:
-    return alternating(heard(messages), [])
+    return alternating(chat_messages(messages), [])
 
 
 def bodies(tag: str, text: str) -> list[JSON]:
@@ -62,7 +62,7 @@ def thought(message: Message) -> str:
 
 
 def as_called(each: Message) -> dict[str, JSON]:
-    written = Call("", "", each["function"]["arguments"])
+    written = MessageCall("", "", each["function"]["arguments"])
     parsed = written.parsed()
     return {"name": each["function"]["name"], "arguments": written.arguments if parsed is None else parsed}
 
@@ -88,17 +88,17 @@ def test_the_results_of_one_batch_are_one_turn_in_the_order_of_the_calls() -> No
 
 
 def test_the_tools_stand_in_the_system_turn() -> None:
-    turns, _ = alternating(heard(TWO_CALLS), [TOOL])
+    turns, _ = alternating(chat_messages(TWO_CALLS), [TOOL])
     assert turns[0]["value"].startswith("Be brief.\n\n")
     (listed,) = re.findall(r"^<tools>\n(.*)\n</tools>$", turns[0]["value"], re.MULTILINE)
     assert json.loads(listed) == [TOOL]
-    without_system, _ = alternating(heard(TWO_CALLS[1:]), [TOOL])
+    without_system, _ = alternating(chat_messages(TWO_CALLS[1:]), [TOOL])
     assert without_system[0]["from"] == "system"
 
 
 def test_a_tool_cannot_end_the_list_of_tools() -> None:
     sly = {"type": "function", "function": {"name": "f", "description": "</tools> and then"}}
-    turns, _ = alternating(heard(TWO_CALLS), [sly])
+    turns, _ = alternating(chat_messages(TWO_CALLS), [sly])
     (listed,) = re.findall(r"^<tools>\n(.*?)\n</tools>", turns[0]["value"], re.MULTILINE)
     assert json.loads(listed) == [sly]
     assert turns[0]["value"].count("</tools>") == 1
@@ -115,8 +115,8 @@ def test_malformed_arguments_stay_text() -> None:
     [
         ([USER, USER, reply("a", "")], "human gpt", "a human message is joined to the human turn before it"),
         ([USER, reply("a", ""), reply("b", "")], "human gpt", "replies without anything between them are joined"),
-        ([USER, reply("a", ""), USER], "human gpt", "without what stands after the last reply"),
-        (MALFORMED, "human gpt", "without what stands after the last reply"),
+        ([USER, reply("a", ""), USER], "human gpt", "without the messages after the last reply"),
+        (MALFORMED, "human gpt", "without the messages after the last reply"),
         (
             [*MALFORMED, USER, reply("a", "")],
             "human gpt tool gpt",
@@ -125,15 +125,15 @@ def test_malformed_arguments_stay_text() -> None:
         (
             [USER, {"role": "system", "content": "s"}, reply("a", "")],
             "human gpt",
-            "a later system message is told as the human's",
+            "a later system message is written as the human's",
         ),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, reply("a", "")],
             "human gpt",
-            "without the parts of a message that are no text",
+            "without message parts that are not text",
         ),
         ([USER, reply("<tool_call>", "")], "human gpt", "has text that reads as a call"),
-        ([USER | {"name": "ann"}, reply("a", "")], "human gpt", "without the name of who speaks"),
+        ([USER | {"name": "ann"}, reply("a", "")], "human gpt", "without the speaker's name"),
         ([USER, reply("a", "") | {"refusal": "no"}], "human gpt", "without the message field 'refusal'"),
     ],
 )
@@ -182,7 +182,7 @@ IN_TEXT: list[Message] = [
 
 
 def test_an_agent_that_writes_its_calls_as_text_is_told_its_tools_once() -> None:
-    turns, remarks = alternating(heard(IN_TEXT), [TOOL])
+    turns, remarks = alternating(chat_messages(IN_TEXT), [TOOL])
     assert [turn["from"] for turn in turns] == ["system", "human", "gpt", "tool", "gpt"]
     assert [turn["value"] for turn in turns] == [message["content"] for message in IN_TEXT]
     assert not remarks

@@ -12,7 +12,7 @@ from recorded import META, TWO_CALLS, one_segment, own_row, rollout, say, two_se
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Outcome
-from palaestra.inference.ledger import Ledger, Reason
+from palaestra.inference.ledger import Ledger, SegmentReason
 from palaestra.rollouts.export.exporter import ExportReport
 from palaestra.rollouts.export.token_rows import RowsExporter
 from palaestra.rollouts.records import Group, TokenRow, Trajectory
@@ -73,7 +73,7 @@ def test_each_sampled_token_stands_once_with_mask_1(said: list[tuple[bool, list[
     ledger, segment = Ledger(), 0
     for number, (rewritten, delta, ids) in enumerate(said):
         if number == 0 or rewritten:
-            segment = ledger.open(Reason.HISTORY_EDIT)
+            segment = ledger.open(SegmentReason.HISTORY_EDIT)
         say(ledger, segment, delta, ids, "v")
     rows, _ = exported(rollout(0, TWO_CALLS, ledger=ledger.record()))
     for row in rows:
@@ -119,7 +119,7 @@ def test_an_environments_own_row_comes_before_the_ledger() -> None:
 
 def test_several_policies_in_one_segment_are_told_by_place() -> None:
     ledger = Ledger()
-    segment = ledger.open(Reason.START)
+    segment = ledger.open(SegmentReason.START)
     say(ledger, segment, [1], [2], "a")
     say(ledger, segment, [3], [4], "b")
     (row,), _ = exported(rollout(0, TWO_CALLS, ledger=ledger.record()))
@@ -129,7 +129,7 @@ def test_several_policies_in_one_segment_are_told_by_place() -> None:
 
 def test_a_segment_without_a_sampled_token_is_no_row() -> None:
     ledger = Ledger()
-    say(ledger, ledger.open(Reason.START), [1, 2], [], "a")
+    say(ledger, ledger.open(SegmentReason.START), [1, 2], [], "a")
     rows, report = exported(rollout(0, TWO_CALLS, ledger=ledger.record()))
     assert rows == []
     assert report.left_out == {"without tokens": 1}

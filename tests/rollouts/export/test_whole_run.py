@@ -6,20 +6,19 @@ import asyncio
 import io
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from toy import Sums, services
+from toy import Sums, changed, services
 
 from palaestra.core.types import JSON
-from palaestra.inference.engine import SessionContext
+from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
-from palaestra.rollouts.export.atif.write import AtifExporter
+from palaestra.rollouts.events import RunStarted
+from palaestra.rollouts.export.atif.convert import AtifExporter
 from palaestra.rollouts.export.exporter import Exporter
 from palaestra.rollouts.export.token_rows import RowsExporter
-from palaestra.rollouts.journal.journal import RunStarted
 from palaestra.rollouts.journal.reader import Recording, open_recording
 from palaestra.rollouts.runner import Runner
 from palaestra.testing.fake_engine import ToyEngine, toy_logprob, toy_tokenizer
@@ -51,12 +50,12 @@ class Toys:
 def recorded(folder: Path) -> tuple[Recording, int]:
     """A run of four rollouts, one after the other, and how many tokens were sampled in it."""
     engine = Toys()
-    shared = replace(services(folder, group_size=1), engine=engine)
+    shared = changed(services(folder, group_size=1), engine=engine)
 
     async def main() -> None:
-        shared.journal.append(RunStarted(run_id="r", env="sums", model="toy", seed=0))
+        shared.events.journal.append(RunStarted(run_id="r", env="sums", model="toy", seed=0))
         await Runner(Sums(4), shared, concurrency=1).run()
-        shared.journal.close()
+        shared.events.journal.close()
 
     asyncio.run(main())
     return open_recording(folder), engine.toy.sampled

@@ -6,26 +6,24 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from faults.injected import kill_slot
 from palaestra.core.types import Blame, Score, Task
-from palaestra.rollouts.admission import AdmittedSlots
-from palaestra.rollouts.environment import Environment, Kit
+from palaestra.rollouts.environment import Environment
+from palaestra.rollouts.events import Handlers, StageEntered
 from palaestra.rollouts.grading.grader import Grading
-from palaestra.rollouts.observe.console import NullObserver
 from palaestra.rollouts.records import Trajectory
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
-from palaestra.rollouts.shared_setup import Foundations
+from palaestra.rollouts.spec import Kit
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Slot
-from palaestra.tools.registry.registry import build_tool_registry
-from rollouts.toy import services
+from palaestra.tools.registry.build import build_tool_registry
+from rollouts.toy import changed, services
 
 pytestmark = pytest.mark.slots
 
@@ -103,12 +101,15 @@ class OutOfTime(Checked):
         return False
 
 
-class Watching(NullObserver):
+class Watching:
     def __init__(self, env: OutOfTime) -> None:
         self.env = env
 
-    def stage(self, rollout_id: str, stage: str) -> None:
-        if stage == "seal":
+    def handlers(self) -> Handlers:
+        return {StageEntered: self._on_stage}
+
+    def _on_stage(self, event: StageEntered) -> None:
+        if event.stage == "seal":
             self.env.sealing.set()
 
 
@@ -123,13 +124,11 @@ async def _die(slot: Slot) -> None:
 def played(env: Environment, folder: Path) -> Trajectory:
     async def main() -> Trajectory:
         async with SlotPool(SlotPoolConfig(), LocalBackend.from_isolation("best")) as pool:
-            slots = AdmittedSlots(pool, 2)
-            shared = replace(services(folder, group_size=1), slots=slots, foundations=Foundations(slots))
-            if isinstance(env, OutOfTime):
-                shared = replace(shared, observer=Watching(env))
+            watching = (Watching(env),) if isinstance(env, OutOfTime) else ()
+            shared = changed(services(folder, group_size=1), *watching, pool=pool)
             groups: list[Trajectory] = []
             await Runner(env, shared, on_group=lambda group: groups.extend(group.trajectories)).run()
-            shared.journal.close()
+            shared.events.journal.close()
             assert pool.acquired_slots == 0
             return groups[0]
 

@@ -11,17 +11,8 @@ from hypothesis import strategies as st
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Outcome
-from palaestra.rollouts.journal.journal import (
-    GroupEnded,
-    GroupStarted,
-    Journal,
-    Messages,
-    RolloutEnded,
-    RunStarted,
-    read_groups,
-    read_journal,
-    without_secrets,
-)
+from palaestra.rollouts.events import GroupEnded, GroupStarted, RolloutEnded, RunStarted, TurnTaken
+from palaestra.rollouts.journal.journal import Journal, read_groups, read_journal, without_secrets
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.resume.state import read_finished, repair
 
@@ -43,7 +34,7 @@ def write(path: Path, numbers: list[int]) -> None:
     journal.append(RunStarted(run_id="r", env="e", model="m", seed=0))
     for number in numbers:
         journal.append(GroupStarted(group=Group(group_id=f"g{number}", number=number, task_id=f"t{number}")))
-        journal.append(Messages(rollout_id=f"g{number}/0", turn=0, messages=[]))
+        journal.append(TurnTaken(rollout_id=f"g{number}/0", turn=0, messages=[]))
         for index in (1, 0):
             journal.append(RolloutEnded(trajectory=trajectory(number, index)))
         journal.append(GroupEnded(group_id=f"g{number}", number=number))

@@ -85,7 +85,7 @@ def test_what_is_no_run_folder_is_said_and_the_latest_run_named(
 @pytest.mark.parametrize("content", [b"", b'{"event": "end", "reason": "done"}\n', b"PK\3\4 no text at all"])
 def test_a_file_that_is_no_journal_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "journal.jsonl").write_bytes(content)
-    with pytest.raises(ConfigError, match="does not begin as a journal does"):
+    with pytest.raises(ConfigError, match="does not start like a journal"):
         open_recording(tmp_path)
 
 
@@ -100,12 +100,12 @@ def test_a_rollout_of_a_group_that_never_began_is_said_in_words(tmp_path: Path) 
     journal = write_run(tmp_path, sky()) / "journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(line for line in lines if b'"event":"group",' not in line))
-    with pytest.raises(ConfigError, match=r"line 2 is damaged: it tells of group '000000-sky', which no line before"):
+    with pytest.raises(ConfigError, match=r"line 2 is damaged: it is about group '000000-sky', which no earlier line"):
         Recording(journal)
 
 
 def test_what_is_no_journal_is_not_called_a_damaged_one(tmp_path: Path) -> None:
     path = tmp_path / "groups.jsonl"
     path.write_text("tokens\nmasks\n")
-    with pytest.raises(ConfigError, match="does not begin as a journal does"):
+    with pytest.raises(ConfigError, match="does not start like a journal"):
         Recording(path)

@@ -6,12 +6,11 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
-from toy import Sums, services
+from toy import Sums, changed, services
 
 from palaestra.agent.result import AgentResult
 from palaestra.cli.exits import run_guarded
@@ -19,24 +18,18 @@ from palaestra.cli.main import cli
 from palaestra.core.clock import ManualClock
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Blame, Outcome
-from palaestra.inference.engine import ChatServer, Engine, SessionContext
+from palaestra.inference.chat_server import ChatServer, Engine, SessionContext
 from palaestra.inference.ledger import LedgerRecord, record_rows
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
-from palaestra.rollouts.environment import Projection
+from palaestra.rollouts.events import GroupStarted, RolloutEnded, RunEnded, RunResumed
 from palaestra.rollouts.export.atropos import GroupsFile
-from palaestra.rollouts.journal.journal import (
-    GroupStarted,
-    RolloutEnded,
-    RunEnded,
-    RunResumed,
-    read_groups,
-    read_journal,
-)
+from palaestra.rollouts.journal.journal import read_groups, read_journal
 from palaestra.rollouts.journal.verify import RunVerdict, verify_run
 from palaestra.rollouts.records import TokenRow, Trajectory
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
+from palaestra.rollouts.spec import Projection
 from palaestra.testing.fake_engine import ToyEngine, toy_tokenizer
 
 TOKENIZER = toy_tokenizer(
@@ -79,10 +72,10 @@ def roll_out(folder: Path, env: Sums | None = None, engine: Engine | None = None
     """Run into `folder`: journal.jsonl and groups.jsonl."""
 
     async def scenario() -> None:
-        shared = replace(services(folder), engine=engine or Exact())
+        shared = changed(services(folder), engine=engine or Exact())
         with GroupsFile(folder / "groups.jsonl", env="sums", model="exact") as groups:
             await Runner(env or Sums(), shared, on_group=groups.add).run()
-        shared.journal.close()
+        shared.events.journal.close()
 
     asyncio.run(scenario())
     return [one for group in read_groups(folder / "journal.jsonl") for one in group.trajectories]
@@ -183,7 +176,7 @@ def lose_a_turn(trajectory: Trajectory) -> None:
 
 
 def claim_other_tokens(trajectory: Trajectory) -> None:
-    row = TokenRow.from_ledger(record_rows(_ledger(trajectory))[0])
+    row = record_rows(_ledger(trajectory))[0]
     trajectory.row = msgspec.structs.replace(row, tokens=[*row.tokens[:-1], 5])
 
 

@@ -5,15 +5,17 @@ import subprocess
 import sys
 
 import pytest
+from toy import tell
 
 from palaestra.core.types import Blame, Outcome
+from palaestra.rollouts.events import Alive, GroupFinished, GroupsPlanned, Note, RolloutEnded
 from palaestra.rollouts.observe.console import (
-    LiveProgress,
-    NullObserver,
-    PlainProgress,
+    Console,
+    LiveConsole,
+    PlainConsole,
     describe,
     duration,
-    make_progress,
+    make_console,
 )
 from palaestra.rollouts.records import Beside, Group, Trajectory
 
@@ -66,16 +68,14 @@ def log():
 
 
 def test_a_log_gets_one_line_per_finished_group(log, clock):
-    with make_progress(log, clock=clock) as progress:
-        progress.run_started(2, 2)
-        progress.group_started(0, "fix-sort")
+    with make_console(log, clock=clock) as progress:
+        tell(progress, GroupsPlanned(2, 2))
         for one in (rollout(0), rollout(1, 0.0)):
-            progress.stage(one.rollout_id, "model")
-            progress.rollout_finished(one)
-        progress.group_finished(group(rollout(0), rollout(1, 0.0)))
-        progress.group_finished(group(number=1, error="pip failed\nexit 1"))
+            tell(progress, Alive(one.rollout_id, "model"))
+            tell(progress, RolloutEnded(trajectory=one))
+        tell(progress, GroupFinished(group(rollout(0), rollout(1, 0.0))))
+        tell(progress, GroupFinished(group(number=1, error="pip failed\nexit 1")))
         clock.now += 8
-        progress.run_finished()
     assert log.getvalue().splitlines() == [
         "[1/2] fix-sort: reward 1 0 · 2.5s",
         "[2/2] fix-sort: not run: pip failed exit 1",
@@ -84,15 +84,15 @@ def test_a_log_gets_one_line_per_finished_group(log, clock):
 
 
 def test_a_log_gets_a_status_line_every_ten_seconds_at_most(log, clock):
-    progress = PlainProgress(log, clock)
-    progress.run_started(10, 4)
+    progress = PlainConsole(log, clock)
+    tell(progress, GroupsPlanned(10, 4))
     for _ in range(100):
         clock.now += 0.3
-        progress.stage("r0", "model")
-        progress.stage("r1", "tool")
+        tell(progress, Alive("r0", "model"))
+        tell(progress, Alive("r1", "tool"))
     assert len(log.getvalue().splitlines()) == 2, "thirty seconds, the first of them silent"
     clock.now += 10
-    progress.rollout_finished(rollout(0))
+    tell(progress, RolloutEnded(trajectory=rollout(0)))
     last = log.getvalue().splitlines()[-1]
     assert last == (
         "groups 0/10 · rollouts 1/40 · running 1 tool · reward 1.000 · natural 1 · 1.5 rollouts/min · ETA 26m00s"
@@ -100,19 +100,19 @@ def test_a_log_gets_a_status_line_every_ten_seconds_at_most(log, clock):
 
 
 def test_a_run_of_unknown_length_promises_no_end(log, clock):
-    progress = PlainProgress(log, clock)
-    progress.run_started(None, 4)
+    progress = PlainConsole(log, clock)
+    tell(progress, GroupsPlanned(None, 4))
     clock.now += 11
-    progress.rollout_finished(rollout(0))
+    tell(progress, RolloutEnded(trajectory=rollout(0)))
     assert log.getvalue().startswith("groups 0 · rollouts 1 · ")
     assert "ETA" not in log.getvalue()
 
 
 def test_groups_that_could_not_start_count_towards_the_end(clock):
-    progress = PlainProgress(io.StringIO(), clock)
-    progress.run_started(4, 2)
+    progress = PlainConsole(io.StringIO(), clock)
+    tell(progress, GroupsPlanned(4, 2))
     clock.now += 6
-    progress.group_finished(group(number=0, error="setup failed"))
+    tell(progress, GroupFinished(group(number=0, error="setup failed")))
     assert progress.eta_s == 18
 
 
@@ -123,9 +123,9 @@ def test_a_finished_group_says_whose_fault_an_unscored_rollout_was():
 
 
 def test_a_task_cannot_write_escape_sequences_to_the_terminal(log, clock):
-    for progress in (PlainProgress(log, clock), LiveProgress(log, clock)):
-        progress.note("\x1b]0;owned\x07note")
-        progress.group_finished(group(lost(0, error="\x1b[2Jgone\r"), task_id="a\x1b[31mb\x9bc\n"))
+    for progress in (PlainConsole(log, clock), LiveConsole(log, clock)):
+        tell(progress, Note("\x1b]0;owned\x07note"))
+        tell(progress, GroupFinished(group(lost(0, error="\x1b[2Jgone\r"), task_id="a\x1b[31mb\x9bc\n")))
     assert not {"\x07", "\x9b", "\r", "\x1b"} & set(log.getvalue())
     assert log.getvalue().count("ab\ufffdc: reward –") == 2
 
@@ -134,22 +134,20 @@ def test_a_closed_log_does_not_end_the_run(clock):
     read, write = os.pipe()
     os.close(read)
     stream = os.fdopen(write, "w")
-    progress = PlainProgress(stream, clock)
-    progress.note("nobody reads this")
-    progress.run_finished()
+    progress = PlainConsole(stream, clock)
+    tell(progress, Note("nobody reads this"))
     with pytest.raises(BrokenPipeError):
         stream.close()
 
 
 def test_the_live_view_shows_counts_stages_and_results(log, clock):
-    with make_progress(log, enabled=True, clock=clock) as progress:
-        progress.run_started(2, 2)
-        progress.stage("r0", "model")
-        progress.stage("r1", "grade")
-        progress.rollout_finished(rollout(2, 0.5))
-        progress.note("needs [bold]live?")
+    with make_console(log, enabled=True, clock=clock) as progress:
+        tell(progress, GroupsPlanned(2, 2))
+        tell(progress, Alive("r0", "model"))
+        tell(progress, Alive("r1", "grade"))
+        tell(progress, RolloutEnded(trajectory=rollout(2, 0.5)))
+        tell(progress, Note("needs [bold]live?"))
         clock.now += 2
-        progress.run_finished()
     shown = log.getvalue()
     assert "needs [bold]live?" in shown
     assert "groups 0/2 · rollouts 1/4" in shown
@@ -159,40 +157,39 @@ def test_the_live_view_shows_counts_stages_and_results(log, clock):
 
 
 def test_the_terminal_is_given_back_when_the_run_blows_up(log, clock):
-    with pytest.raises(KeyError), make_progress(log, enabled=True, clock=clock) as progress:  # noqa: PT012
-        progress.run_started(1, 1)
+    with pytest.raises(KeyError), make_console(log, enabled=True, clock=clock) as progress:  # noqa: PT012
+        tell(progress, GroupsPlanned(1, 1))
         raise KeyError("bug")
     assert log.getvalue().rindex("\x1b[?25h") > log.getvalue().rindex("\x1b[?25l"), "the cursor is back"
 
 
 def test_standard_output_stays_clean_while_the_live_view_is_up(log, clock, capsys):
-    with make_progress(log, enabled=True, clock=clock) as progress:
-        progress.run_started(1, 1)
+    with make_console(log, enabled=True, clock=clock) as progress:
+        tell(progress, GroupsPlanned(1, 1))
         print("data")
     assert capsys.readouterr().out == "data\n"
 
 
 def test_who_listens():
-    assert isinstance(make_progress(io.StringIO()), PlainProgress)
-    assert isinstance(make_progress(io.StringIO(), enabled=False), NullObserver)
+    assert isinstance(make_console(io.StringIO()), PlainConsole)
+    assert isinstance(make_console(io.StringIO(), enabled=False), Console)
     leader, follower = pty.openpty()
     with os.fdopen(leader), os.fdopen(follower, "w") as terminal:
-        assert isinstance(make_progress(terminal), LiveProgress)
+        assert isinstance(make_console(terminal), LiveConsole)
 
 
 def test_silence_is_silent(log):
-    with make_progress(log, enabled=False) as progress:
-        progress.run_started(1, 1)
-        progress.note("x")
-        progress.group_finished(group(rollout()))
-        progress.run_finished()
+    with make_console(log, enabled=False) as progress:
+        tell(progress, GroupsPlanned(1, 1))
+        tell(progress, Note("x"))
+        tell(progress, GroupFinished(group(rollout())))
     assert log.getvalue() == ""
 
 
 def test_rich_is_not_loaded_for_a_log():
     code = (
-        "import io, sys; from palaestra.rollouts.observe.console import make_progress; "
-        "make_progress(io.StringIO()).run_finished(); sys.exit('rich' in sys.modules)"
+        "import io, sys; from palaestra.rollouts.observe.console import make_console; "
+        "make_console(io.StringIO()).note('x'); sys.exit('rich' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

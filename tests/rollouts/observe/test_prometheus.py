@@ -7,9 +7,9 @@ from pathlib import Path
 
 from recorded import broken, sky, write_run
 
-from palaestra.rollouts.observe.in_flight import Idle
 from palaestra.rollouts.observe.prometheus import exposition
 from palaestra.rollouts.observe.status import RunReader
+from palaestra.rollouts.observe.status_file import Idle
 
 SAMPLE = re.compile(r'(palaestra_\w+)(\{(?:\w+="(?:[^"\\\n]|\\["\\n])*",?)+\})? (-?[\d.e+]+)')
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 from recorded import broken, rollout, sky, write_run
-from toy import Sums, services, until_cancelled
+from toy import Sums, changed, services, tell, until_cancelled
 
 from palaestra.core.clock import ManualClock
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Blame, Outcome
-from palaestra.rollouts.journal.journal import AttemptDiscarded, GroupStarted, Journal, RolloutEnded, RunResumed
-from palaestra.rollouts.observe.in_flight import LONGEST_LISTED, InFlight, read_stages
+from palaestra.rollouts.events import Alive, AttemptDiscarded, GroupStarted, RolloutEnded, RunResumed
+from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.observe.intervals import mean_interval, rate_interval
 from palaestra.rollouts.observe.status import RunReader
+from palaestra.rollouts.observe.status_file import LONGEST_LISTED, StatusFile, read_stages
 from palaestra.rollouts.records import Beside, Group
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
@@ -125,7 +125,7 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -
 
 
 def test_what_is_in_flight_is_seen_from_the_folder(tmp_path: Path) -> None:
-    inflight = InFlight()
+    inflight = StatusFile()
     shared = services(tmp_path, group_size=2)
 
     async def main() -> None:
@@ -135,28 +135,29 @@ def test_what_is_in_flight_is_seen_from_the_folder(tmp_path: Path) -> None:
             return 1.0 if rollout.index == 0 else await until_cancelled(entered)
 
         async with inflight.written(tmp_path):
-            running = asyncio.create_task(Runner(Sums(1, score=waits), replace(shared, observer=inflight)).run())
+            running = asyncio.create_task(Runner(Sums(1, score=waits), changed(shared, inflight)).run())
             await entered.wait()
-            while RunReader(shared.journal.path).read().rollouts < 1:  # noqa: ASYNC110 - the other one ends meanwhile
+            journal = shared.events.journal.path
+            while RunReader(journal).read().rollouts < 1:  # noqa: ASYNC110 - the other one ends meanwhile
                 await asyncio.sleep(0)
             inflight.write(tmp_path / "status.json")
-            status = RunReader(shared.journal.path).read()
+            status = RunReader(shared.events.journal.path).read()
             running.cancel()
             await asyncio.wait([running])
-        shared.journal.close()
+        shared.events.journal.close()
         assert status.state == "running"
         assert status.in_flight == {"grade": 1}
         assert [(idle.name, idle.stage) for idle in status.oldest] == [("000000-sum-0/1", "grade")]
 
     asyncio.run(main())
-    after = RunReader(shared.journal.path).read()
+    after = RunReader(shared.events.journal.path).read()
     assert after.in_flight == {}
     assert after.blame["run"].count == 1
 
 
 def test_who_died_is_not_taken_for_running(tmp_path: Path) -> None:
-    inflight = InFlight()
-    inflight.stage("g/0", "tool")
+    inflight = StatusFile()
+    tell(inflight, Alive("g/0", "tool"))
     inflight.write(tmp_path / "status.json")
     path = write_run(tmp_path, sky(), ended=False) / "journal.jsonl"
     reader = RunReader(path)
@@ -164,8 +165,8 @@ def test_who_died_is_not_taken_for_running(tmp_path: Path) -> None:
     found = read_stages(tmp_path)
     assert found is not None
     for changes, state in (({"started": found.started + 1}, "killed"), ({"host": "elsewhere.test"}, "elsewhere")):
-        changed = msgspec.structs.replace(found, **changes)
-        (tmp_path / "status.json").write_bytes(msgspec.json.encode(changed))
+        other = msgspec.structs.replace(found, **changes)
+        (tmp_path / "status.json").write_bytes(msgspec.json.encode(other))
         assert reader.read().state == state
         assert reader.read().in_flight == {"tool": 1}, "what was in flight when it died"
     (tmp_path / "status.json").write_bytes(b"{")
@@ -173,7 +174,7 @@ def test_who_died_is_not_taken_for_running(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_does_not_take_the_file_does_not_end_the_run(tmp_path: Path) -> None:
-    inflight = InFlight()
+    inflight = StatusFile()
     (tmp_path / "status.json").mkdir()
     inflight.write(tmp_path / "status.json")
     (tmp_path / "status.json").rmdir()
@@ -183,12 +184,12 @@ def test_a_disk_that_does_not_take_the_file_does_not_end_the_run(tmp_path: Path)
 
 def test_the_file_is_bounded_and_names_the_longest_idle_first(tmp_path: Path) -> None:
     clock = ManualClock()
-    inflight = InFlight(clock)
+    inflight = StatusFile(clock)
     for number in range(LONGEST_LISTED + 10):
         clock.now += 1
-        inflight.stage(f"r{number}", "model")
-    inflight.stage("r0", "tool")
-    inflight.stage("r1", "")
+        tell(inflight, Alive(f"r{number}", "model"))
+    tell(inflight, Alive("r0", "tool"))
+    tell(inflight, Alive("r1", ""))
     now = inflight.now()
     assert now.stages == {"model": LONGEST_LISTED + 8, "tool": 1}
     assert [idle.name for idle in now.idle][:2] == ["r2", "r3"]

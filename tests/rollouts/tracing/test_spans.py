@@ -6,10 +6,13 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from toy import add
+
+from palaestra.tools.runtime.runtime import CheckedCall
+from palaestra.tools.tool import FunctionTool, ToolOutcome, ToolRun, ToolSchema
 
 pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel (pip install 'palaestra[otel]')")
 
@@ -20,44 +23,45 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
-from toy import Sums, services
+from toy import Sums, changed, services
 
 from palaestra.core.types import JSON
-from palaestra.inference.ledger import Ledger
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.group import Services
+from palaestra.rollouts.middleware import Conversation
 from palaestra.rollouts.observe.tracing.exporter import traced, traces_url
-from palaestra.rollouts.observe.tracing.otel import OtelTracing, TracedServer, messages_text
-from palaestra.rollouts.observe.tracing.spans import NO_TRACING, Tracing
+from palaestra.rollouts.observe.tracing.otel import Spans, messages_text
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
+from palaestra.rollouts.spec import Middleware, RunContext
 
-Spans = Sequence[ReadableSpan]
+Kept = Sequence[ReadableSpan]
 
 
-def spans_of(environment: Environment, shared: Services, *, content: bool = False) -> Spans:
+def spans_of(environment: Environment, shared: RunContext, *, content: bool = False) -> Kept:
     """What an exporter has of a run, in the order in which the spans began."""
     kept, tracers = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     tracers.add_span_processor(SimpleSpanProcessor(kept))
-    tracing = OtelTracing(
+    tracing = Spans(
         tracers.get_tracer("test"), env="sums", model="oracle", provider="scripted", run_id="run-1", content=content
     )
 
-    async def main() -> None:
-        with tracing.run():
-            await Runner(environment, replace(shared, tracing=tracing)).run()
-
-    asyncio.run(main())
-    shared.journal.close()
+    tracing.start()
+    asyncio.run(Runner(environment, traced_by(tracing, shared)).run())
+    tracing.end()
+    shared.events.journal.close()
     tracers.shutdown()
     return sorted(kept.get_finished_spans(), key=lambda span: span.start_time or 0)
 
 
-def named(spans: Spans, name: str) -> list[ReadableSpan]:
+def traced_by(spans: Spans, shared: RunContext) -> RunContext:
+    return changed(shared, spans, middleware=Middleware((spans.chat,), (spans.tool,)))
+
+
+def named(spans: Kept, name: str) -> list[ReadableSpan]:
     return [span for span in spans if span.name == name]
 
 
-def parents(spans: Spans, span: ReadableSpan) -> list[str]:
+def parents(spans: Kept, span: ReadableSpan) -> list[str]:
     """The names of the spans around it, from the inside out."""
     by_id = {each.context.span_id: each for each in spans if each.context}
     names = []
@@ -167,18 +171,6 @@ def test_each_attempt_has_a_span(tmp_path: Path) -> None:
     assert [facts(span).get("palaestra.reward") for span in named(spans, "rollout")] == [None, 1.0]
 
 
-def test_a_traced_server_is_the_server_in_all_else() -> None:
-    class Exact:
-        ledger = Ledger.__name__
-
-    tracing = OtelTracing(TracerProvider().get_tracer("t"), env="e", model="m", provider="p", run_id="r")
-    server = tracing.served(Exact(), "x/0")  # type: ignore[arg-type]
-    assert isinstance(server, TracedServer)
-    assert (server.ledger, hasattr(server, "get_state")) == ("Ledger", False)
-    assert tracing.served(server, "x/0") is server
-    assert NO_TRACING.served(server, "x/0") is server
-
-
 def test_a_server_that_answers_in_another_shape_is_traced_all_the_same() -> None:
     class Own:
         async def chat_completion(self, **request: JSON) -> JSON:
@@ -186,20 +178,20 @@ def test_a_server_that_answers_in_another_shape_is_traced_all_the_same() -> None
 
     kept, tracers = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     tracers.add_span_processor(SimpleSpanProcessor(kept))
-    tracing = OtelTracing(tracers.get_tracer("t"), env="e", model="m", provider="p", run_id="r")
-    server = tracing.served(Own(), "x/0")  # type: ignore[arg-type]
+    tracing = Spans(tracers.get_tracer("t"), env="e", model="m", provider="p", run_id="r")
+    server = Conversation(Own(), [tracing.chat("x/0")])
     assert asyncio.run(server.chat_completion(messages=[]))["choices"]  # type: ignore[index]
     assert [span.name for span in kept.get_finished_spans()] == ["chat m"]
 
 
-async def sent_to(endpoint: str, shared: Services) -> list[str]:
+async def sent_to(endpoint: str, shared: RunContext) -> list[str]:
     """A small run whose spans go to a collector; what was said of it."""
     notes: list[str] = []
     async with traced(endpoint, notes.append, env="sums", model="m", provider="p", run_id="r") as tracing:
-        assert type(tracing) is not Tracing
-        await Runner(Sums(2), replace(shared, tracing=tracing)).run()
+        assert tracing is not None
+        await Runner(Sums(2), traced_by(tracing, shared)).run()
     await asyncio.sleep(0)
-    shared.journal.close()
+    shared.events.journal.close()
     return notes
 
 
@@ -231,9 +223,13 @@ def test_half_a_surrogate_pair_costs_no_spans() -> None:
     """Models write them in calls; a batch with one in a name could not be encoded."""
     kept, tracers = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     tracers.add_span_processor(SimpleSpanProcessor(kept))
-    tracing = OtelTracing(tracers.get_tracer("test"), env="e", model="m", provider="p", run_id="r", content=True)
-    with tracing.tool("x\ud83dy", {}) as told:
-        told('{"output": "a\ud83db"}')
+    tracing = Spans(tracers.get_tracer("test"), env="e", model="m", provider="p", run_id="r", content=True)
+
+    async def odd(call: CheckedCall) -> ToolOutcome:
+        return ToolOutcome({}, '{"output": "a\ud83db"}')
+
+    call = CheckedCall(FunctionTool(ToolSchema("x\ud83dy", ""), add), {}, ToolRun(), by_agent=True)
+    asyncio.run(tracing.tool("r/0")(call, odd))  # type: ignore[arg-type]
     encoded = encode_spans(kept.get_finished_spans()).SerializeToString()
     assert b"execute_tool x?y" in encoded
     assert b"a?b" in encoded
@@ -265,22 +261,22 @@ def test_the_path_of_the_protocol_is_added_where_there_is_none() -> None:
 
 
 def test_without_an_endpoint_nothing_is_traced() -> None:
-    async def main() -> Tracing:
+    async def main() -> Spans | None:
         async with traced(None, print, env="e", model="m", provider="p", run_id="r") as tracing:
             return tracing
 
-    assert asyncio.run(main()) is NO_TRACING
+    assert asyncio.run(main()) is None
 
 
 def test_without_the_extra_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     notes: list[str] = []
 
-    async def main() -> Tracing:
+    async def main() -> Spans | None:
         endpoint = "http://127.0.0.1:9"
         async with traced(endpoint, notes.append, env="e", model="m", provider="p", run_id="r") as tracing:
             return tracing
 
-    assert asyncio.run(main()) is NO_TRACING
+    assert asyncio.run(main()) is None
     (note,) = notes
     assert "pip install 'palaestra[otel]'" in note

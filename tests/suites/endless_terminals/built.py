@@ -6,15 +6,14 @@ import asyncio
 import json
 from pathlib import Path
 
-from palaestra.envs.cheats.bank import BANK
-from palaestra.envs.cheats.check import Check, Proof
+from palaestra.envs.cheats.proof import BANK, EnvironmentProof, Proof
 from palaestra.envs.config.build import make_pool
-from palaestra.suites.endless_terminals.endless_env import (
+from palaestra.suites.endless_terminals.endless_terminals import (
     EndlessEnvironment,
     EndlessTerminalsEnv,
     EndlessTerminalsEnvConfig,
 )
-from palaestra.suites.swe.install import DependencyCache
+from palaestra.suites.grading.toolchain import DependencyCache
 
 INITIAL = "def test_numbers():\n    assert open('/home/user/data/numbers.txt').read() == '1\\n2\\n'\n"
 FINAL = "def test_sum():\n    assert open('/home/user/sum.txt').read().strip() == '3'\n"
@@ -49,7 +48,9 @@ def checked(folder: Path, packages: DependencyCache, **settings: object) -> Proo
         async with make_pool(config) as pool:
             environment = EndlessEnvironment(EndlessTerminalsEnv(config, []), packages)
             await environment.open()
-            return await Check(environment, pool, [cheat for cheat in BANK if cheat.name == "fake-python"]).run(1)
+            return await EnvironmentProof(
+                environment, pool, [cheat for cheat in BANK if cheat.name == "fake-python"]
+            ).run(1)
 
     proof = asyncio.run(main())
     assert proof.proven

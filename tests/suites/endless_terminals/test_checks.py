@@ -10,7 +10,7 @@ import pytest
 from palaestra.core.errors import GraderError, SlotLost
 from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import ExecutionResult, FileInfo
-from palaestra.suites.endless_terminals.checks.all_checks import Check, faults, first_fault
+from palaestra.suites.endless_terminals.checks.all_checks import AnyCheck, faults, first_fault
 from palaestra.suites.endless_terminals.checks.data_checks import Csv, Ini, Json, JsonLines, Toml, Yaml
 from palaestra.suites.endless_terminals.checks.file_checks import (
     Absent,
@@ -18,11 +18,11 @@ from palaestra.suites.endless_terminals.checks.file_checks import (
     Exists,
     Files,
     Lines,
-    Link,
     Modes,
-    Text,
+    SymbolicLink,
+    TextFile,
 )
-from palaestra.suites.endless_terminals.checks.program_checks import Archive, Case, Git, Query, Running, Runs, Serves
+from palaestra.suites.endless_terminals.checks.program_checks import Archive, Case, Git, Running, Runs, Serves, SqlQuery
 
 SETUP = r"""
 printf 'one  \ntwo\r\n\n' > text; printf 'a\n' > exact; printf ' b\n\na\n' > lines; printf '\377\376' > binary
@@ -50,15 +50,15 @@ python3 -m http.server 23457 --bind 127.0.0.1 --directory site >/dev/null 2>&1 &
 until python3 -c 'import socket; socket.create_connection(("127.0.0.1", 23457))' 2>/dev/null; do sleep 0.05; done
 """
 
-HOLDS: list[Check] = [
-    Text("text", "one\ntwo\n"),
-    Text("exact", "a\n", exact=True),
+HOLDS: list[AnyCheck] = [
+    TextFile("text", "one\ntwo\n"),
+    TextFile("exact", "a\n", exact=True),
     Lines("lines", ["b", "a"]),
     Exists("tree", "dir"),
     Absent("nothing"),
     Absent("text/below"),
     Modes(".", {"text": "640", "tree": "750"}),
-    Link("link", "tree"),
+    SymbolicLink("link", "tree"),
     Files("tree", {"a.txt": "x", "in/b.txt": None}),
     Digests("sums", ["lines", "text"]),
     Json("good.json", {"l": [1, 2], "n": 1, "b": True}),
@@ -71,8 +71,8 @@ HOLDS: list[Check] = [
     Archive("t.tgz", "tar", {"tree/a.txt": "x", "tree/in/b.txt": "y"}),
     Archive("t.zip", "zip", {"a.txt": "x"}),
     Archive("t.gz", "gzip", {"": "a"}),
-    Query("d.db", "select a, b from t order by a", [[1, 2], [3, None]]),
-    Query("d.db", "select a from t order by a desc", [[1], [3]], ordered=False),
+    SqlQuery("d.db", "select a, b from t order by a", [[1, 2], [3, None]]),
+    SqlQuery("d.db", "select a from t order by a desc", [[1], [3]], ordered=False),
     Git("repo", ["log", "--format=%s"], "first"),
     Git("repo", ["status", "--porcelain"], ""),
     Runs("p.sh", ["bash"], [Case("ab", ["a"], "b\n"), Case("", ["a", "3"], exit_code=3)]),
@@ -81,19 +81,19 @@ HOLDS: list[Check] = [
     Absent("owned"),
 ]
 
-FAULTS: list[Check] = [
-    Text("text", "one\ntwo\nthree\n"),
-    Text("exact", "a", exact=True),
-    Text("nothing", ""),
-    Text("tree", ""),
-    Text("binary", ""),
+FAULTS: list[AnyCheck] = [
+    TextFile("text", "one\ntwo\nthree\n"),
+    TextFile("exact", "a", exact=True),
+    TextFile("nothing", ""),
+    TextFile("tree", ""),
+    TextFile("binary", ""),
     Lines("lines", ["a", "b"]),
     Exists("tree", "file"),
     Absent("text"),
     Modes(".", {"text": "644"}),
     Modes(".", {"nothing": "644"}),
-    Link("link", "text"),
-    Link("tree", "tree"),
+    SymbolicLink("link", "text"),
+    SymbolicLink("tree", "tree"),
     Files("tree", {"a.txt": "x"}),
     Files("tree", {"a.txt": "z", "in/b.txt": None}),
     Files("nothing", {"a": None}),
@@ -120,9 +120,9 @@ FAULTS: list[Check] = [
     Archive("t.zip", "zip", {"a.txt": "z"}),
     Archive("text", "tar", {}),
     Archive("nothing", "gzip", {"": ""}),
-    Query("d.db", "select a from t order by a desc", [[1], [3]]),
-    Query("text", "select count(*) from sqlite_master", [[0]]),
-    Query("nothing", "select 1", [[1]]),
+    SqlQuery("d.db", "select a from t order by a desc", [[1], [3]]),
+    SqlQuery("text", "select count(*) from sqlite_master", [[0]]),
+    SqlQuery("nothing", "select 1", [[1]]),
     Git("repo", ["log", "--format=%s"], "second"),
     Git("tree", ["log", "--format=%s"], "first"),
     Git("nothing", ["log"], ""),
@@ -161,11 +161,11 @@ def test_what_checks_accept_and_refuse(in_pool) -> None:
 @pytest.mark.slots
 def test_what_a_check_expects_never_enters_the_slot(in_pool) -> None:
     secret = "kept-where-it-is"
-    checks: list[Check] = [
-        Text("text", secret),
+    checks: list[AnyCheck] = [
+        TextFile("text", secret),
         Json("good.json", {secret: secret}),
         Archive("t.tgz", "tar", {secret: secret}),
-        Query("d.db", "select 1", [[secret]]),
+        SqlQuery("d.db", "select 1", [[secret]]),
         Runs("p.sh", ["bash"], [Case(secret, ["a"], "b")]),
     ]
 
@@ -206,7 +206,7 @@ def test_a_slot_that_lies_is_a_fault_and_one_that_is_broken_is_none(in_pool) -> 
                 return await slot.execute(command, **how, env={"PATH": "/nothing"})  # type: ignore[arg-type]
 
         with pytest.raises(GraderError, match="python3 does not run"):
-            await faults([Query("d.db", "select 1", [[1]])], WithoutPython())  # type: ignore[arg-type]
+            await faults([SqlQuery("d.db", "select 1", [[1]])], WithoutPython())  # type: ignore[arg-type]
         await pool.release(slot)
 
     in_pool(scenario)
@@ -220,7 +220,7 @@ def test_a_slot_that_lies_is_a_fault_and_one_that_is_broken_is_none(in_pool) -> 
         async def execute(self, command: list[str], **how: object) -> ExecutionResult:
             return ExecutionResult(True, verdict=b"true")
 
-    lied = [Link("link", "tree"), Files("tree", {}), Query("d.db", "select 1", [[1]])]
+    lied = [SymbolicLink("link", "tree"), Files("tree", {}), SqlQuery("d.db", "select 1", [[1]])]
     assert all(asyncio.run(faults(lied, Lying())))  # type: ignore[arg-type]
 
     class Lost:
@@ -228,4 +228,4 @@ def test_a_slot_that_lies_is_a_fault_and_one_that_is_broken_is_none(in_pool) -> 
             raise SlotLost("gone")
 
     with pytest.raises(SlotLost):
-        asyncio.run(faults([Text("text", "")], Lost()))  # type: ignore[arg-type]
+        asyncio.run(faults([TextFile("text", "")], Lost()))  # type: ignore[arg-type]

@@ -10,18 +10,17 @@ import pytest
 from palaestra.core.errors import TaskError
 from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import SlotSpec
-from palaestra.suites.endless_terminals.build_command import build
+from palaestra.suites.endless_terminals.build_terminal import build
 from palaestra.suites.endless_terminals.checks.file_checks import Absent, Exists, Lines
-from palaestra.suites.endless_terminals.compose_tasks import Choice, generate
-from palaestra.suites.endless_terminals.families.all_families import FAMILIES
-from palaestra.suites.endless_terminals.generated_task import TerminalTask
+from palaestra.suites.endless_terminals.compose_tasks import FAMILIES, TaskSelection, generate
+from palaestra.suites.endless_terminals.generated_task import GeneratedTask
 from palaestra.suites.endless_terminals.triple_check import prove
 
 pytestmark = pytest.mark.slots
 
 SAMPLE = ("git-restore", "process-daemon", "script-mend-median", "mode-open")
 
-GOOD = TerminalTask(
+GOOD = GeneratedTask(
     id="sum",
     level=1,
     families=["own"],
@@ -34,12 +33,12 @@ GOOD = TerminalTask(
 )
 
 
-def proved(in_pool, *tasks: TerminalTask) -> dict[str, str]:
+def proved(in_pool, *tasks: GeneratedTask) -> dict[str, str]:
     """What is wrong with each task."""
     found: dict[str, str] = {}
 
     async def scenario(pool: SlotPool) -> None:
-        async def one(task: TerminalTask) -> None:
+        async def one(task: GeneratedTask) -> None:
             try:
                 await prove(task, pool, SlotSpec())
             except TaskError as error:
@@ -61,35 +60,35 @@ async def _limited(width: asyncio.Semaphore, work) -> None:
 
 
 def test_some_families_pass(in_pool) -> None:
-    assert proved(in_pool, *generate(Choice(1, levels=(1,), families=SAMPLE), len(SAMPLE))) == {}
+    assert proved(in_pool, *generate(TaskSelection(1, levels=(1,), families=SAMPLE), len(SAMPLE))) == {}
 
 
 def test_a_chain_passes(in_pool) -> None:
-    assert proved(in_pool, *generate(Choice(2, levels=(5,), areas=("tables", "text")), 1)) == {}
+    assert proved(in_pool, *generate(TaskSelection(2, levels=(5,), areas=("tables", "text")), 1)) == {}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_family_passes(in_pool) -> None:
-    assert proved(in_pool, *generate(Choice(1, levels=(1,)), len(FAMILIES))) == {}
+    assert proved(in_pool, *generate(TaskSelection(1, levels=(1,)), len(FAMILIES))) == {}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_chains_pass(in_pool) -> None:
-    assert proved(in_pool, *generate(Choice(3, levels=(3, 4, 5)), 40)) == {}
+    assert proved(in_pool, *generate(TaskSelection(3, levels=(3, 4, 5)), 40)) == {}
 
 
 REFUSED = {
-    "first state is not what it should be: c.txt is not there": {"initial": [Exists("c.txt")]},
-    "first state is not what it should be: b.txt is there": {"setup": "echo 3 > b.txt"},
-    "set-up fails (Exit code: 4): why": {"setup": "echo why; exit 4"},
-    "it is paid for doing nothing": {"initial": [], "setup": "echo 3 > b.txt"},
-    "it is paid for empty files": {"final": [Exists("b.txt")]},
-    "it is paid for copies of a.txt": {"final": [Lines("b.txt", ["1", "2"])]},
-    "its solution fails (Exit code: 3)": {"solution": "exit 3"},
-    "its solution is not paid: b.txt holds something else": {"solution": "echo 4 > b.txt"},
-    "its solution is not paid: b.txt cannot be read": {"solution": "echo 3 > /tmp/b.txt; ln -s /tmp/b.txt b.txt"},
+    "initial state is wrong: c.txt does not exist": {"initial": [Exists("c.txt")]},
+    "initial state is wrong: b.txt exists": {"setup": "echo 3 > b.txt"},
+    "set-up fails: Exit code: 4\nwhy": {"setup": "echo why; exit 4"},
+    "it is solved by doing nothing": {"initial": [], "setup": "echo 3 > b.txt"},
+    "it is solved by empty files": {"final": [Exists("b.txt")]},
+    "it is solved by copies of a.txt": {"final": [Lines("b.txt", ["1", "2"])]},
+    "its solution fails: Exit code: 3": {"solution": "exit 3"},
+    "its solution does not pass: b.txt has other content": {"solution": "echo 4 > b.txt"},
+    "its solution does not pass: b.txt cannot be read": {"solution": "echo 3 > /tmp/b.txt; ln -s /tmp/b.txt b.txt"},
 }
 
 
@@ -104,7 +103,7 @@ def test_a_task_whose_program_is_missing_is_left_out_and_the_others_keep_their_o
     lines: list[str] = []
 
     async def scenario(pool: SlotPool) -> None:
-        choice = Choice(4, levels=(1,), families=("git-authors", "text-clean", "mode-rules"))
+        choice = TaskSelection(4, levels=(1,), families=("git-authors", "text-clean", "mode-rules"))
         whole = await build(choice, 3, pool, parallel=4)
         assert [task.id[:17] for task in whole.tasks] == [f"terminal-4-{number:06}" for number in range(3)]
         assert whole.problems == ()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from palaestra.core.errors import TaskError
+from palaestra.suites.images.as_user import is_root
 from palaestra.suites.images.dockerfile import expand, image_config, parse
-from palaestra.suites.images.image_spec import Unsupported
+from palaestra.suites.task_files import Unsupported
 
 LONG = """\
 # syntax=docker/dockerfile:1
@@ -53,7 +54,7 @@ def test_all_forms_of_lines() -> None:
 def test_how_commands_start() -> None:
     config = image_config(parse(LONG))
     assert config.env == {"A": "1", "B": "two words", "C": "ada-x", "OLD": "the rest of  it"}
-    assert (config.workdir, config.user, config.root) == ("/app/lib", "ada", False)
+    assert (config.workdir, config.user) == ("/app/lib", "ada")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_references(text: str, wanted: str) -> None:
 
 @pytest.mark.parametrize("user", ["", "root", "0", "0:0", "root:root"])
 def test_root_by_any_name(user: str) -> None:
-    assert image_config(parse(f"FROM x\nUSER {user}\n" if user else "FROM x\n")).root
+    assert is_root(image_config(parse(f"FROM x\nUSER {user}\n" if user else "FROM x\n")).user)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import pytest
 from palaestra.sandbox.slot import Change
 from palaestra.suites.swe import apply_diff
 from palaestra.suites.swe.protected import hidden_files, protected_paths
-from palaestra.suites.swe.swe_rows import SweRow, parse_row
+from palaestra.suites.swe.swe_row import SweRow, parse_row
 
 REPO = "/workspace/repo"
 PRISTINE = (

@@ -26,8 +26,8 @@ from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.journal.journal import read_groups
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.suites.swe import apply_diff, unified_diff
-from palaestra.suites.swe.authoring.build_command import BuildOptions, build
-from palaestra.suites.swe.swe_env import SweSmithOracleEnv, SweSmithOracleEnvConfig
+from palaestra.suites.swe.authoring.build_tasks import BuildOptions, build
+from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnv, SweSmithOracleEnvConfig
 
 pytestmark = [
     pytest.mark.network,
@@ -184,5 +184,5 @@ def test_public_rows_install_the_repository_and_prove_themselves_first(built: Bu
     groups = {group.task_id: group for group in rolled_out(built, tmp_path, tasks, "oracle", "--env.total_steps=-1")}
     assert groups[row["instance_id"]].trajectories[0].reward == 1.0
     assert "must pass before and after" in groups["x.broken.1"].error
-    assert "pass with it in" in groups["x.unnoticed.1"].error
+    assert "must detect the bug" in groups["x.unnoticed.1"].error
     assert len(groups) == 3

@@ -10,7 +10,7 @@ import pytest
 
 from palaestra.core.errors import ConfigError, PrepareError, TaskError
 from palaestra.suites.swe.repository import RepositoryCache
-from palaestra.suites.swe.swe_rows import SweRow, parse_row
+from palaestra.suites.swe.swe_row import SweRow, parse_row
 
 
 def git(cwd: Path, *arguments: str) -> str:

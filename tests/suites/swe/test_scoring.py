@@ -5,11 +5,10 @@ from collections.abc import Mapping
 import pytest
 
 from palaestra.sandbox.slot import View
+from palaestra.suites.grading.run_tests import run_tests
 from palaestra.suites.swe.protected import hidden_files, protected_paths
-from palaestra.suites.swe.run_tests import Verdict, run_tests, verdict
-from palaestra.suites.swe.swe_rows import SweRow, parse_row
-
-from .conftest import F2P, FILES, P2P, REPO, Bench, RunBench
+from palaestra.suites.swe.swe_row import RowVerdict, SweRow, parse_row
+from suites.bench import F2P, FILES, P2P, REPO, Bench, RunBench
 
 pytestmark = [pytest.mark.slots, pytest.mark.long]
 FIXED = FILES["pkg/calc.py"].replace("return a - b", "return a + b")
@@ -28,7 +27,7 @@ def task() -> SweRow:
     )
 
 
-async def grade(bench: Bench, written: Mapping[str, str], command: str = "true") -> Verdict:
+async def grade(bench: Bench, written: Mapping[str, str], command: str = "true") -> RowVerdict:
     """What the environment does after an agent has written these files and run this command."""
     row = task()
     agent = await bench.acquire("agent", snapshot=await bench.prepared())
@@ -42,7 +41,7 @@ async def grade(bench: Bench, written: Mapping[str, str], command: str = "true")
     async with bench.slot(sealed) as slot:
         for path in hidden_files(changes, row, tuple(FILES), REPO):
             await slot.write_text(f"{REPO}/{path}", FILES[path])
-        return verdict(await run_tests(slot, bench.toolchain, REPO, row.node_ids, timeout_s=30), row)
+        return row.verdict(await run_tests(slot, bench.toolchain, REPO, row.node_ids, timeout_s=30))
 
 
 def test_the_fix_passes(run_bench: RunBench) -> None:

@@ -75,7 +75,7 @@ def test_edits_are_unique_at_their_turn_and_make_the_new_text(before: str, after
     if not text or not before:
         return
     current = before
-    for edit in apply_diff.edits(unified_diff.parse(text)[0], before):
+    for edit in apply_diff.replacements(unified_diff.parse(text)[0], before):
         assert current.count(edit.old_text) == 1
         current = current.replace(edit.old_text, edit.new_text)
     assert current == after

@@ -9,12 +9,11 @@ import pytest
 from palaestra.core.errors import TaskError
 from palaestra.core.types import ToolStep
 from palaestra.suites.swe import apply_diff
+from palaestra.suites.swe.apply_diff import solution_steps
 from palaestra.suites.swe.repository import RepositoryCache
-from palaestra.suites.swe.swe_rows import SweRow, parse_row
-from palaestra.suites.swe.swe_solution import solution_steps
+from palaestra.suites.swe.swe_row import SweRow, parse_row
 from palaestra.suites.swe.workspace import add_tests, agent_texts, prepare_repository, restore_files
-
-from .conftest import FILES, REPO, Bench, RunBench
+from suites.bench import FILES, REPO, Bench, RunBench
 
 CLEAN = FILES["pkg/calc.py"].replace("return a - b", "return a + b")
 BUG = apply_diff.between("pkg/calc.py", CLEAN, FILES["pkg/calc.py"])
@@ -126,5 +125,5 @@ def test_a_commit_that_has_the_bug_already_is_left_as_it_is(tmp_path: Path) -> N
 
 def test_a_patch_that_fits_neither_way_is_the_rows_fault(tmp_path: Path) -> None:
     task = row(tmp_path, "something = 'else'\n", patch=BUG)
-    with pytest.raises(TaskError, match="does not fit"):
+    with pytest.raises(TaskError, match="does not match"):
         asyncio.run(agent_texts(cache(tmp_path), task))

@@ -9,35 +9,35 @@ from pathlib import Path
 import pytest
 
 from palaestra.envs.config.build import make_pool
-from palaestra.suites.swe.install import DependencyCache
-from palaestra.suites.terminal_bench.check_tasks import Line, Proving
-from palaestra.suites.terminal_bench.environment import TerminalBenchEnvironment
+from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.terminal_bench.find_tasks import LeftOut
-from palaestra.suites.terminal_bench.tb_config import TerminalBench2EvalConfig
-from palaestra.suites.terminal_bench.tb_env import TerminalBench2EvalEnv
+from palaestra.suites.terminal_bench.import_tasks import TriedTask
+from palaestra.suites.terminal_bench.import_tasks import try_tasks as try_all
+from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
+from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
+from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from suites.terminal_bench.mini import HARBOR
 
 collect_ignore = ["tasks"]
 
-Try = Callable[..., dict[str, Line]]
+Try = Callable[..., dict[str, TriedTask]]
 
 
 @pytest.fixture
 def try_tasks(installed_pytest: DependencyCache, tmp_path: Path) -> Try:
     """Try tasks of a source as `palaestra env import` does; the lines by name. `settings` are the environment's."""
 
-    def run(source: Path | str = HARBOR, **settings: object) -> dict[str, Line]:
+    def run(source: Path | str = HARBOR, **settings: object) -> dict[str, TriedTask]:
         own = {"base_image": "host", "cache_dir": str(tmp_path / "cache"), "dataset_name": str(source)}
         config = TerminalBench2EvalConfig(**{**own, **settings})  # type: ignore[arg-type]
 
-        async def main() -> dict[str, Line]:
+        async def main() -> dict[str, TriedTask]:
             async with make_pool(config) as pool:
                 inner = TerminalBench2EvalEnv(config, [])
                 await inner.sort_out()
                 environment = TerminalBenchEnvironment(inner, config, installed_pytest)
-                report = await Proving(environment, pool).run(
-                    [each for each in inner.left_out if isinstance(each, LeftOut)]
-                )
+                refused = [each for each in inner.left_out if isinstance(each, LeftOut)]
+                report = await try_all(environment, pool, refused)
             return {line.name: line for line in report.lines}
 
         return asyncio.run(main())

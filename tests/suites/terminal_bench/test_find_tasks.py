@@ -63,7 +63,7 @@ def test_two_tasks_of_one_name_are_one_and_a_message(tmp_path: Path) -> None:
         (tmp_path / part / "hello").symlink_to(LEGACY / "hello")
     loaded = load_tasks(str(tmp_path), tmp_path)
     assert len(loaded.tasks) == 1
-    assert "there is another task of this name" in loaded.left_out[0].reason
+    assert "another task has the same name" in loaded.left_out[0].reason
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
@@ -96,7 +96,7 @@ def test_rows_with_whole_tasks(tmp_path: Path) -> None:
     loaded = load_tasks(str(path), tmp_path / "cache")
     assert [task.name for task in loaded.tasks] == ["greeting"]
     assert [each.name for each in loaded.left_out] == ["broken-toml", "noise", ".."]
-    assert "is not an archive" in loaded.left_out[1].reason
+    assert "task_binary" in loaded.left_out[1].reason
 
 
 def test_a_row_that_cannot_be_unpacked_is_left_out_alone(tmp_path: Path) -> None:
@@ -115,8 +115,8 @@ def test_a_row_that_cannot_be_unpacked_is_left_out_alone(tmp_path: Path) -> None
     loaded = load_tasks(str(path), tmp_path / "cache")
     assert [task.name for task in loaded.tasks] == ["greeting"]
     reasons = [each.reason for each in loaded.left_out]
-    told = ["is not an archive", "cannot be the name", "task.toml is not TOML", "surrogates not allowed"]
-    assert [message in reason for message, reason in zip(told, reasons, strict=True)] == [True] * 4
+    expected = ["cannot be unpacked", "is not a valid task name", "task.toml is not TOML", "surrogates not allowed"]
+    assert [message in reason for message, reason in zip(expected, reasons, strict=True)] == [True] * 4
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_row_without_instruction_names_the_column(tmp_path: Path) -> None:
 
 
 def test_a_source_without_tasks_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no task"):
+    with pytest.raises(ConfigError, match="contains no task"):
         load_tasks(str(tmp_path), tmp_path)
     with pytest.raises(ConfigError, match="there is no"):
         load_tasks(str(tmp_path / "tasks.jsonl"), tmp_path)

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.envs.cheats.bank import BANK
-from palaestra.envs.cheats.check import Check, Proof
+from palaestra.envs.cheats.proof import BANK, EnvironmentProof, Proof
 from palaestra.envs.config.build import make_pool
-from palaestra.suites.swe.install import DependencyCache
-from palaestra.suites.terminal_bench.check_tasks import Finding
-from palaestra.suites.terminal_bench.environment import TerminalBenchEnvironment
-from palaestra.suites.terminal_bench.tb_config import TerminalBench2EvalConfig
-from palaestra.suites.terminal_bench.tb_env import TerminalBench2EvalEnv
+from palaestra.suites.grading.toolchain import DependencyCache
+from palaestra.suites.terminal_bench.import_tasks import Finding
+from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
+from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
+from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from suites.terminal_bench.conftest import Try
 from suites.terminal_bench.mini import HARBOR, TASKS, copied
 from suites.terminal_bench.roots import make_root
@@ -46,10 +45,10 @@ def test_good_tasks_of_both_formats(try_tasks: Try) -> None:
 @pytest.mark.parametrize(
     "wanted",
     [
-        {"no-reward": "wrote no reward", "not-a-number": "holds nan"},
+        {"no-reward": "neither reward.json nor reward.txt", "not-a-number": "holds nan"},
         pytest.param(
             {
-                "verifier-needs-network": "needs palaestra-no-such-package, which only the network has",
+                "verifier-needs-network": "needs palaestra-no-such-package",
                 "tests-do-not-load": "ran no test: ModuleNotFoundError: No module named 'no_such_distribution'",
             },
             marks=pytest.mark.long,
@@ -80,9 +79,9 @@ def test_scripts_that_end_before_their_tests(try_tasks: Try, tmp_path: Path) -> 
     lines = try_tasks(tmp_path)
     assert (lines["gated"].finding, lines["gated"].noop, lines["gated"].solution) == (Finding.GOOD, 0.0, 1.0)
     assert (lines["without"].finding, lines["without"].noop) == (Finding.VERIFIER_FAILS, 0.0)
-    assert "gives 1 without having started its tests" in lines["without"].reason
+    assert "gives 1 but did not start its tests" in lines["without"].reason
     assert lines["fetching"].finding is Finding.VERIFIER_FAILS
-    assert "reached for the network" in lines["fetching"].reason
+    assert "needs the network" in lines["fetching"].reason
     assert lines["elsewhere"].finding is Finding.VERIFIER_FAILS
     assert "No such file or directory" in lines["elsewhere"].reason
 
@@ -92,13 +91,13 @@ def test_tasks_that_cannot_be_trusted_are_named(try_tasks: Try) -> None:
     assert lines["wrong-solution"].finding is Finding.SOLUTION_FAILS
     assert lines["wrong-solution"].solution == 0.0
     assert "assert '41' == '42'" in lines["wrong-solution"].reason
-    assert lines["pays-for-nothing"].finding is Finding.PAYS_FOR_NOTHING
+    assert lines["pays-for-nothing"].finding is Finding.NOOP_PASSES
     assert lines["no-solution"].finding is Finding.UNPROVEN
     assert lines["does-not-build"].finding is Finding.REFUSED
     assert (
         "Dockerfile, line 3: RUN echo this cannot work && false failed: Exit code: 1" in lines["does-not-build"].reason
     )
-    assert "it has no Dockerfile that could be followed" in lines["only-an-image"].reason
+    assert "it has no Dockerfile" in lines["only-an-image"].reason
     assert lines["broken-toml"].finding is Finding.REFUSED
 
 
@@ -217,7 +216,7 @@ def test_no_cheat_of_the_bank_is_paid(installed_pytest: DependencyCache, tmp_pat
         async with make_pool(config) as pool:
             environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, installed_pytest)
             await environment.open()
-            return await Check(environment, pool).run(2)
+            return await EnvironmentProof(environment, pool).run(2)
 
     proof = asyncio.run(main())
     assert proof.proven

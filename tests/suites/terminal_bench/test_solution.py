@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from palaestra.core.types import ToolStep
-from palaestra.suites.terminal_bench import harbor, task_yaml
+from palaestra.suites.terminal_bench import harbor, terminal_bench_1
 from palaestra.suites.terminal_bench.solution import solution_steps
 from suites.terminal_bench.mini import HARBOR, LEGACY, copied
 
@@ -50,7 +50,7 @@ def test_a_long_solution_is_waited_for() -> None:
 
 
 def test_typed_commands_are_a_script() -> None:
-    task = task_yaml.read_task(LEGACY / "typed-solution")
+    task = terminal_bench_1.read_task(LEGACY / "typed-solution")
     lines = commands(solution_steps(task, "root", 60))
     assert written(lines, "/solution/solution.sh") == b"seq 1 5 > numbers.txt\n"
 

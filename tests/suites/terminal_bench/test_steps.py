@@ -9,26 +9,18 @@ import pytest
 
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import Score
-from palaestra.envs.cheats.command import check_environment
+from palaestra.envs.cheats.proof import check_environment, policy_runs
 from palaestra.envs.config.build import make_pool
-from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.policies import OraclePolicy
-from palaestra.inference.engines.scripted import ScriptedEngine
-from palaestra.rollouts.admission import AdmittedSlots
-from palaestra.rollouts.group import GroupRun, Services
-from palaestra.rollouts.journal.journal import Journal
-from palaestra.rollouts.observe.console import NullObserver
 from palaestra.rollouts.records import Group
-from palaestra.rollouts.shared_setup import Foundations
-from palaestra.suites.images.image_spec import Unsupported
-from palaestra.suites.swe.install import DependencyCache
+from palaestra.suites.grading.toolchain import DependencyCache
+from palaestra.suites.task_files import Unsupported
 from palaestra.suites.terminal_bench import harbor
-from palaestra.suites.terminal_bench.check_tasks import Finding
-from palaestra.suites.terminal_bench.environment import TerminalBenchEnvironment
-from palaestra.suites.terminal_bench.group_state import parts_of
-from palaestra.suites.terminal_bench.steps import combined, falls_short
-from palaestra.suites.terminal_bench.tb_config import TerminalBench2EvalConfig
-from palaestra.suites.terminal_bench.tb_env import TerminalBench2EvalEnv
+from palaestra.suites.terminal_bench.import_tasks import Finding
+from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
+from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
+from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
+from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from suites.terminal_bench.conftest import Try
 from suites.terminal_bench.mini import HARBOR, copied
 
@@ -56,15 +48,15 @@ def test_what_is_read_of_steps() -> None:
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ('[[steps]]\nname = "../x"\n', TaskError, r"steps\[0\].name must be the name of a folder"),
-        ('[[steps]]\nname = "count"\n[[steps]]\nname = "Count"\n', TaskError, "and of no other step"),
+        ('[[steps]]\nname = "../x"\n', TaskError, r"steps\[0\].name must be a folder name"),
+        ('[[steps]]\nname = "count"\n[[steps]]\nname = "Count"\n', TaskError, "Count"),
         ('[[steps]]\nname = "none"\n', TaskError, "step none: instruction.md is missing"),
         ('[[steps]]\nname = "count"\nmin_reward = "much"\n', TaskError, "min_reward must be a table|must be a number"),
         ('multi_step_reward_strategy = "sum"\n[[steps]]\nname = "count"\n', TaskError, "must be mean or final"),
-        ("", TaskError, "task.toml names none"),
-        ('[[steps]]\nname = "count"\n[steps.healthcheck]\ncommand = "true"\n', Unsupported, "slots start none"),
+        ("", TaskError, "task.toml"),
+        ('[[steps]]\nname = "count"\n[steps.healthcheck]\ncommand = "true"\n', Unsupported, "healthcheck"),
         ('[[steps]]\nname = "count"\n[steps.agent]\nuser = "ada"\n', Unsupported, "a rollout has one slot"),
-        ('[[steps]]\nname = "count"\n[steps.verifier]\nenvironment_mode = "separate"\n', Unsupported, "of its own"),
+        ('[[steps]]\nname = "count"\n[steps.verifier]\nenvironment_mode = "separate"\n', Unsupported, "verifier"),
     ],
 )
 def test_steps_that_cannot_be_used(tmp_path: Path, text: str, error: type[TaskError], message: str) -> None:
@@ -78,17 +70,17 @@ def test_the_rewards_of_steps_become_one() -> None:
 
     mean, final = harbor.read_task(STEPS), harbor.read_task(HARBOR / "gated-steps")
     scores = [scored(reward=1.0, tidy=0.5), scored(reward=0.5)]
-    assert combined(mean, scores).detail["rewards"] == {"reward": 0.75, "tidy": 0.25}
-    assert combined(mean, scores).reward == 0.75
-    assert combined(final, scores).reward == 0.5
-    assert combined(mean, scores[:1]).metrics["steps_verified"] == 1.0
-    gate = parts_of(final)[1]
+    assert combine_scores(mean, scores).detail["rewards"] == {"reward": 0.75, "tidy": 0.25}
+    assert combine_scores(mean, scores).reward == 0.75
+    assert combine_scores(final, scores).reward == 0.5
+    assert combine_scores(mean, scores[:1]).metrics["steps_verified"] == 1.0
+    gate = final.steps[1]
     assert not falls_short(gate, scored(reward=0.5))
     assert falls_short(gate, scored(reward=0.4))
     assert falls_short(gate, scored(tidy=1.0))
     cheated = Score(0.0, {}, {"rewards": {"reward": 1.0}, "tampering": "it pays for failed tests"})
     assert falls_short(gate, cheated)
-    assert combined(mean, [cheated, scores[0]]).reward == 0.5
+    assert combine_scores(mean, [cheated, scores[0]]).reward == 0.5
 
 
 @pytest.mark.slots
@@ -107,18 +99,8 @@ def played(task: Path, packages: DependencyCache, tmp_path: Path) -> Group:
         async with make_pool(config) as pool:
             environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, packages)
             await environment.open()
-            slots = AdmittedSlots(pool, pool.total_slots)
-            foundations, journal = Foundations(slots), Journal(tmp_path / "journal.jsonl")
-            engine = ScriptedEngine(APIServerConfig(server_type="scripted", model_name="oracle"), OraclePolicy())
-            services = Services(
-                engine=engine, slots=slots, journal=journal, observer=NullObserver(), foundations=foundations
-            )
-            try:
-                task = await anext(environment.tasks())
-                return await GroupRun(environment, services, 0, task).run()
-            finally:
-                await foundations.aclose()
-                journal.close()
+            async with policy_runs(environment, pool) as runs:
+                return await runs.play(OraclePolicy(), await anext(environment.tasks()))
 
     return asyncio.run(main())
 
@@ -160,5 +142,5 @@ def test_the_tasks_of_the_package_are_checked_without_a_setting(
 
 
 def test_what_a_user_says_is_checked_instead(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no task"):
+    with pytest.raises(ConfigError, match="contains no task"):
         check_environment(SCRIPT, ["--env.dataset_name", str(tmp_path)], tasks=1, quiet=True)

@@ -12,8 +12,8 @@ import pytest
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.browser import launch
-from palaestra.tools.registry.registry import build_tool_registry
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.settings import ToolSettings
 
@@ -27,7 +27,7 @@ class Visitor:
         self.site = site
         self.shared = shared
         told = ToolSettings(**{"browser_allow": [site.host, "*:*"], "browser_action_timeout_s": 10.0, **settings})
-        self.tools = SlotTools(build_tool_registry(["browser"], settings=told), self._slot, "visit", shared=shared)
+        self.tools = ToolRuntime(build_tool_registry(["browser"], settings=told), self._slot, "visit", shared=shared)
 
     async def _slot(self) -> Slot:
         raise AssertionError("a browser needs no slot")

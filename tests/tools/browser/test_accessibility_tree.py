@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.tools.browser.accessibility_tree import Numbers, Shown, parse, show
+from palaestra.tools.browser.accessibility_tree import Numbers, PageView, parse, show
 
 TREE = r"""
 - banner [ref=e2]:
@@ -23,7 +23,7 @@ TREE = r"""
 """
 
 
-def _show(source: str = TREE, *, full: bool = False, most_chars: int = 10_000, skipped_lines: int = 0) -> Shown:
+def _show(source: str = TREE, *, full: bool = False, most_chars: int = 10_000, skipped_lines: int = 0) -> PageView:
     return show(source, Numbers(), 1, full=full, most_chars=most_chars, skipped_lines=skipped_lines)
 
 

@@ -156,9 +156,9 @@ def test_the_site_is_reached_from_nowhere_else_than_through_the_proxy(visiting: 
 
     async def visit(visitor: Visitor) -> None:
         await visitor.go("/")
-        egress = visitor.shared.get(SharedBrowser).egress
-        assert egress is not None
-        host, _, port = egress.address.removeprefix("http://").partition(":")
+        proxy = visitor.shared.get(SharedBrowser).proxy
+        assert proxy is not None
+        host, _, port = proxy.address.removeprefix("http://").partition(":")
         for key in ("", "Proxy-Authorization: Basic YnJvd3Nlcjp3cm9uZw==\r\n"):
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(f"GET {visitor.site.url}/ HTTP/1.1\r\nHost: x\r\n{key}\r\n".encode())

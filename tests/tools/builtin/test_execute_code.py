@@ -15,8 +15,8 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Rung, SlotSpec
 from palaestra.tools.builtin.execute_code import FOLDER, MAX_CALLS
 from palaestra.tools.decorator import tool
-from palaestra.tools.programs.host_channel import BrokenChannel, Channel
-from palaestra.tools.runtime.inner_calls import Inside
+from palaestra.tools.programs.host_channel import BrokenChannel, ProgramChannel
+from palaestra.tools.runtime.inner_calls import InnerCalls
 
 from ..conftest import AtDesk, Desk
 
@@ -41,7 +41,7 @@ def test_a_program_calls_the_agents_tools_in_every_rung(rung: Rung) -> None:
             )
             assert reply == {"output": "122 3\n", "exit_code": 0, "error": None, "tool_calls_made": 5}
             assert await desk.slot.list_dir(FOLDER) == []
-            calls = desk.tools.state(Inside).taken(2)
+            calls = desk.tools.state(InnerCalls).taken(2)
             assert {call.turn for call in calls} == {2}
             assert [call.tool for call in calls] == ["write_file"] * 3 + ["terminal"] * 2
             assert calls[1].arguments == '{"path": "f1.txt", "content": "1"}'
@@ -222,7 +222,7 @@ def test_what_is_no_frame_ends_a_channel(at_desk: AtDesk, said: str) -> None:
         process = await desk.slot.spawn(["bash", "-c", f"printf '{said}'; cat"])
         async with asyncio.timeout(20):
             with pytest.raises(BrokenChannel):
-                await Channel(process, 1000).serve(answer)
+                await ProgramChannel(process, 1000).serve(answer)
 
     at_desk(scenario)
 

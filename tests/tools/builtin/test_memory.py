@@ -13,27 +13,27 @@ import pytest
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.inference.engine import AssistantMessage, ChatCompletion, Choice, FunctionCall, ToolCallMessage
+from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion, FunctionCall, ToolCallMessage
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.builtin.clarify import User
-from palaestra.tools.memory.notes import MAX_CHARS, Notes
-from palaestra.tools.memory.past_conversations import Session, Sessions
-from palaestra.tools.registry.registry import build_tool_registry
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.builtin.memory import MAX_CHARS, Notes
+from palaestra.tools.builtin.session_search import Session, Sessions
+from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 
 async def no_slot() -> Slot:
     raise AssertionError("no slot is needed")
 
 
-def tools(*shared: object) -> SlotTools:
-    made = SlotTools(build_tool_registry(["memory", "session_search", "clarify"]), no_slot, "t")
+def tools(*shared: object) -> ToolRuntime:
+    made = ToolRuntime(build_tool_registry(["memory", "session_search", "clarify"]), no_slot, "t")
     for thing in shared:
         made.share(thing)
     return made
 
 
-def call(made: SlotTools, name: str, **arguments: JSON) -> JSON:
+def call(made: ToolRuntime, name: str, **arguments: JSON) -> JSON:
     return json.loads(asyncio.run(made.handle(name, arguments)))
 
 
@@ -172,7 +172,7 @@ class Once:
         if len(request["messages"]) == 1:
             wanted = FunctionCall(name="memory", arguments='{"action": "read", "target": "memory"}')
             said = AssistantMessage(tool_calls=[ToolCallMessage(id="1", function=wanted)])
-        return ChatCompletion(choices=[Choice(message=said, finish_reason="stop")])
+        return ChatCompletion(choices=[ChatChoice(message=said, finish_reason="stop")])
 
 
 @pytest.mark.parametrize("beyond", [frozenset(), frozenset({"memory"})], ids=["rollout", "allowed"])

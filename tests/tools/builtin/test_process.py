@@ -8,8 +8,8 @@ import pytest
 
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import MAX_PROCESSES
-from palaestra.tools.registry.registry import build_tool_registry
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 if TYPE_CHECKING:
     from tests.tools.conftest import AtDesk, Desk
@@ -49,11 +49,11 @@ def test_a_process_from_its_start_to_its_end(at_desk: AtDesk) -> None:
 def test_conversations_may_share_a_registry_and_still_see_their_own_alone(at_desk: AtDesk) -> None:
     async def scenario(desk: Desk) -> None:
         shared = ProcessRegistry()
-        other = SlotTools(build_tool_registry(["terminal"]), desk.tools.slot, "task-2")
+        other = ToolRuntime(build_tool_registry(["terminal"]), desk.tools.slot, "task-2")
         for tools in (desk.tools, other):
             tools.share(shared)
         name = (await desk.call("terminal", command="exec sleep 1000", background=True))["session_id"]
-        assert (await other.reply("process", {"action": "list"})) == {"processes": []}
+        assert (await other.call("process", {"action": "list"})).reply == {"processes": []}
         assert "not_found" in (await other.handle("process", {"action": "kill", "session_id": name}))
         assert await shared.has_active_for_session("task-1")
         assert await shared.kill_all() == 1

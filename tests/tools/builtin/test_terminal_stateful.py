@@ -9,8 +9,8 @@ import pytest
 
 from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.tools.builtin.terminal import MAX_OUTPUT_CHARS
-from palaestra.tools.registry.registry import build_tool_registry
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 if TYPE_CHECKING:
     from tests.tools.conftest import AtDesk, Desk
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slots
 def stateful(desk: Desk) -> None:
     """This tool is there for who asks for it by name."""
     assert desk.tools.registry.get("terminal_stateful") is None
-    desk.tools = SlotTools(build_tool_registry(["terminal_stateful"]), desk.tools.slot, "task-1", timeout_s=30.0)
+    desk.tools = ToolRuntime(build_tool_registry(["terminal_stateful"]), desk.tools.slot, "task-1", timeout_s=30.0)
 
 
 def test_what_one_command_leaves_is_there_for_the_next(at_desk: AtDesk) -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from palaestra.tools.registry.registry import build_tool_registry
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 if TYPE_CHECKING:
     from tests.tools.conftest import AtDesk, Desk
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slots
 async def tmux(desk: Desk, action: str, **arguments: JSON) -> JSON:
     """One call, in a rollout that has asked for this tool."""
     if desk.tools.registry.get("tmux") is None:
-        desk.tools = SlotTools(build_tool_registry(["tmux"]), desk.tools.slot, "task-1", timeout_s=30.0)
+        desk.tools = ToolRuntime(build_tool_registry(["tmux"]), desk.tools.slot, "task-1", timeout_s=30.0)
     return await desk.call("tmux", action=action, **arguments)
 
 

@@ -7,19 +7,19 @@ import json
 
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
-from palaestra.tools.registry.registry import build_tool_registry
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 
 async def no_slot() -> Slot:
     raise AssertionError("the list needs no slot")
 
 
-def rollout() -> SlotTools:
-    return SlotTools(build_tool_registry(["todo"]), no_slot, "task-1")
+def rollout() -> ToolRuntime:
+    return ToolRuntime(build_tool_registry(["todo"]), no_slot, "task-1")
 
 
-def call(tools: SlotTools, **arguments: JSON) -> JSON:
+def call(tools: ToolRuntime, **arguments: JSON) -> JSON:
     return json.loads(asyncio.run(tools.handle("todo", arguments)))
 
 

@@ -10,10 +10,10 @@ import pytest
 from palaestra.core.errors import IsolationUnavailable
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
-from palaestra.tools.human.approval import Answer, Approvals, Request, dangers
-from palaestra.tools.registry.registry import build_tool_registry
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest, Approvals, dangers
+from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.function_calls import ToolSession
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 from ..conftest import AtDesk, Desk
 
@@ -96,18 +96,18 @@ def test_a_long_command_is_looked_at_in_no_time() -> None:
 class Person:
     """Says what it was told to say, and remembers what it was asked."""
 
-    def __init__(self, *answers: Answer) -> None:
+    def __init__(self, *answers: ApprovalAnswer) -> None:
         self.answers = list(answers)
-        self.asked: list[Request] = []
+        self.asked: list[ApprovalRequest] = []
 
-    async def ask(self, request: Request) -> Answer:
+    async def ask(self, request: ApprovalRequest) -> ApprovalAnswer:
         self.asked.append(request)
         return self.answers.pop(0)
 
 
 @pytest.mark.slots
 def test_a_denied_command_is_not_run_and_the_others_are(at_desk: AtDesk) -> None:
-    person = Person(Answer.DENY, Answer.DENY, Answer.ONCE, Answer.DENY)
+    person = Person(ApprovalAnswer.DENY, ApprovalAnswer.DENY, ApprovalAnswer.ONCE, ApprovalAnswer.DENY)
 
     async def scenario(desk: Desk) -> None:
         desk.tools.share(Approvals(person.ask))
@@ -125,12 +125,12 @@ def test_a_denied_command_is_not_run_and_the_others_are(at_desk: AtDesk) -> None
 
     at_desk(scenario)
     assert [request.command for request in person.asked] == ["rm -r d"] * 3 + ["rm -r x"]
-    assert person.asked[0] == Request("rm -r d", ["deletes whole directories"], "task-1")
+    assert person.asked[0] == ApprovalRequest("rm -r d", ["deletes whole directories"], "task-1")
 
 
 @pytest.mark.slots
 def test_a_session_asks_about_the_calls_of_all_its_tasks() -> None:
-    person = Person(Answer.DENY, Answer.SESSION)
+    person = Person(ApprovalAnswer.DENY, ApprovalAnswer.SESSION)
     with ToolSession(shared=[Approvals(person.ask)]) as session:
         try:
             assert json.loads(session.handle("terminal", {"command": "rm -r x"}, "one"))["status"] == "blocked"
@@ -142,7 +142,7 @@ def test_a_session_asks_about_the_calls_of_all_its_tasks() -> None:
 
 
 def test_a_yes_for_the_session_holds_for_that_kind_of_danger_alone() -> None:
-    person = Person(Answer.SESSION, Answer.DENY)
+    person = Person(ApprovalAnswer.SESSION, ApprovalAnswer.DENY)
     approvals = Approvals(person.ask)
 
     async def scenario() -> list[str | None]:
@@ -159,6 +159,6 @@ def test_nothing_is_asked_where_nobody_is() -> None:
     async def no_slot() -> Slot:
         raise AssertionError("reached the slot")
 
-    tools = SlotTools(build_tool_registry(["terminal"]), no_slot, "t")
+    tools = ToolRuntime(build_tool_registry(["terminal"]), no_slot, "t")
     reply: JSON = json.loads(asyncio.run(tools.handle("terminal", {"command": "rm -rf /"})))
     assert "reached the slot" in reply["error"]

@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 
 from palaestra.core.errors import ConfigError
-from palaestra.tools.human.approval import Answer, Request
+from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 from palaestra.tools.human.terminal_prompt import TerminalPerson
 
-REQUEST = Request("rm -rf build", ["deletes whole directories"], "t1")
+REQUEST = ApprovalRequest("rm -rf build", ["deletes whole directories"], "t1")
 
 
 class Desk:
@@ -90,19 +90,19 @@ def choosing(person: TerminalPerson) -> Awaitable[object]:
 @pytest.mark.parametrize(
     ("keys", "answer"),
     [
-        (["y\r"], Answer.ONCE),
-        (["Yes\n"], Answer.ONCE),
-        (["s\r"], Answer.SESSION),
-        (["n\r"], Answer.DENY),
-        (["\r"], Answer.DENY),
-        (["what?\r", "yy\x7f\r"], Answer.ONCE),
-        (["\x03"], Answer.DENY),
-        (["y\x03"], Answer.DENY),
-        (["\x04"], Answer.DENY),
-        (["\xff\r", "n\r"], Answer.DENY),
+        (["y\r"], ApprovalAnswer.ONCE),
+        (["Yes\n"], ApprovalAnswer.ONCE),
+        (["s\r"], ApprovalAnswer.SESSION),
+        (["n\r"], ApprovalAnswer.DENY),
+        (["\r"], ApprovalAnswer.DENY),
+        (["what?\r", "yy\x7f\r"], ApprovalAnswer.ONCE),
+        (["\x03"], ApprovalAnswer.DENY),
+        (["y\x03"], ApprovalAnswer.DENY),
+        (["\x04"], ApprovalAnswer.DENY),
+        (["\xff\r", "n\r"], ApprovalAnswer.DENY),
     ],
 )
-def test_only_a_yes_is_a_yes(desk: Desk, keys: list[str], answer: Answer) -> None:
+def test_only_a_yes_is_a_yes(desk: Desk, keys: list[str], answer: ApprovalAnswer) -> None:
     assert asked(desk, approving, *keys) is answer
 
 
@@ -123,7 +123,7 @@ def test_an_answer_is_a_choice_or_words(desk: Desk, keys: list[str], answer: str
 
 def test_what_was_typed_before_the_question_is_no_answer(desk: Desk) -> None:
     desk.types("y\r")
-    assert asked(desk, approving, "n\r") is Answer.DENY
+    assert asked(desk, approving, "n\r") is ApprovalAnswer.DENY
 
 
 def test_what_a_model_wrote_cannot_pass_for_the_question(desk: Desk) -> None:
@@ -131,12 +131,12 @@ def test_what_a_model_wrote_cannot_pass_for_the_question(desk: Desk) -> None:
 
     async def scenario() -> None:
         asking = asyncio.ensure_future(
-            TerminalPerson(desk.path).approve(Request(sly, ["deletes", "kills"], "t\x1b[0m"))
+            TerminalPerson(desk.path).approve(ApprovalRequest(sly, ["deletes", "kills"], "t\x1b[0m"))
         )
         await desk.sees("A command of task t\\x1b[0m deletes, kills:\r\n")
         await desk.sees("  | rm -rf a\\r\\x1b[2J\r\n  | Run it? \\u202e\\x07\r\nRun it? y: ")
         desk.types("n\r")
-        assert await asking is Answer.DENY
+        assert await asking is ApprovalAnswer.DENY
 
     asyncio.run(scenario())
 
@@ -147,7 +147,7 @@ def test_a_question_has_its_time_and_half_an_answer_is_none(desk: Desk) -> None:
         asking = asyncio.ensure_future(person.approve(REQUEST))
         await desk.sees("[n] ")
         desk.types("y")
-        assert await asking is Answer.DENY
+        assert await asking is ApprovalAnswer.DENY
         await desk.sees("No answer in 0.3 s.")
         assert await person.answer("Which?", []) is None
 
@@ -183,7 +183,7 @@ def test_a_terminal_that_is_hung_up_says_no() -> None:
         asking = asyncio.ensure_future(TerminalPerson(desk.path).approve(REQUEST))
         await desk.sees("[n] ")
         os.close(desk.leader)
-        assert await asking is Answer.DENY
+        assert await asking is ApprovalAnswer.DENY
 
     asyncio.run(scenario())
     os.close(desk.follower)

@@ -21,8 +21,8 @@ from palaestra.sandbox.slot import Slot
 from palaestra.tools.mcp import supervised_command
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
 from palaestra.tools.mcp.run_servers import MCPServers
-from palaestra.tools.registry.registry import build_tool_registry
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.runtime.runtime import ToolRuntime
 from tools.mcp.serving import command, http_server, living
 
 pytest.importorskip("mcp", reason="needs the extra 'mcp'")
@@ -37,7 +37,7 @@ class Agent:
 
     def __init__(self, servers: MCPServers) -> None:
         registry = build_tool_registry(servers.toolsets(), installed=servers.installed())
-        self.tools = SlotTools(registry, no_slot, "task-1")
+        self.tools = ToolRuntime(registry, no_slot, "task-1")
         self.registry = registry
 
     async def call(self, tool: str, **arguments: JSON) -> JSON:

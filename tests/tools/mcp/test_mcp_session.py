@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from palaestra import ToolSession
+from palaestra import ToolSession, ToolSessionConfig
 from palaestra.core.errors import ConfigError, InfraError, IsolationUnavailable, ToolServerUnavailable
 from palaestra.core.types import JSON
-from palaestra.tools.registry.registry import ToolRegistry, build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.registry.registry import ToolRegistry
 from tools.mcp.serving import command, http_server, living
 
 pytest.importorskip("mcp", reason="needs the extra 'mcp'")
@@ -41,7 +42,7 @@ def told(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_server_starts_with_the_first_call_of_its_tools_and_ends_with_the_session(told: Path) -> None:
-    with ToolSession(mcp=told, variables={"KEY": "hidden"}) as session:
+    with ToolSession(config=ToolSessionConfig(mcp=told, variables={"KEY": "hidden"})) as session:
         assert call(session, "todo")["todos"] == []
         assert "mcp_near_add" not in call(session, "nothing")["error"], "nobody has asked for the server yet"
         assert call(session, "mcp_near_add", a=1, b=2) == {"output": "3"}
@@ -58,7 +59,7 @@ def test_a_server_starts_with_the_first_call_of_its_tools_and_ends_with_the_sess
 
 
 def test_definitions_are_those_of_the_servers_too(told: Path) -> None:
-    with ToolSession(mcp=told, variables={"KEY": "x"}) as session:
+    with ToolSession(config=ToolSessionConfig(mcp=told, variables={"KEY": "x"})) as session:
         everything = session.definitions()
         assert {"terminal", "mcp_near_add", "mcp_far_add"} <= names(everything)
         assert names(everything).isdisjoint({"delegate_task", "tmux", "clarify", "image_generate"})
@@ -75,7 +76,7 @@ def test_definitions_are_those_of_the_servers_too(told: Path) -> None:
 def test_programs_call_the_servers_tools(told: Path) -> None:
     program = "from palaestra_tools import mcp_near_add, mcp_far_add\n"
     program += "print(mcp_near_add(a=1, b=2)['output'], mcp_far_add(a=3, b=4)['output'])"
-    with ToolSession(mcp=told, variables={"KEY": "x"}) as session:
+    with ToolSession(config=ToolSessionConfig(mcp=told, variables={"KEY": "x"})) as session:
         try:
             reply = call(session, "execute_code", code=program)
         except IsolationUnavailable as error:
@@ -85,21 +86,21 @@ def test_programs_call_the_servers_tools(told: Path) -> None:
 
 def test_a_registry_of_ones_own_is_left_as_it_was(told: Path) -> None:
     own = ToolRegistry(build_tool_registry(["todo"]).tools())
-    with ToolSession(own, mcp=told, variables={"KEY": "x"}) as session:
+    with ToolSession(own, config=ToolSessionConfig(mcp=told, variables={"KEY": "x"})) as session:
         assert call(session, "mcp_far_add", a=1, b=2) == {"output": "3"}
     assert own.list_tools() == ["todo"]
 
 
 def test_a_server_that_cannot_be_had_is_told_by_who_wants_it(caplog: pytest.LogCaptureFixture) -> None:
     absent: dict[str, JSON] = {"command": "no-such-program"}
-    with ToolSession(mcp={"gone": absent}) as session:
+    with ToolSession(config=ToolSessionConfig(mcp={"gone": absent})) as session:
         assert call(session, "todo")["todos"] == []
         for _ in range(2):
             with pytest.raises(ToolServerUnavailable, match=r"'gone'(?s:.*)no-such-program cannot be run"):
                 call(session, "mcp_gone_add", a=1)
         with pytest.raises(ToolServerUnavailable, match="no-such-program cannot be run"):
             session.definitions()
-    with ToolSession(mcp={"mcpServers": {"gone": {**absent, "required": False}}}) as session:
+    with ToolSession(config=ToolSessionConfig(mcp={"mcpServers": {"gone": {**absent, "required": False}}})) as session:
         assert "todo" in names(session.definitions())
         assert "going on without MCP server 'gone'" in caplog.text
 
@@ -116,13 +117,14 @@ def test_a_server_that_cannot_be_had_is_told_by_who_wants_it(caplog: pytest.LogC
 )
 def test_what_cannot_be_a_server_is_refused_at_once(mcp: JSON, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        ToolSession(mcp=mcp)
+        ToolSession(config=ToolSessionConfig(mcp=mcp))
 
 
 def test_a_server_that_is_being_started_ends_with_the_session(tmp_path: Path) -> None:
     pid, raised = tmp_path / "pid", list[BaseException]()
     program = f"import os, time; open({str(pid)!r}, 'w').write(f'{{os.getpid()}}\\n'); time.sleep(600)"
-    session = ToolSession(mcp={"slow": {"command": sys.executable, "args": ["-S", "-c", program]}})
+    server = {"command": sys.executable, "args": ["-S", "-c", program]}
+    session = ToolSession(config=ToolSessionConfig(mcp={"slow": server}))
 
     def wants() -> None:
         try:

@@ -7,7 +7,7 @@ import ipaddress
 import pytest
 
 from palaestra.core.errors import ConfigError
-from palaestra.tools.net.host_policy import Reach
+from palaestra.tools.net.host_policy import HostPolicy
 from palaestra.tools.settings import ToolSettings
 
 
@@ -15,36 +15,37 @@ from palaestra.tools.settings import ToolSettings
     "host", ["169.254.169.254", "metadata.google.internal", "::ffff:169.254.169.254", "fd00:ec2::1"]
 )
 def test_metadata_is_never_reached(host: str) -> None:
-    assert "never reached" in (Reach(["*:*", "0.0.0.0/0:*", "::/0", "*.internal:*"]).refusal(host, 80) or "")
+    assert "never reached" in (HostPolicy(["*:*", "0.0.0.0/0:*", "::/0", "*.internal:*"]).refusal(host, 80) or "")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.1.2.3", "192.168.0.1", "::1", "fc00::1", "100.64.0.1", "localhost"])
 def test_private_addresses_are_open_only_where_they_are_named(host: str) -> None:
-    assert "not open" in (Reach().refusal(host, 8000) or "")
+    assert "not open" in (HostPolicy().refusal(host, 8000) or "")
     named = f"[{host}]:8000" if ":" in host else f"{host}:8000"
-    assert Reach([named]).refusal(host, 8000) is None
-    assert Reach([named]).refusal(host, 8001) is not None
+    assert HostPolicy([named]).refusal(host, 8000) is None
+    assert HostPolicy([named]).refusal(host, 8001) is not None
 
 
 def test_a_name_that_means_a_private_address_is_refused_at_the_address() -> None:
-    reach = Reach(["*:*"])
+    reach = HostPolicy(["*:*"])
     assert reach.refusal("inside.example", 80) is None
     assert "not open" in (reach.address_refusal("inside.example", 80, ipaddress.ip_address("10.0.0.1")) or "")
     assert (
-        Reach(["*:*", "10.0.0.0/8:*"]).address_refusal("inside.example", 80, ipaddress.ip_address("10.0.0.1")) is None
+        HostPolicy(["*:*", "10.0.0.0/8:*"]).address_refusal("inside.example", 80, ipaddress.ip_address("10.0.0.1"))
+        is None
     )
     assert reach.address_refusal("outside.example", 80, ipaddress.ip_address("93.184.216.34")) is None
 
 
 def test_localhost_is_reached_by_its_name_where_that_is_listed() -> None:
-    reach = Reach(["localhost:3000"])
+    reach = HostPolicy(["localhost:3000"])
     assert reach.refusal("localhost", 3000) is None
     assert reach.address_refusal("localhost", 3000, ipaddress.ip_address("127.0.0.1")) is None
     assert reach.address_refusal("other.example", 3000, ipaddress.ip_address("127.0.0.1")) is not None
 
 
 def test_only_listed_hosts_are_allowed_and_blocked_ones_never() -> None:
-    reach = Reach(["*.example.org:443"], ["bad.example.org:*", "93.184.0.0/16:*"])
+    reach = HostPolicy(["*.example.org:443"], ["bad.example.org:*", "93.184.0.0/16:*"])
     assert reach.refusal("good.example.org", 443) is None
     assert "not on the list of allowed" in (reach.refusal("good.example.org", 80) or "")
     assert "blocked" in (reach.refusal("bad.example.org", 443) or "")

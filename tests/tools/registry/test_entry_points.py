@@ -11,8 +11,8 @@ import pytest
 
 from palaestra import tool
 from palaestra.core.errors import ConfigError
+from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.registry.entry_points import GROUP, Installed, load
-from palaestra.tools.registry.registry import build_tool_registry
 
 MODULE = '''
 from palaestra import tool

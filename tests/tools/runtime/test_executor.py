@@ -13,8 +13,14 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.call_text import result_of
-from palaestra.tools.registry.registry import ToolRegistry, build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
+from palaestra.tools.serving.payloads import (
+    ArtifactArchiveRequestPayload,
+    ArtifactListRequestPayload,
+    ArtifactReadRequestPayload,
+)
 from palaestra.tools.tool import FunctionTool, ToolCall, ToolReply, ToolResult, ToolRun, ToolSchema
 
 
@@ -276,6 +282,14 @@ def test_in_real_slots_trajectories_are_apart_and_a_release_ends_what_runs() -> 
             await executor.execute("t1", shell("echo one > mark"))
             assert (await executor.execute("t1", shell("cat mark"))).output == "one\n"
             assert (await executor.execute("t2", shell("cat mark"))).metadata["exit_code"] == 1
+            read = await executor.read_artifact(ArtifactReadRequestPayload(trajectory_id="t1", path="mark"))
+            assert (read.success, read.content) == (True, "one\n")
+            absent = await executor.read_artifact(ArtifactReadRequestPayload(trajectory_id="t3", path="mark"))
+            assert (absent.success, "no workspace" in absent.error) == (False, True)
+            listed = await executor.list_artifacts(ArtifactListRequestPayload(trajectory_id="t1"))
+            assert [each.path for each in listed.entries] == ["mark"]
+            packed = await executor.archive_artifacts(ArtifactArchiveRequestPayload(trajectory_id="t1"))
+            assert packed.entry_count == 1
             async with asyncio.TaskGroup() as group:
                 ended = group.create_task(lost(executor, "t1"))
                 await until(lambda: executor.queue_size() == 1)

@@ -18,7 +18,7 @@ from palaestra import HermesAgentLoop, get_tool_definitions
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import ConfigError, ImageError, IsolationUnavailable, SandboxError, StaleLease
 from palaestra.core.types import JSON
-from palaestra.tools.runtime.function_calls import ToolSession, use_session
+from palaestra.tools.runtime.function_calls import ToolSession, ToolSessionConfig, use_session
 
 pytestmark = pytest.mark.slots
 
@@ -57,7 +57,7 @@ def test_a_task_keeps_its_slot_and_shares_it_with_no_other(session: ToolSession)
 
 
 def test_a_slot_that_nobody_uses_is_ended_and_one_in_use_is_not(session: ToolSession) -> None:
-    with ToolSession(idle_s=0.4) as tidy, ThreadPoolExecutor(1) as beside:
+    with ToolSession(config=ToolSessionConfig(idle_s=0.4)) as tidy, ThreadPoolExecutor(1) as beside:
         working = beside.submit(call, tidy, "terminal", "working", command="sleep 2; echo done")
         call(tidy, "terminal", "serving", command=nap(), background=True)
         call(tidy, "terminal", "idle", command="touch mine")

@@ -9,7 +9,7 @@ import pytest
 
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.tool import FunctionTool, ToolCall, ToolReply, ToolRun, ToolSchema
 
@@ -79,8 +79,8 @@ def test_what_was_put_there_is_its_owners_to_close() -> None:
 def test_a_binding_closes_its_own_and_leaves_what_is_shared() -> None:
     async def main() -> None:
         shared = States()
-        tools = SlotTools(ToolRegistry([HOLD], shared=shared), _no_slot, "t")
-        assert await tools.reply("hold", {}) == {"same": True}
+        tools = ToolRuntime(ToolRegistry([HOLD], shared=shared), _no_slot, "t")
+        assert (await tools.call("hold", {})).reply == {"same": True}
         await tools.aclose()
         assert CLOSED == ["first"]
         await shared.aclose()
@@ -91,8 +91,8 @@ def test_a_binding_closes_its_own_and_leaves_what_is_shared() -> None:
 
 def test_a_binding_that_shares_nothing_closes_all() -> None:
     async def main() -> None:
-        tools = SlotTools(ToolRegistry([HOLD]), _no_slot, "t")
-        await tools.reply("hold", {})
+        tools = ToolRuntime(ToolRegistry([HOLD]), _no_slot, "t")
+        await tools.call("hold", {})
         await tools.aclose()
 
     asyncio.run(main())

@@ -24,7 +24,7 @@ from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import Watch
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Rung
-from palaestra.tools.runtime.function_calls import ToolSession, cleanup_vm, handle_function_call
+from palaestra.tools.runtime.function_calls import ToolSession, ToolSessionConfig, cleanup_vm, handle_function_call
 from palaestra.tools.runtime.sync_process_registry import SharedProcesses
 
 from ..conftest import AtDesk, Desk
@@ -218,14 +218,14 @@ def test_where_nobody_reads_the_oldest_gives_way(at_desk: AtDesk) -> None:
 HOLDER = """
     import sys, time
     from pathlib import Path
-    from palaestra import ToolSession, handle_function_call, process_registry, use_session
+    from palaestra import ToolSession, ToolSessionConfig, handle_function_call, process_registry, use_session
     from palaestra.processes.session import Watch
     from palaestra.sandbox.backends.local import LocalBackend
     from palaestra.sandbox.slot import Rung
 
     folder, path = Path(sys.argv[1]), Path(sys.argv[2])
     backend = LocalBackend(rung=Rung.USERNS, service="tools", service_directory=folder)
-    use_session(ToolSession(backend=backend, checkpoint_path=path))
+    use_session(ToolSession(backend=backend, config=ToolSessionConfig(checkpoint_path=path)))
     handle_function_call("write_file", {"path": "kept", "content": "kept\\n"}, "t")
     talks = process_registry.spawn_local(
         'while read -r x; do echo "<$x>"; done; exit 6', task_id="t", session_key="chat", watch=Watch(interval_s=900)
@@ -265,7 +265,7 @@ def service(folder: Path) -> LocalBackend:
 
 def test_processes_are_found_again_after_their_holder_was_killed(holder: tuple[Path, Path, list[str]]) -> None:
     folder, path, (talks, goes) = holder
-    use_session(ToolSession(backend=service(folder), checkpoint_path=path))
+    use_session(ToolSession(backend=service(folder), config=ToolSessionConfig(checkpoint_path=path)))
     assert process_registry.recover_from_checkpoint() == 2
     assert process_registry.has_active_for_session("chat")
     assert [each["session_id"] for each in process_registry.pending_watchers] == [talks]
@@ -279,7 +279,9 @@ def test_processes_are_found_again_after_their_holder_was_killed(holder: tuple[P
     assert json.loads(handle_function_call("read_file", {"path": "kept"}, "t"))["content"] == "1|kept"
     fresh = process_registry.spawn_local("exec sleep 1000", task_id="t")
     assert fresh.id not in (talks, goes)
-    use_session(ToolSession(backend=service(folder), checkpoint_path=path))  # closing the one before leaves its slots
+    use_session(
+        ToolSession(backend=service(folder), config=ToolSessionConfig(checkpoint_path=path))
+    )  # closing the one before leaves its slots
     assert json.loads(handle_function_call("terminal", {"command": "pgrep -c sleep"}, "t"))["output"] == "2\n"
     assert process_registry.recover_from_checkpoint() == 3
     assert process_registry.kill_process(goes)["status"] == "killed"
@@ -298,7 +300,7 @@ def test_a_pid_that_was_given_to_another_process_is_never_signalled(holder: tupl
     for record, stranger in zip(json.loads(path.read_text())["sessions"], strangers, strict=True):
         same = (record["slot_id"], record["status"]["process_id"], record["status"]["pid"])
         assert same == (stranger.slot_id, stranger.status.process_id, stranger.pid)
-    use_session(ToolSession(backend=service(folder), checkpoint_path=path))
+    use_session(ToolSession(backend=service(folder), config=ToolSessionConfig(checkpoint_path=path)))
     assert process_registry.recover_from_checkpoint() == 0
     for session_id in ids:
         assert "is another one after a restart" in process_registry.kill_process(session_id)["error"]
@@ -309,5 +311,5 @@ def test_a_pid_that_was_given_to_another_process_is_never_signalled(holder: tupl
 
 def test_a_checkpoint_needs_slots_that_stay(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs a backend whose slots stay"):
-        ToolSession(checkpoint_path=tmp_path / "processes.json")
+        ToolSession(config=ToolSessionConfig(checkpoint_path=tmp_path / "processes.json"))
     assert process_registry.recover_from_checkpoint() == 0

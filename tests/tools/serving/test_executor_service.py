@@ -17,7 +17,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Slot
-from palaestra.tools.registry.registry import build_tool_registry
+from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.executor import ToolExecutor
 from palaestra.tools.serving.executor_service import ExecutorService
 from tools.serving.asking import Client

@@ -13,8 +13,8 @@ from palaestra.core.errors import IsolationUnavailable, ToolUnavailable
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Slot, SlotSpec
-from palaestra.tools.registry.registry import build_tool_registry, unrestricted
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.registry.build import build_tool_registry, unrestricted
+from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.settings import ToolSettings
 
 from .seeing import SeeingServer, png
@@ -39,7 +39,7 @@ def asking(
             settings = ToolSettings(
                 **{"vision_base_url": server.url, "vision_model": "eyes", "web_allow": ["127.0.0.1"], **told}
             )
-            tools = SlotTools(build_tool_registry(["vision"], settings=settings), slot, "t")
+            tools = ToolRuntime(build_tool_registry(["vision"], settings=settings), slot, "t")
 
             async def ask(where: str, question: str = "what is it?") -> JSON:
                 return json.loads(await tools.handle("vision_analyze", {"image_url": where, "question": question}))
@@ -85,7 +85,7 @@ def test_a_file_of_the_slot_is_read_through_its_file_channel() -> None:
                 return slot
 
             settings = ToolSettings(vision_base_url=f"{server.url}/v1/", vision_max_image_bytes=500)
-            tools = SlotTools(build_tool_registry(["vision"], settings=settings), source, "t")
+            tools = ToolRuntime(build_tool_registry(["vision"], settings=settings), source, "t")
 
             async def ask(path: str) -> JSON:
                 return json.loads(await tools.handle("vision_analyze", {"image_url": path, "question": "?"}))
@@ -150,6 +150,6 @@ def test_a_model_that_cannot_be_asked_is_nobodys_mistake() -> None:
 
 def test_without_a_model_the_tool_is_missing_and_says_what_to_set() -> None:
     assert "--env.vision_base_url" in build_tool_registry(["vision"]).missing["vision_analyze"]
-    tools = SlotTools(unrestricted(), _no_slot, "t")
+    tools = ToolRuntime(unrestricted(), _no_slot, "t")
     reply = asyncio.run(tools.handle("vision_analyze", {"image_url": "data:,", "question": "?"}))
     assert "vision_base_url" in json.loads(reply)["error"]

@@ -12,17 +12,17 @@ from palaestra.core.clock import ManualClock
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Blame
-from palaestra.testing.fake_chat_server import Answer, LoopbackServer
-from palaestra.tools.net.json_client import Server, rows, text
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer
+from palaestra.tools.net.json_client import JsonServer, rows, text
 from palaestra.tools.tool import ToolMistake
 
-OK = Answer({"ok": True})
+OK = FakeAnswer({"ok": True})
 
 
 def ask(server: LoopbackServer, clock: ManualClock | None = None, **more: JSON) -> JSON:
     async def main() -> JSON:
         async with server:
-            provider = Server(
+            provider = JsonServer(
                 "engine",
                 server.url,
                 "web_api_keys.engine",
@@ -45,8 +45,8 @@ def test_a_post_carries_json_and_the_key() -> None:
     assert server.seen[0].headers["X-Key"] == "secret"
 
 
-@pytest.mark.parametrize("first", [Answer({}, 429), Answer({}, 503), Answer(cut=True)])
-def test_what_can_pass_by_itself_is_tried_again(first: Answer) -> None:
+@pytest.mark.parametrize("first", [FakeAnswer({}, 429), FakeAnswer({}, 503), FakeAnswer(cut=True)])
+def test_what_can_pass_by_itself_is_tried_again(first: FakeAnswer) -> None:
     clock = ManualClock()
     assert ask(LoopbackServer(first, first, OK), clock) == {"ok": True}
     assert len(clock.slept) == 2
@@ -54,12 +54,12 @@ def test_what_can_pass_by_itself_is_tried_again(first: Answer) -> None:
 
 def test_a_rate_limit_says_how_long_to_wait() -> None:
     clock = ManualClock()
-    ask(LoopbackServer(Answer({}, 429, {"Retry-After": "7"}), OK), clock)
+    ask(LoopbackServer(FakeAnswer({}, 429, {"Retry-After": "7"}), OK), clock)
     assert 7.0 <= clock.slept[0] <= 7.5
 
 
 def test_a_rate_limit_that_does_not_pass_is_not_the_models_fault() -> None:
-    server = LoopbackServer(Answer({"message": "slow down"}, 429))
+    server = LoopbackServer(FakeAnswer({"message": "slow down"}, 429))
     with pytest.raises(ToolUnavailable, match=r"engine at http.* HTTP 429, tried 3 times: .*slow down") as caught:
         ask(server, retry=RetryPolicy(attempts=3))
     assert caught.value.blame is Blame.TOOL
@@ -69,10 +69,12 @@ def test_a_rate_limit_that_does_not_pass_is_not_the_models_fault() -> None:
 def test_a_server_that_is_silent_or_gone_is_unavailable() -> None:
     once = RetryPolicy(attempts=1)
     with pytest.raises(ToolUnavailable, match="cannot be reached"):
-        ask(LoopbackServer(Answer(hang=True)), retry=once, try_timeout_s=0.05)
+        ask(LoopbackServer(FakeAnswer(hang=True)), retry=once, try_timeout_s=0.05)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        gone = Server("engine", f"http://127.0.0.1:{free.getsockname()[1]}", "k", {}, asyncio.Semaphore(1), retry=once)
+        gone = JsonServer(
+            "engine", f"http://127.0.0.1:{free.getsockname()[1]}", "k", {}, asyncio.Semaphore(1), retry=once
+        )
         with pytest.raises(ToolUnavailable, match="cannot be reached"):
             asyncio.run(gone.get("/search", {"q": "x"}))
 
@@ -80,14 +82,14 @@ def test_a_server_that_is_silent_or_gone_is_unavailable() -> None:
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (Answer({}, 401), "web_api_keys.engine"),
-        (Answer({}, 404), "look at its address"),
-        (Answer({}, 302, {"Location": "http://127.0.0.1:1/"}), "HTTP 302"),
-        (Answer(b"<html>"), "no JSON"),
-        (Answer(b"[" * 100_000), "no JSON"),
+        (FakeAnswer({}, 401), "web_api_keys.engine"),
+        (FakeAnswer({}, 404), "look at its address"),
+        (FakeAnswer({}, 302, {"Location": "http://127.0.0.1:1/"}), "HTTP 302"),
+        (FakeAnswer(b"<html>"), "no JSON"),
+        (FakeAnswer(b"[" * 100_000), "no JSON"),
     ],
 )
-def test_what_will_not_pass_is_not_tried_again(answer: Answer, says: str) -> None:
+def test_what_will_not_pass_is_not_tried_again(answer: FakeAnswer, says: str) -> None:
     server = LoopbackServer(answer)
     with pytest.raises(ToolUnavailable, match=says):
         ask(server)
@@ -96,16 +98,16 @@ def test_what_will_not_pass_is_not_tried_again(answer: Answer, says: str) -> Non
 
 def test_a_reply_without_end_is_cut_off() -> None:
     with pytest.raises(ToolUnavailable, match="more than 16 MB"):
-        ask(LoopbackServer(Answer(b"x" * ((16 << 20) + 1))))
+        ask(LoopbackServer(FakeAnswer(b"x" * ((16 << 20) + 1))))
 
 
 def test_a_request_that_is_refused_is_the_models_to_mend() -> None:
     with pytest.raises(ToolMistake, match=r"HTTP 422.*no such language"):
-        ask(LoopbackServer(Answer({"detail": "no such language"}, 422)))
+        ask(LoopbackServer(FakeAnswer({"detail": "no such language"}, 422)))
 
 
 def test_rows_are_found_where_they_are_promised() -> None:
-    server = Server("engine", "http://engine.example", "k", {}, asyncio.Semaphore(1))
+    server = JsonServer("engine", "http://engine.example", "k", {}, asyncio.Semaphore(1))
     assert rows(server, {"web": {"results": [{"a": 1}]}}, "web", "results") == [{"a": 1}]
     assert rows(server, {"web": None}, "web", "results") == []
     for told in ([], {"web": {"results": {}}}, {"web": {"results": [1]}}):

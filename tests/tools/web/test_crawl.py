@@ -14,8 +14,9 @@ from palaestra import ToolSession, ToolSettings, open_world
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.builtin.web_crawl import web_crawl_tool
-from palaestra.tools.registry.registry import ToolRegistry, build_tool_registry
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 from .site import Site
 
@@ -64,7 +65,7 @@ async def no_slot() -> Slot:
 
 def crawl(url: str, *, time_s: float = 60.0, allow: str = "127.0.0.1", **arguments: JSON) -> JSON:
     tool = web_crawl_tool(ToolSettings(web_allow=[allow]), time_s)
-    bound = SlotTools(ToolRegistry([tool]), no_slot, "task-1")
+    bound = ToolRuntime(ToolRegistry([tool]), no_slot, "task-1")
     return json.loads(asyncio.run(bound.handle("web_crawl", {"url": url, **arguments})))
 
 

@@ -10,15 +10,15 @@ import pytest
 from aiohttp import web
 
 from palaestra.core.errors import ConfigError
-from palaestra.tools.net.host_policy import Reachable
+from palaestra.tools.net.host_policy import AddressPolicy
 from palaestra.tools.web.extract_article import LARGE_CHARS, read_article
-from palaestra.tools.web.fetch import MAX_BYTES, Fetched, Unreadable, fetch
+from palaestra.tools.web.fetch import MAX_BYTES, Fetched, PageUnreadable, fetch
 from palaestra.tools.web.page_text import Fetcher, as_text
-from palaestra.tools.web.provider import Page
+from palaestra.tools.web.providers import WebPage
 
 from .site import ARTICLE, Site, pages
 
-HERE = Reachable(["127.0.0.1"])
+HERE = AddressPolicy(["127.0.0.1"])
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +27,12 @@ def site() -> Iterator[Site]:
         yield running
 
 
-def got(url: str, reachable: Reachable = HERE, **limits: float) -> Fetched:
+def got(url: str, reachable: AddressPolicy = HERE, **limits: float) -> Fetched:
     return asyncio.run(fetch(url, reachable, **limits))  # type: ignore[arg-type]
 
 
-def read(url: str) -> Page:
-    async def main() -> list[Page]:
+def read(url: str) -> WebPage:
+    async def main() -> list[WebPage]:
         return await Fetcher(HERE, asyncio.Semaphore(2)).read([url])
 
     return asyncio.run(main())[0]
@@ -79,13 +79,13 @@ def test_what_cannot_be_read_says_why(site: Site, path: str, says: str) -> None:
 
 
 def test_a_pdf_that_calls_itself_something_else_is_still_one() -> None:
-    with pytest.raises(Unreadable, match="PDF"):
+    with pytest.raises(PageUnreadable, match="PDF"):
         asyncio.run(as_text("u", Fetched("u", "text/plain", None, b"%PDF-1.4 \x00")))
 
 
 def test_redirects_are_followed_a_few_times(site: Site) -> None:
     assert got(f"{site.url}/redirect/3?to=/kind?type=text/plain").url == f"{site.url}/kind?type=text/plain"
-    with pytest.raises(Unreadable, match="redirects more than"):
+    with pytest.raises(PageUnreadable, match="redirects more than"):
         got(f"{site.url}/redirect/9?to=/article")
 
 
@@ -99,7 +99,7 @@ def test_an_endless_page_is_cut_off_and_says_so(site: Site) -> None:
 
 @pytest.mark.parametrize("path", ["/silent", "/slow"])
 def test_a_page_that_does_not_come_is_given_up(site: Site, path: str) -> None:
-    with pytest.raises(Unreadable, match=r"no answer within 0\.2 s"):
+    with pytest.raises(PageUnreadable, match=r"no answer within 0\.2 s"):
         got(site.url + path, timeout_s=0.2)
 
 
@@ -128,7 +128,7 @@ def test_a_small_reply_that_unpacks_to_much_is_cut_off() -> None:
     ],
 )
 def test_an_address_that_is_none_is_refused(url: str, says: str) -> None:
-    with pytest.raises(Unreadable, match=says):
+    with pytest.raises(PageUnreadable, match=says):
         got(url)
 
 
@@ -136,14 +136,14 @@ def test_an_address_that_is_none_is_refused(url: str, says: str) -> None:
 def test_this_machine_is_not_reached_by_any_of_its_names(site: Site, host: str) -> None:
     port = site.url.rpartition(":")[2]
     before = len(site.seen)
-    with pytest.raises(Unreadable, match=r"private or reserved address|canonical"):
-        got(f"http://{host}:{port}/article", Reachable())
+    with pytest.raises(PageUnreadable, match=r"private or reserved address|canonical"):
+        got(f"http://{host}:{port}/article", AddressPolicy())
     assert len(site.seen) == before
 
 
 def test_a_redirect_to_a_private_address_is_refused(site: Site) -> None:
     for target in ("http://127.0.0.2:1/", "http://169.254.169.254/latest/meta-data/", "file:///etc/passwd"):
-        with pytest.raises(Unreadable, match=r"private or reserved|only http"):
+        with pytest.raises(PageUnreadable, match=r"private or reserved|only http"):
             got(f"{site.url}/redirect/0?to={target}")
 
 
@@ -165,23 +165,23 @@ PRIVATE = [
 @pytest.mark.parametrize("address", PRIVATE)
 def test_private_addresses_are_not_reached(address: str) -> None:
     with pytest.raises(PermissionError, match="private or reserved"):
-        Reachable().check(address)
+        AddressPolicy().check(address)
 
 
 @pytest.mark.parametrize("address", PUBLIC)
 def test_public_addresses_are_reached(address: str) -> None:
-    Reachable().check(address)
+    AddressPolicy().check(address)
 
 
 def test_what_the_configuration_allows_is_reached_and_nothing_beside_it() -> None:
-    allowed = Reachable(["10.1.0.0/16", "::1", "127.0.0.1"])
+    allowed = AddressPolicy(["10.1.0.0/16", "::1", "127.0.0.1"])
     for address in ("10.1.2.3", "::ffff:10.1.2.3", "::1", "127.0.0.1"):
         allowed.check(address)
     for address in ("10.2.0.1", "127.0.0.2"):
         with pytest.raises(PermissionError):
             allowed.check(address)
     with pytest.raises(ConfigError, match="web_allow"):
-        Reachable(["intranet"])
+        AddressPolicy(["intranet"])
 
 
 def test_a_large_page_is_read_like_a_small_one() -> None:

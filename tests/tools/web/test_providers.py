@@ -13,7 +13,7 @@ from palaestra.core.errors import ToolUnavailable
 from palaestra.core.types import JSON
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import ToolMistake
-from palaestra.tools.web.providers.select import choose_reader, choose_searcher, reader, searcher
+from palaestra.tools.web.providers import choose_reader, choose_searcher, reader, searcher
 
 from .site import DOCUMENTS, KEY, PROVIDERS, Site
 

@@ -13,8 +13,8 @@ from palaestra.core.errors import ToolUnavailable
 from palaestra.core.types import JSON
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.sandbox.slot import Slot
-from palaestra.tools.registry.registry import build_tool_registry, unrestricted
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.registry.build import RunConditions, build_tool_registry, unrestricted
+from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.settings import ToolSettings
 
 from .site import DOCUMENTS, KEY, Site, firecrawl, pages, searxng
@@ -36,11 +36,11 @@ async def no_slot() -> Slot:
     raise AssertionError("the web needs no slot")
 
 
-def tools(**settings: JSON) -> SlotTools:
-    return SlotTools(build_tool_registry(["web"], settings=ToolSettings(**settings)), no_slot, "task-1")
+def tools(**settings: JSON) -> ToolRuntime:
+    return ToolRuntime(build_tool_registry(["web"], settings=ToolSettings(**settings)), no_slot, "task-1")
 
 
-def call(bound: SlotTools, name: str, **arguments: JSON) -> JSON:
+def call(bound: ToolRuntime, name: str, **arguments: JSON) -> JSON:
     return json.loads(asyncio.run(bound.handle(name, arguments)))
 
 
@@ -123,22 +123,25 @@ def test_without_a_provider_the_tool_is_missing_and_says_what_to_set() -> None:
     registry = build_tool_registry(["search"])
     assert registry.list_tools() == []
     assert "SEARXNG_URL" in registry.missing["web_search"]
-    reply = call(SlotTools(unrestricted(registry), no_slot, "task-1"), "web_extract", urls=["http://127.0.0.1:1/"])
+    reply = call(ToolRuntime(unrestricted(registry), no_slot, "task-1"), "web_extract", urls=["http://127.0.0.1:1/"])
     assert "private" in reply["results"][0]["error"]
 
 
 def test_a_replayed_world_needs_no_key() -> None:
-    assert build_tool_registry(["search"], replayed=True).list_tools() == ["web_search"]
-    assert build_tool_registry(["search"], replayed=True).missing == {}
+    assert build_tool_registry(["search"], conditions=RunConditions(replayed=True)).list_tools() == ["web_search"]
+    assert build_tool_registry(["search"], conditions=RunConditions(replayed=True)).missing == {}
 
 
 def test_an_agent_without_a_network_has_the_web_only_by_name() -> None:
     settings = ToolSettings(web_urls={"searxng": "http://s.example"})
     everything = build_tool_registry(settings=settings).list_tools()
-    offline = build_tool_registry(settings=settings, world=False).list_tools()
+    offline = build_tool_registry(settings=settings, conditions=RunConditions(network=False)).list_tools()
     assert {"web_search", "web_extract"} <= set(everything) - set(offline)
     assert not any(name.startswith(("web_", "browser_")) for name in offline)
-    assert build_tool_registry(["web"], settings=settings, world=False).list_tools() == ["web_search", "web_extract"]
+    assert build_tool_registry(["web"], settings=settings, conditions=RunConditions(network=False)).list_tools() == [
+        "web_search",
+        "web_extract",
+    ]
 
 
 def test_a_reward_function_searches_and_reads(engine: Site, site: Site) -> None:
@@ -146,7 +149,7 @@ def test_a_reward_function_searches_and_reads(engine: Site, site: Site) -> None:
     registry = unrestricted(build_tool_registry([], settings=settings))
 
     async def main() -> None:
-        context = ToolContext("task-1", slot=no_slot, tools=SlotTools(registry, no_slot, "task-1"))
+        context = ToolContext("task-1", slot=no_slot, tools=ToolRuntime(registry, no_slot, "task-1"))
         found = await asyncio.to_thread(context.web_search, "owl")
         assert found["data"]["web"][0]["url"] == DOCUMENTS[2][1]
         assert found == await context.web_search_async("owl")

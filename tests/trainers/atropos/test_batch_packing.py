@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.trainers.atropos.batch_packing import exact, whole
+from palaestra.trainers.atropos.exchange import combined, exact
 
 sizes = st.lists(st.integers(1, 9), max_size=9)
 
@@ -35,6 +35,6 @@ def test_the_oldest_go_first() -> None:
 @given(st.integers(1, 8).flatmap(lambda unit: st.tuples(st.just(unit), st.lists(st.integers(1, 9), min_size=unit))))
 def test_so_many_groups_as_a_whole_one_has_rows_never_all_wait(drawn: tuple[int, list[int]]) -> None:
     unit, numbers = drawn
-    found = whole(numbers, unit)
+    found = combined(numbers, unit)
     assert found
     assert sum(numbers[place] for place in found) % unit == 0

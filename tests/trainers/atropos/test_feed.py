@@ -15,8 +15,8 @@ from feeds import Said, fed, marks
 from talking import Talk, environment, group, trainer
 
 from palaestra.core.errors import TrainerRefused, TrainerUnavailable
+from palaestra.trainers.atropos.connection import FeedSettings
 from palaestra.trainers.atropos.exchange import Exchange
-from palaestra.trainers.atropos.feed_settings import FeedSettings
 from palaestra.trainers.atropos.trajectory_server import TrajectoryServer, serving
 
 IMPATIENT = FeedSettings(name="words", group_size=2, max_token_length=32, poll_s=0.01, patience_s=0.05)
@@ -178,7 +178,7 @@ def test_groups_that_make_up_no_batch_hold_nothing_up(tmp_path: Path) -> None:
                     assert await feed.admit()
                     feed.offer(f"run/{number}", group(3, first=number))
                 await feed.drained()
-                await said.until("makes up no batch of 4 sequences")
+                await said.until("makes up a batch of 4 sequences")
                 assert await feed.admit()
                 feed.offer("run/4", group(4, first=9))
             return marks((await api.get("/batch"))["batch"])
@@ -198,7 +198,7 @@ def test_the_trainer_that_has_enough_ends_the_run(tmp_path: Path) -> None:
                 assert (await api.get("/batch"))["batch"]
                 while await feed.admit():
                     feed.offer("more", None)
-                assert feed.link.finished
+                assert feed.connection.finished
 
     asyncio.run(scenario())
 
@@ -267,8 +267,8 @@ async def answering(*answers: tuple[int, str]) -> AsyncIterator[str]:
 @pytest.mark.parametrize(
     ("status", "body", "told"),
     [
-        (404, '{"detail": "Not Found"}', "is no trajectory server.*HTTP 404: Not Found.*rollout_server_url"),
-        (401, '{"detail": "no key"}', "is no trajectory server.*HTTP 401: no key"),
+        (404, '{"detail": "Not Found"}', "is not a trajectory server.*HTTP 404: Not Found.*rollout_server_url"),
+        (401, '{"detail": "no key"}', "is not a trajectory server.*HTTP 401: no key"),
         (200, "<html>hello</html>", "register-env does not answer as a trajectory server does.*hello"),
         (200, "null", "got `null`"),
         (200, '{"status": "success", "env_id": "zero"}', "env_id"),

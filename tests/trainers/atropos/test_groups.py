@@ -63,8 +63,8 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
         (HEAD + '{"delivery_id":"run/0"}\n{"deliv\0\0\n', "line 3 is damaged"),
         (HEAD + '{"delivered":"run/0"}\n', "line 2 is damaged"),
         (HEAD + "7\n", "line 2 is damaged"),
-        ('{"schema":"palaestra.deliveries/2"}\n', "of the form 'palaestra.deliveries/2'"),
-        ("\n", "line 1 is damaged"),
+        ('{"schema":"palaestra.deliveries/2"}\n', r"deliveries\.jsonl has schema 'palaestra.deliveries/2'"),
+        ("\n", r"deliveries\.jsonl has schema None"),
     ],
 )
 def test_damage_is_said_and_left_as_it_is(tmp_path: Path, text: str, told: str) -> None:

@@ -11,23 +11,23 @@ from feeds import SETTINGS, Said, fed, marks
 from talking import Talk, group, trainer
 
 from palaestra.trainers.atropos.exchange import Exchange
+from palaestra.trainers.atropos.groups import UnsavedGroups
 from palaestra.trainers.atropos.trajectory_server import TrajectoryServer
-from palaestra.trainers.atropos.unsaved_groups import Memory
 
 
-def given(memory: Memory, *numbers: int, rows: int = 2) -> None:
+def given(memory: UnsavedGroups, *numbers: int, rows: int = 2) -> None:
     for number in numbers:
         memory.begin()
         memory.end(f"run/{number}", group(rows, first=number), taken=True)
 
 
-def lost(memory: Memory, *, alone: bool = True) -> tuple[list[str], list[str]]:
+def lost(memory: UnsavedGroups, *, alone: bool = True) -> tuple[list[str], list[str]]:
     again, perhaps = memory.lost(4, alone=alone)
     return [each.delivery_id for each in again], [each.delivery_id for each in perhaps]
 
 
 def test_one_batch_at_a_time() -> None:
-    memory = Memory(group_size=2)
+    memory = UnsavedGroups(group_size=2)
     assert memory.room(4)
     given(memory, 0)
     assert memory.room(4)
@@ -40,7 +40,7 @@ def test_one_batch_at_a_time() -> None:
 
 
 def test_a_batch_that_was_seen_waiting_is_sent_again() -> None:
-    memory = Memory(group_size=2)
+    memory = UnsavedGroups(group_size=2)
     given(memory, 0, 1)
     memory.heard(2, memory.asking())
     assert lost(memory) == (["run/0", "run/1"], [])
@@ -48,7 +48,7 @@ def test_a_batch_that_was_seen_waiting_is_sent_again() -> None:
 
 
 def test_a_full_batch_that_nobody_saw_waiting_is_not() -> None:
-    memory = Memory(group_size=2)
+    memory = UnsavedGroups(group_size=2)
     given(memory, 0)
     memory.heard(1, memory.asking())
     given(memory, 1)
@@ -57,20 +57,20 @@ def test_a_full_batch_that_nobody_saw_waiting_is_not() -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_less_than_a_batch_cannot_have_left_unless_others_filled_it(alone: bool) -> None:
-    memory = Memory(group_size=2)
+    memory = UnsavedGroups(group_size=2)
     given(memory, 0)
     assert lost(memory, alone=alone) == ((["run/0"], []) if alone else ([], ["run/0"]))
 
 
 def test_the_oldest_leave_first() -> None:
-    memory = Memory(group_size=1)
+    memory = UnsavedGroups(group_size=1)
     given(memory, 0, 1, 2, rows=1)
     memory.heard(1, memory.asking())
     assert lost(memory) == (["run/2"], [])
 
 
 def test_an_answer_says_nothing_of_what_was_given_meanwhile() -> None:
-    memory = Memory(group_size=2)
+    memory = UnsavedGroups(group_size=2)
     given(memory, 0)
     asked = memory.asking()
     given(memory, 1)
@@ -84,7 +84,7 @@ def test_an_answer_says_nothing_of_what_was_given_meanwhile() -> None:
 
 
 def test_after_a_short_group_nothing_is_known_and_nothing_held_back() -> None:
-    memory = Memory(group_size=2)
+    memory = UnsavedGroups(group_size=2)
     given(memory, 0)
     given(memory, 1, rows=1)
     assert memory.room(4)

@@ -1,25 +1,29 @@
-"""A file that only grows, line by line: how journals and stores get to the disk.
+"""A file that only grows, line by line: journals and stores.
 
-A line is handed to the kernel when it is appended, so it survives the death of this process; `commit` returns once all
-that was appended before it is on the disk, and concurrent commits share one fsync. Invariant: a line that could not be
-written whole (the disk is full) is taken back, so that what follows does not begin in the middle of it.
+An appended line is handed to the kernel, so it survives the death of this process; `commit` returns once everything
+appended before it is on the disk, and concurrent commits share one fsync. Invariant: a line that could not be written
+whole (the disk is full) is removed, so that the next one does not begin in the middle of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from palaestra.core.errors import DiskError
+import msgspec
+
+from palaestra.core.errors import ConfigError, DiskError
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the operating system refuses in the block is said of this file: raises `DiskError`."""
+    """Turn an `OSError` in the block into a `DiskError` that names this file."""
     try:
         yield
     except OSError as error:
@@ -37,7 +41,7 @@ class AppendedFile:
         self._disk = ThreadPoolExecutor(1, thread_name_prefix=path.stem)
 
     def append(self, line: bytes) -> None:
-        """Hand one line to the kernel. Raises `DiskError`, and then nothing of it stays."""
+        """Hand one line to the kernel. Raises `DiskError`, and then nothing of the line stays."""
         with writing(self.path):
             written = os.write(self.fd, line)
             if written < len(line):
@@ -54,7 +58,7 @@ class AppendedFile:
             raise
 
     async def commit(self) -> None:
-        """Return once what was appended is on the disk. Raises `DiskError`."""
+        """Return once everything appended is on the disk. Raises `DiskError`."""
         wanted = self._appended
         async with self._committing:
             if self._committed < wanted:
@@ -62,6 +66,12 @@ class AppendedFile:
                 with writing(self.path):
                     await asyncio.get_running_loop().run_in_executor(self._disk, os.fsync, self.fd)
                 self._committed = covered
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """The lines on disk after the first, with their numbers (from 2)."""
+        with self.path.open("rb") as file:
+            file.readline()
+            yield from enumerate(file, 2)
 
     def close(self) -> None:
         """Flush and close. Idempotent. Raises `DiskError`."""
@@ -74,3 +84,52 @@ class AppendedFile:
                 os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def open_lines(path: Path, schema: str, *, mode: int = 0o644, exclusive: bool = False) -> AppendedFile:
+    """The file of JSON lines at `path`, whose first line names its schema; made if it is missing.
+
+    A torn last line, which a kill leaves, is cut off. `exclusive` locks the file for this process. Raises `DiskError`,
+    and `ConfigError` for anything but a regular file with this schema, or for one that another process has locked.
+    """
+    with writing(path):
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ConfigError(f"{path} is not a regular file, so it keeps nothing; name another one")
+        if exclusive:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with writing(path):
+            _begin(fd, path, schema)
+    except BlockingIOError:
+        os.close(fd)
+        raise ConfigError(f"{path} belongs to a process that is running: stop that one, or name another file") from None
+    except BaseException:
+        os.close(fd)
+        raise
+    return AppendedFile(fd, path)
+
+
+def _begin(fd: int, path: Path, schema: str) -> None:
+    """Write the first line, or check it and cut off a torn last one."""
+    head = msgspec.json.encode({"schema": schema}) + b"\n"
+    with path.open("rb") as file:
+        first = file.readline()
+    if first != head and head.startswith(first):
+        os.ftruncate(fd, 0)
+        os.write(fd, head)
+        return
+    try:
+        found = msgspec.json.decode(first)["schema"] if first.endswith(b"\n") else None
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
+        found = None
+    if found != schema:
+        raise ConfigError(f"{path} has schema {found!r} in its first line; this version reads {schema!r}")
+    end = os.fstat(fd).st_size
+    while True:
+        start = max(0, end - (1 << 16))
+        last = os.pread(fd, end - start, start).rfind(b"\n")
+        if last >= 0:
+            os.ftruncate(fd, start + last + 1)
+            return
+        end = start

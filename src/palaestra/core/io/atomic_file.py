@@ -1,4 +1,4 @@
-"""A file that is there whole or not at all: filled beside its place, which it takes when it is done."""
+"""Files that are replaced as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import IO
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """A file to fill, which takes the place of `path` when the block ends. Where the block fails, what was there before
-    stays, and nothing else. Raises `OSError`."""
+    """A file to fill, which replaces `path` when the block ends. If the block fails, the former file stays and nothing
+    else. Raises `OSError`."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with unfinished.open("wb") as file:

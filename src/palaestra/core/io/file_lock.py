@@ -1,32 +1,47 @@
-"""Turns: a lock between the processes of one machine, waited for without blocking the event loop.
+"""A lock file that excludes other processes of this machine and other tasks of this process.
 
-Not for files that are only read and written (`images.store` locks those), nor for the slot server, which stands alone.
+Waiting never blocks the event loop. The kernel releases the lock when its holder dies (flock(2)). Not for the slot
+server, which must import nothing of this package.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
+import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+from palaestra.core.errors import InfraError
+
 
 @contextlib.asynccontextmanager
-async def turn(path: Path, sleep: Callable[[float], Awaitable[None]], poll_s: float) -> AsyncIterator[None]:
-    """Hold the lock file `path`, alone on this machine. A process that dies loses its turn."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+async def file_lock(
+    path: Path,
+    *,
+    timeout_s: float = math.inf,
+    poll_s: float = 0.05,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> AsyncIterator[None]:
+    """Hold the lock file `path`, which is created if it does not exist. Raises `InfraError` after `timeout_s`."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        while not _try_lock(lock):
+        waited_s = 0.0
+        while not _try_lock(descriptor):  # flock has no wait that an event loop could cancel
+            if waited_s >= timeout_s:
+                raise InfraError(f"{path} stayed locked for {timeout_s:g} s; is another run stuck?")
             await sleep(poll_s)
+            waited_s += poll_s
         yield
     finally:
-        os.close(lock)
+        os.close(descriptor)
 
 
-def _try_lock(fd: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""Serving HTTP for as long as a block runs. Every server of the project listens through this."""
+"""HTTP servers that run for the length of a block. Every server of the project listens through this."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from palaestra.core.errors import ConfigError
 async def listening(
     app: web.Application, host: str, port: int, *, shutdown_s: float = 2.0, handler_cancellation: bool = False
 ) -> AsyncIterator[str]:
-    """Serve for as long as the block runs; gives the URL, without a path. Port 0 takes a free one.
+    """Serve while the block runs; yields the URL, without a path. Port 0 takes a free one.
 
-    At the end, requests under way have `shutdown_s` seconds. With `handler_cancellation`, what answers a client that
-    hangs up is cancelled. Raises `ConfigError` where nothing can listen there.
+    At the end, requests in progress have `shutdown_s` seconds. With `handler_cancellation`, the handler of a client
+    that disconnects is cancelled. Raises `ConfigError` if nothing can listen there.
     """
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=shutdown_s, handler_cancellation=handler_cancellation)
     try:

@@ -1,7 +1,7 @@
-"""Plain functions that are not ours, called in threads: they may take as long as they like, or never come back.
+"""User functions called in threads: they may take any time, or never return.
 
-Not for blocking work of our own, which ends (`asyncio.to_thread`). Invariant: such a function holds up neither the loop
-nor the process: a call that nobody waits for any more has no place, and no thread is waited for at the end.
+Our own blocking work, which ends, uses `asyncio.to_thread`. Invariant: such a function blocks neither the loop nor the
+process: a call that is no longer awaited has no place, and no thread is joined at the end.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from contextvars import copy_context
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from palaestra.core.uncharged_time import take_turn
+from palaestra.core.clock import take_turn
 
 T = TypeVar("T")
 
 MAX_THREADS = 64
-"""How many calls of one loop may be waited for at the same time."""
+"""How many calls of one loop may be awaited at the same time."""
 
 _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -30,10 +30,9 @@ os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of 
 
 
 async def in_own_thread(function: Callable[[], T]) -> T:
-    """What the function returns or raises, called in a thread that does nothing else meanwhile, with the context of who
-    awaits it.
+    """The result or the error of the function, called in a thread of its own with the caller's context.
 
-    Cancelling leaves the thread to itself. `StopIteration` comes as `RuntimeError`, as out of any coroutine.
+    Cancelling abandons the thread. `StopIteration` becomes `RuntimeError`, as out of any coroutine.
     """
     places = _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
     await take_turn(places)
@@ -60,7 +59,7 @@ async def in_own_thread(function: Callable[[], T]) -> T:
 class OneThread:
     """A thread for calls that must all be made in the same one, one after the other, as the steps of a generator.
 
-    It begins with the first call and ends after `close`; nobody waits for it.
+    It begins with the first call and ends after `close`; it is never joined.
     """
 
     def __init__(self, name: str) -> None:
@@ -69,7 +68,7 @@ class OneThread:
         self._thread: threading.Thread | None = None
 
     async def call(self, function: Callable[[], T]) -> T:
-        """What the function returns or raises; as `in_own_thread` otherwise."""
+        """The result or the error of the function; as `in_own_thread` otherwise."""
         loop, context = asyncio.get_running_loop(), copy_context()
         ended: asyncio.Future[None] = loop.create_future()
         returned: list[T] = []
@@ -97,7 +96,7 @@ class OneThread:
         return returned[0]
 
     def close(self) -> None:
-        """Let the thread end after the call that is under way. Idempotent."""
+        """Let the thread end after the call in progress. Idempotent."""
         self._calls.put(None)
 
     def _run(self) -> None:

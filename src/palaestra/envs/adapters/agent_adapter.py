@@ -9,10 +9,9 @@ from palaestra.agent.hermes_text import observation, result_in, result_text
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
-from palaestra.core.user_code import settled
+from palaestra.core.user_code import run_hook, settled
 from palaestra.envs.adapters.hermes_adapter import ContractEnvironment
 from palaestra.envs.api.agent_env import AgentEnv, AgentEnvConfig, AgentEnvConfigT
-from palaestra.rollouts.attempt import blaming
 from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.rollouts.rollout import Rollout
 from palaestra.tools.call_text import ToolCall, result_of
@@ -40,23 +39,21 @@ class AgentEnvironment(ContractEnvironment):
 
     async def act(self, rollout: Rollout) -> AgentResult:
         self._choose_server(rollout)
+        rollout.matches_observations = False  # they are compared as the text that the model reads
 
         async def execute(call: ToolCall) -> CallResult:
-            recall = rollout.recall
-            recorded = recall.expected(call.name, call.arguments) if recall is not None else None
-            with rollout.calling(call.name, call.arguments) as answered:
-                reply = await rollout.tools.reply(call.name, call.arguments)
-                answered(reply)
-                result = result_of(reply)
-            if recall is None or recorded is None:
+            recorded = rollout.recorded
+            expected = recorded.expected_observation(call.name, call.arguments) if recorded is not None else None
+            result = result_of((await rollout.tools.call(call.name, call.arguments, by_agent=True)).reply)
+            if recorded is None or expected is None:
                 return result
             now = observation(result_text(result.success, result.output, result.error, result.metadata))
-            return result_in(recall.observed(recorded, now))
+            return result_in(recorded.match_observation(expected, now))
 
         agent = AtroposAgent(
-            rollout.served(rollout.server),
+            rollout.conversation(),
             rollout.kit.registry,
-            await blaming(TaskError, self._config(rollout), f"configuring the agent of {rollout.rollout_id}"),
+            await run_hook(TaskError, self._config(rollout), f"configuring the agent of {rollout.rollout_id}"),
             execute_tool=execute,
             task_id=rollout.rollout_id,
             extra_body=rollout.settings.extra_body,

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.numeric import number
+from palaestra.core.literals import number
 from palaestra.core.types import JSON, Task
-from palaestra.core.user_code import place, settled, told
+from palaestra.core.user_code import place, run_hook, settled, told
 from palaestra.envs.api.base_env import BaseEnv, Item
 from palaestra.envs.config.build import mcp_servers
-from palaestra.rollouts.attempt import blaming
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.export.atropos import group_line
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
@@ -59,7 +58,7 @@ class ClassEnvironment(Environment):
     async def open(self) -> None:
         self.inner.mcp = mcp_servers(self.inner.config)
         await self.inner.mcp.open()
-        await blaming(ConfigError, self._begun(), f"{self.name} cannot begin: setup")
+        await run_hook(ConfigError, self._begun(), f"{self.name} cannot begin: setup")
 
     async def _begun(self) -> None:
         await settled(self.inner.setup())
@@ -79,7 +78,7 @@ class ClassEnvironment(Environment):
             number += 1
 
     async def _next_item(self, number: int) -> Item:
-        return await blaming(ConfigError, self.next_item(), f"{self.name} has no item {number}: get_next_item")
+        return await run_hook(ConfigError, self.next_item(), f"{self.name} has no item {number}: get_next_item")
 
     async def next_item(self) -> Item:
         """The next item, or None when there are no more."""

@@ -15,16 +15,16 @@ from typing import TypeVar
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import TaskError
-from palaestra.core.numeric import number
+from palaestra.core.literals import number
 from palaestra.core.types import JSON, Score, Task
-from palaestra.core.user_code import settled
+from palaestra.core.user_code import run_hook, settled
 from palaestra.envs.adapters.class_adapter import ROW_KEYS, ClassEnvironment
 from palaestra.envs.api.base_env import BaseEnv, Item
-from palaestra.rollouts.attempt import blaming
-from palaestra.rollouts.environment import Kit, Projection
+from palaestra.inference.ledger.records import TokenRow
 from palaestra.rollouts.grading.grader import Grading
-from palaestra.rollouts.records import Group, TokenRow
+from palaestra.rollouts.records import Group
 from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.spec import Kit, Projection
 from palaestra.tools.registry.registry import ToolRegistry
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class CollectedEnvironment(ClassEnvironment):
             got, backlog = await settled(call)
             return got, list(backlog or ())
 
-        got, backlog = await blaming(TaskError, unpacked(), f"{name} on {task.id}")
+        got, backlog = await run_hook(TaskError, unpacked(), f"{name} on {task.id}")
         if backlog and not self._told:
             self._told = True
             logger.warning("%s returns items to be drawn next: they are lost to a run that goes on with --resume", name)

@@ -15,8 +15,8 @@ from palaestra.envs.api.base_env import BaseEnv
 from palaestra.envs.api.function_env import FunctionEnvConfig, FunctionForm
 from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
 from palaestra.envs.config.fields import BaseEnvConfig
+from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.config import APIServerConfig, ServerBaseline
-from palaestra.inference.engine import ChatServer
 from palaestra.rollouts.environment import Environment
 
 

@@ -11,25 +11,23 @@ from palaestra.agent.result import AgentResult
 from palaestra.core.errors import TaskError
 from palaestra.core.sync_bridge import bridged
 from palaestra.core.types import JSON, Score, Task
-from palaestra.core.user_code import settled
-from palaestra.envs import fingerprint
+from palaestra.core.user_code import run_hook, settled
+from palaestra.envs import cache_key
 from palaestra.envs.adapters.class_adapter import ROW_KEYS, ClassEnvironment, numbers
 from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
 from palaestra.envs.api.hooks import score_of
 from palaestra.envs.config.build import agent_settings, network_policy
 from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra.inference.ledger import Ledger
-from palaestra.rollouts.attempt import blaming
-from palaestra.rollouts.environment import AgentSettings, Kit, Projection
+from palaestra.inference.ledger import Ledger, TokenRow
 from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.grading.tool_context import ToolContext
-from palaestra.rollouts.records import TokenRow
 from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.spec import AgentSettings, Kit, Projection
 from palaestra.sandbox.slot import Slot
-from palaestra.tools.registry.registry import unrestricted
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.registry.build import unrestricted
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +76,10 @@ class ContractEnvironment(ClassEnvironment):
             return None
         return [
             declared,
-            fingerprint.code([cls for cls in type(inner).__mro__ if cls.__module__ != "builtins"], task.id),
-            fingerprint.own_settings(inner.config, HermesAgentEnvConfig),
+            cache_key.of_code([cls for cls in type(inner).__mro__ if cls.__module__ != "builtins"], task.id),
+            cache_key.of_settings(inner.config, HermesAgentEnvConfig),
             [inner.config.seed, inner.config.share_setup],
-            fingerprint.named(task.data, task.id),
+            cache_key.of_data(task.data, task.id),
         ]
 
     async def prepare(self, task: Task, sandbox: Slot) -> None:
@@ -89,10 +87,10 @@ class ContractEnvironment(ClassEnvironment):
             return sandbox
 
         @functools.cache  # one for all calls of the hook, whose shell goes on between them
-        def tools() -> SlotTools:
+        def tools() -> ToolRuntime:
             registry = unrestricted(self.inner.tool_kit(random.Random(0)).registry)
-            world = self.world.rollout(f"{task.id}:prepare") if self.world is not None else None
-            return SlotTools(registry, slot, task.id, timeout_s=self._settings.tool_timeout_s, world=world)
+            middleware = [] if self.world is None else [self.world.rollout(f"{task.id}:prepare")]
+            return ToolRuntime(registry, slot, task.id, timeout_s=self._settings.tool_timeout_s, middleware=middleware)
 
         exec_tool = ExecTool(slot, tools)
         try:
@@ -118,11 +116,11 @@ class ContractEnvironment(ClassEnvironment):
         loop = self.inner._run_agent_loop(rollout, rollout.opening())
         if not overrides(self.inner, "_run_agent_loop"):
             return await loop
-        return await blaming(TaskError, loop, f"{self.name}._run_agent_loop on {rollout.rollout_id}")
+        return await run_hook(TaskError, loop, f"{self.name}._run_agent_loop on {rollout.rollout_id}")
 
     def _choose_server(self, rollout: Rollout) -> None:
         """The session is token-exact where the servers are; the environment may want plain chat instead."""
-        exact, wanted = hasattr(rollout.server, "ledger"), self.inner._use_managed_server()
+        exact, wanted = rollout.server.ledger is not None, self.inner._use_managed_server()
         if exact and not wanted:
             rollout.server = self.inner.server
         elif wanted and not exact and not self._warned:

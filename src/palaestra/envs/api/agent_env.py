@@ -34,10 +34,11 @@ from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
 from palaestra.envs.config.build import make_pool, tools_with
 from palaestra.envs.config.fields import AVAILABLE_POOL_MODES, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
-from palaestra.rollouts.environment import Environment, Kit
+from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.records import Trajectory
+from palaestra.rollouts.spec import Kit
 from palaestra.sandbox.pool import SlotPool
 from palaestra.tools.call_text import ToolCall
 from palaestra.tools.registry.registry import ToolRegistry
@@ -200,7 +201,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
             return await executor.execute(name, call)
 
         def delegate(loop: HermesAgentLoop, agent: AtroposAgent) -> None:
-            Subagents(loop, executor.tools_of(name), agent=agent).offer()
+            Subagents(loop, executor.trajectory(name).tools, agent=agent).offer()
 
         config = self.build_agent_config(None)
         agent = AtroposAgent(self.server, self.tools, config, execute_tool=execute, task_id=name, on_loop=delegate)

@@ -19,11 +19,11 @@ import msgspec
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
 from palaestra.envs.config.fields import BaseEnvConfig
+from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engine import ChatServer
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.export.messages import heard
+from palaestra.rollouts.export.messages import chat_messages
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
 from palaestra.rollouts.records import Trajectory
 from palaestra.tools.mcp.run_servers import MCPServers
@@ -125,7 +125,7 @@ class BaseEnv(ABC):
 
         Nothing where the script is only loaded, as `palaestra run` does, which has a command line already.
         """
-        from palaestra.envs.discovery import is_loaded
+        from palaestra.envs.python_file import is_loaded
         from palaestra.envs.run.run import main
 
         if is_loaded(sys._getframe(1).f_globals.get("__name__", "")):
@@ -289,7 +289,7 @@ MOST_RESULT = 500
 def format_trajectory(messages: Sequence[Message]) -> str:
     """A conversation as a person reads it: who said what, the calls and the beginnings of their results."""
     parts = []
-    for said in heard(messages):
+    for said in chat_messages(messages):
         if said.role == "tool":
             parts.append(f"[TOOL RESULT] {said.text[:MOST_RESULT]}{'...' if len(said.text) > MOST_RESULT else ''}")
             continue

@@ -29,16 +29,17 @@ from pydantic import Field, create_model
 
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.io.threads import OneThread
-from palaestra.core.numeric import number
+from palaestra.core.literals import number
 from palaestra.core.types import JSON, NetworkPolicy, Score, Task
-from palaestra.envs import fingerprint
+from palaestra.core.user_code import run_hook
+from palaestra.envs import cache_key
 from palaestra.envs.api.hooks import Hook, HookFunction, Source, declare, score_of
 from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
 from palaestra.envs.splits import HeldOutConfig, serves
-from palaestra.rollouts.attempt import blaming
-from palaestra.rollouts.environment import AgentSettings, Environment, Kit
+from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.spec import AgentSettings, Kit
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.decorator import TypedTool, UserFunction
 from palaestra.tools.decorator import declare as declare_tool
@@ -226,7 +227,7 @@ class FunctionEnvironment(Environment):
         end = object()
         while True:
             doing = f"environment {self.name} has no task {len(seen)}: its function"
-            task = await blaming(ConfigError, anext(produced, end), doing)
+            task = await run_hook(ConfigError, anext(produced, end), doing)
             if task is end:
                 return
             checked = self._checked(task, seen)
@@ -272,10 +273,10 @@ class FunctionEnvironment(Environment):
             return task.recipe
         return [
             task.recipe,
-            fingerprint.code([hook.function, self.form.source], task.id),
-            fingerprint.own_settings(self.config, FunctionEnvConfig),
+            cache_key.of_code([hook.function, self.form.source], task.id),
+            cache_key.of_settings(self.config, FunctionEnvConfig),
             self.config.seed,
-            fingerprint.named(task, task.id),
+            cache_key.of_data(task, task.id),
         ]
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:

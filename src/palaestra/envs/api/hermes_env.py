@@ -19,10 +19,12 @@ from palaestra.envs.api.base_env import BaseEnv, Item, ScoredDataItem
 from palaestra.envs.config.build import kit
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
-from palaestra.rollouts.environment import Environment, Kit
+from palaestra.inference.server_group import ServerGroup
+from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.spec import Kit
 from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.tool import Tool
 
@@ -116,7 +118,7 @@ class HermesAgentBaseEnv(BaseEnv):
 
         Override to chat without keeping tokens; rows then are placeholders and say so.
         """
-        return bool(getattr(self._server, "token_exact", False))
+        return isinstance(self._server, ServerGroup) and self._server.token_exact
 
     async def _run_agent_loop(self, rollout: Rollout, messages: list[Message]) -> AgentResult:
         """Run the agent. Override to change how; the default is the one loop."""

@@ -13,7 +13,7 @@ from typing import TypeAlias, cast
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, GraderError
-from palaestra.core.numeric import number
+from palaestra.core.literals import number
 from palaestra.core.types import JSON, Score
 from palaestra.core.user_code import settled
 from palaestra.envs.api.awaited_slot import AwaitedSlot

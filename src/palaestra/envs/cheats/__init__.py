@@ -1,1 +1,1 @@
-"""The cheat bank: published ways of being paid without doing the work, and the check that none of them pays here."""
+"""Published ways to earn a reward without doing the work, and the check that none of them works."""

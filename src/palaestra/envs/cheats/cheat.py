@@ -1,4 +1,4 @@
-"""What a cheat is. No I/O."""
+"""The record of one cheat. Does no I/O."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Cheat:
-    """One exploit: a shell script that an agent could run in its workspace instead of doing the task.
+    """A shell script that an agent could run in its workspace instead of doing the task.
 
-    The script knows nothing of the task but what was asked, in `$TASK`. It may fail where its target is not there: what
-    counts is the reward.
+    The script gets only the prompt, in `$TASK`. It may fail if its target does not exist; only the reward counts.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Leaks: the answer is looked for, in history, on disk, on the network, or a process stays behind to change things."""
+"""Cheats that search for the answer in history, on disk or on the network, or that leave a process running."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from palaestra.core.config import local_path
 from palaestra.core.types import Network, NetworkPolicy, Prices
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
-from palaestra.rollouts.environment import AgentSettings, Kit
 from palaestra.rollouts.journal.reader import open_recording
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld, open_world
+from palaestra.rollouts.spec import AgentSettings, Kit
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Backend
@@ -22,9 +22,10 @@ from palaestra.sandbox.snapshots.cache import Prepared
 from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
 from palaestra.tools.mcp.mcp_server import toolset_of
 from palaestra.tools.mcp.run_servers import MCPServers
+from palaestra.tools.registry.build import RunConditions, build_tool_registry
 from palaestra.tools.registry.distributions import sample_toolsets_from_distribution
 from palaestra.tools.registry.entry_points import installed_tools
-from palaestra.tools.registry.registry import ToolRegistry, build_tool_registry
+from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.serving.tool_server_client import ToolServerLink
 from palaestra.tools.tool import Tool
@@ -127,9 +128,7 @@ def tools_with(
         strict=config.strict_tools,
         installed=installed,
         settings=config,
-        world=config.allow_network,
-        replayed=config.world == "replay",
-        shared=shared,
+        conditions=RunConditions(config.allow_network, config.world == "replay", shared),
     )
 
 

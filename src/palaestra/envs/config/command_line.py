@@ -16,7 +16,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
-from palaestra.core.config import DEFAULT, Layer, Merged, has_effect, merge, nearest
+from palaestra.core.config import DEFAULT, ConfigLayer, Merged, has_effect, merge, nearest
 from palaestra.core.errors import ConfigError
 from palaestra.core.literals import Annotation, read_words, takes_mapping, takes_sequence
 from palaestra.core.types import JSON
@@ -194,34 +194,34 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         yield from (f"--env.{name}" for name in self.env_type.model_fields)
         yield from (f"--openai.{name}" for name in self.server_type.model_fields)
 
-    def _env_layers(self, command: str, given: _Given, variables: Variables) -> Iterator[Layer]:
+    def _env_layers(self, command: str, given: _Given, variables: Variables) -> Iterator[ConfigLayer]:
         fields = self.env_type.model_fields
         if command == "process" and self.name and "data_path_to_save_groups" in fields:
-            yield Layer("process", {"data_path_to_save_groups": f"data/{self.name}.jsonl"})
-        yield Layer("config_init", self.env_values)
+            yield ConfigLayer("process", {"data_path_to_save_groups": f"data/{self.name}.jsonl"})
+        yield ConfigLayer("config_init", self.env_values)
         if said := _SAID_BY_COMMAND.get(command):
-            yield Layer(command, {name: value for name, value in said.items() if name in fields})
+            yield ConfigLayer(command, {name: value for name, value in said.items() if name in fields})
         yield from (file.env for file in given.files)
         yield from (read_environ(values, "env", self.env_type, where) for where, values in variables)
-        yield Layer("command line", given.values["env"], given.spelled["env"])
+        yield ConfigLayer("command line", given.values["env"], given.spelled["env"])
 
-    def _server_layers(self, given: _Given, variables: Variables) -> list[list[Layer]]:
+    def _server_layers(self, given: _Given, variables: Variables) -> list[list[ConfigLayer]]:
         """The layers of each server. A policy or an address from above the files leaves one server."""
-        servers = [[Layer("config_init", values)] for values in self.server_values] or [[]]
+        servers = [[ConfigLayer("config_init", values)] for values in self.server_values] or [[]]
         for file in given.files:
             if file.shared:
                 servers = [[*layers, *file.servers] for layers in servers]
             else:
                 lower = _padded(servers, len(file.servers))
                 servers = [[*layers, own] for layers, own in zip(lower, file.servers, strict=True)]
-        flags = Layer("command line", given.values["openai"], given.spelled["openai"])
+        flags = ConfigLayer("command line", given.values["openai"], given.spelled["openai"])
         top = [*(read_environ(values, "openai", self.server_type, where) for where, values in variables), flags]
         if given.policy is not None:
             clash = {"server_type", "model_name", "base_url"} & flags.values.keys()
             if clash:
                 raise ConfigError(f"--policy and {flags.spelled[min(clash)]} exclude each other")
             scripted = {"server_type": "scripted", "model_name": given.policy}
-            top.append(Layer("command line", scripted, dict.fromkeys(scripted, "--policy")))
+            top.append(ConfigLayer("command line", scripted, dict.fromkeys(scripted, "--policy")))
         if given.policy is not None or any("base_url" in layer.values for layer in top):
             servers = servers[:1]
         return [[*layers, *top] for layers in servers]
@@ -293,5 +293,5 @@ def _joined(old: JSON, new: JSON, annotation: Annotation) -> JSON:
     return new
 
 
-def _padded(servers: list[list[Layer]], count: int) -> list[list[Layer]]:
+def _padded(servers: list[list[ConfigLayer]], count: int) -> list[list[ConfigLayer]]:
     return [servers[index] if index < len(servers) else [] for index in range(count)]

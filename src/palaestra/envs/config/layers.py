@@ -12,11 +12,10 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from palaestra.core.config import Layer, nearest
+from palaestra.core.config import ConfigLayer, nearest
 from palaestra.core.errors import ConfigError
-from palaestra.core.literals import read_words
+from palaestra.core.literals import read_words, read_yaml
 from palaestra.core.types import JSON
-from palaestra.core.yaml_reader import read_yaml
 from palaestra.tools.settings import WEB_KEYS, WEB_URLS
 
 _TOP_KEYS = ("env", "openai", "slurm", "testing")
@@ -71,8 +70,8 @@ _PROVIDERS = {variable: f"web_api_keys.{name}" for name, variable in WEB_KEYS.it
 class FileSettings:
     """One configuration file. `servers` has one layer for a mapping (`shared`), or one per entry for a list."""
 
-    env: Layer
-    servers: tuple[Layer, ...] = ()
+    env: ConfigLayer
+    servers: tuple[ConfigLayer, ...] = ()
     shared: bool = True
     switches: Mapping[str, bool] = field(default_factory=dict)
 
@@ -100,7 +99,7 @@ def read_file(path: Path) -> FileSettings:
 
 def read_environ(
     environ: Mapping[str, str], prefix: str, model_type: type[BaseModel], where: str = "environment"
-) -> Layer:
+) -> ConfigLayer:
     """The layer of `PALAESTRA_<PREFIX>_<FIELD>` variables and of the contract's; `env` also has the keys of web
     providers. `where` is where the variables stand. Raises `ConfigError`."""
     start = f"PALAESTRA_{prefix.upper()}_"
@@ -123,7 +122,7 @@ def read_environ(
         except ValueError as error:
             raise ConfigError(f"{where}: {variable}: {error}") from None
         spelled[name] = variable
-    return Layer(where, values, spelled)
+    return ConfigLayer(where, values, spelled)
 
 
 def _known(named: Mapping[str, str], model_type: type[BaseModel]) -> dict[str, str]:
@@ -171,10 +170,10 @@ def _twice(text: str) -> tuple[str, int] | None:
     return None
 
 
-def _layer(path: Path, key: str, values: JSON) -> Layer:
+def _layer(path: Path, key: str, values: JSON) -> ConfigLayer:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: {key} must be a mapping, not {type(values).__name__}")
     for name in values:
         if not isinstance(name, str) or "." in name:
             raise ConfigError(f"{path}: {name!r} under {key} is not the name of a setting")
-    return Layer(str(path), values, {name: f"{key}.{name}" for name in values})
+    return ConfigLayer(str(path), values, {name: f"{key}.{name}" for name in values})

@@ -1,8 +1,7 @@
-"""`evaluate`: what is rolled out, and the files that say what it came to.
+"""`evaluate`: rolls out what is to be evaluated, and writes the result files.
 
-A class environment's own method decides; of a function environment the tasks that are held out are rolled out, or all
-where none is, each as often as a group is large. The one runner does it. Invariant: figures are those of a whole
-evaluation; one that was stopped leaves none.
+A class environment's own method decides what that is; of a function environment it is the held-out tasks, or all if
+none are held out, each as often as a group is large. An evaluation that was stopped has no metrics.
 """
 
 from __future__ import annotations
@@ -16,18 +15,17 @@ import msgspec
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.append_file import writing
 from palaestra.core.types import JSON, Outcome
-from palaestra.core.user_code import settled
+from palaestra.core.user_code import run_hook, settled
 from palaestra.envs.adapters.class_adapter import ClassEnvironment
 from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.function_env import FunctionEnvironment
 from palaestra.envs.run import pass_at_k
-from palaestra.rollouts.attempt import blaming
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.group import Services
 from palaestra.rollouts.journal.journal import encoded
 from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.runner import Runner, Totals
+from palaestra.rollouts.spec import RunContext
 
 Logged = Mapping[str, JSON]
 
@@ -38,14 +36,14 @@ class Evaluation:
     def __init__(
         self,
         environment: Environment,
-        services: Services,
+        run: RunContext,
         concurrency: int,
         on_group: Callable[[Group], None],
         gate: Callable[[], Awaitable[bool]] | None = None,
         limit: int | None = None,
     ) -> None:
         self.environment = environment
-        self.services = services
+        self.run_context = run
         self.concurrency = concurrency
         self.on_group = on_group
         self.gate = gate
@@ -56,11 +54,11 @@ class Evaluation:
         self._rolled_out = 0
 
     async def run(self) -> Totals:
-        """Roll out what is to be evaluated; `logged` then says what it came to. Raises `RunStopped`, `ConfigError`."""
+        """Roll out what is to be evaluated; `logged` then has the result. Raises `RunStopped`, `ConfigError`."""
         environment = self.environment
         if isinstance(environment, ClassEnvironment):
             environment.inner._run_items = self.run_items
-            await blaming(ConfigError, self._asked(environment), f"{environment.name} is not evaluated: evaluate")
+            await run_hook(ConfigError, self._asked(environment), f"{environment.name} is not evaluated: evaluate")
             self.logged = environment.inner._evaluation
         else:
             assert isinstance(environment, FunctionEnvironment)
@@ -71,21 +69,21 @@ class Evaluation:
         await settled(environment.inner.evaluate())
 
     async def run_items(self, items: Sequence[Item], samples: int) -> list[Trajectory]:
-        """Roll every item out `samples` times; the trajectories come in item order. Several calls may go on at once."""
+        """Roll every item out `samples` times; trajectories are in item order. Several calls may run concurrently."""
         assert isinstance(self.environment, ClassEnvironment)
         first = self._rolled_out
         self._rolled_out += len(items)
         done = await self._roll_out(self.environment.over(items, first), samples, first)
         trajectories = [trajectory for group in done for trajectory in group.trajectories]
         if len(done) < len(items) or any(each.outcome is Outcome.CANCELLED for each in trajectories):
-            raise RunStopped("the evaluation was stopped: its figures would be those of a part")
+            raise RunStopped("the evaluation was stopped: its metrics would be those of a part")
         return trajectories
 
     async def _tasks_of(self, environment: FunctionEnvironment) -> Logged:
-        attempts = self.services.group_size
+        attempts = self.run_context.settings.group_size
         done = await self._roll_out(environment.evaluating(), attempts, limit=self.limit)
         if self.gate is not None and not await self.gate():
-            raise RunStopped("the evaluation was stopped: its figures would be those of a part")
+            raise RunStopped("the evaluation was stopped: its metrics would be those of a part")
         if not done:
             raise ConfigError(
                 f"{environment.name} has no task to evaluate; held_out is {environment.config.held_out:g}"
@@ -105,9 +103,10 @@ class Evaluation:
             self.totals.add(group)
             self.on_group(group)
 
+        settings = replace(self.run_context.settings, group_size=samples)
         runner = Runner(
             environment,
-            replace(self.services, group_size=samples),
+            replace(self.run_context, settings=settings),
             concurrency=self.concurrency,
             limit=limit,
             first=first,
@@ -130,7 +129,7 @@ def save_evaluation(logged: Logged, folder: Path, model: str) -> None:
 
 
 def in_short(metrics: Mapping[str, JSON]) -> str:
-    """The figures that everybody asks for first, in a line; empty where the evaluation has none of them."""
+    """The pass@k metrics in one line; empty if the evaluation has none."""
     names = [name for name in metrics if name.startswith("pass@") and f"{name}/low" in metrics]
     parts = [
         f"{name} {metrics[name]:.3f} ({metrics[f'{name}/low']:.3f} to {metrics[f'{name}/high']:.3f})" for name in names

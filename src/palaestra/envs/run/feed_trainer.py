@@ -16,10 +16,9 @@ from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.run_folder import Output
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Totals
+from palaestra.trainers.atropos.connection import FeedSettings, TrajectoryClient
 from palaestra.trainers.atropos.feed import feeding
-from palaestra.trainers.atropos.feed_settings import FeedSettings
-from palaestra.trainers.atropos.groups import Deliveries, fitting, scored_data
-from palaestra.trainers.atropos.http_client import TrajectoryClient
+from palaestra.trainers.atropos.groups import Deliveries, fitting, longest_row, scored_data
 
 ASK_S = 5.0
 """How long the trainer's server may take to say how it is tracked: nothing depends on it."""
@@ -76,7 +75,7 @@ class Serving:
         settings = feed_settings(config, self._output.env)
         try:
             async with feeding(settings, config.rollout_server_url, deliveries, note=self._note) as feed:
-                most_tokens = (await feed.link.standing()).most_tokens
+                most_tokens = (await feed.connection.standing()).most_tokens
 
                 def hand_on(group: Group) -> None:
                     keep(group)
@@ -104,9 +103,9 @@ class Serving:
             messages=self._config.include_messages,
             placeholders=self._config.allow_placeholder_tokens,
         )
-        said = [each for each in group.scored if each.rows and not each.unsaid]
+        said = [each for each in group.scored if each.row_sizes and not each.unsaid]
         if line is None and said:
-            shortest = min(max(len(row.tokens) for row in each.rows) for each in said)
+            shortest = min(map(longest_row, said))
             self._leave(
                 TOO_LONG,
                 f"group {group.group_id} is not sent: its shortest rollout has {shortest} tokens and the trainer "

@@ -13,15 +13,15 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from palaestra.core.io.http_server import listening
-from palaestra.rollouts.observe.in_flight import InFlight
 from palaestra.rollouts.observe.prometheus import exposition
 from palaestra.rollouts.observe.status import RunReader
+from palaestra.rollouts.observe.status_file import StatusFile
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @asynccontextmanager
-async def serving_metrics(reader: RunReader, inflight: InFlight, host: str, port: int) -> AsyncIterator[str]:
+async def serving_metrics(reader: RunReader, inflight: StatusFile, host: str, port: int) -> AsyncIterator[str]:
     """Serve for as long as the block runs; gives the URL. Raises `ConfigError` where it cannot listen."""
     reading = asyncio.Lock()
 

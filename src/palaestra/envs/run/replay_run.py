@@ -1,8 +1,8 @@
-"""Playing a recorded run again: the environment of the run, fresh slots of it, and nobody who samples.
+"""Replays a recorded run: its environment and fresh slots, with the recorded replies in place of a model.
 
-Not for going on with a run (`--resume`), and not for the policy `replay:FILE`, which makes a new run. Invariant: no
-model server is asked, tools that touch the world answer from the run's own recording of it, and slots have no network
-unless the caller says otherwise; the run's folder is only read.
+Not for resuming a run (`--resume`), and not the policy `replay:FILE`, which makes a new run. No model server is asked,
+tools that reach outside answer from the run's own recording, and slots have no network unless the caller allows it. The
+run's folder is only read.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from palaestra.envs.adapters.collected_adapter import CollectedEnvironment
 from palaestra.envs.adapters.forms import Form, form_of
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.discovery import load_environment
-from palaestra.envs.run.batch import concurrency
 from palaestra.envs.run.evaluate import Evaluation
-from palaestra.envs.run.run import closed, opened
+from palaestra.envs.run.run import concurrency, opened
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engines.scripted import ScriptedEngine
-from palaestra.rollouts.admission import AdmittedSlots
+from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.group import Services
-from palaestra.rollouts.journal.journal import Journal
+from palaestra.rollouts.events import GroupsPlanned
+from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.journal.reader import Recording
-from palaestra.rollouts.observe.console import Observer
+from palaestra.rollouts.observe.console import Console
 from palaestra.rollouts.recorded_tools.recording_policy import world_of_run
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.resume.replay import Comparison, OtherEnd, Playback
 from palaestra.rollouts.runner import Runner
-from palaestra.rollouts.shared_setup import Foundations
+from palaestra.rollouts.spec import Middleware, RunContext, RunSettings
+from palaestra.rollouts.workspaces import Workspaces
+from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """What may be said about a replay. `environment` is where it lies now, None where it lay; `groups` is how many of
-    the first tasks to play, None for all."""
+    """Settings of a replay. `environment` is where its file is now, None if it has not moved; `groups` is how many of
+    the first tasks to replay, None for all."""
 
     environment: str | None = None
     groups: int | None = None
@@ -50,13 +50,13 @@ class ReplaySettings:
     network: bool = False
 
 
-async def replay(recording: Recording, settings: ReplaySettings, observer: Observer) -> Comparison:
-    """Play the finished groups of a recording again and compare. Raises `ConfigError` where that cannot be done."""
+async def replay(recording: Recording, settings: ReplaySettings, console: Console) -> Comparison:
+    """Replay the finished groups of a recording and compare. Raises `ConfigError` if that is impossible."""
     if recording.last < 0:
         raise ConfigError(f"{recording.path} has no finished group, so there is nothing to play")
     with _where_it_ran(recording.meta.config):
         form = form_of(_environment(recording, settings.environment))
-        return await _Replay(recording, settings, form).run(observer)
+        return await _Replay(recording, settings, form).run(console)
 
 
 class _Replay:
@@ -70,47 +70,51 @@ class _Replay:
         self.comparison = Comparison()
         self._played: set[int] = set()
 
-    async def run(self, observer: Observer) -> Comparison:
+    async def run(self, console: Console) -> Comparison:
         recorded = self.recording.meta.config
         said = _said(recorded, "env") | {"world": "replay", "world_file": str(self.recording.path.parent)}
         config = self.form.config_type()(**said)
         config.data_dir_to_save_evals = None
-        server = APIServerConfig(server_type="scripted", model_name="replay")
-        engine = ScriptedEngine(server, self.playback)
+        server = APIServerConfig(server_type="scripted", model_name="noop")  # asked by nobody: every reply is recorded
+        engine = ServerGroup(server)
         limit = self.recording.last + 1 if self.settings.groups is None else self.settings.groups
         workers = self.settings.concurrency or concurrency(config)
         with TemporaryDirectory(prefix="palaestra-replay-") as folder:
             journal = Journal(Path(folder) / "journal.jsonl")
             world = world_of_run(self.recording.path.parent)
-            async with make_pool(config) as pool, closed(world):
-                environment = _playable(self.form.build(config, [server], engine))
-                environment.world = world
-                slots = (AdmittedSlots if self.settings.network else _Offline)(pool, pool.total_slots)
-                services = Services(
-                    engine=engine,
-                    slots=slots,
-                    foundations=Foundations(slots),
-                    journal=journal,
-                    observer=observer,
-                    seed=self.recording.meta.seed,
-                    group_size=config.group_size,
-                    infra_retries=config.infra_retries,
-                    world=world,
-                )
-                try:
-                    async with opened(environment):
-                        observer.run_started(limit, config.group_size)
-                        if recorded.get("command") == "evaluate":
-                            await Evaluation(environment, services, workers, self._compare, limit=limit).run()
-                        else:
-                            runner = Runner(
-                                environment, services, concurrency=workers, limit=limit, on_group=self._compare
-                            )
-                            await runner.run()
-                finally:
-                    observer.run_finished()
-                    await services.foundations.aclose()
-                    journal.close()
+            pool = make_pool(config)
+            if not self.settings.network:
+                pool = OfflinePool(pool.config, pool.backend)
+            with contextlib.closing(world):
+                async with pool:
+                    environment = _playable(self.form.build(config, [server], engine))
+                    environment.world = world
+                    context = RunContext(
+                        engine=engine,
+                        workspaces=Workspaces(pool),
+                        events=EventStream(journal, console),
+                        settings=RunSettings(
+                            seed=self.recording.meta.seed,
+                            group_size=config.group_size,
+                            infra_retries=config.infra_retries,
+                            idle_limits=config.idle_limits,
+                        ),
+                        recorded_tools=world,
+                        middleware=Middleware(chat=(self.playback.chat,)),
+                    )
+                    try:
+                        async with opened(environment):
+                            context.events.announce(GroupsPlanned(limit, config.group_size))
+                            if recorded.get("command") == "evaluate":
+                                await Evaluation(environment, context, workers, self._compare, limit=limit).run()
+                            else:
+                                runner = Runner(
+                                    environment, context, concurrency=workers, limit=limit, on_group=self._compare
+                                )
+                                await runner.run()
+                    finally:
+                        await context.workspaces.aclose()
+                        journal.close()
         for number, group_id in sorted(self.recording.numbers.items()):
             if number < limit and number not in self._played:
                 self.comparison.other_ends.append(OtherEnd(group_id, "played", "whole", "no task has its number now"))
@@ -125,11 +129,11 @@ class _Replay:
             self.playback.forget(recorded)
 
 
-class _Offline(AdmittedSlots):
+class OfflinePool(SlotPool):
     """Slots without a network, in every phase."""
 
-    async def lease(self, trajectory_id: str, *, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
-        return await super().lease(trajectory_id, spec=replace(spec, network=Network.OFF), snapshot=snapshot)
+    async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
+        return await super().make(replace(spec, network=Network.OFF), trajectory_id, snapshot)
 
 
 def _environment(recording: Recording, given: str | None) -> object:
@@ -142,7 +146,7 @@ def _environment(recording: Recording, given: str | None) -> object:
             "--environment FILE.py:NAME"
         )
     path = Path(reference.partition(":")[0])
-    if given is None and not path.is_file():
+    if given is None and path.suffix == ".py" and not path.is_file():
         raise ConfigError(
             f"the environment of this run was {reference}, and {path} is gone: say where it is now with "
             "--environment FILE.py:NAME"

@@ -1,8 +1,7 @@
-"""The figures of a run on their way to its trackers: `Reporting`.
+"""Sends a run's metrics to its trackers: those of the latest groups during the run (`train/…` or `eval/…`), those of
+the whole run at its end, without a prefix.
 
-Those of the latest groups while the run goes on (`train/…`, or `eval/…`), those of the whole at its end, without a
-prefix. Not for computing them (`rollouts/metrics`). Invariant: trackers and the environment's own `wandb_log` cannot
-end a run; the first trouble of each is said and that is all.
+Trackers and the environment's own `wandb_log` cannot end a run: the first failure of each is reported, and that is all.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from palaestra.envs.run.feed_trainer import trainers_tracking
 from palaestra.envs.run.run_folder import Output
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.environment import Environment
+from palaestra.rollouts.events import GroupFinished, Handlers
 from palaestra.rollouts.journal.journal import without_secrets
-from palaestra.rollouts.observe.console import NullObserver
 from palaestra.rollouts.observe.metrics import Figures
 from palaestra.rollouts.observe.trackers.jsonl import MetricsFile
 from palaestra.rollouts.observe.trackers.subprocess_tracker import start_tracker
 from palaestra.rollouts.observe.trackers.tracker import RunLabel, Tracker
-from palaestra.rollouts.records import Group
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +35,8 @@ ROLLOUTS = "rollouts"
 """What the table of rollouts to look at is called, after the prefix."""
 
 
-class Reporting(NullObserver):
-    """Tells trackers after every `every` groups. `known` are the numbers of groups that they heard of before."""
+class Reporting:
+    """Logs to the trackers after every `every` groups. `known` are the numbers of groups that they were sent before."""
 
     def __init__(
         self,
@@ -57,22 +55,23 @@ class Reporting(NullObserver):
         self._latest = Figures()
         self._step = 0
         self._enough = asyncio.Event()
-        self._tell: Callable[[str], None] = lambda text: None
+        self.note: Callable[[str], None] = lambda text: None
+        """Called with a line about a tracker that fails."""
         self._own_failed = False
 
-    def tell(self, note: Callable[[str], None]) -> None:
-        """Whom to tell of trouble."""
-        self._tell = note
+    def handlers(self) -> Handlers:
+        return {GroupFinished: self._on_group}
 
-    def say(self, text: str) -> None:
-        """Tell of trouble. What others note is not this observer's to pass on."""
-        self._tell(text)
+    def warn(self, text: str) -> None:
+        """Report a failure, wherever `note` leads now."""
+        self.note(text)
 
     def add(self, tracker: Tracker) -> None:
         """One more tracker."""
         self._trackers.append(tracker)
 
-    def group_finished(self, group: Group) -> None:
+    def _on_group(self, event: GroupFinished) -> None:
+        group = event.group
         self._step += 1
         if group.number in self._known:
             return
@@ -81,8 +80,8 @@ class Reporting(NullObserver):
             self._enough.set()
 
     @contextmanager
-    def going_on(self, environment: Environment) -> Iterator[None]:
-        """Report for as long as the block runs."""
+    def running(self, environment: Environment) -> Iterator[None]:
+        """Send metrics while the block runs."""
         reporting = asyncio.create_task(self._report(environment), name="figures")
         try:
             yield
@@ -100,23 +99,23 @@ class Reporting(NullObserver):
             await self._clock.sleep(EVERY_S)
 
     async def own(self, environment: Environment) -> Mapping[str, float]:
-        """The environment's own figures as of now; none where it fails at them."""
+        """The environment's own metrics as of now; none if computing them fails."""
         try:
             return await environment.figures()
         except Exception:
             if not self._own_failed:
                 self._own_failed = True
-                logger.warning("environment %s failed at its own figures", environment.name, exc_info=True)
+                logger.warning("environment %s failed to compute its own metrics", environment.name, exc_info=True)
             return {}
 
     async def finish(self, environment: Environment, figures: Mapping[str, float]) -> None:
-        """Tell the trackers what the run came to, and end them."""
+        """Send the trackers the metrics of the whole run, and close them."""
         self._log(figures)
         try:
             shown = environment.shown()
         except Exception:
             shown = ()
-            logger.warning("environment %s failed at its rollouts to show", environment.name, exc_info=True)
+            logger.warning("environment %s failed to choose rollouts to show", environment.name, exc_info=True)
         for tracker in self._trackers if shown else ():
             tracker.show(self._step, self._prefix + ROLLOUTS, shown)
         await asyncio.gather(*(tracker.aclose() for tracker in self._trackers))
@@ -127,7 +126,7 @@ class Reporting(NullObserver):
 
 
 def asked_for(config: BaseEnvConfig, sources: Mapping[str, str]) -> list[str]:
-    """The services that somebody asked for. That `use_wandb` is on by default is nobody's wish."""
+    """The services that the user asked for: `use_wandb` counts only if it was set."""
     wandb = config.use_wandb and sources.get("env.use_wandb", DEFAULT) != DEFAULT
     return ["wandb"] * wandb + ["trackio"] * config.use_trackio
 
@@ -135,15 +134,15 @@ def asked_for(config: BaseEnvConfig, sources: Mapping[str, str]) -> list[str]:
 async def make_reporting(
     parsed: Parsed[BaseEnvConfig, APIServerConfig], output: Output, note: Callable[[str], None]
 ) -> Reporting:
-    """The run's trackers: `metrics.jsonl`, and the services that were asked for. `note` hears which are not here."""
-    config, folder, known = parsed.env_config, output.folder, output.finished
+    """The run's trackers: `metrics.jsonl` and the services that were asked for. `note` gets those that are missing."""
+    config, folder = parsed.env_config, output.folder
     reporting = Reporting(
         [MetricsFile(folder.metrics)],
         prefix="eval/" if parsed.command == "evaluate" else "train/",
         every=config.min_items_sent_before_logging,
-        known=frozenset(known.ended) if known is not None else (),
+        known=frozenset(output.earlier.ended),
     )
-    reporting.tell(note)
+    reporting.note = note
     services = asked_for(config, parsed.sources)
     if not services:
         return reporting
@@ -158,7 +157,7 @@ async def make_reporting(
         mode=config.wandb_mode,
     )
     for service in services:
-        tracker = await start_tracker(service, label, reporting.say)
+        tracker = await start_tracker(service, label, reporting.warn)
         if tracker is not None:
             reporting.add(tracker)
     return reporting

@@ -1,43 +1,53 @@
-"""Running an environment from a command line: one assembly of engine, pool and journal for every form.
+"""Runs an environment from a command line: one assembly of engine, slots and journal for every form of environment.
 
 `main` is what `palaestra run` and every environment script call. It returns the exit code: 0 done, 3 finished with more
-unscored rollouts than allowed, or paused, 130 drained; errors raise and are turned into their code by `guarded`.
+unscored rollouts than allowed, or paused, 130 drained; errors raise and become their code in `core/exits.py`. However a
+run ends, what was finished is kept, and the output is made from it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-import msgspec
-
+from palaestra.core.config import DEFAULT
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import DONE, TOO_MANY_FAILURES, run_guarded
-from palaestra.core.types import JSON
+from palaestra.envs.adapters.class_adapter import ClassEnvironment, numbers
 from palaestra.envs.adapters.forms import Form, form_of
-from palaestra.envs.config.build import make_pool, make_prepared, make_world, server_settings
+from palaestra.envs.config.build import make_pool, make_prepared, make_world, prices, server_settings
 from palaestra.envs.config.command_line import Answer, CommandLine, set_fields
 from palaestra.envs.config.dotenv import read_dotenv
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.discovery import load_environment, reference_of
-from palaestra.envs.run.batch import Batch, RunLine, make_stops, recorded, say_on
-from palaestra.envs.run.report_metrics import make_reporting
-from palaestra.envs.run.run_folder import Output, RunFolder, claim_folder, resumed_folder
+from palaestra.envs.run.evaluate import Evaluation, in_short, save_evaluation
+from palaestra.envs.run.feed_trainer import Gate, OnGroup, Serving, serve_limit
+from palaestra.envs.run.metrics_endpoint import serving_metrics
+from palaestra.envs.run.report_metrics import Reporting, make_reporting
+from palaestra.envs.run.run_folder import Output, RunLine, open_output
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.journal.journal import JOURNAL_SCHEMA, Journal, RunResumed, without_secrets
+from palaestra.rollouts.events import GroupsPlanned
+from palaestra.rollouts.journal.journal import EventStream
+from palaestra.rollouts.limits import INTERRUPTED_BY, RunLimits, RunStopped
+from palaestra.rollouts.observe.console import Console, make_console
+from palaestra.rollouts.observe.status import RunReader
+from palaestra.rollouts.observe.status_file import StatusFile
 from palaestra.rollouts.observe.tracing.exporter import traced
-from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
-from palaestra.rollouts.resume.state import read_finished, repair
-from palaestra.rollouts.runner import Totals
+from palaestra.rollouts.records import Group
+from palaestra.rollouts.runner import Runner, Totals
+from palaestra.rollouts.schedule import read_timings
+from palaestra.rollouts.spec import Middleware, RunContext, RunSettings
+from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.isolation.probe import warning
 
 
@@ -47,7 +57,7 @@ def main(environment: object, argv: Sequence[str] | None = None, *, prog: str | 
 
 
 def run_environment(reference: str, argv: Sequence[str], *, prog: str) -> int:
-    """Run the environment that `reference` names; `process` where no command is said. Errors are the caller's."""
+    """Run the environment that `reference` names, with `process` as the default command. Errors are the caller's."""
     return _main(load_environment(reference, Path.cwd()), argv, prog, "process")
 
 
@@ -81,7 +91,7 @@ def _main(environment: object, argv: Sequence[str], prog: str | None, command: s
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What a run came to and where it lies."""
+    """What a run came to and where its files are."""
 
     exit_code: int
     totals: Totals
@@ -94,42 +104,71 @@ class RunReport:
 async def run(
     form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream: TextIO | None = None, reference: str = ""
 ) -> RunReport:
-    """Run to the end and say where things lie. What was finished is kept, whatever ends the run.
+    """Run to the end and report where the files are. Whatever ends the run, what was finished is kept.
 
-    Nothing is written before model server, slots and environment have been found to work. `reference` names the
-    environment for whoever plays the run again; see `loading.reference_of`.
+    Nothing is written before model server, slots and environment are known to work. `reference` names the environment
+    for a later replay; see `discovery.reference_of`.
     """
     stream = stream or sys.stderr
     config = parsed.env_config
     servers = server_settings(config, parsed.server_configs)
-    async with started(ServerGroup(servers)) as engine, make_pool(config) as pool:
+    async with AsyncExitStack() as stack:
+        engine = ServerGroup(servers)
+        stack.push_async_callback(engine.aclose)
+        await engine.start()
+        pool = await stack.enter_async_context(make_pool(config))
         prepared = make_prepared(config, pool.backend)
         environment = form.build(config, servers, engine)
-        async with opened(environment), closed(make_world(config)) as world:
-            output = _open_output(form, parsed, engine, root, reference)
-            if parsed.resume is not None:
-                world.remember(output.folder.world)
-            if config.world != "live":
-                world.keep(output.folder.world)
-            environment.world = world
-            stream.write(f"run {output.folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")
-            if weak := warning(pool.rung):
-                stream.write(f"WARNING: isolation {pool.rung.label}: {weak}\n")
-            stops = make_stops(config, output, parsed.resume is not None)
-            reporting = await make_reporting(parsed, output, say_on(stream))
-            async with traced(
+        await stack.enter_async_context(opened(environment))
+        world = make_world(config)
+        stack.callback(world.close)
+        output = open_output(form.name, parsed, engine.name, root, reference)
+        if parsed.resume is not None:
+            world.remember(output.folder.world)
+        if config.world != "live":
+            world.keep(output.folder.world)
+        environment.world = world
+        stream.write(f"run {output.folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")
+        if weak := warning(pool.rung):
+            stream.write(f"WARNING: isolation {pool.rung.label}: {weak}\n")
+        limits = make_limits(config, output)
+        reporting = await make_reporting(parsed, output, _writing_on(stream))
+        spans = await stack.enter_async_context(
+            traced(
                 config.otel_endpoint,
-                reporting.say,
+                reporting.warn,
                 env=form.name,
                 model=engine.name,
                 provider=servers[0].server_type,
                 run_id=output.folder.run_id,
                 content=config.otel_content,
-            ) as tracing:
-                batch = Batch(environment, parsed, engine, pool, output, stops, world, reporting, tracing, prepared)
-                totals = await recorded(batch, stream)
+            )
+        )
+        console, status = make_console(stream), StatusFile()
+        events = EventStream(
+            output.journal, output, limits, status, console, reporting, *(() if spans is None else (spans,))
+        )
+        context = RunContext(
+            engine=engine,
+            workspaces=Workspaces(pool, prepared),
+            events=events,
+            settings=RunSettings(
+                seed=config.seed,
+                group_size=config.group_size,
+                infra_retries=config.infra_retries,
+                whole_groups=config.short_groups == "whole",
+                idle_limits=config.idle_limits,
+            ),
+            limits=limits,
+            recorded_tools=world,
+            middleware=Middleware((spans.chat,), (spans.tool,)) if spans is not None else Middleware(),
+            earlier=output.earlier,
+        )
+        command = CommandRun(environment, parsed, context, output, reporting, status)
+        totals = await command.run(console, stream)
+    failed = totals.failed + totals.failed_groups * config.group_size > config.max_failures
     return RunReport(
-        exit_code=stops.exit_code if stops.reason else TOO_MANY_FAILURES if _unfinished(totals, config) else DONE,
+        exit_code=limits.exit_code if limits.reason else TOO_MANY_FAILURES if failed else DONE,
         totals=totals,
         folder=output.folder.path,
         journal=output.folder.journal,
@@ -139,27 +178,8 @@ async def run(
 
 
 @asynccontextmanager
-async def started(engine: ServerGroup) -> AsyncIterator[ServerGroup]:
-    """The engine, started and in the end closed."""
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.aclose()
-
-
-@asynccontextmanager
-async def closed(world: RunWorld) -> AsyncIterator[RunWorld]:
-    """The world of a run, in the end closed."""
-    try:
-        yield world
-    finally:
-        world.close()
-
-
-@asynccontextmanager
 async def opened(environment: Environment) -> AsyncIterator[None]:
-    """The environment, opened and in the end closed."""
+    """The environment, opened for the block and closed after it."""
     try:
         await environment.open()
         yield
@@ -170,79 +190,233 @@ async def opened(environment: Environment) -> AsyncIterator[None]:
             await environment.shared.aclose()
 
 
-def _open_output(form: Form, parsed: RunLine, engine: ServerGroup, root: Path, reference: str) -> Output:
-    config = parsed.env_config
-    if parsed.resume is not None:
-        return _reopen_output(form, parsed, engine, parsed.resume, reference)
-    groups_path = Path(config.data_path_to_save_groups) if config.data_path_to_save_groups else None
-    output = Output(
-        claim_folder(root, form.name, engine.name),
-        env=form.name,
-        model=engine.name,
-        groups_path=groups_path,
-        settings={"environment": reference, "folder": str(Path.cwd()), **_settings(parsed)},
-        messages=config.include_messages,
+def make_limits(config: BaseEnvConfig, output: Output) -> RunLimits:
+    """The limits of a run. What an earlier part of it cost counts; how its rollouts ended does not."""
+    spent, counted = 0.0, set()
+    if output.resumes:
+        reader = RunReader(output.folder.journal)
+        reader.read()
+        spent, counted = reader.settled.spent(prices(config)), reader.paid  # what is in flight counts when it continues
+    return RunLimits(
+        max_infra_rate=config.max_infra_rate,
+        max_cost=config.max_cost,
+        prices=prices(config),
+        group_size=config.group_size,
+        spent=spent,
+        counted=counted,
     )
-    output.start(config.seed)
-    return output
 
 
-def _reopen_output(form: Form, parsed: RunLine, engine: ServerGroup, path: Path, reference: str) -> Output:
-    """The output of an earlier run, to go on with. Raises `ConfigError` when it was a run of something else."""
-    folder, evaluates = resumed_folder(path), parsed.command == "evaluate"
-    journal = Journal(folder.journal)  # before anything is read: who has it, has the run
-    try:
-        torn = repair(folder.journal)
-        finished = read_finished(folder.journal)
-        was, now = finished.run, {"env": form.name, "model": engine.name, "seed": parsed.env_config.seed}
-        if (was.config.get("command", parsed.command) == "evaluate") != evaluates:
-            kind, other = ("a run", "an evaluation") if evaluates else ("an evaluation", "a run")
-            raise ConfigError(
-                f"{path} is {kind}, which cannot go on as {other}: say the command that it was begun with"
-            )
-        for name, value in now.items():
-            if getattr(was, name) != value:
-                raise ConfigError(
-                    f"{path} was run with {name} {getattr(was, name)!r}, not {value!r}: say the same again"
-                )
-        output = Output(
-            replace(folder, run_id=was.run_id),
-            env=form.name,
-            model=engine.name,
-            groups_path=None,
-            settings=was.config,
-            messages=parsed.env_config.include_messages,
-            groups_file=_groups_file(was.config, folder),
-            journal=journal,
+def concurrency(config: BaseEnvConfig) -> int:
+    """Groups in flight: as asked, or enough to keep this machine's cores busy."""
+    if config.max_num_workers > 0:
+        return config.max_num_workers
+    return max(2, 2 * (os.cpu_count() or 1))
+
+
+def _writing_on(stream: TextIO) -> Callable[[str], None]:
+    """Writes a line where no console is shown."""
+
+    def write(text: str) -> None:
+        stream.write(f"{text}\n")
+
+    return write
+
+
+@dataclass(slots=True)
+class CommandRun:
+    """One command (process, evaluate or serve) of one environment."""
+
+    environment: Environment
+    parsed: RunLine
+    context: RunContext
+    output: Output
+    reporting: Reporting
+    status: StatusFile
+    begun: bool = False
+    """Whether a group may be in flight."""
+
+    async def run(self, console: Console, stream: TextIO) -> Totals:
+        """Run the command with its console on `stream`, and finish the output however it ends."""
+        reason, limits, output = "failed", self.context.limits, self.output
+        try:
+            with console:
+                limits.note = self.reporting.note = console.note
+                _warn_once(self.context, console)
+                async with self._watched(console):
+                    totals = await self._until_stopped()
+            reason = limits.reason or "done"
+            return totals
+        except asyncio.CancelledError:
+            reason = INTERRUPTED_BY
+            raise
+        finally:
+            figures: dict[str, float] = {}
+            try:
+                figures = output.close(reason)
+            finally:
+                if figures:
+                    _print_summary(output, figures, reason, stream)
+                if reason != "done" or not figures:
+                    why = f"{limits.reason}: {limits.message}" if limits.reason else "the run is not finished"
+                    stream.write(f"{why}; continue with --resume {output.folder.path}\n")
+                self.reporting.note = _writing_on(stream)
+                await self.reporting.finish(self.environment, figures)
+
+    @asynccontextmanager
+    async def _watched(self, console: Console) -> AsyncIterator[None]:
+        """Let other processes see the state of the run."""
+        config = self.parsed.env_config
+        async with self.status.written(self.output.folder.path):
+            if config.metrics_port is None:
+                yield
+                return
+            reader = RunReader(self.output.folder.journal)
+            async with serving_metrics(reader, self.status, config.metrics_host, config.metrics_port) as url:
+                console.note(f"metrics at {url}")
+                yield
+
+    async def _until_stopped(self) -> Totals:
+        """Run the command's groups until the limits stop it. Cancelling this cancels what is in flight."""
+        running = asyncio.create_task(self._roll_out(), name="run")
+        with self._draining(running), self.reporting.running(self.environment):
+            try:
+                return await running
+            except (asyncio.CancelledError, RunStopped):
+                current = asyncio.current_task()
+                if not self.context.limits.reason or (current is not None and current.cancelling()):
+                    raise
+                return Totals()
+
+    @contextmanager
+    def _draining(self, running: asyncio.Task[Totals]) -> Iterator[None]:
+        """SIGTERM lets what is in flight finish for a while; a second one, or one before any group, does not wait."""
+        loop, patience, limits = asyncio.get_running_loop(), self.parsed.env_config.drain_s, self.context.limits
+
+        def drain() -> None:
+            if limits.reason == INTERRUPTED_BY:
+                running.cancel()
+            else:
+                limits.drain()
+                loop.call_later(patience if self.begun else 0.0, running.cancel)
+
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # only a main thread has signals
+            loop.add_signal_handler(signal.SIGTERM, drain)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+                loop.remove_signal_handler(signal.SIGTERM)
+
+    async def _roll_out(self) -> Totals:
+        config, environment, command, context = (
+            self.parsed.env_config,
+            self.environment,
+            self.parsed.command,
+            self.context,
         )
-    except BaseException:
-        journal.close()
-        raise
-    output.finished = finished
-    config = {**was.config, **_settings(parsed), "environment": reference, "folder": str(Path.cwd())}
-    journal.append(RunResumed(at=time.time(), schema=JOURNAL_SCHEMA, torn=torn, config=config))
-    return output
+        limit = config.total_steps if config.total_steps >= 0 else None
+        if command == "serve":
+            limit = serve_limit(config.total_steps, self.parsed.sources.get("env.total_steps", DEFAULT))
+        elif command == "evaluate" and isinstance(environment, ClassEnvironment):
+            limit = None  # the class decides
+        context.events.announce(GroupsPlanned(limit, config.group_size))
+        try:
+            if command == "evaluate":
+                totals = await self._evaluate(limit)
+            elif command == "serve":
+                serving = Serving(config, self.output, context.events.note)
+                totals = await serving.run(lambda on_group, gate: self._run_groups(limit, on_group, gate), self._keep)
+            else:
+                totals = await self._run_groups(limit, self._keep)
+            self.output.own.update(await self.reporting.own(environment))
+            return totals
+        finally:
+            await context.workspaces.aclose()
+
+    async def _run_groups(self, limit: int | None, on_group: OnGroup, gate: Gate | None = None) -> Totals:
+        self.begun = True
+        limits = self.context.limits
+
+        async def both() -> bool:
+            return await limits.gate() and (gate is None or await limits.unless_stopped(gate()))
+
+        runner = Runner(
+            self.environment,
+            self.context,
+            concurrency=concurrency(self.parsed.env_config),
+            limit=limit,
+            on_group=on_group,
+            gate=both,
+            timings=self._timings(),
+        )
+        return await runner.run()
+
+    async def _evaluate(self, limit: int | None) -> Totals:
+        """Evaluate, and save what was logged: where the settings say, else in the run's own folder."""
+        self.begun = True
+        context = replace(self.context, earlier=replace(self.context.earlier, ended={}))
+        workers = concurrency(self.parsed.env_config)
+        evaluation = Evaluation(self.environment, context, workers, self._keep, context.limits.gate, limit)
+        totals = await evaluation.run()
+        note = context.events.note
+        if evaluation.logged:
+            asked = self.parsed.env_config.data_dir_to_save_evals
+            folder = Path(asked) if asked else self.output.folder.path / "evaluation"
+            save_evaluation(evaluation.logged, folder, self.parsed.server_configs[0].model_name)
+            found = numbers(evaluation.logged["metrics"])
+            self.output.own.update({f"eval/{name.removeprefix('eval/')}": value for name, value in found.items()})
+            note(f"evaluation in {folder}: {in_short(evaluation.logged['metrics'])}".removesuffix(": "))
+        else:
+            note(f"{self.environment.name} logged no metrics: its evaluate did not call evaluate_log")
+        return totals
+
+    def _timings(self) -> Mapping[str, float]:
+        """How long tasks took in the run that was named, else in the earlier parts of this one."""
+        named = self.parsed.env_config.timings_from
+        if named is not None:
+            return read_timings(Path(named))
+        return read_timings(self.output.folder.journal) if self.output.resumes else {}
+
+    def _keep(self, group: Group) -> None:
+        if self.parsed.env_config.ensure_scores_are_not_same and group.same_scores:
+            self.output.groups.skip(group.number)
+        else:
+            self.output.groups.add(group)
 
 
-def _groups_file(recorded: Mapping[str, JSON], folder: RunFolder) -> Path:
-    """Where the groups of a run that goes on are written: where they were, but in its own folder where that place is
-    gone, or is that of the run of which this one is a copy."""
-    path, first = Path(recorded.get("groups_file", "")), Path(recorded.get("run_folder", folder.path))
-    copied = first.exists() and not first.samefile(folder.path)
-    return path if path.is_absolute() and path.parent.is_dir() and not copied else folder.groups
+def _warn_once(context: RunContext, console: Console) -> None:
+    """Report the first reason why prepared workspaces are not kept for other runs."""
+    prepared = context.workspaces.prepared
+    if prepared is None:
+        return
+
+    def warn(error: ConfigError) -> None:
+        if context.events.unreported(["workspaces are not kept"]):
+            console.note(f"a prepared workspace is not kept for other runs: {error}")
+
+    prepared.trouble = warn
 
 
-def _unfinished(totals: Totals, config: BaseEnvConfig) -> bool:
-    return totals.failed + totals.failed_groups * config.group_size > config.max_failures
+def _print_summary(output: Output, figures: dict[str, float], reason: str, stream: TextIO) -> None:
+    names = ("groups", "groups_failed", "rollouts", "scored")
+    groups, failed, rollouts, scored = (int(figures.get(name, 0)) for name in names)
+    mean = figures.get("reward/mean")
+    reward = "no reward" if mean is None else f"mean reward {mean:.3f}"
+    if mean is not None:
+        reward += _interval(figures, "reward/mean")
+    if mean is not None and scored < rollouts:
+        name = "reward/mean_with_unscored"
+        reward += f", {figures[name]:.3f}{_interval(figures, name)} with the unscored as 0"
+    resumed = f"  resumed {output.resumed}\n" if output.resumed else ""
+    found, prepared = (int(figures.get(name, 0)) for name in ("groups_from_store", "groups_prepared"))
+    store = f"  {found} of {prepared} workspaces were prepared already on this machine\n" if found else ""
+    stream.write(
+        f"{reason}: {groups} groups ({failed} failed), {rollouts} rollouts ({rollouts - scored} unscored), {reward}\n"
+        f"{resumed}{store}  groups  {output.groups.path}\n  report  {output.report}\n  run     {output.folder.path}\n"
+    )
 
 
-def _settings(parsed: RunLine) -> dict[str, JSON]:
-    """The merged configuration with the source of each value, secrets left out."""
-    values = {
-        "command": parsed.command,
-        "env": parsed.env_config.recorded(),
-        "openai": [server.recorded() for server in parsed.server_configs],
-        "sources": dict(parsed.sources),
-    }
-    cleaned: dict[str, JSON] = msgspec.to_builtins(without_secrets(values))
-    return cleaned
+def _interval(figures: dict[str, float], name: str) -> str:
+    """The confidence interval of a metric, if it has one."""
+    return f" ({figures[f'{name}/low']:.3f} to {figures[f'{name}/high']:.3f})" if f"{name}/low" in figures else ""

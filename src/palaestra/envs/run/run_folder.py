@@ -1,9 +1,8 @@
 """Where a run writes: its folder, and the projections of its journal.
 
-The folder holds the journal, the settings, `metrics.jsonl` and, once a tool has touched the world, `world.jsonl`. The
-groups file (JSONL in the Atropos shape) and the report lie beside each other: in the folder, or at the path that was
-asked for, numbered rather than overwritten. A run that goes on where that path is not, and a copy of a run, have them
-in the folder.
+The folder holds the journal, the settings, `metrics.jsonl` and, if tools reached outside, `world.jsonl`. The groups
+file (JSONL in the Atropos shape) and the report are next to each other: in the folder, or at the path that was asked
+for, numbered rather than overwritten. A resumed run whose path is gone, and a copy of a run, have them in the folder.
 """
 
 from __future__ import annotations
@@ -13,21 +12,25 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
+from palaestra.envs.config.command_line import Parsed
+from palaestra.envs.config.fields import BaseEnvConfig
+from palaestra.inference.config import APIServerConfig
+from palaestra.rollouts.events import JOURNAL_SCHEMA, GroupFinished, Handlers, RunEnded, RunResumed, RunStarted
 from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.export.html import write_report
-from palaestra.rollouts.journal.journal import Journal, RunEnded, RunStarted
+from palaestra.rollouts.journal.journal import Journal, without_secrets
 from palaestra.rollouts.journal.reader import Recording
-from palaestra.rollouts.observe.metrics import summarise
+from palaestra.rollouts.observe.metrics import Figures
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME
-from palaestra.rollouts.resume.state import Finished
+from palaestra.rollouts.resume.state import EarlierWork, read_finished, repair
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ class RunFolder:
 
 
 def claim_folder(root: Path, env: str, model: str) -> RunFolder:
-    """Make a new, empty folder `root/env--model/<UTC time>-<id>`. Raises `ConfigError` where none can be made."""
+    """Make a new, empty folder `root/env--model/<UTC time>-<id>`. Raises `ConfigError` if that fails."""
     above = root / f"{_plain(env)}--{_plain(model)}"
     while True:
         run_id = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(2).hex()}"
@@ -73,7 +76,7 @@ def claim_folder(root: Path, env: str, model: str) -> RunFolder:
             if isinstance(error, FileExistsError) and path.exists():  # a run that began in the same second has the id
                 continue
             raise ConfigError(
-                f"cannot make the run folder {path}: {error.strerror}; run where you may write"
+                f"cannot make the run folder {path}: {error.strerror}; run in a directory that you can write to"
             ) from error
         return RunFolder(path, run_id)
 
@@ -83,70 +86,57 @@ def _plain(name: str) -> str:
 
 
 def resumed_folder(path: Path) -> RunFolder:
-    """The folder of a run to go on with. Raises `ConfigError` where there is none."""
+    """The folder of a run to resume. Raises `ConfigError` if it is not one."""
     folder = RunFolder(path, path.name)
     if not folder.journal.is_file():
-        raise ConfigError(f"{path} is no run folder: it has no {folder.journal.name}")
+        raise ConfigError(f"{path} is not a run folder: it has no {folder.journal.name}")
     return folder
 
 
 class Output:
-    """The open files of a run. `close` makes what is made from the whole.
+    """The open files of a run. `close` writes what is made from the whole run.
 
-    With `groups_file` an earlier part of the run is gone on with: that file is written again from its beginning.
+    `groups_file` is the groups file of an earlier part of the run; it is written again from its beginning. `own` are
+    the environment's own metrics; `resumed` describes what a resumed run took from its earlier part.
     """
 
     def __init__(
         self,
         folder: RunFolder,
+        journal: Journal,
+        settings: Mapping[str, JSON],
         *,
         env: str,
         model: str,
-        groups_path: Path | None,
-        settings: Mapping[str, JSON],
-        messages: bool = True,
-        groups_file: Path | None = None,
-        journal: Journal | None = None,
+        groups: GroupsFile,
+        earlier: EarlierWork | None = None,
     ) -> None:
         self.folder = folder
+        self.journal = journal
         self.env = env
         self.model = model
+        self.groups = groups
         self.own: dict[str, float] = {}
-        self.finished: Finished | None = None
+        self.resumes = earlier is not None
+        self.earlier = earlier or EarlierWork()
         self.resumed = ""
-        self._settings = dict(settings)
+        self.settings = settings
+        self._figures = Figures()
         self._started_at = time.time()
-        self.journal = journal or Journal(folder.journal)
-        path, again = groups_file or groups_path or folder.groups, groups_file is not None
-        self.groups = GroupsFile(path, env=env, model=model, messages=messages, again=again)
-        if groups_file is None:
-            self._settings["groups_file"] = str(self.groups.path.resolve())
-            self._settings["run_folder"] = str(folder.path.resolve())
-            folder.config.write_bytes(msgspec.json.format(msgspec.json.encode(self._settings), indent=2) + b"\n")
 
     @property
     def report(self) -> Path:
-        """The report, beside the groups file and of its name."""
+        """The report: next to the groups file, with the same name."""
         return self.groups.path.with_suffix(".html")
 
-    def start(self, seed: int) -> None:
-        """Write the journal's first line."""
-        self.journal.append(
-            RunStarted(
-                at=self._started_at,
-                run_id=self.folder.run_id,
-                env=self.env,
-                model=self.model,
-                seed=seed,
-                config=self._settings,
-            )
-        )
+    def handlers(self) -> Handlers:
+        return {GroupFinished: lambda event: self._figures.add(event.group)}
 
     def close(self, reason: str) -> dict[str, float]:
-        """Write the journal's last line, close everything and make the report. Returns the run's figures. Raises
-        `DiskError`.
+        """Write the journal's last line, close everything and write the report. Returns the run's metrics.
 
-        The journal is gone through a group at a time, so that a long run's end takes no more memory than its middle.
+        Raises `DiskError`. The report reads the journal one group at a time, so the end of a long run takes no more
+        memory than its middle.
         """
         try:
             self.journal.append(RunEnded(at=time.time(), reason=reason))
@@ -155,19 +145,89 @@ class Output:
                 self.groups.close()
             finally:
                 self.journal.close()
-        recording = Recording(self.folder.journal)
-        figures = summarise(recording) | self.own
         meta = {
             "env": self.env,
             "model": self.model,
             "started_at": self._started_at,
             "run": str(self.folder.path),
         }
-        if self.finished is not None:
+        if self.resumes:
             self.resumed = RunReader(self.folder.journal).read().resumed
             meta |= {"resumed": self.resumed} if self.resumed else {}
         try:
-            write_report(self.report, recording, meta)
+            write_report(self.report, Recording(self.folder.journal), meta, self._figures)
         except OSError as error:
             logger.warning("the report %s cannot be written: %s; all else is kept", self.report, error.strerror)
-        return figures
+        return self._figures.numbers() | self.own
+
+
+RunLine = Parsed[BaseEnvConfig, APIServerConfig]
+
+
+def open_output(env: str, parsed: RunLine, model: str, root: Path, reference: str) -> Output:
+    """The output of a new run, or of the one to resume. `reference` names the environment for a later replay."""
+    config = parsed.env_config
+    settings = {"environment": reference, "folder": str(Path.cwd()), **_settings(parsed)}
+    if parsed.resume is not None:
+        return _reopen_output(env, parsed, model, parsed.resume, settings)
+    folder = claim_folder(root, env, model)
+    journal = Journal(folder.journal)
+    path = Path(config.data_path_to_save_groups) if config.data_path_to_save_groups else folder.groups
+    groups = GroupsFile(path, env=env, model=model, messages=config.include_messages)
+    settings |= {"groups_file": str(groups.path.resolve()), "run_folder": str(folder.path.resolve())}
+    folder.config.write_bytes(msgspec.json.format(msgspec.json.encode(settings), indent=2) + b"\n")
+    output = Output(folder, journal, settings, env=env, model=model, groups=groups)
+    started = RunStarted(
+        at=output._started_at, run_id=folder.run_id, env=env, model=model, seed=config.seed, config=settings
+    )
+    journal.append(started)
+    return output
+
+
+def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: Mapping[str, JSON]) -> Output:
+    """The output of an earlier run, to resume it. Raises `ConfigError` if it was a run of something else."""
+    folder, evaluates = resumed_folder(path), parsed.command == "evaluate"
+    journal = Journal(folder.journal)  # before anything is read: whoever has it, has the run
+    try:
+        torn = repair(folder.journal)
+        earlier = read_finished(folder.journal)
+        was = earlier.run
+        assert was is not None
+        if (was.config.get("command", parsed.command) == "evaluate") != evaluates:
+            kind, other = ("a run", "an evaluation") if evaluates else ("an evaluation", "a run")
+            raise ConfigError(f"{path} is {kind} and cannot be resumed as {other}: use the command that started it")
+        for name, value in {"env": env, "model": model, "seed": parsed.env_config.seed}.items():
+            if getattr(was, name) != value:
+                raise ConfigError(
+                    f"{path} was run with {name} {getattr(was, name)!r}, not {value!r}: resume it with the same {name}"
+                )
+        messages = parsed.env_config.include_messages
+        groups = GroupsFile(_groups_file(was.config, folder), env=env, model=model, messages=messages, again=True)
+        folder = replace(folder, run_id=was.run_id)
+        output = Output(folder, journal, was.config, env=env, model=model, groups=groups, earlier=earlier)
+    except BaseException:
+        journal.close()
+        raise
+    config = {**was.config, **settings}
+    journal.append(RunResumed(at=time.time(), schema=JOURNAL_SCHEMA, torn=torn, config=config))
+    return output
+
+
+def _groups_file(recorded: Mapping[str, JSON], folder: RunFolder) -> Path:
+    """Where a resumed run writes its groups: where they were; in its own folder if that place is gone, or if this run
+    is a copy of the one that wrote there."""
+    path, first = Path(recorded.get("groups_file", "")), Path(recorded.get("run_folder", folder.path))
+    copied = first.exists() and not first.samefile(folder.path)
+    return path if path.is_absolute() and path.parent.is_dir() and not copied else folder.groups
+
+
+def _settings(parsed: RunLine) -> dict[str, JSON]:
+    """The merged configuration with the source of each value, without secrets."""
+    values = {
+        "command": parsed.command,
+        "env": parsed.env_config.recorded(),
+        "openai": [server.recorded() for server in parsed.server_configs],
+        "sources": dict(parsed.sources),
+    }
+    cleaned: dict[str, JSON] = msgspec.to_builtins(without_secrets(values))
+    return cleaned

@@ -1,36 +1,103 @@
-"""Many requests, one model, one thread: requests that come together are sampled together.
+"""Many requests, one model, one thread: concurrent requests are sampled in one batch, and their sampling settings.
 
-The thread owns the model; nobody else touches it. New requests join between two tokens, finished and cancelled ones
-leave, so no request waits for another's end. When nothing is under way the first request waits `WINDOW_S` for company.
+The thread owns the model. New requests join between two tokens, finished and cancelled ones leave, so no request waits
+for the end of another. After an idle time the first request waits `WINDOW_S` for others.
 
-Not for what a model is (`Decoder`; `torch_decoder.py` has the real one). Invariants: every request is answered exactly
-once, also when the model fails, the weights change or the thread is told to end; a cancelled request is out of the
-batch before the next token.
+Invariants: every request is answered exactly once, also if the model fails, the weights change or the thread ends; a
+cancelled request is out of the batch before the next token; a sampling setting that is not supported is refused, never
+ignored.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
-from palaestra.core.errors import EngineUnavailable
+from palaestra.core.errors import EngineRefused, EngineUnavailable
+from palaestra.core.types import JSON
 from palaestra.inference.engine import Sampled
-from palaestra.inference.engines.sampling import Sampling
+
+_IGNORED = frozenset({"n", "logprobs", "top_logprobs", "user", "return_token_ids", "split"})
+"""Settings that clients send along and that have no effect here: log-probabilities and ids are always returned, and one
+batch serves all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling settings. `max_tokens` None: up to the model's window. `temperature` 0 takes the likeliest token.
+
+    `processed_logprobs`: report log-probabilities after temperature, `top_k` and `top_p`, not the model's own.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_ids: frozenset[int] = frozenset()
+    processed_logprobs: bool = False
+
+    @classmethod
+    def read(cls, settings: Mapping[str, JSON], stop_ids: Collection[int] = ()) -> Sampling:
+        """From OpenAI's names and vLLM's. `stop_ids` are the model's own. Raises `EngineRefused` with the setting's
+        name."""
+        left = {name: value for name, value in settings.items() if value is not None and name not in _IGNORED}
+        own = () if left.pop("ignore_eos", False) else stop_ids
+        max_tokens = left.pop("max_completion_tokens", None) or left.pop("max_tokens", None)
+        left.pop("max_tokens", None)
+        mode = left.pop("logprobs_mode", "raw_logprobs")
+        if mode not in ("raw_logprobs", "processed_logprobs"):
+            raise _refused("logprobs_mode", mode, "raw_logprobs or processed_logprobs")
+        read = cls(
+            max_tokens=max_tokens,
+            temperature=_number("temperature", left.pop("temperature", 1.0), 0.0, 100.0),
+            top_p=_number("top_p", left.pop("top_p", 1.0), 1e-6, 1.0),
+            top_k=max(0, int(_number("top_k", left.pop("top_k", 0), -1, 1e9))),
+            seed=left.pop("seed", None),
+            stop_ids=frozenset(own) | frozenset(left.pop("stop_token_ids", ())),
+            processed_logprobs=mode == "processed_logprobs",
+        )
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+            raise _refused("max_tokens", max_tokens, "a whole number from 1")
+        if read.seed is not None and not isinstance(read.seed, int):
+            raise _refused("seed", read.seed, "a whole number")
+        idle = [name for name, value in left.items() if value not in (0, 0.0, False, [], {}, "")]
+        if idle:
+            raise EngineRefused(
+                f"The transformers engine has no sampling setting '{idle[0]}'. It has max_tokens, temperature, top_p, "
+                "top_k, seed, stop_token_ids, ignore_eos and logprobs_mode: take the others out of extra_body."
+            )
+        return read
+
+    def seeded(self, seed: int) -> Sampling:
+        """The same with this seed."""
+        return replace(self, seed=seed)
+
+
+def _number(name: str, value: JSON, least: float, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise _refused(name, value, f"a number from {least:g} to {most:g}")
+    return value
+
+
+def _refused(name: str, value: JSON, wanted: str) -> EngineRefused:
+    return EngineRefused(f"The sampling setting {name}={value!r} is not {wanted}.")
+
 
 WINDOW_S = 0.002
 CLOSE_TIMEOUT_S = 60.0
 
 
-class Decoder(Protocol):
-    """A model in the middle of continuing some sequences, its rows, in the order in which they came."""
+class BatchDecoder(Protocol):
+    """A model that is continuing some sequences, its rows, in the order in which they came."""
 
     def admit(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> None:
-        """Add rows after those that are there."""
+        """Add rows after the existing ones."""
         ...
 
     def step(self) -> list[tuple[int, float]]:
@@ -38,17 +105,17 @@ class Decoder(Protocol):
         ...
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only; ascending."""
+        """Drop all rows but these; ascending."""
         ...
 
     def load(self, folder: str) -> None:
-        """Take the weights in this folder. Called while there are no rows."""
+        """Load the weights in this folder. Called while there are no rows."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One row: what was asked, what was sampled so far, and where the answer goes."""
+    """One row: prompt and settings, the tokens so far, and the future for the answer."""
 
     prompt: Sequence[int]
     sampling: Sampling
@@ -58,7 +125,7 @@ class _Request:
     logprobs: list[float] = field(default_factory=list)
 
     def sampled(self, token: int, logprob: float) -> str:
-        """Take one token. The finish reason, or the empty string while it goes on."""
+        """Take one token. Returns the finish reason, or an empty string while the row continues."""
         self.ids.append(token)
         self.logprobs.append(logprob)
         if token in self.sampling.stop_ids:
@@ -86,13 +153,12 @@ _Message: TypeAlias = "_Request | _NewWeights | _End"
 class Batcher:
     """Runs a decoder in a thread of its own. Thread-safe; `close` is idempotent and blocks until the thread has ended.
 
-    `make` builds the decoder inside the thread. `most_rows` bounds the batch; further requests wait in the order in
-    which they came.
+    `make` builds the decoder inside the thread. `most_rows` limits the batch; further requests wait in order.
     """
 
     def __init__(
         self,
-        make: Callable[[], Decoder],
+        make: Callable[[], BatchDecoder],
         *,
         name: str,
         most_rows: int = 64,
@@ -113,24 +179,24 @@ class Batcher:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> Future[None]:
-        """Start the thread; the future is done when the model is loaded, or has what went wrong."""
+        """Start the thread; the future is done when the model is loaded, or has the error."""
         self._thread.start()
         return self.ready
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, most: int) -> Future[Sampled]:
-        """Ask for up to `most` tokens. Cancel the future to take the request back."""
+        """Request up to `most` tokens. Cancelling the future cancels the request."""
         request = _Request(prompt, sampling, most, Future())
         self._send(request)
         return request.answer
 
     def load(self, folder: str, version: str) -> Future[None]:
-        """Change the weights. Requests under way end at once with `abort` and what they have so far."""
+        """Change the weights. Requests in progress end with `abort` and their tokens so far."""
         message = _NewWeights(folder, version, Future())
         self._send(message)
         return message.answer
 
     def close(self) -> None:
-        """End the thread. Requests that were not answered get `EngineUnavailable`."""
+        """End the thread. Unanswered requests get `EngineUnavailable`."""
         with self._lock:
             closed, self._closed = self._closed, True
         if not closed and self._thread.ident is not None:
@@ -163,8 +229,8 @@ class Batcher:
                 self._fail_rows(decoder, error)
         self._drain(EngineUnavailable("The engine was closed before the request was answered."))
 
-    def _receive(self, decoder: Decoder) -> bool:
-        """Take in what has come; wait only when there is nothing to do. False at the end."""
+    def _receive(self, decoder: BatchDecoder) -> bool:
+        """Take all messages; wait only if there is nothing else to do. False at the end."""
         idle = not self._rows and not self._waiting
         try:
             message = self._inbox.get(block=idle)
@@ -180,8 +246,8 @@ class Batcher:
         except queue.Empty:
             return True
 
-    def _admit(self, decoder: Decoder) -> None:
-        """Bring waiting requests into the batch as far as there is room."""
+    def _admit(self, decoder: BatchDecoder) -> None:
+        """Move waiting requests into the batch as far as there is room."""
         self._leave(decoder)
         room = self._most_rows - len(self._rows)
         waiting = [request for request in self._waiting if not request.answer.cancelled()]
@@ -191,19 +257,19 @@ class Batcher:
             self.most_at_once = max(self.most_at_once, len(self._rows))
             decoder.admit([request.prompt for request in coming], [request.sampling for request in coming])
 
-    def _leave(self, decoder: Decoder) -> None:
-        """Take out rows whose request was taken back or answered."""
+    def _leave(self, decoder: BatchDecoder) -> None:
+        """Remove rows whose request was cancelled or answered."""
         staying = [row for row, request in enumerate(self._rows) if not request.answer.done()]
         if len(staying) < len(self._rows):
             self._rows = [self._rows[row] for row in staying]
             decoder.keep(staying)
 
-    def _step(self, decoder: Decoder) -> None:
+    def _step(self, decoder: BatchDecoder) -> None:
         for request, (token, logprob) in zip(self._rows, decoder.step(), strict=True):
             if reason := request.sampled(token, logprob):
                 request.finish(reason, self.version)
 
-    def _change_weights(self, decoder: Decoder, message: _NewWeights) -> None:
+    def _change_weights(self, decoder: BatchDecoder, message: _NewWeights) -> None:
         for request in self._rows:
             request.finish("abort", self.version)
         self._leave(decoder)
@@ -215,7 +281,7 @@ class Batcher:
         self.version = message.version
         _answer(message.answer, None)
 
-    def _fail_rows(self, decoder: Decoder, error: Exception) -> None:
+    def _fail_rows(self, decoder: BatchDecoder, error: Exception) -> None:
         rows, self._rows = self._rows, []
         for request in rows:
             _fail(request.answer, error)

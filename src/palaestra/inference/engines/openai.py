@@ -1,7 +1,7 @@
 """Any server that speaks OpenAI chat completions with native tool calls: vLLM, SGLang, llama.cpp, OpenRouter, OpenAI.
 
-Not token-exact: the server renders the template and parses the calls, and only text comes back. Invariant: a reply is
-what the server said, with its own `finish_reason`; what the model wrote is never repaired.
+Not token-exact: the server renders the template and parses the calls, and returns only text. Invariant: a reply is the
+server's own, with its `finish_reason`; model output is never repaired.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from palaestra.core.clock import Clock
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Message
+from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engine import ChatCompletion, ChatServer, SessionContext, TextCompletion, plain_messages
-from palaestra.inference.http.chat_completions import decode_completion, decode_text, plainer_history
-from palaestra.inference.http.error_messages import shown
-from palaestra.inference.http.model_list import listed_models, server_kind
-from palaestra.inference.http.sse import Delta, DeltaHook, ReplyReader
-from palaestra.inference.http.transport import Transport
+from palaestra.inference.engine import ChatCompletion, TextCompletion, plain_messages
+from palaestra.inference.http.chat_completions import (
+    decode_completion,
+    decode_text,
+    listed_models,
+    plainer_history,
+    server_kind,
+)
+from palaestra.inference.http.sse import Delta, DeltaHook, EventStreamReader
+from palaestra.inference.http.transport import Transport, shown
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +39,7 @@ T = TypeVar("T")
 R = TypeVar("R", ChatCompletion, TextCompletion)
 
 
-class OpenAIEngine:
+class OpenAIEngine(ServerEngine):
     """One chat completions server. All rollouts share it: a conversation's whole state is its messages."""
 
     def __init__(
@@ -51,15 +56,10 @@ class OpenAIEngine:
         self._strict_history = ""
         self.transport = Transport.to(config, clock=clock, retry=retry, rng=rng)
 
-    @property
-    def name(self) -> str:
-        """The model's name."""
-        return self.config.model_name
-
     async def start(self) -> None:
-        """One look at the server, which costs no tokens. A server without a list of models is as good as any.
+        """Check the server, which costs no tokens. A server without a list of models is accepted.
 
-        Raises `EngineUnavailable` within seconds when nothing answers, `EngineRefused` when the key is refused.
+        Raises `EngineUnavailable` within seconds if nothing answers, `EngineRefused` if the key is refused.
         """
         if not self.config.health_check:
             return
@@ -71,18 +71,14 @@ class OpenAIEngine:
             logger.warning("%s does not list model '%s'; it lists %s", shown(url), self.name, ", ".join(names[:10]))
         if (kind := server_kind(models)) != "other":
             logger.warning(
-                "%s is a %s server: chatted with, it gives placeholder tokens. For exact ones, to train on: "
-                "--openai.server_type %s (palaestra doctor %s looks whether all is well)",
+                "%s is a %s server: chat completions give placeholder tokens. For exact ones, to train on, set "
+                "--openai.server_type %s; palaestra doctor %s checks the server",
                 *(shown(self.base_url), "vLLM" if kind == "vllm" else "SGLang", kind, shown(self.base_url)),
             )
 
     async def aclose(self) -> None:
         """Close the connections. Idempotent."""
         await self.transport.aclose()
-
-    def session(self, context: SessionContext) -> ChatServer:
-        """The engine itself."""
-        return self
 
     async def chat_completion(
         self,
@@ -97,12 +93,11 @@ class OpenAIEngine:
         on_delta: DeltaHook | None = None,
         **sampling: JSON,
     ) -> ChatCompletion:
-        """One reply with `n` choices. `split` train or eval picks whose in-flight limit counts.
+        """One reply with `n` choices. `split` train or eval picks the in-flight limit that counts.
 
-        With `on_delta`, `stream=True` or the setting `stream` the reply is asked for in pieces; what is returned is the
-        same. `on_delta` is told of each piece. `sampling` and then `extra_body` are merged into the request, so either
-        may replace what stands there. Raises `EngineUnavailable`, `EngineRefused`, `ContextExceeded` or
-        `EngineReplyError`.
+        With `on_delta`, `stream=True` or the setting `stream` the reply is streamed; the result is the same. `on_delta`
+        is called with each chunk. `sampling` and then `extra_body` are merged into the request, so either may replace
+        its entries. Raises `EngineUnavailable`, `EngineRefused`, `ContextExceeded` or `EngineReplyError`.
         """
         body: dict[str, JSON] = {"model": self.name, "messages": messages}
         if tools:
@@ -120,7 +115,7 @@ class OpenAIEngine:
         if body.get("stream"):
             body.setdefault("stream_options", {"include_usage": True})
         if n > 1 and self.config.n_kwarg_is_ignored:
-            return await self._asked_again(body, split, n, on_delta)
+            return await self._repeated(body, split, n, on_delta)
         return await self._complete(body, split, on_delta)
 
     async def completion(
@@ -147,7 +142,7 @@ class OpenAIEngine:
     async def _complete(self, body: dict[str, JSON], lane: str, on_delta: DeltaHook | None = None) -> ChatCompletion:
         messages = body["messages"] = plain_messages(body["messages"])
         source = f"The model server at {shown(self._url)} (model '{self.name}')"
-        read = ReplyReader(source, on_delta).read
+        read = EventStreamReader(source, on_delta).read
         if self._strict_history:
             body["messages"] = plainer_history(messages, self._strict_history) or messages
         try:
@@ -160,20 +155,18 @@ class OpenAIEngine:
                 raise
             raw = await self.transport.post_json(self._url, {**body, "messages": plain}, lane=lane, read=read)
             self._strict_history = str(error)
-            logger.warning("The server refuses parts of the history; from now on they are rewritten for it: %s", error)
+            logger.warning("The server refuses parts of the history; they are rewritten for it from now on: %s", error)
         turn = 1 + sum(message.get("role") == "assistant" for message in messages)
         return decode_completion(raw, turn, source)
 
-    async def _asked_again(
-        self, body: dict[str, JSON], lane: str, n: int, on_delta: DeltaHook | None
-    ) -> ChatCompletion:
+    async def _repeated(self, body: dict[str, JSON], lane: str, n: int, on_delta: DeltaHook | None) -> ChatCompletion:
         """`n` choices from a server that gives one at a time."""
-        hooks = [on_delta and partial(_told_as, on_delta, index) for index in range(n)]
+        hooks = [on_delta and partial(_call_as, on_delta, index) for index in range(n)]
         return _together(await _all([self._complete(dict(body), lane, hook) for hook in hooks]))
 
 
 async def _all(asked: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """All replies; the first failure takes the other requests back and is raised."""
+    """All replies; the first failure cancels the other requests and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in asked]
@@ -183,7 +176,7 @@ async def _all(asked: Sequence[Coroutine[None, None, T]]) -> list[T]:
 
 
 def _together(replies: Sequence[R]) -> R:
-    """The choices of all in the first; the prompt is counted once."""
+    """All choices in the first reply; the prompt is counted once."""
     first, *others = replies
     for other in others:
         for choice in other.choices:
@@ -195,14 +188,14 @@ def _together(replies: Sequence[R]) -> R:
     return first
 
 
-def _told_as(hook: DeltaHook, index: int, delta: Delta) -> None:
+def _call_as(hook: DeltaHook, index: int, delta: Delta) -> None:
     hook(replace(delta, index=index))
 
 
 def parse_base_url(base_url: str | None) -> URL:
-    """Where the API begins: a bare host gets `/v1`, a path is taken as it is. Raises `ConfigError`."""
+    """The address of the API: a bare host gets `/v1`, a path is kept. Raises `ConfigError`."""
     if not base_url:
-        raise ConfigError("No model server was named. Set --openai.base_url, for example http://127.0.0.1:8000/v1.")
+        raise ConfigError("No model server is configured. Set --openai.base_url, for example http://127.0.0.1:8000/v1.")
     try:
         url = URL(base_url.rstrip("/"))
     except ValueError as error:

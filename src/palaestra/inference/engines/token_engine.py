@@ -1,12 +1,8 @@
-"""What all engines that continue token ids have in common: the tokenizer, the chat format, token-exact chat on top.
+"""Engines that continue token ids: their base, and the servers over HTTP, SGLang and vLLM.
 
-Not for sampling. Invariant: a tokenizer, template or parser that cannot work is found when the engine starts, before
-anything is rolled out.
-
-What the engines over HTTP that continue token ids have in common: the connection and the look at the start.
-
-Not for any one server's wire: `sglang` and `vllm` are. Invariant: a run does not start with a tokenizer that is not the
-server's own, as far as the server can be asked.
+`TokenChat` has the tokenizer, the chat format and token-exact chat; `TokenServer` the connection and the checks at the
+start. Invariants: an unusable tokenizer, template or parser is an error at the start, before anything is rolled out; so
+is a tokenizer that differs from the server's, if the server can be asked.
 """
 
 from __future__ import annotations
@@ -24,34 +20,26 @@ from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError, EngineReplyError, EngineUnavailable
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Message
+from palaestra.inference.chat_server import ServerEngine, SessionContext
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engine import (
-    ChatCompletion,
-    CompletionUsage,
-    Sampled,
-    SessionContext,
-    TextChoice,
-    TextCompletion,
-    TokenEngine,
-)
+from palaestra.inference.engine import ChatCompletion, CompletionUsage, Sampled, TextChoice, TextCompletion, TokenEngine
 from palaestra.inference.engines.openai import parse_base_url
-from palaestra.inference.http.chat_completions import NOT_JSON, encode_json
-from palaestra.inference.http.error_messages import shown
-from palaestra.inference.http.transport import Response, Transport
-from palaestra.inference.ledger import Ledger
-from palaestra.inference.ledger.prompts import ids_json
+from palaestra.inference.http.transport import NOT_JSON, Response, Transport, encode_json, shown
+from palaestra.inference.ledger import Ledger, ids_json
+from palaestra.inference.parsers import ToolCallParser
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import HistoryMode, ManagedChat
-from palaestra.inference.token_exact.reply_reader import Parser
-from palaestra.inference.token_exact.sampler import sample
+from palaestra.inference.token_exact.replies import sample
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
 
 
-class TokenChat:
+class TokenChat(ServerEngine):
     """The chat side of one token engine; subclasses sample in `generate`.
 
-    `tokenizer` None loads the one that the config names, when it is first needed.
+    `tokenizer` None loads the configured one on first use.
     """
+
+    token_exact = True
 
     def __init__(
         self, config: APIServerConfig, *, tokenizer: Tokenizer | None = None, clock: Clock | None = None
@@ -61,13 +49,8 @@ class TokenChat:
         self._tokenizer = tokenizer
         self._formats: list[ChatFormat] = []
 
-    @property
-    def name(self) -> str:
-        """The model's name."""
-        return self.config.model_name
-
     async def start(self) -> None:
-        """Load the tokenizer and its template, look for the parser. Raises `ConfigError`."""
+        """Load the tokenizer, its template and the parser. Raises `ConfigError`."""
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self.tokenizer_name)
         self.managed_server()
@@ -77,20 +60,20 @@ class TokenChat:
         raise NotImplementedError
 
     def session(self, context: SessionContext) -> ManagedChat:
-        """Token-exact chat for one rollout, with the config's parser and history mode."""
+        """Token-exact chat for one rollout, with the configured parser and history mode."""
         return self.managed_server(name=context.rollout_id)
 
     def managed_server(
         self,
         tokenizer: Tokenizer | None = None,
-        tool_call_parser: Parser | str | None = None,
-        tool_parser: Parser | str | None = None,
+        tool_call_parser: ToolCallParser | str | None = None,
+        tool_parser: ToolCallParser | str | None = None,
         *,
         history: HistoryMode | None = None,
         name: str = "",
         engine: TokenEngine | None = None,
     ) -> ManagedChat:
-        """Token-exact chat for one rollout. What is not given is the config's; `engine` samples, if not this one.
+        """Token-exact chat for one rollout. Arguments override the config; `engine` samples instead of this one.
 
         Raises `ConfigError`.
         """
@@ -130,18 +113,18 @@ class TokenChat:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, loaded when it is first asked for. Raises `ConfigError`."""
+        """The tokenizer, loaded on first use. Raises `ConfigError`."""
         tokenizer = self._tokenizer = self._tokenizer or load_tokenizer(self.tokenizer_name)
         return tokenizer
 
     @property
     def tokenizer_name(self) -> str:
-        """The folder or name that the tokenizer is loaded from: the model's own unless the config names another."""
+        """The folder or name of the tokenizer: the model's own unless the config names another."""
         named = self.config.tokenizer_name
         return self.config.model_name if named in ("", "none") else named
 
     def _chat_format(self, tokenizer: Tokenizer | None) -> ChatFormat:
-        """The format of a tokenizer, made once: a caller gives the same one for every rollout."""
+        """The format of a tokenizer, made once: callers pass the same one for every rollout."""
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         for known in self._formats:
             if known.tokenizer is tokenizer:
@@ -163,11 +146,11 @@ def template_text(named: str | None) -> str | None:
 T = TypeVar("T")
 
 PROBE = 'Tokens: ½ naïve 東京 <|x|>\n\t{"a": 1}'
-"""Text on which two tokenizers would hardly agree by accident."""
+"""Text that two tokenizers hardly encode alike by accident."""
 
 
 class TokenServer(TokenChat):
-    """One model server that continues token ids. Subclasses speak its wire in `generate`."""
+    """One model server that continues token ids. Subclasses implement its wire in `generate`."""
 
     def __init__(
         self,
@@ -184,10 +167,10 @@ class TokenServer(TokenChat):
         self.transport = Transport.to(config, clock=clock, retry=retry, rng=rng)
 
     async def start(self) -> None:
-        """Load the tokenizer, look whether the server answers, and whether it writes text in the same tokens.
+        """Load the tokenizer, check the server, and compare its tokenizer with ours.
 
-        Raises `ConfigError` for a tokenizer that cannot be had or is another one, `EngineUnavailable` within seconds
-        when nothing answers, `EngineRefused` when the key is refused.
+        Raises `ConfigError` for a missing or differing tokenizer, `EngineUnavailable` within seconds if nothing
+        answers, `EngineRefused` if the key is refused.
         """
         await super().start()
         if not self.config.health_check:
@@ -200,7 +183,7 @@ class TokenServer(TokenChat):
         await self.transport.aclose()
 
     async def _compare_tokenizers(self) -> None:
-        """Ask the server for the tokens of a text. Servers that cannot be asked are believed."""
+        """Compare the tokens of a text. Servers that cannot be asked are trusted."""
         theirs = await self.tokens_of(PROBE)
         ours = list(self.tokenizer.encode(PROBE, add_special_tokens=False))
         if theirs is not None and theirs != ours:
@@ -211,7 +194,7 @@ class TokenServer(TokenChat):
             )
 
     async def tokens_of(self, text: str) -> list[int] | None:
-        """The text in the server's own tokens; None where the server cannot be asked."""
+        """The text in the server's tokens; None if the server cannot be asked."""
         body = encode_json({"model": self.name, "prompt": text, "add_special_tokens": False})
         try:
             response = await self.transport.look("POST", self.root_url / "tokenize", lambda: body)
@@ -220,7 +203,7 @@ class TokenServer(TokenChat):
             return None
 
     async def _continued(self, url: URL, name: str, ids: Sequence[int], rest: bytes, lane: str) -> Response:
-        """The answer to the JSON object `rest` with the ids under `name`, which are by far the most of it."""
+        """The answer to the JSON object `rest` with the ids under `name`, which are most of its bytes."""
         return await self.transport.request(
             "POST", url, lambda: b"".join((b'{"', name.encode(), b'":', ids_json(ids), b",", rest[1:])), lane=lane
         )
@@ -235,12 +218,225 @@ class TokenServer(TokenChat):
             ) from None
 
     def _wrong(self, url: URL, prompt_tokens: int, what: str) -> EngineReplyError:
-        """The error for a reply that is not what the protocol promises; it names the engine and the request."""
+        """The error for a reply that violates the protocol; it names the engine and the request."""
         return EngineReplyError(
             f"The model server at {shown(url)} (model '{self.name}') answered a prompt of {prompt_tokens} tokens with "
-            f"what is not a token-exact reply: {what}."
+            f"an invalid token-exact reply: {what}."
         )
 
 
 class _Tokenized(msgspec.Struct):
     tokens: list[int]
+
+
+_SGLANG_NAMES: Mapping[str, str] = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "seed": "sampling_seed",
+}
+"""OpenAI's names to SGLang's, if they differ."""
+
+
+class SGLangEngine(TokenServer):
+    """One SGLang server, through its own `/generate`: token ids in, token ids with their log-probabilities out.
+
+    Wire source: `sglang.srt.managers.io_struct.GenerateReqInput` and the server's `meta_info`, version 0.5. The
+    end-of-turn token is among the ids. A request aborted by a weight update ends with finish reason `abort`;
+    `weight_version` names the policy.
+    """
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        """Continue `input_ids[T]`."""
+        url = self.root_url / "generate"
+        lane, asked = sampling.get("split", "train"), _sglang_request(sampling)
+        response = await self._continued(url, "input_ids", input_ids, asked, lane)
+        if not 200 <= response.status < 300:
+            raise self.transport.refusal(url, response.status, response.body)
+        reply = self._decoded(response.body, _SGLangReply, url, len(input_ids))
+        info = reply.meta_info
+        reason = info.finish_reason
+        if reason.type == "abort" and reason.status_code is not None and 400 <= reason.status_code < 500:
+            raise self.transport.refusal(url, reason.status_code, reason.message.encode())
+        if info.prompt_tokens is not None and info.prompt_tokens != len(input_ids):
+            raise self._wrong(url, len(input_ids), f"it was given {info.prompt_tokens} tokens, it says")
+        if info.completion_tokens not in (None, len(info.output_token_logprobs)):
+            sampled, given = info.completion_tokens, len(info.output_token_logprobs)
+            raise self._wrong(url, len(input_ids), f"{sampled} tokens but {given} log-probabilities")
+        if any(entry[0] is None for entry in info.output_token_logprobs):
+            raise self._wrong(url, len(input_ids), "a token has no log-probability")
+        ids = [entry[1] for entry in info.output_token_logprobs]
+        if reply.output_ids is not None and reply.output_ids != ids:
+            raise self._wrong(url, len(input_ids), "its log-probabilities are of other tokens than its output_ids")
+        return Sampled(
+            ids=ids,
+            logprobs=[entry[0] or 0.0 for entry in info.output_token_logprobs],
+            finish_reason=reason.type,
+            policy_version=str(info.weight_version or ""),
+        )
+
+
+def _sglang_request(sampling: Mapping[str, JSON]) -> bytes:
+    settings = {_SGLANG_NAMES.get(name, name): value for name, value in sampling.items() if name != "split"}
+    settings.setdefault("max_new_tokens", None)  # up to the window; left out, it would be 128
+    return encode_json(
+        {
+            "sampling_params": {**settings, "skip_special_tokens": False},
+            "return_logprob": True,
+            "logprob_start_len": -1,
+        }
+    )
+
+
+class _SGLangFinish(msgspec.Struct):
+    type: str
+    message: str = ""
+    status_code: int | None = None
+
+
+class _SGLangInfo(msgspec.Struct):
+    """`output_token_logprobs` are (log-probability, id, text or null)."""
+
+    finish_reason: _SGLangFinish
+    output_token_logprobs: list[tuple[float | None, int, JSON]]
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    weight_version: str | int | None = None
+
+
+class _SGLangReply(msgspec.Struct):
+    meta_info: _SGLangInfo
+    output_ids: list[int] | None = None
+
+
+_SPELLED = "token_id:"
+_NOT_SAID = b"null"
+
+
+class VLLMEngine(TokenServer):
+    """One vLLM server, through its OpenAI server with token-id prompts, or the `/generate` that Atropos adds to it.
+
+    Wire sources: vLLM's `CompletionRequest` and `CompletionResponseChoice` (`return_token_ids` since 0.10.2; older
+    servers spell ids as `token_id:N` in the log-probabilities), and `vllm_api_server.py` of atroposlib 0.4. Servers
+    without `/v1/completions` get requests in the second shape. vLLM does not report which policy sampled.
+    """
+
+    _stock: bool | None = None
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        """Continue `input_ids[T]`, in the server's shape."""
+        sampling = {"max_tokens": None, **sampling}  # up to the window; left out, it would be 16
+        lane = sampling.pop("split", "train")
+        if self._stock is False:
+            return await self._from_atropos(list(input_ids), sampling, lane)
+        url = self.base_url / "completions"
+        body = {
+            **sampling,
+            "model": self.name,
+            "logprobs": 1,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "skip_special_tokens": False,
+            "add_special_tokens": False,
+        }
+        response = await self._continued(url, "prompt", input_ids, encode_json(body), lane)
+        if response.status in (404, 405) and self._stock is None and not _is_about_the_request(response.body):
+            self._stock = False
+            return await self._from_atropos(list(input_ids), sampling, lane)
+        if not 200 <= response.status < 300:
+            raise self.transport.refusal(url, response.status, response.body)
+        self._stock = True
+        return self._from_stock(response.body, input_ids)
+
+    def _from_stock(self, raw: bytes, input_ids: Sequence[int]) -> Sampled:
+        url = self.base_url / "completions"
+        reply = self._decoded(raw, _VLLMReply, url, len(input_ids))
+        if not reply.choices or reply.choices[0].logprobs is None:
+            raise self._wrong(url, len(input_ids), "it has no log-probabilities")
+        choice, logprobs = reply.choices[0], reply.choices[0].logprobs
+        if not _are(choice.prompt_token_ids, input_ids):
+            raise self._wrong(url, len(input_ids), "it was given other prompt tokens, it says")
+        if reply.usage is not None and reply.usage.prompt_tokens != len(input_ids):
+            raise self._wrong(url, len(input_ids), f"it was given {reply.usage.prompt_tokens} tokens, it says")
+        if choice.finish_reason is None:
+            raise self._wrong(url, len(input_ids), "it does not say why it ended")
+        ids, spelled = choice.token_ids, _spelled_ids(logprobs.tokens)
+        if ids is None:
+            if spelled is None:
+                raise self._wrong(url, len(input_ids), "it has no token ids (vLLM 0.10.2 or newer gives them)")
+            ids = spelled
+        elif spelled is not None and spelled != ids:
+            raise self._wrong(url, len(input_ids), "its log-probabilities are of other tokens than its token ids")
+        if len(ids) != len(logprobs.token_logprobs) or None in logprobs.token_logprobs:
+            found = sum(value is not None for value in logprobs.token_logprobs)
+            raise self._wrong(url, len(input_ids), f"{len(ids)} tokens but {found} log-probabilities")
+        values = [value for value in logprobs.token_logprobs if value is not None]
+        return Sampled(ids=ids, logprobs=values, finish_reason=choice.finish_reason)
+
+    async def _from_atropos(self, input_ids: list[int], sampling: Mapping[str, JSON], lane: str) -> Sampled:
+        url = self.root_url / "generate"
+        body = {**sampling, "prompt": {"prompt_token_ids": input_ids}, "logprobs": 0}
+        reply = self._decoded(await self.transport.post_json(url, body, lane=lane), _AtroposReply, url, len(input_ids))
+        if not reply.logprobs or not reply.finish_reasons:
+            raise self._wrong(url, len(input_ids), "it has no completion")
+        ids: list[int] = []
+        logprobs: list[float] = []
+        for position in reply.logprobs[0]:
+            if len(position) != 1 or len(position[0]) != 1:
+                raise self._wrong(url, len(input_ids), "a position does not have exactly one token")
+            (token, logprob), *_ = position[0].items()
+            ids.append(token)
+            logprobs.append(logprob)
+        return Sampled(ids=ids, logprobs=logprobs, finish_reason=reply.finish_reasons[0])
+
+
+def _spelled_ids(tokens: Sequence[str]) -> list[int] | None:
+    """The ids that tokens spell, if all of them do."""
+    if not all(token.startswith(_SPELLED) for token in tokens):
+        return None
+    try:
+        return [int(token.removeprefix(_SPELLED)) for token in tokens]
+    except ValueError:
+        return None
+
+
+def _is_about_the_request(raw: bytes) -> bool:
+    """Whether a 404 is vLLM's own, about an unknown model, and not its web server's, about the path."""
+    try:
+        said = msgspec.json.decode(raw)
+    except NOT_JSON:
+        return False
+    return isinstance(said, dict) and ("error" in said or "message" in said)
+
+
+def _are(said: msgspec.Raw, ids: Sequence[int]) -> bool:
+    """Whether these are the ids that the server reports it was given, if it does; nearly always they are literally."""
+    text = bytes(said)
+    return text in (_NOT_SAID, ids_json(ids)) or msgspec.json.decode(text) == list(ids)
+
+
+class _VLLMLogprobs(msgspec.Struct):
+    token_logprobs: list[float | None]
+    tokens: list[str] = []
+
+
+class _VLLMChoice(msgspec.Struct):
+    finish_reason: str | None = None
+    logprobs: _VLLMLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(_NOT_SAID)
+
+
+class _VLLMUsage(msgspec.Struct):
+    prompt_tokens: int
+
+
+class _VLLMReply(msgspec.Struct):
+    choices: list[_VLLMChoice]
+    usage: _VLLMUsage | None = None
+
+
+class _AtroposReply(msgspec.Struct):
+    """`logprobs[C][N]` hold, per completion and position, a list of one mapping from id to log-probability."""
+
+    logprobs: list[list[list[dict[int, float]]]]
+    finish_reasons: list[str]

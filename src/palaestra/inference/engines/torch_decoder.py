@@ -1,11 +1,11 @@
 """Continues several token sequences at once with a `transformers` model: one batch, a key-value cache, left padding.
 
-For `batching.Batcher`, from its one thread. Invariants: padding is never attended to, so a row's numbers do not depend
-on its neighbours beyond rounding; a row's random choices come from its own generator, so neither do they.
+Used by `Batcher` from its one thread. Invariants: padding is never attended to, so a row's numbers do not depend on its
+neighbours beyond rounding; a row's random choices come from its own generator, so neither do they.
 
-The token is found by inverting the cumulative distribution at a number that Python's generator gives: the same seed and
-the same probabilities give the same token on every device. What stays is rounding: the same sequence in another batch
-may differ in the last bits, and then a token at a boundary may differ.
+The token is found by inverting the cumulative distribution at a number from Python's generator: the same seed and the
+same probabilities give the same token on every device. Rounding remains: the same sequence in another batch may differ
+in the last bits, and then a token at a boundary may differ.
 
 Extra: `train` (torch, transformers).
 """
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ConfigError, EngineUnavailable
-from palaestra.inference.engines.sampling import Sampling
+from palaestra.inference.engines.batcher import Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +30,8 @@ _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
     """The model of a folder, or of a name, ready to sample. Blocks.
 
-    `device` None takes the first GPU where there is one. Raises `ConfigError` when the extra is missing, there is no
-    such model, or its layers keep a state that cannot be batched here.
+    `device` None takes the first GPU, if any. Raises `ConfigError` if the extra is missing, there is no such model, or
+    its layers keep a state that cannot be batched here.
     """
     try:
         import torch
@@ -56,7 +56,7 @@ def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> P
 
 
 class TorchDecoder:
-    """One model and the rows it is continuing. See `batching.Decoder`."""
+    """One model and the rows it is continuing. See `BatchDecoder`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -68,7 +68,7 @@ class TorchDecoder:
         self._unread: torch.Tensor | None = None
 
     def admit(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> None:
-        """Read the new prompts in one pass, and put their caches beside those that are there."""
+        """Read the new prompts in one pass, and append their caches to the existing ones."""
         import torch
 
         self._advance()
@@ -86,7 +86,7 @@ class TorchDecoder:
         self._rngs += [random.Random(each.seed) for each in sampling]
 
     def step(self) -> list[tuple[int, float]]:
-        """One token per row. The cost of a row is that of the longest."""
+        """One token per row. A row costs as much as the longest."""
         import torch
 
         self._advance()
@@ -116,7 +116,7 @@ class TorchDecoder:
         self.model.load_state_dict(fresh.state_dict())
 
     def _advance(self) -> None:
-        """Let the model read the tokens that were sampled last; put off until it is clear that more are wanted."""
+        """Let the model read the last sampled tokens; postponed until more tokens are needed."""
         if self._unread is not None:
             ids, self._unread = self._unread, None
             lengths = [length + 1 for length in self._lengths]
@@ -157,11 +157,10 @@ class TorchDecoder:
 def sample(
     logits: torch.Tensor, sampling: Sequence[Sampling], chances: Sequence[float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ids[B]` and `logprobs[B]` from `logits[B, V]`; `chances[B]` in [0, 1) decide.
+    """`ids[B]` and `logprobs[B]` from `logits[B, V]` and the random numbers `chances[B]` in [0, 1).
 
     The log-probabilities are the model's own, at temperature 1 and before `top_k` and `top_p`, so that one forward pass
-    over the tokens gives them again; where a request asks for processed ones, those of the distribution that the token
-    was drawn from.
+    over the tokens gives them again; for requests with `processed_logprobs`, those of the sampled distribution.
     """
     import torch
 
@@ -181,7 +180,7 @@ def sample(
 
 
 def _cut(scaled: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
-    """`scaled[B, V]` with what `top_k` and `top_p` leave out at minus infinity."""
+    """`scaled[B, V]` with the tokens outside `top_k` and `top_p` at minus infinity."""
     import torch
 
     if all(each.top_k == 0 and each.top_p >= 1.0 for each in sampling):
@@ -210,7 +209,7 @@ def _beside(
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Without the progress bars of `transformers`, which would write over our own output."""
+    """Suppress the progress bars of `transformers`, which would write over our own output."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -1,10 +1,10 @@
 """A `transformers` model in this process, on CPU or GPU: token ids in, ids with the model's own log-probabilities out.
 
-For development, tests, evaluation of small models and training on one machine; a model server is faster with a large
-one. The model lives in one thread (`batching.py`), which samples all requests together; the event loop never blocks.
+For development, tests, evaluation of small models and training on one machine; a model server is faster for a large
+model. The model lives in one thread (`batcher`), which samples all requests together; the event loop never blocks.
 Log-probabilities are the model's own (T4), at temperature 1 and before `top_k` and `top_p`, as vLLM reports them: one
-forward pass over a ledger's row gives them again, whatever the sampling settings were. A trainer that wants those of
-the distribution that was drawn from asks for `logprobs_mode: processed_logprobs` in `extra_body`.
+forward pass over a ledger's row gives them again, whatever the sampling settings were. A trainer that needs those of
+the sampled distribution sets `logprobs_mode: processed_logprobs` in `extra_body`.
 
 Extra: `train` (torch, transformers). Source: `model_name`, a folder; or a model's name, and naming it is consent to
 fetch it.
@@ -21,8 +21,7 @@ from palaestra.core.errors import ContextExceeded, EngineRefused
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
-from palaestra.inference.engines.batcher import Batcher
-from palaestra.inference.engines.sampling import Sampling
+from palaestra.inference.engines.batcher import Batcher, Sampling
 from palaestra.inference.engines.token_engine import TokenChat
 from palaestra.inference.tokenizers import Tokenizer
 
@@ -32,16 +31,16 @@ if TYPE_CHECKING:
     from palaestra.inference.engines.torch_decoder import TorchDecoder
 
 MOST_ROWS = 64
-"""Requests in one batch at most, where the config allows more in flight: beyond this, steps only get longer."""
+"""Requests in one batch at most, even if the config allows more in flight: beyond this, steps only take longer."""
 
 DEFAULT_WINDOW_TOKENS = 4096
-"""The window of a model that does not say how long its is."""
+"""The window of a model whose config has none."""
 
 
 class TransformersEngine(TokenChat):
     """One model. `make` builds it inside the engine's thread; None loads the config's `model_name`.
 
-    `seed` feeds the requests that have none of their own.
+    `seed` seeds the requests without a seed of their own.
     """
 
     def __init__(
@@ -65,25 +64,25 @@ class TransformersEngine(TokenChat):
         )
 
     async def start(self) -> None:
-        """Load tokenizer and model, in the engine's thread. Raises `ConfigError` where either cannot be had."""
+        """Load tokenizer and model, in the engine's thread. Raises `ConfigError` if either fails."""
         await super().start()
         await asyncio.wrap_future(self.batcher.start())
 
     async def aclose(self) -> None:
-        """End the thread; requests under way fail. Idempotent."""
+        """End the thread; requests in progress fail. Idempotent."""
         await asyncio.shield(asyncio.to_thread(self.batcher.close))
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model itself. Its thread may be using it: read it, and change weights with `load_weights`."""
+        """The model itself. Its thread may be using it: only read it, and change weights with `load_weights`."""
         assert self._model is not None, "the engine was not started"
         return self._model
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         """Continue `input_ids[T]`. The token that ended the reply is among the ids.
 
-        Raises `EngineRefused` for a setting that this engine does not have and `ContextExceeded` where the prompt fills
-        the window. Cancelling takes the request out of the batch.
+        Raises `EngineRefused` for a setting that this engine does not have and `ContextExceeded` if the prompt fills
+        the window. Cancelling removes the request from the batch.
         """
         wanted = Sampling.read(sampling, self._stop_ids())
         if wanted.seed is None:
@@ -105,9 +104,10 @@ class TransformersEngine(TokenChat):
         return await asyncio.wrap_future(answer)
 
     async def load_weights(self, folder: str, version: str) -> None:
-        """Go on with the weights in `folder`, under the policy version `version`.
+        """Continue with the weights in `folder`, under the policy version `version`.
 
-        Requests under way end with `abort` and what they have; token-exact chat then resumes them with the new weights.
+        Requests in progress end with `abort` and their tokens so far; token-exact chat then resumes them with the new
+        weights.
         """
         await asyncio.wrap_future(self.batcher.load(folder, version))
 

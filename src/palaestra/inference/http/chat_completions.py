@@ -1,49 +1,40 @@
-"""The chat completions wire: requests to bytes, replies to our records, with the oddities that servers have.
+"""The chat completions wire: replies to our records, with the quirks of servers, and a server's list of models.
 
-Not for judging what the model said: malformed arguments pass through as text. Invariant: a reply becomes a
-`ChatCompletion` with at least one choice, or an `EngineReplyError`; nothing else ever comes out.
+Malformed arguments pass through as text. Invariant: a reply becomes a `ChatCompletion` with at least one choice, or an
+`EngineReplyError`.
 
-A reply of the promised shape is decoded once, straight into records. Only one that does not fit is looked at piece by
-piece. Source of the shape: the OpenAI chat completions reference; the oddities are those of vLLM, SGLang, llama.cpp,
-Ollama and the proxies in front of them.
+A reply of the expected shape is decoded once, straight into records. Only another one is converted piece by piece.
+Source of the shape: the OpenAI chat completions reference; the quirks are those of vLLM, SGLang, llama.cpp, Ollama and
+the proxies in front of them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from palaestra.core.errors import EngineReplyError
 from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import ChatCompletion, TextCompletion
+from palaestra.inference.http.transport import NOT_JSON
 
 _DECODER = msgspec.json.Decoder(ChatCompletion)
 _TEXT_DECODER = msgspec.json.Decoder(TextCompletion)
 _SHOWN_BYTES = 200
 
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding ends with where bytes are no JSON, or not of the promised shape."""
-
-
-def encode_json(payload: JSON) -> bytes:
-    """JSON as UTF-8. Half surrogate pairs, which tool output can hold, become question marks."""
-    try:
-        return msgspec.json.encode(payload)
-    except UnicodeEncodeError:
-        return json.dumps(payload, ensure_ascii=False).encode(errors="replace")
-
 
 def decode_completion(raw: bytes, turn: int, source: str) -> ChatCompletion:
-    """The reply as records. `turn` (from 1) goes into the ids of calls without one; `source` names the server.
+    """The reply as records. `turn` (from 1) is part of the ids of calls without one; `source` names the server.
 
     Raises `EngineReplyError`.
     """
     try:
         completion = _DECODER.decode(raw)
     except (msgspec.ValidationError, RecursionError):
-        completion = _mended(raw, source)
+        completion = _converted(raw, source)
     except NOT_JSON as error:
         raise _not_a_reply(source, f"it is not JSON ({error})", raw) from None
     if not completion.choices:
@@ -65,8 +56,8 @@ def decode_text(raw: bytes, source: str) -> TextCompletion:
     return completion
 
 
-def _mended(raw: bytes, source: str) -> ChatCompletion:
-    """A reply that is JSON but not of the promised shape, piece by piece."""
+def _converted(raw: bytes, source: str) -> ChatCompletion:
+    """A reply that is JSON but has another shape, piece by piece."""
     try:
         value = msgspec.json.decode(raw)
         if not isinstance(value, dict):
@@ -74,20 +65,20 @@ def _mended(raw: bytes, source: str) -> ChatCompletion:
         choices = value.get("choices")
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
             raise _not_a_reply(source, "it has an error" if value.get("error") else "it has no choices", raw)
-        mended = {
+        converted = {
             "id": _text(value.get("id")) or "",
             "model": _text(value.get("model")) or "",
             "choices": [_choice(choice, index) for index, choice in enumerate(choices)],
             "usage": _usage(value.get("usage")),
         }
-        return msgspec.convert(mended, ChatCompletion)
+        return msgspec.convert(converted, ChatCompletion)
     except NOT_JSON as error:
         raise _not_a_reply(source, str(error), raw) from None
 
 
 def _not_a_reply(source: str, why: str, raw: bytes, promised: str = "chat completion") -> EngineReplyError:
     start = raw[:_SHOWN_BYTES].decode(errors="replace")
-    return EngineReplyError(f"{source} sent what is not a {promised}: {why}. It begins: {start!r}")
+    return EngineReplyError(f"{source} sent an invalid {promised}: {why}. It begins: {start!r}")
 
 
 def _choice(choice: Mapping[str, JSON], index: int) -> dict[str, JSON]:
@@ -111,7 +102,7 @@ def _choice(choice: Mapping[str, JSON], index: int) -> dict[str, JSON]:
 
 
 def _content(content: JSON) -> str | None:
-    """Text, or a list of parts of which the text counts."""
+    """Text, or the text parts of a list."""
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
         return "".join(part for part in parts if isinstance(part, str))
@@ -119,7 +110,7 @@ def _content(content: JSON) -> str | None:
 
 
 def _tool_calls(calls: JSON) -> list[JSON] | None:
-    """Calls with the name and the arguments as text. What is no call at all stays one, without a name: malformed."""
+    """Calls with name and arguments as text. An entry that is not a call stays one without a name: malformed."""
     if isinstance(calls, dict):
         calls = [calls]
     return [_tool_call(call) for call in calls] if isinstance(calls, list) else None
@@ -156,7 +147,7 @@ def _dumped(value: JSON) -> str:
 
 
 def plainer_history(messages: Sequence[Message], server_said: str) -> list[Message] | None:
-    """The history without what made a strict server refuse it, or None when there is nothing to take away.
+    """The history without the parts that made a strict server refuse it, or None if there are none.
 
     Some chat templates parse every call's arguments, so one malformed call of the model would end its rollout as a
     failure of the server. Such text is sent inside a JSON object. Fields of ours that the server names are left out.
@@ -184,7 +175,7 @@ def _wrapped(call: Mapping[str, JSON]) -> Mapping[str, JSON]:
 
 
 def _arguments(call: Mapping[str, JSON]) -> JSON:
-    """The arguments of a call; an empty object for what is no call, which is left to the server to refuse."""
+    """The arguments of a call; an empty object for anything else, which the server may refuse."""
     function = call.get("function") if isinstance(call, Mapping) else None
     return function.get("arguments", "") if isinstance(function, Mapping) else {}
 
@@ -194,3 +185,39 @@ def _is_object(arguments: JSON) -> bool:
         return isinstance(arguments, dict) or isinstance(json.loads(arguments), dict)
     except (ValueError, TypeError, RecursionError):
         return False
+
+
+ServerKind: TypeAlias = Literal["vllm", "sglang", "other"]
+
+
+class ListedModel(msgspec.Struct):
+    """One model. `owned_by` is the software that serves it, `max_model_len` its window in tokens."""
+
+    id: str
+    owned_by: str | None = None
+    max_model_len: int | None = None
+
+
+class _ModelList(msgspec.Struct):
+    data: list[ListedModel]
+
+
+def listed_models(body: bytes) -> list[ListedModel]:
+    """The models in the body of `GET /v1/models`; none if it is not such a list.
+
+    Wire source: OpenAI's list of models; vLLM and SGLang sign the entries with their names and add the window.
+    """
+    try:
+        return msgspec.json.decode(body, type=_ModelList).data
+    except NOT_JSON:
+        return []
+
+
+def server_kind(models: Sequence[ListedModel]) -> ServerKind:
+    """The kind of server, according to its list of models."""
+    for model in models:
+        if model.owned_by == "vllm":
+            return "vllm"
+        if model.owned_by == "sglang":
+            return "sglang"
+    return "other"

@@ -1,11 +1,11 @@
-"""A chat completion that comes in pieces (server-sent events), put together into what would have come in one.
+"""A chat completion streamed as server-sent events, assembled into the body of an unstreamed reply.
 
-For the engine that speaks chat completions. Not for judging: as with a whole reply, what the model wrote passes as it
-is. Invariant: a stream that broke off is never taken for a reply; it ends in an error, and the transport asks again.
+Nothing the model wrote is judged here. Invariant: an incomplete stream never counts as a reply; it ends in an error,
+and the transport retries.
 
 Sources of the shapes: the OpenAI reference (`chat.completion.chunk`, `stream_options`), the WHATWG's server-sent
-events. Servers differ in how they send calls: with or without an index, with the name in every piece, with the whole
-call said once more at the end. None of that may write a name or arguments twice.
+events. Servers differ in how they send calls: with or without an index, with the name in every chunk, with the whole
+call repeated at the end. None of that may write a name or arguments twice.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import msgspec
 
 from palaestra.core.errors import EngineReplyError
 from palaestra.core.types import JSON
-from palaestra.inference.http.chat_completions import NOT_JSON, encode_json
-from palaestra.inference.http.error_messages import raise_failed_within, server_says
+from palaestra.inference.http.transport import NOT_JSON, encode_json, raise_failed_within, server_says
 
 _DONE = b"[DONE]"
 _JOINED = ("content", "reasoning_content", "reasoning", "refusal")
@@ -29,9 +28,9 @@ _JOINED = ("content", "reasoning_content", "reasoning", "refusal")
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a stream brought for one choice: text for the reader, or thinking.
+    """The content of one chunk for one choice: text, or thinking.
 
-    `restarted`: the connection broke and the request is made again, so that all pieces before this one are void.
+    `restarted`: the connection broke and the request is repeated, so all earlier chunks are void.
     """
 
     index: int = 0
@@ -41,22 +40,22 @@ class Delta:
 
 
 DeltaHook: TypeAlias = Callable[[Delta], None]
-"""Called with each piece as it comes, on the event loop: it must not block."""
+"""Called with each chunk as it comes, on the event loop: it must not block."""
 
 
-class ReplyReader:
-    """Reads the replies to one request, of which all but the last broke off."""
+class EventStreamReader:
+    """Reads the replies to one request, of which all but the last were incomplete."""
 
-    def __init__(self, source: str, told: DeltaHook | None = None) -> None:
+    def __init__(self, source: str, hook: DeltaHook | None = None) -> None:
         self._source = source
-        self._told = told
+        self._hook = hook
         self._tries = 0
 
     async def read(self, reply: aiohttp.ClientResponse) -> bytes:
-        """The reply as one JSON body, however it came.
+        """The reply as one JSON body, streamed or not.
 
-        Raises `aiohttp.ClientPayloadError` where it broke off, `FailedWithin` where the server says in it that it
-        failed, with a status, and `EngineReplyError` where it says so without one, or sends what is no event.
+        Raises `aiohttp.ClientPayloadError` for an incomplete stream, `FailedWithin` for an error with a status inside
+        it, and `EngineReplyError` for an error without one or an invalid event.
         """
         if reply.content_type != "text/event-stream" or reply.status != 200:
             body = await reply.read()
@@ -64,15 +63,15 @@ class ReplyReader:
                 raise_failed_within(body)
             return body
         self._tries += 1
-        if self._tries > 1 and self._told is not None:
-            self._told(Delta(restarted=True))
+        if self._tries > 1 and self._hook is not None:
+            self._hook(Delta(restarted=True))
         whole = _Completion()
         async for data in events(reply.content.iter_any()):
             if data == _DONE:
                 return encode_json(whole.as_reply())
             for delta in whole.take(self._chunk(data)):
-                if self._told is not None:
-                    self._told(delta)
+                if self._hook is not None:
+                    self._hook(delta)
         if not whole.ended:
             raise aiohttp.ClientPayloadError("the stream ended in the middle of the reply")
         return encode_json(whole.as_reply())
@@ -83,7 +82,7 @@ class ReplyReader:
         except NOT_JSON:
             chunk = None
         if not isinstance(chunk, dict):
-            raise EngineReplyError(f"{self._source} sent what is not a piece of a reply: {server_says(data)!r}.")
+            raise EngineReplyError(f"{self._source} sent an invalid chunk of a reply: {server_says(data)!r}.")
         if chunk.get("error"):
             raise_failed_within(data)
             raise EngineReplyError(f"{self._source} failed in the middle of its reply: {server_says(data)}.")
@@ -91,9 +90,9 @@ class ReplyReader:
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of each server-sent event, in order; comments, names of events and ids are passed over.
+    """The data of each server-sent event, in order, without comments, event names and ids.
 
-    An event that its stream does not end with a blank line was cut off, and is not given.
+    An event without a blank line after it was cut off, and is dropped.
     """
     lines: list[bytes] = []
     rest = b""
@@ -123,7 +122,7 @@ class _Call:
         arguments = function.get("arguments")
         piece = arguments if isinstance(arguments, str) else "" if arguments is None else json.dumps(arguments)
         if piece.startswith("{") and piece == "".join(self.arguments) and _is_whole(piece):
-            return  # the whole call said once more
+            return  # the whole call, repeated
         self.arguments.append(piece)
 
     def as_message(self) -> dict[str, JSON]:
@@ -132,7 +131,7 @@ class _Call:
 
 
 @dataclass
-class _Choice:
+class _ChoiceParts:
     texts: dict[str, list[str]] = field(default_factory=dict)
     details: list[JSON] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
@@ -162,10 +161,10 @@ class _Choice:
         return Delta(index, content, reasoning) if content or reasoning else None
 
     def _call_of(self, call: dict[str, JSON]) -> _Call:
-        """By index; where there is none, an id that is new begins a call, and anything else goes on with the last.
+        """The call of a delta, by index. Without an index, a new id begins a call, and anything else continues the
+        last.
 
-        Some servers give every call of a reply the same index: an id other than that of the call there, with a name,
-        begins a call too.
+        Some servers give every call of a reply the same index: another id, with a name, begins a call too.
         """
         key, id_ = call.get("index"), _text(call.get("id"))
         if not isinstance(key, int):
@@ -193,11 +192,11 @@ class _Completion:
     def __init__(self) -> None:
         self._named: dict[str, JSON] = {}
         self._usage: JSON = None
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, _ChoiceParts] = {}
 
     @property
     def ended(self) -> bool:
-        """Whether every choice has said why it ended: some servers send nothing after that."""
+        """Whether every choice has a finish reason: some servers send nothing after that."""
         return bool(self._choices) and all(choice.finish_reason for choice in self._choices.values())
 
     def take(self, chunk: dict[str, JSON]) -> list[Delta]:
@@ -205,14 +204,14 @@ class _Completion:
             if chunk.get(name):
                 self._named.setdefault(name, chunk[name])
         self._usage = chunk.get("usage") or self._usage
-        told = []
+        deltas = []
         choices = chunk.get("choices")
         for piece in choices if isinstance(choices, list) else ():
             if isinstance(piece, dict):
                 number = piece.get("index")
                 index = number if isinstance(number, int) else 0
-                told.append(self._choices.setdefault(index, _Choice()).take(piece, index))
-        return [delta for delta in told if delta is not None]
+                deltas.append(self._choices.setdefault(index, _ChoiceParts()).take(piece, index))
+        return [delta for delta in deltas if delta is not None]
 
     def as_reply(self) -> dict[str, JSON]:
         choices = [choice.as_reply(index) for index, choice in sorted(self._choices.items())]

@@ -1,32 +1,32 @@
-"""The one HTTP client: JSON requests to a model server, pooled, bounded, retried, with errors that name the way out.
+"""The HTTP client: JSON requests to a model server, pooled, limited and retried, with errors that name the fix.
 
-Not for what is in the bodies: engines encode and decode. Invariants: retries happen here and nowhere above; in each
-lane at most so many requests are under way, the rest wait in the order they came; every failure is an engine error.
+Invariants: retries happen here and nowhere above; each lane has a limit of requests in flight, and the rest wait in
+order; every failure is an engine error that names address, status and model, and never a credential: addresses are
+shown without user, password and query.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
-from collections import deque
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import aiohttp
+import msgspec
 from aiohttp.abc import AbstractStreamWriter
 from yarl import URL
 
-from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.clock import Clock, SystemClock, take_turn
 from palaestra.core.config import sent_secret
-from palaestra.core.errors import ConfigError, EngineRefused, EngineUnavailable
-from palaestra.core.retry import AT_START, RETRIED_STATUSES, Passing, RetryPolicy, persist, retry_after_s
+from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
+from palaestra.core.retry import AT_START, RETRIED_STATUSES, RetryPolicy, TransientFailure, persist, retry_after_s
 from palaestra.core.types import JSON
-from palaestra.core.uncharged_time import take_turn
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.http.chat_completions import encode_json
-from palaestra.inference.http.error_messages import FailedWithin, overloaded, refused, shown, unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -38,17 +38,29 @@ KEEP_ALIVE_S = 4.0
 _HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
 
 
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""The errors of decoding bytes that are not JSON, or not of the expected shape."""
+
+
+def encode_json(payload: JSON) -> bytes:
+    """JSON as UTF-8. Lone surrogates, which tool output can hold, become question marks."""
+    try:
+        return msgspec.json.encode(payload)
+    except UnicodeEncodeError:
+        return json.dumps(payload, ensure_ascii=False).encode(errors="replace")
+
+
 Body: TypeAlias = Callable[[], bytes]
-"""Makes the body of a request, anew for each try: while the model works nothing holds it."""
+"""Makes the body of a request for each try, so that nothing holds it while the model works."""
 
 Reader: TypeAlias = Callable[[aiohttp.ClientResponse], Awaitable[bytes]]
-"""Reads the body of one reply. `aiohttp.ClientError` from it is a broken connection, which is tried again; after
-`FailedWithin` the reply counts as one of the status that it says."""
+"""Reads the body of one reply. `aiohttp.ClientError` from it is a broken connection, which is retried; after
+`FailedWithin` the reply counts as one with that status."""
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What came back, whatever the status."""
+    """An answer with any status."""
 
     status: int
     body: bytes
@@ -58,9 +70,8 @@ class Response:
 class Transport:
     """A pool of connections to one model server. Opens on first use; `aclose` is idempotent.
 
-    `lanes` maps a lane's name to how many of its requests may be under way at once. `timeout_s` is for one request with
-    its retries, without the time that it waits for its turn here. `query` is added to every address. `model` is only
-    for messages.
+    `lanes` maps a lane's name to its limit of requests in flight. `timeout_s` is for one request with its retries,
+    without its wait here. `query` is added to every address. `model` is only for messages.
     """
 
     def __init__(
@@ -74,13 +85,11 @@ class Transport:
         retry: RetryPolicy | None = None,
         clock: Clock | None = None,
         rng: random.Random | None = None,
-        remembered: int = 1000,
     ) -> None:
         self.model = model
         self.timeout_s = timeout_s
         self.retry = retry or RetryPolicy()
         self.requests = self.retries = self.failures = self.in_flight = 0
-        self.latencies_s: deque[float] = deque(maxlen=remembered)
         self._headers = {**_HEADERS, **(headers or {})}
         self._query = query
         self._lanes = {name: asyncio.Semaphore(limit) for name, limit in (lanes or {"train": 512}).items()}
@@ -97,7 +106,7 @@ class Transport:
         retry: RetryPolicy | None = None,
         rng: random.Random | None = None,
     ) -> Transport:
-        """The pool for a server as it is configured, with the lanes `train` and `eval`. Raises `ConfigError`."""
+        """The pool for a configured server, with the lanes `train` and `eval`. Raises `ConfigError`."""
         return cls(
             model=config.model_name,
             headers=_authorization(config),
@@ -107,7 +116,6 @@ class Transport:
             retry=retry,
             clock=clock,
             rng=rng,
-            remembered=config.rolling_buffer_length,
         )
 
     async def aclose(self) -> None:
@@ -117,10 +125,10 @@ class Transport:
             await session.close()
 
     async def post_json(self, url: URL, payload: JSON, *, lane: str = "train", read: Reader | None = None) -> bytes:
-        """The body of a successful reply to a POST, as `read` gives it.
+        """The body of a successful reply to a POST, as `read` returns it.
 
-        Raises `EngineUnavailable` when the retries are used up, `EngineRefused` or `ContextExceeded` at once when the
-        server says no.
+        Raises `EngineUnavailable` after the last retry, `EngineRefused` or `ContextExceeded` without retry if the
+        server refuses.
         """
         body = encode_json(payload)
         response = await self.request("POST", url, lambda: body, lane=lane, read=read)
@@ -129,16 +137,16 @@ class Transport:
         return response.body
 
     def refusal(self, url: URL, status: int, body: bytes) -> EngineRefused:
-        """The error for a reply whose status trying again cannot change, counted as a failure."""
+        """The error for a status that a retry cannot change, counted as a failure."""
         self.failures += 1
         return refused(url, status, body, self.model)
 
     async def look(self, method: str, url: URL, body: Body | None = None) -> Response:
-        """A request of the start, which says within seconds when there is no server. Raises `EngineUnavailable`."""
+        """A request at the start, which fails within seconds without a server. Raises `EngineUnavailable`."""
         return await self.request(method, url, body, retry=AT_START, timeout_s=LOOK_TIMEOUT_S)
 
     async def list_models(self, url: URL) -> Response:
-        """A look at the server's list of models. Raises `EngineRefused` when the key is refused, as `look` besides."""
+        """Request the server's list of models. Raises `EngineRefused` if the key is refused, and as `look`."""
         response = await self.look("GET", url)
         if response.status in (401, 403):
             raise refused(url, response.status, response.body, self.model)
@@ -155,7 +163,7 @@ class Transport:
         timeout_s: float | None = None,
         read: Reader | None = None,
     ) -> Response:
-        """Send until there is a reply that trying again would not change. Raises `EngineUnavailable`."""
+        """Send until there is a reply that a retry would not change. Raises `EngineUnavailable`."""
         whole_s = timeout_s or self.timeout_s
 
         async def send(tries: int, left_s: float) -> Response:
@@ -163,12 +171,16 @@ class Transport:
             try:
                 response = await self._send(method, url, body, left_s, read)
             except (aiohttp.ClientError, OSError) as error:
-                raise Passing(unreachable(url, error, self.model, tries, whole_s), waited_s=waited_s) from error
+                raise TransientFailure(
+                    unreachable(url, error, self.model, tries, whole_s), waited_s=waited_s
+                ) from error
             finally:
                 self._lanes[lane].release()
             if response.status in RETRIED_STATUSES:
                 asked_s = retry_after_s(response.retry_after, self._clock.wall())
-                raise Passing(overloaded(url, response.status, response.body, self.model, tries), asked_s, waited_s)
+                raise TransientFailure(
+                    overloaded(url, response.status, response.body, self.model, tries), asked_s, waited_s
+                )
             return response
 
         def again(wait_s: float, problem: Exception) -> None:
@@ -184,9 +196,9 @@ class Transport:
             raise
 
     async def _take_turn(self, lane: str) -> float:
-        """Take a place in the lane, to be released; the seconds waited for it. Raises `ConfigError`."""
+        """Take a place in the lane, to be released; return the seconds waited. Raises `ConfigError`."""
         if lane not in self._lanes:
-            raise ConfigError(f"There is no split '{lane}'; there are {', '.join(self._lanes)}.")
+            raise ConfigError(f"Unknown split '{lane}'; available: {', '.join(self._lanes)}.")
         asked_s = self._clock.monotonic()
         await take_turn(self._lanes[lane])
         return self._clock.monotonic() - asked_s
@@ -198,7 +210,6 @@ class Transport:
             session = self._session or self._open()
             data = None if body is None else _SentOnce(body())
             timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
-            started_s = self._clock.monotonic()
             async with session.request(
                 method, url, params=self._query, data=data, timeout=timeout, allow_redirects=False
             ) as reply:
@@ -206,7 +217,6 @@ class Transport:
                     status, content = reply.status, await (read(reply) if read else reply.read())
                 except FailedWithin as failed:
                     status, content = failed.status, failed.body
-                self.latencies_s.append(self._clock.monotonic() - started_s)
                 return Response(status, content, reply.headers.get("Retry-After"))
         finally:
             self.in_flight -= 1
@@ -231,7 +241,7 @@ def _authorization(config: APIServerConfig) -> dict[str, str]:
 
 
 class _SentOnce(aiohttp.Payload):
-    """Bytes that are let go of when they have been written."""
+    """Bytes that are released once they have been written."""
 
     _autoclose = True
 
@@ -246,3 +256,125 @@ class _SentOnce(aiohttp.Payload):
         body, self._value = self._value, b""
         self._consumed = True
         await writer.write(body)
+
+
+_SHOWN_CHARS = 500
+
+_TOO_LONG = re.compile(
+    r"context_length_exceeded|exceed_context_size|(maximum|max|model'?s) context (length|window|size)"
+    r"|context (length|window|size)[^.]{0,40}(exceed|limit)|exceeds?[^.]{0,60}(context|max_model_len)"
+    r"|(prompt|input|request)( is|'s| has)? too (long|many tokens)|longer than the (maximum )?model"
+    r"|exceeds? the maximum allowed (input )?length|(input|prompt) token count[^.]{0,40}exceeds"
+    r"|`?inputs`?( tokens \+ `?max_new_tokens`?)? must (be <=|have less than)|maximum prompt length"
+    r"|exceeded model token limit|(greater than the|loaded with) context length|reduce the length of the messages"
+    r"|prompt exceeds max length|range of input length",
+    re.IGNORECASE,
+)
+"""How OpenAI, vLLM, SGLang, llama.cpp, TGI, LM Studio and the providers behind OpenRouter (Gemini, Grok, Groq, Kimi,
+GLM, Qwen) report that a conversation does not fit."""
+
+_WAYS_OUT = {
+    401: "Set the key with --openai.api_key.",
+    402: "The account is out of credit.",
+    403: "The key has no right to this model; check --openai.api_key and --openai.model_name.",
+    404: "Check --openai.model_name, and that --openai.base_url is the address before /chat/completions.",
+    405: "Check --openai.base_url: this address does not take chat completions.",
+    413: "The request is too large for the server.",
+}
+
+
+class FailedWithin(Exception):
+    """Raised by a reader of a reply with status 200 whose body is an error with its own `status`.
+
+    Sources: OpenRouter's errors, which come so once a provider has begun; vLLM's and SGLang's inside a stream.
+    """
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"HTTP {status} within a reply")
+        self.status = status
+        self.body = body
+
+
+def raise_failed_within(body: bytes) -> None:
+    """Raise `FailedWithin` if a JSON body is an error with a status of its own."""
+    if b'"error"' not in body:
+        return
+    try:
+        error = msgspec.json.decode(body, type=_WithError).error
+    except NOT_JSON:
+        return
+    code = error.get("code") if isinstance(error, dict) else None
+    if isinstance(code, int) and 400 <= code < 600:
+        raise FailedWithin(code, body)
+
+
+class _WithError(msgspec.Struct):
+    error: JSON = None
+
+
+def shown(url: URL) -> str:
+    """The address as messages show it."""
+    return str(url.with_user(None).with_query(None).with_fragment(None))
+
+
+def server_says(body: bytes) -> str:
+    """The server's own words from an error body (OpenAI's, FastAPI's and plain-text shapes), as one short line."""
+    try:
+        found = _message(msgspec.json.decode(body))
+    except NOT_JSON:
+        found = None
+    text = found if found is not None else body.decode(errors="replace")
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"
+
+
+def _message(value: JSON) -> str | None:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        for key in ("error", "message", "detail"):
+            if value.get(key):
+                inner = _message(value[key])
+                code = value[key].get("code") if isinstance(value[key], dict) else None
+                return f"{inner} ({code})" if inner and isinstance(code, str) else inner
+        return msgspec.json.encode(value).decode()
+    return None if value is None else msgspec.json.encode(value).decode()
+
+
+def refused(url: URL, status: int, body: bytes, model: str) -> EngineRefused:
+    """The error for a status that a retry cannot change."""
+    said = server_says(body)
+    if status in (400, 413, 422) and _TOO_LONG.search(said):
+        return ContextExceeded(f"The conversation does not fit model '{model}' at {shown(url)} (HTTP {status}): {said}")
+    way_out = _WAYS_OUT.get(status, "")
+    if 300 <= status < 400:
+        way_out = "The address redirects; set --openai.base_url to where it leads (https instead of http?)."
+    words = said.rstrip(".") or "no text"
+    text = f"The model server at {shown(url)} refused the request (HTTP {status}, model '{model}'): {words}."
+    return EngineRefused(f"{text} {way_out}".rstrip())
+
+
+def overloaded(url: URL, status: int, body: bytes, model: str, tries: int) -> EngineUnavailable:
+    """The error for a status that may pass, but did not within the tries allowed."""
+    said = server_says(body)
+    return EngineUnavailable(
+        f"The model server at {shown(url)} answered HTTP {status} (model '{model}', {_times(tries)}): "
+        f"{said or 'no text'}. {'Lower the concurrency.' if status == 429 else 'Look at the log of the server.'}"
+    )
+
+
+def unreachable(url: URL, error: Exception, model: str, tries: int, timeout_s: float) -> EngineUnavailable:
+    """The error for a connection that failed, broke or stayed silent."""
+    where = f"the model server at {shown(url)}"
+    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+        why = error.os_error.strerror if isinstance(error, aiohttp.ClientConnectorError) else "no connection in time"
+        text = f"Cannot reach {where}: {why or error}. Is it running there? Check --openai.base_url."
+    elif isinstance(error, TimeoutError):
+        text = f"No answer from {where} within {timeout_s:g} s. Raise --openai.timeout or lower the concurrency."
+    else:
+        text = f"The connection to {where} broke: {error or type(error).__name__}. Look at the log of the server."
+    return EngineUnavailable(f"{text} (model '{model}', {_times(tries)})")
+
+
+def _times(tries: int) -> str:
+    return "tried once" if tries == 1 else f"tried {tries} times"

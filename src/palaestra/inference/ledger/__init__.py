@@ -1,34 +1,42 @@
-"""The append-only record of the exact tokens of a rollout: written by `Ledger`, judged by `verify_ledger`."""
+"""The append-only record of the exact tokens of a rollout: written by `Ledger`, checked by `verify_ledger`."""
 
-from palaestra.inference.ledger.ledger import Ledger, Piece, RowView, pieces_of
+from palaestra.inference.ledger.ledger import Ledger, Piece, Prompt, SequenceNode, ids_json, pieces_of
 from palaestra.inference.ledger.records import (
+    HIGHEST_LOGPROB,
     LEDGER_SCHEMA,
+    UNTRAINED,
     LedgerRecord,
-    Reason,
-    Row,
+    LedgerTurn,
     SampledTurn,
+    SegmentReason,
     SegmentRecord,
-    Span,
-    Turn,
+    TokenRow,
+    TokenSpan,
     record_rows,
+    row_sizes,
 )
-from palaestra.inference.ledger.verify import Verdict, Violation, verify_ledger
+from palaestra.inference.ledger.verify import LedgerVerdict, Violation, verify_ledger
 
 __all__ = [
+    "HIGHEST_LOGPROB",
     "LEDGER_SCHEMA",
+    "UNTRAINED",
     "Ledger",
     "LedgerRecord",
+    "LedgerTurn",
+    "LedgerVerdict",
     "Piece",
-    "Reason",
-    "Row",
-    "RowView",
+    "Prompt",
     "SampledTurn",
+    "SegmentReason",
     "SegmentRecord",
-    "Span",
-    "Turn",
-    "Verdict",
+    "SequenceNode",
+    "TokenRow",
+    "TokenSpan",
     "Violation",
+    "ids_json",
     "pieces_of",
     "record_rows",
+    "row_sizes",
     "verify_ledger",
 ]

@@ -1,40 +1,47 @@
-"""The ledger of one rollout, growing: append a turn, read the rows.
+"""The ledger of one rollout while it grows: append a turn, read the rows; and the prompts made from it.
 
-Not for deciding what is appended (`managed` does) nor for judging a stored one (`verify`). Invariants: what was
-appended never changes (T1); every token that is marked as trained was sampled, with the engine's own log-probability
-(T3, T4); a turn is appended whole or not at all, at a cost that grows with its new tokens only.
+Invariants: appended tokens never change (T1); every token marked as trained was sampled, with the engine's own
+log-probability (T3, T4); a turn is appended whole or not at all, at a cost that grows with its new tokens only.
 """
 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
-from typing import cast
+from functools import cached_property
+from itertools import chain, islice, takewhile
+from typing import overload
 
 import msgspec
 
+from palaestra.core.types import JSON
 from palaestra.inference.engine import Sampled
-from palaestra.inference.ledger.prompts import Prompt, WrittenIds, sent_checksum
 from palaestra.inference.ledger.records import (
+    DIGEST_BYTES,
     PROMPT_LOGPROB,
-    UNTRAINED,
-    Kind,
     LedgerRecord,
-    Reason,
-    Row,
+    LedgerTurn,
     SampledPiece,
     SampledTurn,
+    SegmentReason,
     SegmentRecord,
-    Span,
-    Turn,
+    SpanKind,
+    TokenRow,
+    TokenSpan,
+    feed_digest,
     packed,
-    unpacked,
+    token_row,
+    unpacked_ids,
+    unpacked_logprobs,
 )
+from palaestra.inference.tokenizers import Tokenizer
 
-DIGEST_BYTES = 8
+LONG_PROMPT = 2048
+"""From this many ids on, a segment keeps their JSON: it takes more memory than the ids, and this many are encoded in
+0.03 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,50 +53,45 @@ class Piece:
 
 
 def pieces_of(turn: SampledTurn) -> list[Piece]:
-    """A recorded model call as the engine's answers. All but the last were broken off."""
+    """A recorded model call as the engine's answers. All but the last were aborted."""
     ends = ["abort"] * (len(turn.pieces) - 1) + [turn.finish_reason]
     return [
-        Piece(
-            Sampled(
-                ids=cast("array[int]", unpacked("i", piece.ids)),
-                logprobs=cast("array[float]", unpacked("f", piece.logprobs)),
-                finish_reason=finish_reason,
-                policy_version=piece.version,
-            ),
-            piece.sent,
-        )
-        for piece, finish_reason in zip(turn.pieces, ends, strict=True)
+        Piece(Sampled(unpacked_ids(piece.ids), unpacked_logprobs(piece.logprobs), end, piece.version), piece.sent)
+        for piece, end in zip(turn.pieces, ends, strict=True)
     ]
 
 
 @dataclass(slots=True)
 class _Segment:
-    """`tokens[T]`, the `logprobs[S]` of those that were sampled, the running hash over it; the tokens' checksum and
-    JSON. `branch` is the conversation that it is of."""
+    """`tokens[T]`, the `logprobs[S]` of the sampled ones, the running hash over both, and the tokens' checksum.
 
-    reason: Reason
+    `branch` is the number of its conversation. `json` are the first `json_count` tokens as JSON numbers.
+    """
+
+    reason: SegmentReason
     branch: int = 0
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TokenSpan] = field(default_factory=list)
     hasher: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
     finish_reason: str = ""
     checksum: int = 0
-    written: WrittenIds = field(default_factory=WrittenIds)
+    json: bytearray = field(default_factory=bytearray)
+    json_count: int = 0
 
     def append(self, turn: int, ids: array[int], logprobs: array[float], piece: Piece | None) -> None:
-        """One span, with one log-probability per id; `piece` is where it was sampled, None for prompt tokens."""
+        """Add one span with one log-probability per id; `piece` is the answer that holds it, None for prompt tokens."""
         start = len(self.tokens)
-        kind: Kind = "sampled" if piece else "prompt"
+        kind: SpanKind = "sampled" if piece else "prompt"
         version = piece.sampled.policy_version if piece else ""
         resumed = bool(piece and self.spans and self.spans[-1].kind == "sampled")
         self.tokens.extend(ids)
         self.checksum = sent_checksum(ids, self.checksum)
         if piece:
             self.logprobs.extend(logprobs)
-        feed(self.hasher, kind, version, packed(ids), packed(logprobs))
+        feed_digest(self.hasher, kind, version, packed(ids), packed(logprobs))
         self.spans.append(
-            Span(
+            TokenSpan(
                 kind=kind,
                 start=start,
                 stop=len(self.tokens),
@@ -97,14 +99,14 @@ class _Segment:
                 digest=self.hasher.hexdigest(),
                 version=version,
                 sent=piece.sent if piece else 0,
-                reason=Reason.ABORT_RESUME if resumed else "",
+                reason=SegmentReason.ABORT_RESUME if resumed else "",
             )
         )
 
-    def columns(self) -> tuple[bytearray, array[float]]:
-        """`mask[T]`, 1 where sampled, and `logprobs[T]` of all tokens."""
+    def record(self, spans: Sequence[TokenSpan]) -> SegmentRecord:
+        """The first spans of the segment, as they are on disk."""
         mask, logprobs, taken = bytearray(), array("f"), 0
-        for span in self.spans:
+        for span in spans:
             length = span.stop - span.start
             if span.kind == "sampled":
                 mask += b"\1" * length
@@ -113,22 +115,79 @@ class _Segment:
             else:
                 mask += bytes(length)
                 logprobs += _unsampled(length)
-        return mask, logprobs
-
-    def record(self, numbers: Mapping[int, int]) -> SegmentRecord:
-        """The segment as it is stored, its turns with these numbers."""
-        mask, logprobs = self.columns()
+        tokens = packed(self.tokens[: len(mask)])
         return SegmentRecord(
-            reason=self.reason,
-            tokens=packed(self.tokens),
-            mask=bytes(mask),
-            logprobs=packed(logprobs),
-            spans=[msgspec.structs.replace(span, turn=numbers[span.turn]) for span in self.spans],
+            reason=self.reason, tokens=tokens, mask=bytes(mask), logprobs=packed(logprobs), spans=list(spans)
         )
+
+    def row(self, number: int, spans: int | None = None) -> TokenRow:
+        """The training row of the first `spans` spans, or of all."""
+        return token_row(self.record(self.spans[:spans]), number, self.finish_reason)
 
 
 def _unsampled(length: int) -> array[float]:
     return array("f", [PROMPT_LOGPROB]) * length
+
+
+class Prompt(Sequence[int]):
+    """The ids `[T]` of one request: a segment as it is now and `rest` after it.
+
+    The segment is not copied, because it only grows; later tokens are not in this prompt. `checksum` is the CRC-32 of
+    the ids (`sent_checksum`).
+    """
+
+    __slots__ = ("_kept", "_rest", "_segment", "checksum")
+
+    def __init__(self, segment: _Segment, rest: array[int]) -> None:
+        self.checksum = sent_checksum(rest, segment.checksum)
+        self._segment, self._kept, self._rest = segment, len(segment.tokens), rest
+
+    def __len__(self) -> int:
+        return self._kept + len(self._rest)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(islice(self._segment.tokens, self._kept), self._rest)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return list(self)[index]
+        at = range(len(self))[index]
+        return self._segment.tokens[at] if at < self._kept else self._rest[at - self._kept]
+
+    def grow(self, ids: array[int]) -> None:
+        """Add ids at the end."""
+        self._rest = self._rest + ids
+        self.checksum = sent_checksum(ids, self.checksum)
+
+    def json(self) -> bytes:
+        """The ids as a JSON list. The JSON of a long segment is kept and extended."""
+        segment, kept = self._segment, self._kept
+        if kept < LONG_PROMPT or segment.json_count > kept:  # the latter: a prompt made before the segment grew
+            return msgspec.json.encode((segment.tokens[:kept] + self._rest).tolist())
+        if segment.json_count < kept:
+            segment.json += _numbers(segment.tokens[segment.json_count : kept], first=not segment.json_count)
+            segment.json_count = kept
+        return b"".join((b"[", segment.json, _numbers(self._rest, first=False), b"]"))
+
+
+def sent_checksum(ids: array[int], before: int = 0) -> int:
+    """The CRC-32 of the ids that an engine is given; `before` is that of the ids ahead of these."""
+    return zlib.crc32(packed(ids), before)
+
+
+def ids_json(ids: Sequence[int]) -> bytes:
+    """Ids `[T]` as a JSON list."""
+    return ids.json() if isinstance(ids, Prompt) else msgspec.json.encode(list(ids))
+
+
+def _numbers(ids: array[int], *, first: bool) -> bytes:
+    """Ids separated by commas, after a comma unless they are the first."""
+    text = msgspec.json.encode(ids.tolist())[1:-1]
+    return text if first or not text else b"," + text
 
 
 class Ledger:
@@ -136,29 +195,29 @@ class Ledger:
 
     def __init__(self, stop_ids: Iterable[int] = ()) -> None:
         self.stop_ids = tuple(stop_ids)
-        self.turns: list[Turn] = []
+        self.turns: list[LedgerTurn] = []
         self._segments: list[_Segment] = []
 
     def __len__(self) -> int:
         """How many segments there are."""
         return len(self._segments)
 
-    def open(self, reason: Reason, branch: int = 0) -> int:
-        """Begin a segment and say why; its number. The first one's reason is `START` whatever is given.
+    def open(self, reason: SegmentReason, branch: int = 0) -> int:
+        """Begin a segment with its reason; return its number. The reason of the first one is always `START`.
 
-        `branch` is the number of the conversation beside the rollout's own that it is of, 0 for that itself.
+        `branch` is the number of its conversation, 0 for the rollout's own.
         """
         if not self._segments:
-            reason = Reason.START
-        elif reason in (Reason.START, Reason.ABORT_RESUME):
-            raise ValueError(f"'{reason}' is no reason for a further segment")
+            reason = SegmentReason.START
+        elif reason in (SegmentReason.START, SegmentReason.ABORT_RESUME):
+            raise ValueError(f"'{reason}' is not a reason for a further segment")
         self._segments.append(_Segment(reason, branch))
         return len(self._segments) - 1
 
     def prompt(self, segment: int | None, delta: Sequence[int]) -> Prompt:
-        """What the engine is asked to continue: the segment so far (None: one to be opened) and `delta`."""
-        known = _Segment(Reason.START) if segment is None else self._segments[segment]
-        return Prompt(known.tokens, known.checksum, known.written, array("i", delta))
+        """The ids for the engine: the segment so far (None: one that is not open yet) and `delta`."""
+        known = _Segment(SegmentReason.START) if segment is None else self._segments[segment]
+        return Prompt(known, array("i", delta))
 
     def last_token(self, segment: int) -> int | None:
         """The last token of a segment."""
@@ -166,18 +225,16 @@ class Ledger:
         return tokens[-1] if tokens else None
 
     def append(self, segment: int, delta: Sequence[int], pieces: Sequence[Piece]) -> int:
-        """One whole turn: the new prompt tokens and what was sampled after them; the turn's number.
+        """Add a whole turn, the new prompt tokens and the tokens sampled after them; return its number.
 
-        Several pieces are one reply whose request was aborted and taken up again. Raises `ValueError` when a piece does
-        not have one log-probability per token, and then nothing was appended.
+        Several pieces are one reply whose request was aborted and resumed. Raises `ValueError`, without a change, if a
+        piece does not have one log-probability per token.
         """
         for piece in pieces:
             if len(piece.sampled.ids) != len(piece.sampled.logprobs):
                 raise ValueError(f"{len(piece.sampled.ids)} ids with {len(piece.sampled.logprobs)} log-probabilities")
-        prompt, sampled = (
-            array("i", delta),
-            [(array("i", p.sampled.ids), array("f", p.sampled.logprobs)) for p in pieces],
-        )
+        prompt = array("i", delta)
+        sampled = [(array("i", piece.sampled.ids), array("f", piece.sampled.logprobs)) for piece in pieces]
         number, into = len(self.turns) + 1, self._segments[segment]
         into.append(number, prompt, _unsampled(len(prompt)), None)
         prompt_tokens = len(into.tokens)
@@ -185,7 +242,7 @@ class Ledger:
             into.append(number, ids, logprobs, piece)
         into.finish_reason = pieces[-1].sampled.finish_reason
         self.turns.append(
-            Turn(
+            LedgerTurn(
                 number=number,
                 segment=segment,
                 prompt_tokens=prompt_tokens,
@@ -195,19 +252,22 @@ class Ledger:
         )
         return number
 
-    def rows(self) -> list[Row]:
-        """The training rows, one per segment with anything in it, in the order they began."""
-        return [view.row() for view in self.views()]
+    def rows(self) -> list[TokenRow]:
+        """The training rows, one per segment with a turn, in the order they began."""
+        return [segment.row(number) for number, segment in enumerate(self._segments) if segment.tokens]
 
-    def views(self) -> list[RowView]:
-        """The same rows, each made when it is asked for: as Python lists they take ten times what they take here."""
-        return [RowView(number, segment) for number, segment in enumerate(self._segments) if segment.tokens]
+    def nodes(self, tokenizer: Tokenizer) -> list[SequenceNode]:
+        """All rows with a sampled span as the contract's nodes, in the order they began, those of other conversations
+        first: the last one is the latest of the rollout's own."""
+        order = sorted(enumerate(self._segments), key=lambda numbered: numbered[1].branch == 0)
+        nodes = [SequenceNode(segment, number, tokenizer) for number, segment in order]
+        return [node for node in nodes if node.metadata["versions"]]
 
     def sampled_since(self, turns: int) -> list[SampledTurn]:
-        """What was sampled in the turns after the first `turns`, in order."""
+        """The samples of the turns after the first `turns`, in order."""
         return [SampledTurn(turn.finish_reason, self._pieces(turn)) for turn in self.turns[turns:]]
 
-    def _pieces(self, turn: Turn) -> list[SampledPiece]:
+    def _pieces(self, turn: LedgerTurn) -> list[SampledPiece]:
         segment = self._segments[turn.segment]
         pieces, stop = [], len(segment.logprobs)
         for span in takewhile(lambda span: span.turn >= turn.number, reversed(segment.spans)):
@@ -221,26 +281,25 @@ class Ledger:
         return pieces[::-1]
 
     def record(self) -> LedgerRecord:
-        """The ledger as it is stored: the same whichever of several conversations at a time was faster (D2)."""
-        turns, places = self._in_order(), self.places()
-        numbers = {turn.number: number for number, turn in enumerate(turns, 1)}
+        """The ledger on disk: the same whichever of several concurrent conversations was faster (D2)."""
+        turns = self._in_order()
+        numbers, places = {turn.number: number for number, turn in enumerate(turns, 1)}, _places(turns)
+        renumbered = msgspec.structs.replace
+        segments = [self._segments[segment] for segment in places]
         return LedgerRecord(
             stop_ids=list(self.stop_ids),
-            segments=[self._segments[segment].record(numbers) for segment in places],
-            turns=[
-                msgspec.structs.replace(turn, number=numbers[turn.number], segment=places[turn.segment])
-                for turn in turns
+            segments=[
+                each.record([renumbered(span, turn=numbers[span.turn]) for span in each.spans]) for each in segments
             ],
+            turns=[renumbered(turn, number=numbers[turn.number], segment=places[turn.segment]) for turn in turns],
         )
 
     def places(self) -> dict[int, int]:
-        """The numbers that the segments have in the record, by their own."""
-        return {
-            segment: place for place, segment in enumerate(dict.fromkeys(turn.segment for turn in self._in_order()))
-        }
+        """The numbers of the segments in the record, by their own."""
+        return _places(self._in_order())
 
-    def _in_order(self) -> list[Turn]:
-        """The turns; between two of the rollout's own, one conversation beside it after the other."""
+    def _in_order(self) -> list[LedgerTurn]:
+        """The turns; between two of the rollout's own, one other conversation after the other."""
         own, keys = 0, {}
         for turn in self.turns:
             branch = self._segments[turn.segment].branch
@@ -249,35 +308,60 @@ class Ledger:
         return sorted(self.turns, key=lambda turn: keys[turn.number])
 
 
-def feed(hasher: hashlib.blake2b, kind: str, version: str, tokens: bytes, logprobs: bytes) -> None:
-    """Add one span to a segment's running hash."""
-    hasher.update(b"".join((f"{kind}\0{version}\0{len(tokens)}\0".encode(), tokens, logprobs)))
+def _places(turns: Iterable[LedgerTurn]) -> dict[int, int]:
+    return {segment: place for place, segment in enumerate(dict.fromkeys(turn.segment for turn in turns))}
 
 
-class RowView:
-    """A segment as it is now, whatever is appended to it later: history only grows."""
+class SequenceNode:
+    """One row as contract environments read it (`managed.get_state()["nodes"]`), as an object or as a dict.
 
-    def __init__(self, number: int, segment: _Segment) -> None:
-        self.number = number
-        self.branch = segment.branch
-        self.reason = segment.reason
-        self.finish_reason = segment.finish_reason
-        self.versions = [(span.start, span.stop, span.version) for span in segment.spans if span.kind == "sampled"]
-        self._segment = segment
-        self._count = len(segment.tokens)
+    `tokens[T]`, `masked_tokens[T]`, `logprobs[T]`, `full_text`, `metadata`, of the segment as it was when the node was
+    made. The lists are made when one of them is first read: as Python lists they take ten times the memory. Wire
+    source: `SequenceNode` of atroposlib 0.4: -100 in the mask and 1.0 as log-probability where nothing was sampled.
+    """
 
-    def row(self) -> Row:
-        """The row, as lists."""
-        segment, count = self._segment, self._count
-        tokens = segment.tokens[:count].tolist()
-        mask, logprobs = segment.columns()
-        trained = zip(tokens, mask[:count], strict=True)
-        return Row(
-            segment=self.number,
-            reason=self.reason,
-            tokens=tokens,
-            masks=[token if sampled else UNTRAINED for token, sampled in trained],
-            logprobs=logprobs[:count].tolist(),
-            versions=self.versions,
-            finish_reason=self.finish_reason,
-        )
+    def __init__(self, segment: _Segment, number: int, tokenizer: Tokenizer) -> None:
+        self.metadata: dict[str, JSON] = {
+            "finish_reason": segment.finish_reason,
+            "segment": number,
+            "reason": segment.reason,
+            "versions": [(span.start, span.stop, span.version) for span in segment.spans if span.kind == "sampled"],
+        }
+        self._segment, self._spans, self._tokenizer = segment, len(segment.spans), tokenizer
+
+    @cached_property
+    def _row(self) -> TokenRow:
+        return self._segment.row(self.metadata["segment"], self._spans)
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """The ids."""
+        return self._row.tokens
+
+    @cached_property
+    def masked_tokens(self) -> list[int]:
+        """The sampled ids, -100 elsewhere."""
+        return self._row.masks
+
+    @cached_property
+    def logprobs(self) -> list[float]:
+        """The engine's log-probabilities, 1.0 where nothing was sampled."""
+        assert self._row.logprobs is not None
+        return self._row.logprobs
+
+    @cached_property
+    def full_text(self) -> str:
+        """The tokens as text, special ones included. Decoded when it is first read."""
+        return self._tokenizer.decode(self.tokens, skip_special_tokens=False)
+
+    def __getitem__(self, key: str) -> JSON:
+        if key.startswith("_") or not hasattr(self, key):
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def get(self, key: str, default: JSON = None) -> JSON:
+        """The field's value, or `default` if there is no such field."""
+        try:
+            return self[key]
+        except KeyError:
+            return default

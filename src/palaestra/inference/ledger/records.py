@@ -1,38 +1,41 @@
-"""The ledger's words and its form on disk. Pure data.
+"""A ledger on disk, and the training rows made from it. Pure data.
 
-A rollout's tokens lie in segments. Within a segment history only grows: every turn appends a prompt span (what was
-added since the last sampled token) and one sampled span, or several where the request was aborted under way and taken
-up again. Where the history was rewritten, a new segment begins, and says why.
-
-From a stored ledger back to training rows. What `Ledger.rows` gives while it lives, this gives from its record.
+A rollout's tokens lie in segments. Within a segment history only grows: every turn appends a prompt span (the tokens
+added since the last sampled one) and one sampled span, or several if the request was aborted and resumed. When the
+history is rewritten, a new segment begins and records the reason.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from array import array
-from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 import msgspec
 
 LEDGER_SCHEMA = "palaestra.ledger/1"
+DIGEST_BYTES = 8
+ITEM_BYTES = 4
 
 PROMPT_LOGPROB = 1.0
-"""What stands for a log-probability where nothing was sampled; no real one is above 0."""
+"""The log-probability of a token that was not sampled; no real one is above 0."""
+
+HIGHEST_LOGPROB = 1e-3
+"""A log-probability may exceed 0 by rounding."""
 
 UNTRAINED = -100
 """The mask of a token that is not trained, as trainers expect it."""
 
-Kind: TypeAlias = Literal["prompt", "sampled"]
+SpanKind: TypeAlias = Literal["prompt", "sampled"]
 
 
-class Reason(StrEnum):
+class SegmentReason(StrEnum):
     """Why a segment began, or why a sampled span follows another.
 
     An aborted request rewrites nothing: its tokens are continued where they ended, so `ABORT_RESUME` is declared on the
-    span that goes on, and the row stays whole. `BRANCH`: another sample after the same history.
+    span that continues, and the row stays whole. `BRANCH`: another sample after the same history.
     """
 
     START = "start"
@@ -44,19 +47,19 @@ class Reason(StrEnum):
     ABORT_RESUME = "abort_resume"
 
 
-SEGMENT_REASONS = frozenset(Reason) - {Reason.START, Reason.ABORT_RESUME}
+SEGMENT_REASONS = frozenset(SegmentReason) - {SegmentReason.START, SegmentReason.ABORT_RESUME}
 """Reasons for which a segment after the first may begin."""
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class TokenSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens `start` to `stop` of a segment. `turn` counts from 1 over the whole rollout.
 
     Sampled spans have the policy `version`, `sent` (the CRC-32 of the ids that the engine was given, little-endian
-    int32) and `reason` abort_resume where they continue an aborted request. `digest` is the BLAKE2b-64 of everything in
+    int32) and, if they continue an aborted request, `reason` abort_resume. `digest` is the BLAKE2b-64 of everything in
     the segment up to `stop`: kinds, versions, ids and log-probabilities.
     """
 
-    kind: Kind
+    kind: SpanKind
     start: int
     stop: int
     turn: int
@@ -66,8 +69,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     reason: str = ""
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One model call: where it lies and how many tokens it had. `prompt_tokens` is the whole prompt."""
+class LedgerTurn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One model call: its segment and its token counts. `prompt_tokens` is the whole prompt."""
 
     number: int
     segment: int
@@ -77,7 +80,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class SampledPiece(msgspec.Struct, frozen=True, array_like=True):
-    """What one request sampled: `ids[N]` and `logprobs[N]` as little-endian int32 and float32, the policy `version`,
+    """The sample of one request: `ids[N]` and `logprobs[N]` as little-endian int32 and float32, the policy `version`,
     and `sent`, the CRC-32 of the ids that the engine was given."""
 
     ids: bytes
@@ -87,9 +90,9 @@ class SampledPiece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SampledTurn(msgspec.Struct, frozen=True, array_like=True):
-    """One model call as it can be given back: its pieces (several where it was aborted under way), and how it ended.
+    """One model call to be recalled: its pieces (several if it was aborted) and how it ended.
 
-    The prompt is not in it: it is made of the messages again, and `sent` tells whether it is the same.
+    The prompt is rendered from the messages again, and `sent` shows whether it is the same.
     """
 
     finish_reason: str
@@ -103,34 +106,35 @@ class SegmentRecord(msgspec.Struct, kw_only=True):
     tokens: bytes
     mask: bytes
     logprobs: bytes
-    spans: list[Span]
+    spans: list[TokenSpan]
 
 
 class LedgerRecord(msgspec.Struct, kw_only=True):
-    """A whole ledger as it is stored. `stop_ids` are the tokens that end a turn."""
+    """A whole ledger on disk. `stop_ids` are the tokens that end a turn."""
 
     schema: str = LEDGER_SCHEMA
     stop_ids: list[int]
     segments: list[SegmentRecord]
-    turns: list[Turn]
+    turns: list[LedgerTurn]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One segment as a trainer takes it: `tokens[T]`, `masks[T]` (the id where trained, else -100), `logprobs[T]` (1.0
-    where not sampled). `versions` are (start, stop, policy version) of the sampled spans.
+class TokenRow(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One training row: `tokens[T]`, `masks[T]` (-100 where nothing is trained, else the id), `logprobs[T]` or None.
+
+    `logprobs` is 1.0 where nothing was sampled. `source` is `engine` if the ids were sampled, `placeholder` if no
+    tokens were recorded (such a row trains nothing), `environment` if the environment made the row. A row of a ledger
+    also has its segment's number and reason, `versions` as (start, stop, policy version) of the sampled spans, and the
+    finish reason of its last turn. Only the first four fields are on disk (`Trajectory.row`).
     """
 
-    segment: int
-    reason: str
     tokens: list[int]
     masks: list[int]
-    logprobs: list[float]
-    versions: list[tuple[int, int, str]] = field(default_factory=list)
+    logprobs: list[float] | None = msgspec.field(default_factory=lambda: None)  # a factory: None is written too
+    source: str = msgspec.field(default_factory=lambda: "placeholder")
+    segment: int = 0
+    reason: str = "start"
+    versions: list[tuple[int, int, str]] = []
     finish_reason: str = ""
-
-    def __post_init__(self) -> None:
-        assert len(self.tokens) == len(self.masks) == len(self.logprobs)
 
 
 def packed(values: array[int] | array[float]) -> bytes:
@@ -141,36 +145,61 @@ def packed(values: array[int] | array[float]) -> bytes:
     return values.tobytes()
 
 
-def unpacked(typecode: Literal["i", "f"], raw: bytes) -> array[int] | array[float]:
-    """The inverse of `packed`. Raises `ValueError` when the bytes do not divide into items."""
-    values: array[int] | array[float] = array("i") if typecode == "i" else array("f")
+def unpacked_ids(raw: bytes) -> array[int]:
+    """The inverse of `packed` for token ids. Raises `ValueError` if the bytes do not divide into items."""
+    return _unpacked(array("i"), raw)
+
+
+def unpacked_logprobs(raw: bytes) -> array[float]:
+    """The inverse of `packed` for log-probabilities. Raises `ValueError` if the bytes do not divide into items."""
+    return _unpacked(array("f"), raw)
+
+
+def _unpacked(values: array, raw: bytes) -> array:  # type: ignore[type-arg]
     values.frombytes(raw)
     if sys.byteorder == "big":
         values.byteswap()
     return values
 
 
-def record_rows(record: LedgerRecord) -> list[Row]:
-    """One row for each segment in which anything was sampled, in the order they began.
+def feed_digest(hasher: hashlib.blake2b, kind: str, version: str, tokens: bytes, logprobs: bytes) -> None:
+    """Add one span to a segment's running hash."""
+    hasher.update(b"".join((f"{kind}\0{version}\0{len(tokens)}\0".encode(), tokens, logprobs)))
 
-    Raises `ValueError` where the stored bytes are not arrays of one length; `verify_ledger` says more.
-    """
+
+def token_row(segment: SegmentRecord, number: int, finish_reason: str) -> TokenRow:
+    """The training row of a segment. Raises `ValueError` if the stored bytes are not arrays of one length."""
+    tokens, logprobs = unpacked_ids(segment.tokens).tolist(), unpacked_logprobs(segment.logprobs).tolist()
+    if len(tokens) != len(logprobs):
+        raise ValueError(f"segment {number} has {len(tokens)} tokens and {len(logprobs)} log-probabilities")
+    return TokenRow(
+        tokens=tokens,
+        masks=[token if trained else UNTRAINED for token, trained in zip(tokens, segment.mask, strict=True)],
+        logprobs=logprobs,
+        source="engine",
+        segment=number,
+        reason=segment.reason,
+        versions=[(span.start, span.stop, span.version) for span in segment.spans if span.kind == "sampled"],
+        finish_reason=finish_reason,
+    )
+
+
+def record_rows(record: LedgerRecord) -> list[TokenRow]:
+    """The training rows: one for each segment with a sampled span, in the order they began. Raises `ValueError`."""
     finished = {turn.segment: turn.finish_reason for turn in record.turns}
-    rows = []
-    for number, segment in enumerate(record.segments):
-        tokens = cast("list[int]", unpacked("i", segment.tokens).tolist())
-        sampled = [span for span in segment.spans if span.kind == "sampled"]
-        if not sampled:
-            continue
-        rows.append(
-            Row(
-                segment=number,
-                reason=segment.reason,
-                tokens=tokens,
-                masks=[token if mask else UNTRAINED for token, mask in zip(tokens, segment.mask, strict=True)],
-                logprobs=cast("list[float]", unpacked("f", segment.logprobs).tolist()),
-                versions=[(span.start, span.stop, span.version) for span in sampled],
-                finish_reason=finished.get(number, ""),
-            )
-        )
-    return rows
+    numbers = _row_segments(record)
+    return [token_row(record.segments[number], number, finished.get(number, "")) for number in numbers]
+
+
+def row_sizes(record: LedgerRecord) -> list[tuple[int, int]]:
+    """How many tokens each of `record_rows` has, and how many of them are trained, without making the rows."""
+    rows = (record.segments[number] for number in _row_segments(record))
+    return [(len(row.tokens) // ITEM_BYTES, len(row.mask) - row.mask.count(0)) for row in rows]
+
+
+def _row_segments(record: LedgerRecord) -> list[int]:
+    return [
+        number
+        for number, segment in enumerate(record.segments)
+        if any(span.kind == "sampled" for span in segment.spans)
+    ]

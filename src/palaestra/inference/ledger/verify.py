@@ -1,8 +1,8 @@
-"""Judges a stored ledger: are its tokens provably what was sampled, each trained exactly once?
+"""Checks a stored ledger: are its tokens provably the sampled ones, each trained exactly once?
 
-Not for reading runs from disk. It trusts nothing but the record and derives everything again: the layout of the spans,
-the mask from the spans, the checksums of what the engine was given and the running hash from the bytes. What it cannot
-know is whether the engine told the truth. The first violation is named with its place; the rest is not looked at.
+The record alone is the input, and everything is derived again: the layout of the spans, the mask from the spans, the
+checksums of the engine's prompts and the running hash from the bytes. Whether the engine was honest cannot be checked.
+Only the first violation is reported, with its place.
 """
 
 from __future__ import annotations
@@ -13,32 +13,31 @@ import zlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
 
-from palaestra.inference.ledger.ledger import DIGEST_BYTES, feed
 from palaestra.inference.ledger.records import (
+    DIGEST_BYTES,
+    HIGHEST_LOGPROB,
+    ITEM_BYTES,
     LEDGER_SCHEMA,
     PROMPT_LOGPROB,
     SEGMENT_REASONS,
     LedgerRecord,
-    Reason,
+    SegmentReason,
     SegmentRecord,
-    Span,
+    TokenSpan,
+    feed_digest,
     packed,
-    unpacked,
+    unpacked_ids,
+    unpacked_logprobs,
 )
 
-HIGHEST_LOGPROB = 1e-3
-"""Above 0 by what rounding can do."""
-
-ITEM_BYTES = 4
 _ONE = packed(array("f", [PROMPT_LOGPROB]))
 _FINISHES = ("stop", "length")
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """The invariant that is broken (T1 to T4), where, and how."""
+    """The broken invariant (T1 to T4), its place, and what is wrong."""
 
     invariant: str
     place: str
@@ -49,8 +48,8 @@ class Violation:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What was looked at, and the first violation, if any."""
+class LedgerVerdict:
+    """How much was checked, and the first violation, if any."""
 
     segments: int
     turns: int
@@ -60,14 +59,14 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is broken."""
+        """Whether no invariant is broken."""
         return self.violation is None
 
 
-def verify_ledger(record: LedgerRecord) -> Verdict:
-    """Derive again that T1 to T4 hold. Costs one pass over the tokens."""
+def verify_ledger(record: LedgerRecord) -> LedgerVerdict:
+    """Check T1 to T4 in one pass over the tokens."""
     violation = next(_violations(record), None)
-    return Verdict(
+    return LedgerVerdict(
         segments=len(record.segments),
         turns=len(record.turns),
         tokens=sum(len(segment.tokens) // ITEM_BYTES for segment in record.segments),
@@ -98,19 +97,18 @@ def _turns(record: LedgerRecord) -> Iterator[Violation]:
             else:
                 found[span.turn] = (number, prompt, sampled + span.stop - span.start)
     if sorted(found) != [turn.number for turn in record.turns]:
-        yield Violation("T3", "the list of turns", "does not name the turns that the spans have, each once, in order")
+        yield Violation("T3", "the list of turns", "does not name each turn of the spans once, in order")
     for turn in record.turns:
         listed = turn.segment, turn.prompt_tokens, turn.sampled_tokens
         if listed != found[turn.number]:
-            yield Violation(
-                "T3", f"turn {turn.number}", f"(segment, prompt, sampled) {listed}, not {found[turn.number]}"
-            )
+            what = f"(segment, prompt, sampled) {listed}, not {found[turn.number]}"
+            yield Violation("T3", f"turn {turn.number}", what)
         if turn.finish_reason not in _FINISHES:
             yield Violation("T2", f"turn {turn.number}", f"ended with '{turn.finish_reason}' and was not resumed")
 
 
 class _SegmentCheck:
-    """One segment's checks, cheapest first."""
+    """The checks of one segment, cheapest first."""
 
     def __init__(self, number: int, segment: SegmentRecord, stop_ids: frozenset[int]) -> None:
         self.number = number
@@ -122,15 +120,15 @@ class _SegmentCheck:
         if violation := self._lengths():
             yield violation
             return  # nothing below can be computed
-        self.tokens = cast("array[int]", unpacked("i", self.segment.tokens))
-        self.logprobs = cast("array[float]", unpacked("f", self.segment.logprobs))
+        self.tokens = unpacked_ids(self.segment.tokens)
+        self.logprobs = unpacked_logprobs(self.segment.logprobs)
         yield from self._layout()
         for span in self.segment.spans:
             yield from self._values(span)
         yield from self._ends()
         yield from self._hashes()
 
-    def _at(self, invariant: str, what: str, span: Span | None = None) -> Violation:
+    def _at(self, invariant: str, what: str, span: TokenSpan | None = None) -> Violation:
         place = f"segment {self.number}"
         if span is not None:
             place += f", turn {span.turn}, {span.kind} tokens {span.start} to {span.stop}"
@@ -138,21 +136,18 @@ class _SegmentCheck:
 
     def _reason(self) -> Iterator[Violation]:
         reason = self.segment.reason
-        if self.number == 0 and reason != Reason.START:
-            yield self._at("T2", f"the first segment begins with '{reason}', not with '{Reason.START}'")
+        if self.number == 0 and reason != SegmentReason.START:
+            yield self._at("T2", f"the first segment begins with '{reason}', not with '{SegmentReason.START}'")
         if self.number > 0 and reason not in SEGMENT_REASONS:
-            yield self._at("T2", f"'{reason}' is no reason for a further segment")
+            yield self._at("T2", f"'{reason}' is not a reason for a further segment")
 
     def _lengths(self) -> Violation | None:
         if len(self.segment.tokens) % ITEM_BYTES or len(self.segment.logprobs) % ITEM_BYTES:
             return self._at("T3", "tokens or log-probabilities end inside an item")
-        lengths = (
-            len(self.segment.tokens) // ITEM_BYTES,
-            len(self.segment.mask),
-            len(self.segment.logprobs) // ITEM_BYTES,
-        )
-        if len(set(lengths)) > 1:
-            return self._at("T3", "{} tokens, {} masks, {} log-probabilities".format(*lengths))
+        tokens, logprobs = (len(raw) // ITEM_BYTES for raw in (self.segment.tokens, self.segment.logprobs))
+        masks = len(self.segment.mask)
+        if not tokens == masks == logprobs:
+            return self._at("T3", f"{tokens} tokens, {masks} masks, {logprobs} log-probabilities")
         return None
 
     def _layout(self) -> Iterator[Violation]:
@@ -170,15 +165,15 @@ class _SegmentCheck:
                     yield self._at("T2", "a prompt span has a reason", span)
             elif before is None or before.turn != span.turn:
                 yield self._at("T3", "sampled tokens without the prompt of their turn", span)
-            elif follows != (span.reason == Reason.ABORT_RESUME):
-                yield self._at("T2", "sampled in two pieces without a declared abort, or the other way round", span)
+            elif follows != (span.reason == SegmentReason.ABORT_RESUME):
+                yield self._at("T2", "sampled in two pieces without a declared abort, or the reverse", span)
             before = span
         if at != len(self.tokens):
             yield self._at("T3", f"the spans end at {at}, the tokens at {len(self.tokens)}")
         if before is not None and before.kind == "prompt":
-            yield self._at("T3", "a prompt without anything sampled after it", before)
+            yield self._at("T3", "a prompt without sampled tokens after it", before)
 
-    def _values(self, span: Span) -> Iterator[Violation]:
+    def _values(self, span: TokenSpan) -> Iterator[Violation]:
         """Mask, log-probabilities and ids of one span."""
         length, sampled = span.stop - span.start, span.kind == "sampled"
         if self.segment.mask[span.start : span.stop] != (b"\1" if sampled else b"\0") * length:
@@ -189,32 +184,28 @@ class _SegmentCheck:
             yield self._at("T1", "a negative token id", span)
         if not sampled:
             if self.segment.logprobs[span.start * ITEM_BYTES : span.stop * ITEM_BYTES] != _ONE * length:
-                yield self._at("T4", "a log-probability where nothing was sampled", span)
+                yield self._at("T4", "a log-probability for a token that was not sampled", span)
         elif length and not (math.isfinite(sum(logprobs)) and max(logprobs) <= HIGHEST_LOGPROB):
             yield self._at("T4", "a sampled token without a log-probability", span)
 
     def _ends(self) -> Iterator[Violation]:
-        """No end-of-turn token stands twice where a turn meets the next."""
+        """No end-of-turn token is doubled between two turns."""
         for before, span in zip(self.segment.spans, self.segment.spans[1:], strict=False):
-            if (
-                before.kind == "sampled"
-                and span.kind == "prompt"
-                and span.start < span.stop
-                and before.start < before.stop
-            ):
+            both = before.start < before.stop and span.start < span.stop
+            if both and before.kind == "sampled" and span.kind == "prompt":
                 last = self.tokens[span.start - 1]
                 if last in self.stop_ids and self.tokens[span.start] == last:
-                    yield self._at("T1", f"the end-of-turn token {last} stands twice", span)
+                    yield self._at("T1", f"the end-of-turn token {last} is there twice", span)
 
     def _hashes(self) -> Iterator[Violation]:
-        """What the engine was given is what stands here, and nothing was changed since."""
+        """The engine was given the tokens in the record, and nothing was changed since."""
         hasher, checksum = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
         for span in self.segment.spans:
             part = slice(span.start * ITEM_BYTES, span.stop * ITEM_BYTES)
             if span.kind == "sampled" and span.sent != checksum:
-                yield self._at("T1", "the engine was given other tokens than stand before it", span)
+                yield self._at("T1", "the engine was given other tokens than the record has before it", span)
             tokens = self.segment.tokens[part]
             checksum = zlib.crc32(tokens, checksum)
-            feed(hasher, span.kind, span.version, tokens, self.segment.logprobs[part])
+            feed_digest(hasher, span.kind, span.version, tokens, self.segment.logprobs[part])
             if hasher.hexdigest() != span.digest:
                 yield self._at("T1", "tokens, log-probabilities or versions are not those that were recorded", span)

@@ -1,10 +1,8 @@
-"""What a parser of tool calls is, and what it finds: text, reasoning, calls and broken calls, in order. No I/O.
+"""What a tool-call parser returns: text, reasoning, calls and broken calls, in the order of the output. No I/O.
 
-For every reader of raw model output. Not for judging arguments against a tool's schema: that is done where the call is
-run. Invariant: what was sampled is never repaired. A call is either exactly what its format promises, or a `BrokenCall`
-with the reason; nothing in between is ever handed on, and a broken call costs none of its siblings.
-
-The small pieces from which every format writes its calls.
+Arguments are not checked against a tool's schema here; the code that runs the call does that. Invariant: sampled text
+is never repaired. A call either is what its format promises or is a `BrokenCall` with the reason, and a broken call
+does not affect its siblings.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from palaestra.core.types import JSON
 from palaestra.inference.engine import FunctionCall, ToolCallMessage
 
 Tools: TypeAlias = Sequence[Mapping[str, JSON]]
-"""Tool schemas in the OpenAI shape. Formats whose values are untyped text read the arguments' types from them."""
+"""Tool schemas in the OpenAI shape. Formats with untyped values read the arguments' types from them."""
 
 
-class Reason(StrEnum):
+class BrokenReason(StrEnum):
     """Why a call is broken."""
 
     MALFORMED_JSON = "malformed_json"
@@ -38,8 +36,8 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """What the model says to the reader. `text` is the output from `start` to `end`, exactly."""
+class TextPiece:
+    """Text for the reader: exactly the output from `start` to `end`."""
 
     text: str
     start: int
@@ -47,8 +45,8 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
-    """What the model thinks, without the tags around it. Calls quoted in it are no calls."""
+class ReasoningPiece:
+    """Thinking. `text` is without the tags, which `start` and `end` include. A call inside it does not count."""
 
     text: str
     start: int
@@ -56,10 +54,10 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One well-formed call. `arguments_text` is JSON: as the model wrote it where the format writes JSON.
+class ParsedCall:
+    """A well-formed call. `arguments_text` is JSON: the sampled text where the format writes JSON.
 
-    `start` and `end` bound the call in the output, its tags included.
+    `start` and `end` bound the call in the output, with its tags.
     """
 
     id: str
@@ -70,29 +68,29 @@ class Call:
     end: int
 
     @classmethod
-    def of(cls, name: str, arguments: Mapping[str, JSON], call_id: str = "") -> Call:
-        """A call to render, not found in any output."""
+    def of(cls, name: str, arguments: Mapping[str, JSON], call_id: str = "") -> ParsedCall:
+        """A call to render, with no place in an output."""
         return cls(call_id, name, arguments, json.dumps(arguments, ensure_ascii=False), 0, 0)
 
     def message(self) -> ToolCallMessage:
-        """The call as an assistant message carries it."""
+        """The call in an assistant message."""
         return ToolCallMessage(id=self.id, function=FunctionCall(name=self.name, arguments=self.arguments_text))
 
 
 @dataclass(frozen=True, slots=True)
 class BrokenCall:
-    """One call that must not run. `name` is empty where it could not be read; `text` is the call as sampled."""
+    """A call that must not run. `name` is empty if it could not be read; `text` is the call as sampled."""
 
     id: str
     name: str
-    reason: Reason
+    reason: BrokenReason
     detail: str
     text: str
     start: int
     end: int
 
     def message(self) -> ToolCallMessage:
-        """The call for a loop that answers malformed arguments with an error: these are never a JSON object."""
+        """The call for a loop that answers malformed arguments with an error: its arguments are never an object."""
         arguments = self.text
         try:
             if isinstance(json.loads(arguments), dict):
@@ -102,61 +100,61 @@ class BrokenCall:
         return ToolCallMessage(id=self.id, function=FunctionCall(name=self.name, arguments=arguments))
 
 
-Piece: TypeAlias = Text | Reasoning | Call | BrokenCall
+OutputPiece: TypeAlias = TextPiece | ReasoningPiece | ParsedCall | BrokenCall
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
-    """What one output holds: pieces in order, spans ascending and disjoint.
+class ParsedOutput:
+    """The pieces of one output: in order, with ascending and disjoint spans.
 
     Unpacks as the pair that the contract's parsers return: `content, tool_calls = parser.parse(text)`.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[OutputPiece, ...]
 
     @property
-    def calls(self) -> list[Call]:
-        """The calls that may run."""
-        return [piece for piece in self.pieces if isinstance(piece, Call)]
+    def calls(self) -> list[ParsedCall]:
+        """The well-formed calls."""
+        return [piece for piece in self.pieces if isinstance(piece, ParsedCall)]
 
     @property
     def errors(self) -> list[BrokenCall]:
-        """The calls that must be answered with an error."""
+        """The calls to answer with an error."""
         return [piece for piece in self.pieces if isinstance(piece, BrokenCall)]
 
     @property
-    def texts(self) -> list[Text]:
-        """Text before, between and after the calls. Whitespace alone is no text."""
-        return [piece for piece in self.pieces if isinstance(piece, Text)]
+    def texts(self) -> list[TextPiece]:
+        """Text before, between and after the calls. White space alone is not text."""
+        return [piece for piece in self.pieces if isinstance(piece, TextPiece)]
 
     @property
     def reasoning(self) -> str | None:
         """All thinking, one block per paragraph, or None."""
-        blocks = (piece.text.strip() for piece in self.pieces if isinstance(piece, Reasoning))
+        blocks = (piece.text.strip() for piece in self.pieces if isinstance(piece, ReasoningPiece))
         return "\n\n".join(block for block in blocks if block) or None
 
     @property
     def content(self) -> str | None:
-        """All text joined, or None. Bare of whitespace at its ends, unless nothing but text was there."""
+        """All text joined, or None. White space at its ends is removed unless the output is only text."""
         joined = "".join(text.text for text in self.texts)
         return (joined if len(self.pieces) == len(self.texts) else joined.strip()) or None
 
     def written(self, text: str) -> str:
-        """All but the thinking, with calls as they stand in the output `text`: what is said where nothing is a call."""
-        kinds = groupby(self.pieces, lambda piece: isinstance(piece, Reasoning))
+        """The output `text` without the thinking but with its calls: the content if nothing counts as a call."""
+        kinds = groupby(self.pieces, lambda piece: isinstance(piece, ReasoningPiece))
         runs = [list(run) for thinks, run in kinds if not thinks]
         joined = "".join(text[run[0].start : run[-1].end] for run in runs)
         return joined.strip() if len(self.pieces) > sum(map(len, runs)) else joined
 
     @property
     def tool_calls(self) -> list[ToolCallMessage] | None:
-        """The calls that may run as messages, or None."""
+        """The well-formed calls as messages, or None."""
         return [call.message() for call in self.calls] or None
 
     @property
     def all_tool_calls(self) -> list[ToolCallMessage] | None:
-        """Broken calls too, in order: for a loop that answers each of those with an error."""
-        return [piece.message() for piece in self.pieces if isinstance(piece, Call | BrokenCall)] or None
+        """Broken calls too, in order, for a loop that answers each of those with an error."""
+        return [piece.message() for piece in self.pieces if isinstance(piece, ParsedCall | BrokenCall)] or None
 
     def _pair(self) -> tuple[str | None, list[ToolCallMessage] | None]:
         return self.content, self.tool_calls
@@ -171,99 +169,35 @@ class Parsed:
         return 2
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """More text for the reader."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
-    """More thinking."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class TakenBack:
-    """Everything before position `end` was thinking whose beginning lies in the prompt: calls in it must not run."""
-
-    end: int
-
-
-Event: TypeAlias = TextDelta | ReasoningDelta | Call | BrokenCall | TakenBack
-"""What a stream tells as it goes. A call is told when it is complete, never in parts: half a call must not run."""
-
-
-class StreamParser(Protocol):
-    """Reads one output as it is sampled. What `end` returns is what `parse` makes of the whole text."""
-
-    def feed(self, chunk: str) -> list[Event]:
-        """What the text so far settles beyond what was told before."""
-        ...
-
-    def end(self, cut: bool = False) -> Parsed:
-        """No more text comes. `cut` as in `Parser.parse`."""
-        ...
-
-
 class ToolCallParser(Protocol):
-    """The contract's parser, which scripts may implement and register."""
+    """The contract's parser, which scripts can implement and register."""
 
-    def parse(self, text: str) -> Parsed | tuple[str | None, list[ToolCallMessage] | None]:
-        """The content and the calls; None for either that is not there."""
-        ...
-
-
-class Parser(Protocol):
-    """One format of tool calls in raw model text."""
-
-    @property
-    def name(self) -> str: ...
-
-    def parse(
-        self, text: str, *, tools: Tools | None = None, cut: bool = False, thinking: bool | None = None, turn: int = 0
-    ) -> Parsed:
-        """What `text` holds. Never raises, whatever the model wrote; linear in the length of the text.
-
-        `cut`: the output ended because it ran out of room, so a call without its end is broken. `thinking`:
-        whether the prompt ended inside the model's thinking, so that the output begins in it. None where that is not
-        known: then an end tag of thinking that was not opened says so, and calls before it are none. `turn` (from 1):
-        which of a conversation's replies this is, so that calls without an id get one that no other turn has.
-        """
-        ...
-
-    def stream(self, *, tools: Tools | None = None, thinking: bool | None = None, turn: int = 0) -> StreamParser:
-        """The same, piece by piece."""
-        ...
-
-    def render(self, calls: Sequence[Call], text: str = "", *, tools: Tools | None = None) -> str:
-        """The output that holds `text` and then `calls`. Raises `Unwritable` when it would not be read back so."""
+    def parse(self, text: str) -> ParsedOutput | tuple[str | None, list[ToolCallMessage] | None]:
+        """The content and the calls, each None if missing."""
         ...
 
 
 class Unwritable(ValueError):
-    """The format cannot express these calls: an argument contains the tags around it, or is of an unknown type."""
+    """The format cannot express a call: an argument contains the tags around it, or has no known type."""
 
 
 class Malformed(Exception):
-    """Raised inside a grammar where a call breaks its promise; `at` is where. Becomes a `BrokenCall`."""
+    """Raised inside a grammar for a call that breaks its format at position `at`. Becomes a `BrokenCall`."""
 
-    def __init__(self, reason: Reason, detail: str, at: int = 0) -> None:
+    def __init__(self, reason: BrokenReason, detail: str, at: int = 0) -> None:
         super().__init__(detail)
         self.reason = reason
         self.detail = detail
         self.at = at
 
 
-def named_object(call: Call, key: str = "arguments") -> str:
-    """`{"name": …, "arguments": …}`, the arguments as they were written."""
+def named_object(call: ParsedCall, key: str = "arguments") -> str:
+    """`{"name": …, "arguments": …}` with the arguments as written."""
     return f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "{key}": {call.arguments_text}}}'
 
 
 def bare(value: JSON) -> str:
-    """A value as text: strings as they are, everything else as JSON, in which half surrogate pairs stay escaped."""
+    """A string as it is, any other value as JSON. Lone surrogates stay escaped in JSON."""
     if isinstance(value, str):
         return value
     text = json.dumps(value, ensure_ascii=False)

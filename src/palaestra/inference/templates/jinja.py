@@ -1,7 +1,10 @@
-"""Renders a chat template as `transformers` does: sandboxed jinja2, its filters, its globals, its whitespace rules.
+"""Renders a chat template as `transformers` does (sandboxed jinja2, its filters, globals and whitespace rules), and
+prepares messages in the OpenAI shape for it.
 
-Not for tokens (`turns`). Invariant: the same messages give the same text for as long as the run lasts; a template that
-asks for the date is told the one at which it was loaded, so that a conversation does not change at midnight.
+Templates want text as text (anything else is printed as Python would), arguments as an object, names on tool results,
+and thinking in a field that differs between families. Invariants: the same messages give the same text during the whole
+run; a template that asks for the date gets the one at which it was loaded, so that a conversation does not change at
+midnight; the given messages are not changed.
 
 Source of the semantics: `transformers.utils.chat_template_utils`, version 5.
 """
@@ -32,14 +35,14 @@ _REFUSALS = (
     TypeError,
     ValueError,
 )
-"""What a template, a program that somebody else wrote, can end with."""
+"""The errors of a template, which is a program of others."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class ChatTemplate:
     """One template with the special tokens it may name. `source` is the template's text.
 
-    Raises `ConfigError` when the text is no template.
+    Raises `ConfigError` if the text is not a template.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: JSON,
     ) -> str:
-        """The conversation as text. Raises `ConfigError` with the template's own words when it refuses."""
+        """The conversation as text. Raises `ConfigError` with the template's own words if it refuses."""
         values = {**self._special, **variables}
         try:
             return self._template.render(
@@ -82,10 +85,10 @@ class ChatTemplate:
 
 
 def template_of(tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate:
-    """The template `source`, or the tokenizer's own. Raises `ConfigError` when there is neither."""
+    """The template `source`, or the tokenizer's own. Raises `ConfigError` if there is neither."""
     source = source or getattr(tokenizer, "chat_template", None)
     if not isinstance(source, str):
-        raise ConfigError("The tokenizer has no chat template: pass chat_template=, or save one beside the tokenizer.")
+        raise ConfigError("The tokenizer has no chat template: pass chat_template=, or save one next to the tokenizer.")
     special = getattr(tokenizer, "special", None)
     if not isinstance(special, Mapping):
         named = {name: getattr(tokenizer, name, None) for name in _NAMED_TOKENS}
@@ -94,7 +97,7 @@ def template_of(tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate
 
 
 class WrittenOnce(dict[str, JSON]):
-    """A mapping whose JSON is made once: tool schemas are written out in every rendering."""
+    """A mapping whose JSON is made once, because tool schemas are written in every rendering."""
 
     __slots__ = ("text",)
 
@@ -110,7 +113,7 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is, unlike jinja's own filter, which escapes for HTML."""
+    """Plain JSON, unlike jinja's own filter, which escapes for HTML."""
     if isinstance(value, WrittenOnce) and not (ensure_ascii or indent or separators or sort_keys):
         return value.text
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -121,7 +124,7 @@ def _raise_exception(message: str) -> None:
 
 
 class _Generation(Extension):
-    """Lets `{% generation %}` blocks, which mark what a trainer trains, be what stands in them."""
+    """Renders `{% generation %}` blocks, which mark the part that a trainer trains, as their content."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own declaration of the field
 
@@ -131,9 +134,8 @@ class _Generation(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of chat templates, with the sandbox's answers for what templates ask for most given at once:
-    attributes of texts, and entries of mappings, which no sandbox keeps back.
-    """
+    """The environment of chat templates, which answers the most frequent lookups directly: attributes of texts, and
+    entries of mappings, which no sandbox restricts."""
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
@@ -141,10 +143,102 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
 
     def getattr(self, obj: object, attribute: str) -> JSON:
-        """As jinja finds it: what is no attribute of a mapping is an entry."""
+        """The attribute or entry that jinja would find: names that are not attributes of a mapping are entries."""
         if type(obj) is dict and attribute in obj and not hasattr(obj, attribute):
             return obj[attribute]
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         return not attr.startswith("_") if type(obj) is str else super().is_safe_attribute(obj, attr, value)
+
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Where templates look for thinking: Qwen, GLM and DeepSeek; gpt-oss; others."""
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+
+
+def for_template(messages: Sequence[Message], reasoning_field: str | None, *, joined: bool = False) -> list[Message]:
+    """All messages. `reasoning_field` None writes thinking into the content, for families without a field. `joined`
+    writes the content next to a call into its thinking, for templates that refuse both at once. Raises
+    `ConfigError`."""
+    names: dict[str, str] = {}
+    ready = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ConfigError(f"Message {number} is {message!r:.100}, not an object with a role and content.")
+        if not isinstance(message.get("content", ""), str):
+            message = {**message, "content": content_of(message)}
+        if message.get("role") == "assistant":
+            message = assistant_message(message, reasoning_field)
+            if joined and reasoning_field in message and message["content"] and "tool_calls" in message:
+                message |= {reasoning_field: f"{message[reasoning_field]}\n\n{message['content']}", "content": ""}
+            names.update({call.get("id", ""): call["function"]["name"] for call in message.get("tool_calls", ())})
+        elif message.get("role") == "tool" and "name" not in message:
+            name = names.get(message.get("tool_call_id", ""))
+            message = {**message, "name": name} if name else message
+        ready.append(message)
+    return ready
+
+
+def assistant_message(message: Message, reasoning_field: str | None) -> Message:
+    """One assistant message: content never None, thinking in the template's field, arguments as objects."""
+    ready: Message = {"role": "assistant", "content": message.get("content") or ""}
+    if reasoning := reasoning_of(message):
+        if reasoning_field is None:
+            ready["content"] = f"{THINK_OPEN}\n{reasoning}\n{THINK_CLOSE}\n\n{ready['content']}"
+        else:
+            ready[reasoning_field] = reasoning
+    if calls := message.get("tool_calls"):
+        ready["tool_calls"] = [_template_call(call) for call in calls]
+    return ready
+
+
+def content_of(message: Mapping[str, JSON]) -> str:
+    """The text of a message: empty for None, the joined parts of a list. Raises `ConfigError` for anything but text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    texts = [_text_of(part) for part in content] if isinstance(content, Sequence) else [None]
+    joined = [text for text in texts if text is not None]
+    if content is not None and len(joined) < len(texts):
+        raise ConfigError(
+            f"A message ({message.get('role')}) holds more than text: {content!r:.200}. Token-exact chat takes text, "
+            "or a list of parts {'type': 'text', 'text': …}; convert images and data first."
+        )
+    return "".join(joined)
+
+
+def _text_of(part: JSON) -> str | None:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    return text if isinstance(text, str) else None
+
+
+def reasoning_of(message: Mapping[str, JSON]) -> str:
+    """The thinking of a message, under any of its names."""
+    for name in REASONING_FIELDS:
+        value = message.get(name)
+        if isinstance(value, str) and value:
+            return value
+    return ""
+
+
+def _template_call(call: Mapping[str, JSON]) -> dict[str, JSON]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ConfigError(f"A tool call of an assistant message has no function with a name: {call!r:.200}.")
+    written = {"name": function["name"], "arguments": _arguments(function.get("arguments"))}
+    return {"id": call.get("id", ""), "type": "function", "function": written}
+
+
+def _arguments(arguments: JSON) -> JSON:
+    """The object that the text stands for. Other text is shown inside one, because templates iterate over its keys."""
+    if not isinstance(arguments, str):
+        return arguments or {}
+    if not arguments.strip():
+        return {}
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"malformed": arguments}

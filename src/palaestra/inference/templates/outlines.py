@@ -1,21 +1,32 @@
 """What a template writes after a reply, kept by the form of the messages, so that like messages need no rendering.
 
-Not for what it writes before one (`turns`). Rendering a template costs more than everything else in a turn, and most
-turns differ from the last in their texts alone. Invariant: an outline is only kept when it gave what rendering gives
-for texts chosen to upset it, too; a form that a template does not let be outlined is rendered every time.
+Rendering a template costs more than everything else in a turn, and most turns differ from the last in their texts
+alone. A template is rendered once with a `Blank` for each text; the blank records every operation on it. A template
+that only passes a text on, or asks the same of it and gets the same answers, writes the same around it: an `Outline`
+holds what it wrote, what it asked, and the answers. Invariants: every operation on a blank is answered for the text
+that it stands for, and recorded, or ends the rendering with `Opaque`; an outline is only kept if it gives what
+rendering gives for adversarial texts too; a form that a template does not let be outlined is rendered every time.
 """
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import NoReturn, Protocol, TypeAlias
+
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.runtime import Context, Macro
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.types import Message
-from palaestra.inference.templates.blanks import Opaque, Outline, Recording
+from palaestra.core.types import JSON, Message
+from palaestra.inference.templates.jinja import ChatTemplate, Sandbox, tojson
+from palaestra.inference.templates.probe import NONCE
 
 Measured: TypeAlias = tuple[str | None, str]
-"""The text after the reply (None where it cannot be found), and how history is rewritten."""
+"""The text after the reply (None if it cannot be found), and how history is rewritten, if it is."""
 
 Look: TypeAlias = Callable[[str], Measured]
 """Finds that in a whole rendering."""
@@ -26,7 +37,7 @@ _MOST_OUTLINES = 4
 _MOST_FORMS = 256
 _MOST_TEXTS = 32
 
-_UPSETTING = (
+_ADVERSARIAL = (
     "",
     "  \n two \n\n lines\t\n ",
     "<think>\nthought\n</think>\n\nsaid",
@@ -37,23 +48,23 @@ _UPSETTING = (
 )
 
 
-class Render(Protocol):
-    """Renders messages that are as the template wants them. Raises `ConfigError`."""
+class RenderMessages(Protocol):
+    """Renders messages that are prepared for the template. Raises `ConfigError`."""
 
     def __call__(self, messages: Sequence[Message], /) -> str: ...
 
 
 class Outlines:
-    """The outlines of one renderer. `traced` renders as `render` does, with blanks in mind."""
+    """The outlines of one renderer. `traced` renders as `render` does, with blanks."""
 
-    def __init__(self, render: Render, traced: Render) -> None:
+    def __init__(self, render: RenderMessages, traced: RenderMessages) -> None:
         self._render = render
         self._traced = traced
         self._known: dict[Hashable, list[Outline]] = {}
         self._opaque: set[Hashable] = set()
 
     def measured(self, case: Hashable, head: Sequence[Message], ready: Sequence[Message], look: Look) -> Measured:
-        """What `look` finds in the rendering of `head` and `ready`: a reply and what came after it.
+        """The result of `look` in the rendering of `head` and `ready`: a reply and what came after it.
 
         `head` and the reply's marks must be the same whenever `case` is. Raises `ConfigError`.
         """
@@ -74,7 +85,7 @@ class Outlines:
         return measured
 
     def _outline(self, head: Sequence[Message], ready: Sequence[Message], look: Look) -> Outline | None:
-        recording = Recording()
+        recording = BlankRecording()
         blanks = [recording.blank(text) for text in _texts(ready)]
         try:
             tail, rewrites = look(recording.spelled(self._traced([*head, *_written(ready, blanks)])))
@@ -83,8 +94,8 @@ class Outlines:
         return None if tail is None or rewrites else recording.outline(tail)
 
     def _holds(self, outline: Outline, head: Sequence[Message], ready: Sequence[Message], look: Look) -> bool:
-        """Whether it gives what rendering gives, or nothing, also for texts that might upset it."""
-        for content in (None, *_UPSETTING):
+        """Whether it gives what rendering gives, or nothing, for adversarial texts too."""
+        for content in (None, *_ADVERSARIAL):
             other = [ready[0], *({**m, "content": m["content"] if content is None else content} for m in ready[1:])]
             filled = outline.filled(list(_texts(other)))
             try:
@@ -96,7 +107,7 @@ class Outlines:
 
 
 def _form(ready: Sequence[Message]) -> Hashable | None:
-    """What is alike in messages that differ in their texts alone; None where there is more than texts to them."""
+    """The part that is equal in messages that differ only in their texts; None if they hold more than texts."""
     reply, *after = ready
     calls = len(reply.get("tool_calls", ()))
     if 2 * calls + sum(map(len, after)) > _MOST_TEXTS:
@@ -133,3 +144,304 @@ def _written(ready: Sequence[Message], texts: Iterable[str]) -> list[Message]:
         ]
         reply = {**reply, "tool_calls": calls}
     return [reply, *({n: t if n == "role" else next(left) for n, t in message.items()} for message in after)]
+
+
+_MARK = re.compile(rf"(B{NONCE}\d+z)")
+
+Part: TypeAlias = str | int
+"""A text, or the number of a value."""
+
+
+class Opaque(Exception):
+    """The template does something with a text that an outline cannot repeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Value `number` is `parts` joined or, if there is a function, its result for value `of` and `arguments`."""
+
+    number: int
+    parts: tuple[Part, ...] = ()
+    function: Callable[..., JSON] | None = None
+    of: int = -1
+    arguments: tuple[JSON, ...] = ()
+
+    @property
+    def sources(self) -> list[int]:
+        return [part for part in self.parts if isinstance(part, int)] if self.function is None else [self.of]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A question about value `of`, and its answer."""
+
+    function: Callable[..., JSON]
+    of: int
+    arguments: tuple[JSON, ...]
+    heard: JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """`parts` joined, for all texts for which what was `asked` has the same answers."""
+
+    made: tuple[_Made, ...]
+    asked: tuple[_Asked, ...]
+    parts: tuple[Part, ...]
+
+    def filled(self, texts: Sequence[str]) -> str | None:
+        """The rendering for these texts; None if the template might render them differently."""
+        values = dict(enumerate(texts))
+        for made in self.made:
+            if made.function is None:
+                values[made.number] = _together(made.parts, values)
+            else:
+                values[made.number] = made.function(values[made.of], *made.arguments)
+        for asked in self.asked:
+            if asked.function(values[asked.of], *asked.arguments) != asked.heard:
+                return None
+        return _together(self.parts, values)
+
+
+def _together(parts: Iterable[Part], values: dict[int, str]) -> str:
+    return "".join([values[part] if type(part) is int else part for part in parts])  # type: ignore[misc]
+
+
+class BlankRecording:
+    """One rendering with blanks. `texts` are the values: first those that blanks were made for, then those made of
+    them."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._made: list[_Made] = []
+        self._written: dict[int, tuple[Part, ...]] = {}
+        self._asked: list[_Asked] = []
+
+    def blank(self, text: str) -> Blank:
+        """A blank that stands for `text`."""
+        self.texts.append(text)
+        return Blank(self, len(self.texts) - 1)
+
+    def joined(self, parts: Sequence[str]) -> Blank:
+        """All of them joined."""
+        text = "".join([self.texts[part.number] if isinstance(part, Blank) else part for part in parts])
+        blank = self.blank(text)
+        written = tuple(part.number if isinstance(part, Blank) else part for part in parts)
+        self._made.append(_Made(blank.number, parts=written))
+        self._written[blank.number] = written
+        return blank
+
+    def applied(self, function: Callable[..., JSON], blank: Blank, arguments: tuple[JSON, ...]) -> JSON:
+        """The answer of `function` for the text: a text becomes a blank, anything else is recorded as asked."""
+        if not all(map(_plain, arguments)):
+            raise Opaque("a text meets another")
+        try:
+            answer = function(self.texts[blank.number], *arguments)
+        except (LookupError, ValueError) as error:
+            raise Opaque(str(error)) from None
+        if isinstance(answer, str):
+            changed = self.blank(answer)
+            self._made.append(_Made(changed.number, function=function, of=blank.number, arguments=arguments))
+            return changed
+        if not isinstance(answer, bool | int) and answer is not NotImplemented:
+            raise Opaque("a text is taken apart")
+        self._asked.append(_Asked(function, blank.number, arguments, answer))
+        return answer
+
+    def spelled(self, rendered: str) -> str:
+        """A rendering as plain text, with a mark for every value that is not constant."""
+        return self._spelled(rendered.number) if isinstance(rendered, Blank) else rendered
+
+    def _spelled(self, number: int) -> str:
+        parts = self._written.get(number)
+        if parts is None:
+            return _mark(number)
+        return "".join([part if isinstance(part, str) else self._spelled(part) for part in parts])
+
+    def outline(self, spelled: str) -> Outline:
+        """The outline of a part of `spelled`'s result."""
+        parts = tuple(_number(piece) if _MARK.fullmatch(piece) else piece for piece in _MARK.split(spelled) if piece)
+        asked = tuple(dict.fromkeys(self._asked))
+        needed = {part for part in parts if isinstance(part, int)} | {question.of for question in asked}
+        for made in reversed(self._made):
+            if made.number in needed:
+                needed.update(made.sources)
+        return Outline(tuple(made for made in self._made if made.number in needed), asked, parts)
+
+
+class Blank(str):
+    """A text as a template holds it. Its own letters are a meaningless mark."""
+
+    __slots__ = ("number", "recording")
+    recording: BlankRecording
+    number: int
+
+    def __new__(cls, recording: BlankRecording, number: int) -> Blank:
+        """The blank of one of the recording's values."""
+        blank = super().__new__(cls, _mark(number))
+        blank.recording, blank.number = recording, number
+        return blank
+
+    def __str__(self) -> str:
+        return self
+
+    def __bool__(self) -> bool:
+        return bool(self.recording.applied(bool, self, ()))
+
+    def __add__(self, other: str) -> str:
+        return self.recording.joined([self, other]) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: str) -> str:
+        return self.recording.joined([other, self]) if isinstance(other, str) else NotImplemented
+
+
+def _recorded(name: str) -> Callable[..., JSON]:
+    function = getattr(str, name)
+
+    def method(self: Blank, *arguments: JSON, **named: JSON) -> JSON:
+        if named:
+            raise Opaque(f"{name} with named arguments")
+        return self.recording.applied(function, self, arguments)
+
+    return method
+
+
+def _compared(name: str) -> Callable[..., JSON]:
+    """A comparison; with anything but text the answer is always the same."""
+    recorded = _recorded(name)
+    return lambda self, other: recorded(self, other) if isinstance(other, str) else NotImplemented
+
+
+def _refused(name: str) -> Callable[..., JSON]:
+    def method(self: Blank, *_: JSON, **__: JSON) -> NoReturn:
+        raise Opaque(name)
+
+    return method
+
+
+_ITS_OWN = {"__new__", "__str__", "__add__", "__getattribute__", "__getnewargs__", "__init__", "__class__"}
+_OPAQUE = {"__iter__", "__hash__", "__repr__", "__format__", "__sizeof__", "format", "format_map", "join", "translate"}
+
+for _name in {name for name in vars(str) if callable(getattr(str, name))} - _ITS_OWN - {"__doc__", "maketrans"}:
+    _kind = _refused if _name in _OPAQUE else _compared if _name in ("__eq__", "__ne__") else _recorded
+    setattr(Blank, _name, _kind(_name))
+
+
+def _plain(value: JSON) -> bool:
+    """Whether a value can be asked about again."""
+    if isinstance(value, tuple):
+        return all(map(_plain, value))
+    return value is None or type(value) in (str, int, bool)
+
+
+def _mark(number: int) -> str:
+    return f"B{NONCE}{number}z"
+
+
+def _number(mark: str) -> int:
+    return int(mark[len(NONCE) + 1 : -1])
+
+
+_PASSING = frozenset({"trim", "string", "length", "count", "default", "d", "upper", "lower"})
+"""Filters that only call a text's methods, or pass it on."""
+
+
+class _Generator(CodeGenerator):
+    """Compiles `~` and `in` to calls of the environment's own."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - jinja's name
+        self.write("environment.concat(map(str, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")))")
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802 - jinja's name
+        if len(node.ops) != 1 or node.ops[0].op not in ("in", "notin"):
+            super().visit_Compare(node, frame)
+            return
+        self.write("(not " if node.ops[0].op == "notin" else "(")
+        self.write("environment.holds(")
+        self.visit(node.ops[0].expr, frame)
+        self.write(", ")
+        self.visit(node.expr, frame)
+        self.write("))")
+
+
+class _Tracing(Sandbox):
+    """The sandbox of chat templates, for values with blanks in them.
+
+    Jinja can work on texts without their methods: joining, `in`, filters, calls. Each of these either knows blanks, or
+    raises `Opaque` for one.
+    """
+
+    code_generator_class = _Generator
+    intercepted_binops = frozenset({"%", "*"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filters = {name: _watched(name, function) for name, function in self.filters.items()}
+        self.filters["tojson"] = _blank_tojson
+        self.tests = {**self.tests, "iterable": _or_text(self.tests["iterable"])}
+        self.tests["sequence"] = _or_text(self.tests["sequence"])
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """Texts joined; also the result of a template, a macro or a block."""
+        found = list(parts)
+        blank = next((part for part in found if isinstance(part, Blank)), None)
+        return "".join(found) if blank is None else blank.recording.joined(found)
+
+    def holds(self, container: JSON, member: JSON) -> bool:
+        """`member in container`."""
+        if isinstance(member, Blank) and isinstance(container, str):
+            raise Opaque("in")
+        return member in container
+
+    def call(self, context: Context, function: Callable[..., JSON], *given: JSON, **named: JSON) -> JSON:
+        """A call in the template. Only its own macros, and `namespace`, can handle a blank."""
+        taken = isinstance(function, Macro) or function is self.globals["namespace"]
+        if not taken and any(isinstance(value, Blank) for value in (*given, *named.values())):
+            raise Opaque("a call with a text")
+        return super().call(context, function, *given, **named)
+
+    def call_binop(self, context: Context, operator: str, left: JSON, right: JSON) -> JSON:
+        """`%`, which formats, and `*`."""
+        if isinstance(left, str) or isinstance(right, Blank):
+            raise Opaque(operator)
+        return super().call_binop(context, operator, left, right)
+
+
+def traced(template: ChatTemplate) -> ChatTemplate:
+    """The same template, for rendering with blanks."""
+    return template.compiled_in(_Tracing())
+
+
+def _watched(name: str, function: Callable[..., JSON]) -> Callable[..., JSON]:
+    """A filter that raises `Opaque` for a blank, or if it would join texts."""
+    if name in _PASSING:
+        return function
+
+    @functools.wraps(function)  # jinja keeps notes on functions as attributes
+    def watched(*given: JSON, **named: JSON) -> JSON:
+        if any(isinstance(value, Blank) for value in (*given, *named.values())):
+            raise Opaque(name)
+        answer = function(*given, **named)
+        if isinstance(answer, str) and not isinstance(answer, Blank) and f"B{NONCE}" in answer:
+            raise Opaque(name)
+        return answer
+
+    return watched
+
+
+def _blank_tojson(value: JSON, **options: JSON) -> JSON:
+    if isinstance(value, Blank) and not options:
+        return value.recording.applied(tojson, value, ())
+    text = tojson(value, **options)
+    if f"B{NONCE}" in text:
+        raise Opaque("tojson")
+    return text
+
+
+def _or_text(test: JSON) -> Callable[[JSON], JSON]:
+    return lambda value: True if isinstance(value, Blank) else test(value)

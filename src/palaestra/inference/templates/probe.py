@@ -1,12 +1,9 @@
-"""Marks: words put in place of what an assistant said, to see what a template makes of it.
+"""Finds out what a template does, by rendering small conversations with marks, once per template and set of tools.
 
-A mark is random per process, so nothing that a model or a tool writes can pass for one. Marks are only ever rendered to
-be measured; no token of them reaches an engine.
-
-Finds out what a template does, by rendering small conversations with marks: once per template and set of tools.
-
-Invariant (T5): a template that does not show the tools, or drops what they answer, is refused with the reason; nothing
-is sampled from a prompt in which the model cannot see what it is asked to use.
+A mark stands for something that an assistant said. It is random per process, so nothing that a model or a tool writes
+can imitate it. Marks are only rendered to be measured; no token of them reaches an engine. Invariant (T5): a template
+that does not show the tools, or drops their results, is refused with the reason; nothing is sampled from a prompt in
+which the model cannot see its tools.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from typing import Protocol, TypeAlias
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.templates.messages import REASONING_FIELDS, THINK_OPEN, for_template, reasoning_of
+from palaestra.inference.templates.jinja import REASONING_FIELDS, THINK_OPEN, for_template, reasoning_of
 from palaestra.inference.tokenizers import Tokenizer
 
 _MOST_AFTER = 4
@@ -32,15 +29,15 @@ CONTENT = f"Qc{NONCE}"
 _EARLIER, _LATEST = "E", "Q"
 
 CALL_ID = "call00000"
-"""An id that every family accepts: Mistral's wants nine letters or digits."""
+"""An id that every family accepts: Mistral's requires nine letters or digits."""
 
 StepKind: TypeAlias = tuple[tuple[bool, bool, int], tuple[str, ...]]
-"""A reply's shape, and the roles of the messages that came after it."""
+"""A reply's shape, and the roles of the messages after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of what an assistant message consists; templates treat shapes differently. `calls` are (id, name)."""
+    """The parts of an assistant message; templates treat shapes differently. `calls` are (id, name)."""
 
     content: bool
     reasoning: bool
@@ -48,11 +45,11 @@ class Shape:
 
     @property
     def kind(self) -> tuple[bool, bool, int]:
-        """What matters for how a template goes on: one call, or several."""
+        """The part that decides how a template continues: one call, or several."""
         return self.content, self.reasoning, min(len(self.calls), 2)
 
     def marks(self) -> list[str]:
-        """The marks that a faithful rendering of `message()` shows, in no order."""
+        """The marks that a faithful rendering of `message()` shows, in any order."""
         marks = [_mark("a", number) for number in range(len(self.calls))]
         if self.content or not self.calls:
             marks.append(CONTENT)
@@ -89,7 +86,7 @@ def shape_of(message: Message) -> Shape:
 
 
 def step_kind(reply: Message, after: Sequence[Message]) -> StepKind:
-    """What kind of step a conversation took. Of many messages after a reply, the first few tell."""
+    """The kind of a step. Of many messages after a reply, only the first few count."""
     return shape_of(reply).kind, tuple(str(message.get("role")) for message in after[:_MOST_AFTER])
 
 
@@ -103,14 +100,15 @@ def step_kinds(messages: Sequence[Message]) -> tuple[StepKind, ...]:
 
 
 def with_latest(kinds: tuple[StepKind, ...], latest: StepKind) -> tuple[StepKind, ...]:
-    """The kinds with one more step: the latest last, the others in an order that does not depend on when they were."""
+    """The kinds with one more step: the latest last, the others in an order that does not depend on when they
+    occurred."""
     if kinds and kinds[-1] == latest:
         return kinds
     return (*sorted(kind for kind in kinds if kind != latest), latest)
 
 
 def stand_ins(kind: StepKind, tool: str) -> list[Message]:
-    """A step of this kind in few words: a reply and what came after it. Calls are of `tool`."""
+    """A short step of this kind: a reply and the messages after it. Calls are of `tool`."""
     (content, reasoning, calls), roles = kind
     ids = [f"{CALL_ID[:-1]}{number}" for number in range(calls)]
     shape = Shape(content, reasoning, [(call_id, tool) for call_id in ids])
@@ -124,7 +122,7 @@ def stand_ins(kind: StepKind, tool: str) -> list[Message]:
 
 
 def last_stand_in(text: str) -> int:
-    """Where the last thing begins that a stand-in's reply says, -1 where it says nothing."""
+    """Where the last part of a stand-in's reply begins, -1 without one."""
     return max(text.rfind(_mark(part, stand=_EARLIER)) for part in "acr")
 
 
@@ -133,8 +131,8 @@ _RESULT = "result" + CONTENT
 _REASONING = "thinking" + CONTENT
 
 
-class Render(Protocol):
-    """Renders messages with the variables at hand, and the tools, or others. Raises `ConfigError`."""
+class RenderTemplate(Protocol):
+    """Renders messages with the template's variables, and the tools, or others. Raises `ConfigError`."""
 
     def __call__(
         self,
@@ -147,12 +145,11 @@ class Render(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What was found out.
+    """The results of probing.
 
-    `reasoning_field` is where the template looks for thinking, None where it knows no field; `joined` says that it
-    refuses thinking and content together where there is a call. `stop_ids` are the tokens
-    with which a model ends its turn. The template writes one of `closers` after a reply, as a part of it, or one of
-    `openers`, which begin the next message, as GLM's do.
+    `reasoning_field` is the template's field for thinking, None without one; `joined`: it refuses thinking and content
+    together next to a call. `stop_ids` are the tokens with which a model ends its turn. The template writes one of
+    `closers` after a reply, as a part of it, or one of `openers`, which begin the next message, as GLM's do.
     """
 
     reasoning_field: str | None
@@ -164,18 +161,18 @@ class Traits:
 
 
 def probe(
-    render: Render, tokenizer: Tokenizer, tools: Sequence[Mapping[str, JSON]], stop_ids: Sequence[int] = ()
+    render: RenderTemplate, tokenizer: Tokenizer, tools: Sequence[Mapping[str, JSON]], stop_ids: Sequence[int] = ()
 ) -> Traits:
-    """Look at a template. `stop_ids` given by the caller are believed. Raises `ConfigError`."""
+    """Probe a template. `stop_ids` given by the caller are trusted. Raises `ConfigError`."""
     if CONTENT not in render([{"role": "user", "content": CONTENT}]):
-        raise ConfigError("The chat template does not show what a user says; does it want a list of parts?")
+        raise ConfigError("The chat template does not show a user's text; does it require a list of parts?")
     if tools:
         _check_tools(render, tools)
     ends = _ends(render, tokenizer, tools)
     known = getattr(tokenizer, "stop_ids", None) or [getattr(tokenizer, "eos_token_id", None)]
     stops = [*stop_ids, *(number for number in known if isinstance(number, int)), *ends.closing, *ends.openers]
     if not stops:
-        raise ConfigError("No token ends a turn of this chat template, as far as can be seen: pass stop_ids=.")
+        raise ConfigError("No token that ends a turn of this chat template was found: pass stop_ids=.")
     field_name = _reasoning_field(render, tools)
     return Traits(
         reasoning_field=field_name,
@@ -202,7 +199,7 @@ def _properties(tool: Mapping[str, JSON]) -> Mapping[str, JSON]:
 
 
 def _marked(tool: Mapping[str, JSON]) -> dict[str, JSON]:
-    """The tool under names that stand nowhere else in a prompt: a template can hold any word by accident."""
+    """The tool under unique names: a template can contain any plain word by accident."""
     function = dict(_function(tool))
     function["name"] = f"{function.get('name', '')}{NONCE}"
     if parameters := function.get("parameters"):
@@ -212,7 +209,7 @@ def _marked(tool: Mapping[str, JSON]) -> dict[str, JSON]:
     return {**tool, "function": function} if "function" in tool else function
 
 
-def _check_tools(render: Render, tools: Sequence[Mapping[str, JSON]]) -> None:
+def _check_tools(render: RenderTemplate, tools: Sequence[Mapping[str, JSON]]) -> None:
     text = render([_USER], tools=[_marked(tool) for tool in tools])
     for tool in tools:
         name = _function(tool).get("name", "")
@@ -229,10 +226,10 @@ def _check_tools(render: Render, tools: Sequence[Mapping[str, JSON]]) -> None:
     except ConfigError as error:
         raise ConfigError(f"The chat template has no place for a tool call and its result. {error}") from None
     if _RESULT not in shown:
-        raise ConfigError("The chat template drops what tools answer: the model would never see a result.")
+        raise ConfigError("The chat template drops the results of tools: the model would never see one.")
 
 
-def _reasoning_field(render: Render, tools: Sequence[Mapping[str, JSON]]) -> str | None:
+def _reasoning_field(render: RenderTemplate, tools: Sequence[Mapping[str, JSON]]) -> str | None:
     """The field whose thinking is shown at least somewhere."""
     result: Message = {"role": "tool", "tool_call_id": CALL_ID, "name": "f", "content": "."}
     plain: Message = {"role": "assistant", "content": "."}
@@ -247,7 +244,7 @@ def _reasoning_field(render: Render, tools: Sequence[Mapping[str, JSON]]) -> str
     return None
 
 
-def _refuses_both(render: Render, field_name: str | None, tools: Sequence[Mapping[str, JSON]]) -> bool:
+def _refuses_both(render: RenderTemplate, field_name: str | None, tools: Sequence[Mapping[str, JSON]]) -> bool:
     """Whether a call may come with thinking, but not with thinking and content."""
     result: Message = {"role": "tool", "tool_call_id": CALL_ID, "content": "."}
     shapes = [Shape(content=content, reasoning=True, calls=_call(tools).calls) for content in (False, True)]
@@ -255,7 +252,7 @@ def _refuses_both(render: Render, field_name: str | None, tools: Sequence[Mappin
     return any(_tried(render, alone)) and not any(_tried(render, both))
 
 
-def _tried(render: Render, messages: list[Message]) -> Iterator[str]:
+def _tried(render: RenderTemplate, messages: list[Message]) -> Iterator[str]:
     """The rendering, if the template has one."""
     try:
         yield render(messages, add_generation_prompt=False)
@@ -265,16 +262,15 @@ def _tried(render: Render, messages: list[Message]) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Ends:
-    """Tokens after a reply: that close it when it is the last message, that stand there `instead` when it is not, and
-    that open the next message where nothing closes a reply.
-    """
+    """Tokens after a reply: those that close the last message, those `instead` of them before another message, and
+    those that open the next message if nothing closes a reply."""
 
     closing: list[int] = field(default_factory=list)
     instead: list[int] = field(default_factory=list)
     openers: list[int] = field(default_factory=list)
 
 
-def _ends(render: Render, tokenizer: Tokenizer, tools: Sequence[Mapping[str, JSON]]) -> _Ends:
+def _ends(render: RenderTemplate, tokenizer: Tokenizer, tools: Sequence[Mapping[str, JSON]]) -> _Ends:
     ends = _Ends()
     for shape, after in _probed_shapes(tools):
         alone = [_encoded(tokenizer, render, [shape.message()], shape)]
@@ -292,7 +288,7 @@ def _ends(render: Render, tokenizer: Tokenizer, tools: Sequence[Mapping[str, JSO
 
 
 def _probed_shapes(tools: Sequence[Mapping[str, JSON]]) -> Iterator[tuple[Shape, Message]]:
-    """A reply, and what may come after it."""
+    """A reply, and a message that may follow it."""
     yield Shape(content=True, reasoning=False), _USER
     if tools:
         call = _call(tools)
@@ -308,15 +304,15 @@ def _closing(tokenizer: Tokenizer, alone: Sequence[Sequence[int]], shape: Shape)
     return [number for number in last if number in special and all(ids.count(number) <= 1 for ids in alone)]
 
 
-def _encoded(tokenizer: Tokenizer, render: Render, messages: Sequence[Message], shape: Shape) -> list[int]:
-    """What is rendered after the first thing that `shape` says, as tokens; nothing where the template refuses."""
+def _encoded(tokenizer: Tokenizer, render: RenderTemplate, messages: Sequence[Message], shape: Shape) -> list[int]:
+    """The text after the first mark of `shape`, as tokens; nothing if the template refuses."""
     for text in _tried(render, for_template([_USER, *messages], None)):
         return list(tokenizer.encode(_after_marks(text, shape).rstrip(), add_special_tokens=False))
     return []
 
 
 def _after_marks(text: str, shape: Shape) -> str:
-    """What stands after the last thing said; nothing where nothing that was said is shown."""
+    """The text after the last mark; nothing if no mark is shown."""
     ends = [text.rfind(found) + len(found) for found in shape.marks() if found in text]
     return text[max(ends) :] if ends else ""
 

@@ -1,17 +1,17 @@
-"""The tokens that a new turn adds to a conversation, without encoding anything again that was sampled.
+"""The tokens that a new turn adds to a conversation, without re-encoding any sampled token.
 
-The template is rendered with marks in place of what the assistant said (`marks`): once for the prompt that the reply
-was sampled from, once for the conversation that goes on. Where the second begins with the first, and all that the
-assistant said is still in it, history is intact, and what follows the end of the reply is the new turn's text. Where
-not, the template rewrites history, and the caller decides what that means.
+The template is rendered with marks in place of the assistant's words (`probe`): once for the prompt of the last reply,
+once for the continued conversation. If the second begins with the first, and still has all the assistant's words,
+history is intact, and the text after the end of the reply is the new turn's. If not, the template rewrites history, and
+the caller decides what that means.
 
 Rendering a whole conversation costs more with every turn, so the same is measured on a short one: a stand-in for the
-head, every kind of step once, the last reply, the new messages. Until both have agreed on a longer one, and whenever a
-conversation is twice as long as the last on which they did, both are measured; where they differ, the template depends
-on more than kinds of steps, and is rendered in full from then on. The short one is itself rendered only until there is
+head, every kind of step once, the last reply, the new messages. Until both have agreed on a longer conversation, and
+whenever a conversation is twice as long as the last on which they did, both are measured; if they differ, the template
+depends on more than kinds of steps, and is rendered in full from then on. The short one is rendered only until there is
 an outline of it (`outlines`), into which the texts of the next step of its kind are written.
 
-Invariant: only text that the template put after the last sampled token is encoded.
+Invariant: only text that the template puts after the last sampled token is encoded.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from dataclasses import dataclass
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.templates.jinja import ChatTemplate, WrittenOnce
-from palaestra.inference.templates.messages import for_template
-from palaestra.inference.templates.outlines import Measured, Outlines
+from palaestra.inference.templates.jinja import ChatTemplate, WrittenOnce, for_template, template_of
+from palaestra.inference.templates.outlines import Measured, Outlines, traced
 from palaestra.inference.templates.probe import (
     CONTENT,
     StepKind,
@@ -39,7 +38,6 @@ from palaestra.inference.templates.probe import (
     step_kinds,
     with_latest,
 )
-from palaestra.inference.templates.tracing import traced
 from palaestra.inference.tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -49,6 +47,7 @@ _MAX_HEAD = 4
 _KEPT_OPENINGS = 32
 _NEVER = -1
 
+_KEPT_RENDERERS = 64
 _LONGEST_OPENING = 32
 """How many tokens the tag that opens the thinking, and the white space after it, may take: one per byte at most."""
 
@@ -57,7 +56,7 @@ _LONGEST_OPENING = 32
 class History:
     """A conversation so far: the messages that the last reply was sampled after, and the reply.
 
-    `kinds` are the kinds of its steps, which the caller keeps from `Opening` and `Step`.
+    `kinds` are the kinds of its steps, which the caller keeps from `Opening` and `TurnStep`.
     """
 
     prompt: Sequence[Message]
@@ -66,8 +65,8 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What follows the last sampled token: `ids[D]`; `rewrites` says how the template changes history, if it does."""
+class TurnStep:
+    """The tokens after the last sampled one: `ids[D]`; `rewrites` says how the template changes history, if it does."""
 
     ids: array[int]
     kinds: tuple[StepKind, ...]
@@ -76,7 +75,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The prompt `ids[T]` of a segment's first turn; not to be changed."""
+    """The prompt `ids[T]` of a segment's first turn, shared: do not change it."""
 
     ids: array[int]
     kinds: tuple[StepKind, ...]
@@ -85,8 +84,8 @@ class Opening:
 class TurnRenderer:
     """One template, one set of tools, one set of template variables; shared by all rollouts that use them.
 
-    Raises `ConfigError` at construction when the template does not show the tools to the model, drops tool results, or
-    when it cannot be found out which token ends a turn.
+    Raises `ConfigError` if the template does not show the tools to the model, drops tool results, or has no
+    recognisable token that ends a turn.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class TurnRenderer:
         return self is other or (self.tools == other.tools and self.variables == other.variables)
 
     def opening(self, messages: Sequence[Message]) -> Opening:
-        """The prompt of a segment's first turn: everything rendered and encoded."""
+        """The prompt of a segment's first turn, rendered and encoded as a whole."""
         text = self._render(self._ready(messages))
         ids = self._opened.get(text)
         if ids is None:  # the rollouts of a group begin alike
@@ -137,35 +136,37 @@ class TurnRenderer:
     def thinks_at_once(self, delta: Sequence[int]) -> bool:
         """Whether the new prompt tokens `delta[D]` end by opening the thinking, so that the reply begins inside it.
 
-        Templates differ from turn to turn: some open it after a user only, some not where a message says so.
+        Templates differ from turn to turn: some open it only after a user, some not if a message says so.
         """
         end = self._tokenizer.decode(list(delta[-_LONGEST_OPENING:]), skip_special_tokens=False)
         return end.rstrip().endswith(self.traits.think_open)
 
-    def step(self, history: History, new: Sequence[Message], last_token: int | None) -> Step:
-        """What `new` messages and the prompt for a reply add after `last_token`.
+    def step(self, history: History, new: Sequence[Message], last_token: int | None) -> TurnStep:
+        """The tokens that `new` messages and the prompt for a reply add after `last_token`.
 
-        Raises `ConfigError` when the template refuses the conversation or shows nothing of it.
+        Raises `ConfigError` if the template refuses the conversation or shows nothing of it.
         """
         latest = step_kind(history.reply, new)
         text, rewrites = self._measure(history, new, latest)
         kinds = with_latest(history.kinds, latest)
         if text is None:
             if rewrites:
-                return Step(array("i"), kinds, rewrites)
-            raise ConfigError("The chat template shows nothing of an assistant's reply: the conversation cannot go on.")
+                return TurnStep(array("i"), kinds, rewrites)
+            raise ConfigError(
+                "The chat template shows nothing of an assistant's reply: the conversation cannot continue."
+            )
         ids = self._encoded(text)
         ended = bool(ids) and last_token in self.traits.stop_ids
         if ended and (ids[0] == last_token or ids[0] in self.traits.closers):
-            del ids[0]  # the model has said it itself
-        return Step(ids, kinds, rewrites)
+            del ids[0]  # the model has sampled it
+        return TurnStep(ids, kinds, rewrites)
 
     def _encoded(self, text: str) -> array[int]:
         return array("i", self._tokenizer.encode(text, add_special_tokens=False))
 
     def _measure(self, history: History, new: Sequence[Message], latest: StepKind) -> Measured:
         if not self._in_order(latest):
-            return None, "a part of the assistant's reply is written behind what came after it"
+            return None, "a part of the assistant's reply is written after the messages that followed it"
         roles = _head_roles(history.prompt)
         case = roles, history.kinds, latest
         proved_at = self._proved.get(case, 0)
@@ -183,8 +184,8 @@ class TurnRenderer:
         if full[0] != short[0] or bool(full[1]) != bool(short[1]):
             if proved_at:
                 logger.warning(
-                    "After %d messages the chat template writes a %s step in another way than in short conversations. "
-                    "Such steps are rendered in full from here on, which costs more and is right.",
+                    "After %d messages the chat template writes a %s step differently than in short conversations. "
+                    "Such steps are rendered in full from now on, which costs more and is correct.",
                     *(len(history.prompt), "/".join(latest[1])),
                 )
             self._proved[case] = _NEVER
@@ -193,8 +194,8 @@ class TurnRenderer:
         return full
 
     def _in_order(self, latest: StepKind) -> bool:
-        """Whether such a step is written in the order in which it was taken. Gemma's template writes what is said
-        beside a call behind the call's result."""
+        """Whether such a step is rendered in the order in which it was taken. Gemma's template writes the content next
+        to a call after the call's result."""
         if latest not in self._orders:
             self._orders[latest] = self._look_at_order(latest)
         return self._orders[latest]
@@ -216,7 +217,7 @@ class TurnRenderer:
     def _outlined(
         self, case: Hashable, head: list[Message], reply: Message, new: Sequence[Message], before: str
     ) -> Measured:
-        """As `_compare`, without rendering where the like has been rendered before."""
+        """As `_compare`, but rendered only if no like step has been."""
         if self._outlines is None:
             self._outlines = Outlines(self._render, functools.partial(self._render, template=traced(self._template)))
         shape = shape_of(reply)
@@ -229,7 +230,7 @@ class TurnRenderer:
         return self._look(self._render([*head, *ready]), before, shape.marks())
 
     def _look(self, after: str, before: str, marks: Sequence[str]) -> Measured:
-        """What stands behind the last of the marks in `after`, which begins with `before` if history is intact."""
+        """The text after the last of the marks in `after`, which begins with `before` if history is intact."""
         rewrites, shared = "", len(before)
         if not after.startswith(before):
             rewrites, shared = "an earlier part of the conversation is rendered differently", 0
@@ -239,12 +240,12 @@ class TurnRenderer:
         return (self._tail(after, max(ends)) if ends else None), rewrites
 
     def _tail(self, after: str, said: int) -> str:
-        """The text from the end of the turn on; `said` is where the last thing that the assistant said ends."""
+        """The text from the end of the turn on; `said` is where the assistant's last words end."""
         found = [at for end in self._ends if (at := after.find(end, said)) >= 0]
         return after[min(found, default=said) :]
 
     def _stand_in(self, roles: tuple[str, ...], kinds: tuple[StepKind, ...]) -> tuple[list[Message], str]:
-        """A short conversation: a head, and every kind of step that was taken, once. As messages and rendered."""
+        """A short conversation, as messages and rendered: a head, and every kind of step that was taken, once."""
         case = roles, kinds
         if case not in self._stand_ins:
             messages = [{"role": role, "content": _STAND_IN} for role in roles]
@@ -255,7 +256,7 @@ class TurnRenderer:
 
     @property
     def _tool_name(self) -> str:
-        """The name of a tool that there is."""
+        """The name of an existing tool."""
         name: str = self.tools[0].get("function", self.tools[0]).get("name", "f") if self.tools else "f"
         return name
 
@@ -284,3 +285,32 @@ def _head_roles(prompt: Sequence[Message]) -> tuple[str, ...]:
             break
         roles.append(role)
     return tuple(roles) or ("user",)
+
+
+class ChatFormat:
+    """A model's tokenizer with a chat template: its own, or the given text. `stop_ids` adds to the tokens that end a
+    turn.
+
+    Each set of tools is probed once, however many rollouts use it. Raises `ConfigError` if there is no template or it
+    cannot be read.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None, stop_ids: Sequence[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        self._template = template_of(tokenizer, chat_template)
+        self._stop_ids = tuple(stop_ids)
+        self._renderers: list[TurnRenderer] = []
+
+    def renderer(
+        self, tools: Sequence[Mapping[str, JSON]] = (), variables: Mapping[str, JSON] | None = None
+    ) -> TurnRenderer:
+        """The renderer for these tools and template variables (`enable_thinking`, …). Raises `ConfigError`."""
+        wanted_tools, wanted_variables = list(tools), dict(variables or {})
+        for renderer in reversed(self._renderers):
+            if renderer.tools == wanted_tools and renderer.variables == wanted_variables:
+                return renderer
+        renderer = TurnRenderer(
+            self._template, self.tokenizer, tools=wanted_tools, variables=wanted_variables, stop_ids=self._stop_ids
+        )
+        self._renderers = [*self._renderers[-_KEPT_RENDERERS + 1 :], renderer]
+        return renderer

@@ -1,8 +1,8 @@
 """Token-exact chat: messages in, an OpenAI-shaped completion out, and every token of it in a ledger.
 
-Not for sampling (a `TokenEngine` does) and not for HTTP. Invariants: the engine is given the ledger's own ids and
-nothing else (T1); a history that the ledger does not hold opens a segment that says why (T2); a turn is in the ledger
-whole or not at all, so a request that fails or is cancelled leaves no trace.
+Invariants: the engine is given the ledger's own ids and nothing else (T1); a request continues a conversation only if
+every earlier message is unchanged, and a history that the ledger does not hold opens a segment with its reason (T2); a
+turn is in the ledger whole or not at all, so a request that fails or is cancelled leaves no trace.
 
     async with server.managed_server(tokenizer=tokenizer, tool_call_parser=parser) as managed:
         result = await HermesAgentLoop(server=managed, …).run(messages)
@@ -14,52 +14,121 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass
-from typing import Literal, Self, TypeAlias
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Literal, Self, TypeAlias, TypeVar
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
+from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import (
     AssistantMessage,
+    ChatChoice,
     ChatCompletion,
-    Choice,
     CompletionUsage,
     TokenEngine,
     plain_messages,
 )
-from palaestra.inference.ledger import Ledger, Piece, Reason
-from palaestra.inference.templates import ChatFormat, TurnRenderer
+from palaestra.inference.ledger import Ledger, Piece, SegmentReason
+from palaestra.inference.parsers import ToolCallParser
+from palaestra.inference.templates import ChatFormat, History, TurnRenderer
+from palaestra.inference.templates.jinja import content_of, reasoning_of
 from palaestra.inference.templates.probe import StepKind
-from palaestra.inference.token_exact.conversations import Thread, Threads
-from palaestra.inference.token_exact.reply_reader import Parser, Speech
-from palaestra.inference.token_exact.sampler import sample
-from palaestra.inference.token_exact.sequence_nodes import sequence_nodes
+from palaestra.inference.token_exact.replies import ReplyReader, sample
+
+V = TypeVar("V")
 
 HistoryMode: TypeAlias = Literal["template", "append"]
-"""What to do when the template rewrites history (strips thinking, say): follow it and begin a segment, which is what a
-server that renders every turn anew would do; or keep appending to what was sampled, which gives one row."""
-
-Recalled: TypeAlias = Callable[[int], Sequence[Piece] | None]
-"""Asked before the engine is, with the checksum of a prompt's ids: the answer that is known already, or None."""
+"""If the template rewrites history (strips thinking, say): `template` begins a new segment, as a server that renders
+every turn from scratch would; `append` keeps appending to the sampled tokens, which gives one row."""
 
 _NOT_SAMPLING = frozenset({"tool_choice", "parallel_tool_calls", "chat_template_kwargs", "stream", "model"})
-"""Settings that mean nothing to an engine that continues token ids."""
+"""Settings without a meaning for an engine that continues token ids."""
+
+_KEPT_THREADS = 64
+"""How many conversations are compared with a request; one rollout does not alternate between more."""
+
+
+@dataclass(slots=True)
+class _Thread:
+    """One conversation. `seen` are the messages as the caller sent them, `shown` the same with our own replies.
+
+    `kinds` are the kinds of steps in its segment; `busy` while a reply is being sampled.
+    """
+
+    renderer: TurnRenderer
+    segment: int = -1
+    seen: list[Message] = field(default_factory=list)
+    shown: list[Message] = field(default_factory=list)
+    reply: Message = field(default_factory=dict)
+    kinds: tuple[StepKind, ...] = ()
+    busy: bool = False
+
+    def extend(self, messages: Sequence[Message], reply: AssistantMessage) -> None:
+        """Add a reply to `messages`, which continue this conversation."""
+        known = len(self.seen)
+        if known:  # the caller's version of the last reply; nearly always it is the same
+            theirs = messages[known]
+            self.seen.append(self.reply if theirs == self.reply else _copied(theirs))
+            self.shown.append(self.reply)
+        fresh = [_copied(message) for message in messages[len(self.seen) :]]
+        self.seen += fresh
+        self.shown += fresh
+        self.reply = {"role": "assistant", "content": reply.content or ""}
+        if reply.reasoning_content:
+            self.reply["reasoning_content"] = reply.reasoning_content
+        if reply.tool_calls:
+            self.reply["tool_calls"] = [call.model_dump() for call in reply.tool_calls]
+
+    def continued_by(self, messages: Sequence[Message]) -> bool:
+        """Whether `messages` are this conversation, the reply, and perhaps more."""
+        known = len(self.seen)
+        return len(messages) > known and self.begins_with(messages[:known]) and _same_reply(self.reply, messages[known])
+
+    def begins_with(self, messages: Sequence[Message]) -> bool:
+        """Whether this conversation was once at `messages`."""
+        return len(messages) <= len(self.seen) and self.seen[: len(messages)] == list(messages)
+
+
+def _copied(value: V) -> V:
+    """A deep copy, so that the caller's later changes do not reach it."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}  # type: ignore[return-value]
+    if isinstance(value, list):
+        return [_copied(item) for item in value]  # type: ignore[return-value]
+    return value
+
+
+def _same_reply(ours: Message, theirs: Message) -> bool:
+    """Whether a client returned our reply. Clients format it in their own way, some without its thinking."""
+    if theirs.get("role") != "assistant" or content_of(theirs) != ours["content"]:
+        return False
+    if (thought := reasoning_of(theirs)) and thought != ours.get("reasoning_content"):
+        return False
+    return _calls(theirs) == _calls(ours)
+
+
+def _calls(message: Message) -> list[tuple[JSON, JSON]]:
+    functions = [call.get("function") for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    return [
+        (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (None, None)
+        for function in functions
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """Where the next turn goes, with its new prompt tokens `delta[D]`.
 
-    On with `thread`, or, where `begins`, into a segment of its own. `reason` is why, where that is known already.
+    It continues `thread` or, if it `begins`, opens a segment, with the `reason` if that is already known.
     """
 
-    thread: Thread
+    thread: _Thread
     delta: array[int]
     kinds: tuple[StepKind, ...]
     begins: bool = False
-    reason: Reason | None = None
+    reason: SegmentReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +139,20 @@ class _Reply:
     sampled_tokens: int
 
 
-def _nothing_known(sent: int) -> None:
-    return None
+class ManagedChat(ChatServer):
+    """A chat server for one rollout, and, for the contract's sake, an async context manager that closes nothing.
 
-
-class ManagedChat:
-    """A chat server for one rollout. An async context manager, for the contract's sake: there is nothing to close.
-
-    `history` says what a template that rewrites it means. Requests may run at the same time; each goes on with the
-    conversation that its messages continue, or begins a segment; `segments` are those that it began. What `recalled`
-    knows is not sampled again: that is how a rollout that was cut off gets its ledger back. Raises `ConfigError` for a
-    template or a parser that cannot work.
+    `history` chooses how to treat a template that rewrites it. Requests may run concurrently; each continues the
+    conversation that its messages extend, or begins a segment; `segments` are the ones it began. Answers that
+    `recorded` returns are not sampled again: a resumed rollout gets its ledger back this way. Raises `ConfigError` for
+    an unusable template or parser.
     """
 
     def __init__(
         self,
         engine: TokenEngine,
         chat_format: ChatFormat,
-        parser: Parser | str | None = None,
+        parser: ToolCallParser | str | None = None,
         *,
         history: HistoryMode = "template",
         name: str = "",
@@ -96,19 +161,26 @@ class ManagedChat:
     ) -> None:
         if history not in ("template", "append"):
             raise ConfigError(f"history '{history}' is neither 'template' nor 'append'.")
-        self.ledger = ledger if ledger is not None else Ledger()
-        self.recalled: Recalled = _nothing_known
+        self._ledger = ledger if ledger is not None else Ledger()
+        self._segments: list[int] = []
         self._engine = engine
         self._format = chat_format
-        self._speech = Speech(parser)
+        self._reader = ReplyReader(parser)
         self._history = history
         self._name = name
         self._clock = clock or SystemClock()
-        self._threads = Threads()
-        self.segments: list[int] = []
+        self._threads: list[_Thread] = []
         self._turns = 0
         self._branch = 0
-        self._declared: Reason | None = None
+        self._declared: SegmentReason | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._ledger
+
+    @property
+    def segments(self) -> list[int]:
+        return self._segments
 
     async def __aenter__(self) -> Self:
         return self
@@ -116,19 +188,19 @@ class ManagedChat:
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    def declare(self, reason: Reason | str) -> None:
-        """Why the next request will not go on with a known history (`compaction`, say). Counts for one segment."""
-        self._declared = Reason(reason)
+    def declare(self, reason: SegmentReason | str) -> None:
+        """Give the reason why the next request does not continue a known history (`compaction`, say)."""
+        self._declared = SegmentReason(reason)
 
-    def child(self, reason: Reason | str = Reason.SUBAGENT, *, number: int = 0) -> ManagedChat:
-        """A server for a conversation beside this one, whose tokens go into the same ledger.
+    def child(self, number: int = 0, *, reason: SegmentReason | str = SegmentReason.SUBAGENT) -> ManagedChat:
+        """A server for another conversation of the rollout, whose tokens go into the same ledger.
 
-        `number` tells it from others of the rollout: the ledger is stored in the order of these.
+        `number` identifies it within the rollout: the ledger is stored in the order of these.
         """
         child = ManagedChat(
             self._engine, self._format, history=self._history, name=self._name, clock=self._clock, ledger=self.ledger
         )
-        child._speech, child.recalled, child._branch = self._speech, self.recalled, number
+        child._reader, child.recorded, child._branch = self._reader, self.recorded, number
         child.declare(reason)
         return child
 
@@ -145,8 +217,8 @@ class ManagedChat:
     ) -> ChatCompletion:
         """`n` replies to a conversation; those after the first are segments of their own.
 
-        `chat_template_kwargs` among the settings go to the template, all others to the engine. Raises `EngineError`
-        when there is no reply and `ConfigError` when the template refuses.
+        `chat_template_kwargs` among the settings go to the template, all others to the engine. Raises `EngineError` if
+        there is no reply and `ConfigError` if the template refuses.
         """
         if n < 1:
             raise ConfigError(f"n is {n}; a request asks for at least one reply.")
@@ -165,7 +237,7 @@ class ManagedChat:
             id=f"{self._name}/{len(self.ledger.turns)}",
             model=self._engine.name,
             choices=[
-                Choice(index=index, message=reply.message, finish_reason=reply.finish_reason)
+                ChatChoice(index=index, message=reply.message, finish_reason=reply.finish_reason)
                 for index, reply in enumerate(replies)
             ],
             usage=CompletionUsage(
@@ -176,11 +248,12 @@ class ManagedChat:
         )
 
     def get_state(self) -> dict[str, JSON]:
-        """The contract's record: `nodes`, one per segment in the order they began, those of conversations beside the
-        rollout's own first; an earlier node is never a part of a later one, so a trainer takes them all. `ledger` is
-        the `Ledger` they come from.
+        """The contract's record: `nodes` and the `ledger` that they come from.
+
+        There is one node per segment in the order they began, those of other conversations first. No node is part of
+        another, so a trainer takes them all.
         """
-        return {"nodes": sequence_nodes(self.ledger, self._format.tokenizer), "ledger": self.ledger}
+        return {"nodes": self.ledger.nodes(self._format.tokenizer), "ledger": self.ledger}
 
     async def _replies(
         self, renderer: TurnRenderer, messages: Sequence[Message], settings: Mapping[str, JSON], n: int
@@ -195,39 +268,48 @@ class ManagedChat:
         return [task.result() for task in asked]
 
     async def _reply(self, renderer: TurnRenderer, messages: Sequence[Message], settings: Mapping[str, JSON]) -> _Reply:
-        """Plan, sample, and only then write down: nothing is kept of a request that failed."""
+        """Plan, sample, and only then record: a failed request leaves nothing."""
         messages = plain_messages(messages)  # a list of its own: the caller's may grow while the engine samples
         plan = self._plan(renderer, messages)
         plan.thread.busy = True
         try:
             prompt = self.ledger.prompt(None if plan.begins else plan.thread.segment, plan.delta)
             prompt_tokens = len(prompt)
-            pieces = self.recalled(prompt.checksum)
+            pieces = self.recorded(prompt.checksum) if self.recorded is not None else None
             if pieces is None:
-                pieces = await sample(self._engine, prompt, settings, self._vocabulary, self._clock)
-            return self._write(plan, renderer, messages, pieces, prompt_tokens)
+                tokenizer = self._format.tokenizer
+                vocabulary = len(tokenizer) if isinstance(tokenizer, Sized) else None
+                pieces = await sample(self._engine, prompt, settings, vocabulary, self._clock)
+            return self._record(plan, renderer, messages, pieces, prompt_tokens)
         finally:
             plan.thread.busy = False
 
     def _plan(self, renderer: TurnRenderer, messages: Sequence[Message]) -> _Plan:
-        thread = self._threads.continued_by(messages, renderer)
+        thread = self._continued(renderer, messages)
         if thread is None or self._declared is not None:
             opening = renderer.opening(messages)
-            return _Plan(Thread(renderer), opening.ids, opening.kinds, True, self._declared)
-        new = messages[len(thread.seen) + 1 :]
-        step = renderer.step(thread.history, new, self.ledger.last_token(thread.segment))
+            return _Plan(_Thread(renderer), opening.ids, opening.kinds, True, self._declared)
+        history, new = History(thread.shown, thread.reply, thread.kinds), messages[len(thread.seen) + 1 :]
+        step = renderer.step(history, new, self.ledger.last_token(thread.segment))
         if not step.rewrites or (self._history == "append" and step.ids):
             return _Plan(thread, step.ids, step.kinds)
         opening = renderer.opening(messages)
-        return _Plan(thread, opening.ids, opening.kinds, True, Reason.TEMPLATE_REWRITE)
+        return _Plan(thread, opening.ids, opening.kinds, True, SegmentReason.TEMPLATE_REWRITE)
 
-    def _why(self, messages: Sequence[Message]) -> Reason:
-        """The reason for a segment that the caller did not declare."""
+    def _continued(self, renderer: TurnRenderer, messages: Sequence[Message]) -> _Thread | None:
+        """The latest idle conversation that `messages` continue, with the same tools."""
+        for thread in reversed(self._threads):
+            if not thread.busy and thread.renderer.renders_like(renderer) and thread.continued_by(messages):
+                return thread
+        return None
+
+    def _undeclared_reason(self, messages: Sequence[Message]) -> SegmentReason:
         if not len(self.ledger):
-            return Reason.START
-        return Reason.BRANCH if self._threads.were_at(messages) else Reason.HISTORY_EDIT
+            return SegmentReason.START
+        repeated = any(thread.begins_with(messages) for thread in self._threads)
+        return SegmentReason.BRANCH if repeated else SegmentReason.HISTORY_EDIT
 
-    def _write(
+    def _record(
         self,
         plan: _Plan,
         renderer: TurnRenderer,
@@ -237,35 +319,26 @@ class ManagedChat:
     ) -> _Reply:
         ids = [number for piece in pieces for number in piece.sampled.ids]
         finish_reason = pieces[-1].sampled.finish_reason
-        message = self._speech.read(  # before anything is written down: a parser may raise
-            self._text(ids, renderer),
+        spoken = ids[:-1] if ids and ids[-1] in renderer.stop_ids else ids
+        message = self._reader.read(  # before anything is recorded: a parser may raise
+            self._format.tokenizer.decode(spoken, skip_special_tokens=False),
             thinking=renderer.thinks_at_once(plan.delta),
             cut=finish_reason == "length",
             tools=renderer.tools,
-            turn=self._turns + 1,  # not the ledger's: that depends on what conversations beside this one do meanwhile
+            turn=self._turns + 1,  # not the ledger's: that depends on concurrent conversations
         )
         thread = plan.thread
         if plan.begins:
-            thread.segment = self.ledger.open(plan.reason or self._why(messages), self._branch)
-            self.segments.append(thread.segment)
+            reason = plan.reason or self._undeclared_reason(messages)
+            thread.segment = self.ledger.open(reason, self._branch)
+            self._segments.append(thread.segment)
             self._declared = None if plan.reason is self._declared else self._declared
             if not thread.seen:
-                self._threads.add(thread)
+                self._threads = [*self._threads[-_KEPT_THREADS + 1 :], thread]
         thread.kinds = plan.kinds
         self.ledger.append(thread.segment, plan.delta, pieces)
         self._turns += 1
-        thread.went_on(messages, message)
+        thread.extend(messages, message)
         if message.tool_calls and finish_reason == "stop":
             finish_reason = "tool_calls"
         return _Reply(message, finish_reason, prompt_tokens, len(ids))
-
-    def _text(self, ids: list[int], renderer: TurnRenderer) -> str:
-        """What was said, without the token that ended the turn."""
-        said = ids[:-1] if ids and ids[-1] in renderer.stop_ids else ids
-        return self._format.tokenizer.decode(said, skip_special_tokens=False)
-
-    @property
-    def _vocabulary(self) -> int | None:
-        """How many ids the tokenizer knows, where it says so."""
-        tokenizer = self._format.tokenizer
-        return len(tokenizer) if isinstance(tokenizer, Sized) else None

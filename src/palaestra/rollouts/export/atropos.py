@@ -1,12 +1,12 @@
-"""Groups as JSON lines in the Atropos group shape: what a trainer, and a person with `jq`, reads.
+"""Groups as JSON lines in the Atropos group shape, for trainers and `jq`: the growing file of a run, and the format
+`atropos`, which makes the same lines from the journal.
 
-One line per group holds the scored trajectories, in index order. A rollout without a reward trains nobody, so it stands
-only in our own key `rollouts`, with its outcome and its blame. Not for keeping a run: the journal does that, and this
-file can be written again from it.
+One line per group holds the scored trajectories, in index order. A rollout without a reward trains nothing, so it is
+only in our own key `rollouts`, with its outcome and its blame. The file is a projection; the journal is the record.
 
-It keeps: lines are in item order; a line whose turn has come is on disk when `add` returns; a file that was there
-before is never written to. Wire source: `ScoredData` of atroposlib 0.4, where every message has `role` and `content`
-and absent lists are empty.
+Invariants: lines are in item order; `add` returns once its line is on disk, if its turn has come; an existing file is
+never written to. Wire source: `ScoredData` of atroposlib 0.4, where every message has `role` and `content` and absent
+lists are empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import os
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -25,24 +25,25 @@ import msgspec
 
 from palaestra.core.io.append_file import writing
 from palaestra.core.types import JSON, Message
-from palaestra.rollouts.export.exporter import verdict
-from palaestra.rollouts.records import Group, TokenRow, Trajectory
+from palaestra.inference.ledger import TokenRow
+from palaestra.rollouts.export.exporter import UNSCORED, ExportMeta, ExportReport, outcome_fields
+from palaestra.rollouts.records import Group, Trajectory
 
 GROUP_LINE_SCHEMA = "palaestra.atropos_group/1"
 
 _NO_TOKENS = TokenRow(tokens=[], masks=[])
 _ROW_KEYS = ("advantages", "ref_logprobs", "overrides", "images")
 _DISTILLED = ("distill_token_ids", "distill_logprobs")
-"""Keys of an Atropos item that an environment of its own may leave in `Trajectory.extra`, one value per rollout."""
+"""Keys of an Atropos item that an environment may put into `Trajectory.extra`, one value per rollout."""
 
 
 def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> dict[str, JSON] | None:
-    """The group as one JSON object, or None when nothing in it was scored.
+    """The group as one JSON object, or None if nothing in it was scored.
 
-    `tokens[G][T]`, `masks[G][T]` (-100 where nothing is trained), `scores[G]`; `inference_logprobs[G][T]` only when
-    every row has them; `messages` False leaves that list empty. A rollout whose history was rewritten has several rows,
-    each with its score and messages; `rows` in `rollouts` counts them. Raises `ValueError` when the lengths of a row
-    differ, a score is not finite or a message has no role: none of these may reach a trainer.
+    `tokens[G][T]`, `masks[G][T]` (-100 where nothing is trained), `scores[G]`; `inference_logprobs[G][T]` only if every
+    row has them; `messages` False leaves that list empty. A rollout whose history was rewritten has several rows, each
+    with its score and messages; `rows` in `rollouts` counts them. Raises `ValueError` if the lengths of a row differ, a
+    score is not finite or a message has no role.
     """
     trajectories = sorted(group.trajectories, key=lambda trajectory: trajectory.index)
     scored = [trajectory for trajectory in trajectories if trajectory.scored]
@@ -79,7 +80,7 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
 
 
 def check_own(trajectory: Trajectory) -> None:
-    """Raises ValueError where a line cannot hold what an environment has put into a trajectory by itself."""
+    """Raises ValueError if a line cannot hold the values that an environment put into a trajectory."""
     if trajectory.row is not None:
         _check_row(trajectory.row, trajectory)
     _messages(trajectory)
@@ -117,14 +118,14 @@ def _messages(trajectory: Trajectory) -> list[Message]:
 
 
 def _message(message: Message, trajectory: Trajectory) -> Message:
-    """The message with the two keys that the API server insists on; some clients leave `content` out of a tool call."""
+    """The message with the two keys that the API server requires; some clients leave `content` out of a tool call."""
     if not message.get("role"):
         raise ValueError(f"rollout {trajectory.rollout_id}: a message has no role: {str(message)[:200]}")
     return message if "content" in message else {**message, "content": None}
 
 
 def _from_extra(scored: list[Trajectory], key: str) -> list[JSON]:
-    """One value per row, or the empty list unless every row has one: a hole would shift the rows against each other."""
+    """One value per row, or the empty list unless every row has one: a gap would shift the rows against each other."""
     values = [trajectory.extra.get(key) for trajectory in scored]
     return [] if any(value is None for value in values) else values
 
@@ -138,11 +139,11 @@ def _rollout(trajectory: Trajectory) -> dict[str, JSON]:
     return {
         "rollout_id": trajectory.rollout_id,
         "index": trajectory.index,
-        **verdict(trajectory),
+        **outcome_fields(trajectory),
         "prompt_tokens": trajectory.prompt_tokens,
         "completion_tokens": trajectory.completion_tokens,
         "turns": len(trajectory.turns),
-        "rows": (len(trajectory.rows) or 1) if trajectory.scored else 0,
+        "rows": (len(trajectory.row_sizes) or 1) if trajectory.scored else 0,
         "tool_errors": len(trajectory.tool_errors),
     }
 
@@ -158,8 +159,7 @@ def encode_line(line: dict[str, JSON]) -> bytes:
 def claim_path(path: Path) -> Path:
     """Create `path`, or the first free one of `path_1`, `path_2`, …, empty and for the caller alone.
 
-    Two processes that ask at the same moment get two files. Directories above it are made. Raises `OSError`, also where
-    a directory is there.
+    Two concurrent processes get two files. Parent directories are made. Raises `OSError`, also for a directory.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a directory, so name a file in it", str(path))
@@ -175,12 +175,12 @@ def claim_path(path: Path) -> Path:
 
 
 class GroupsFile:
-    """The growing JSONL file of a run. Groups come in as they finish and go out in item order.
+    """The growing JSONL file of a run. Groups arrive as they finish and are written in item order.
 
-    `path` is the file that was claimed; with `again` it is the one given, and what was in it is replaced by the first
-    group that comes, so that a part of a run which came to none leaves the file as it was. `add` and
-    `skip` block for the write and its fsync, may be called from worker threads, and raise `DiskError`. A line that
-    waits for an earlier group lies in a nameless file beside the other, so that one long task costs no memory.
+    `path` is the claimed file; with `again` it is the given one, and the first group replaces its content, so that a
+    resumed run without a group leaves the file as it was. `add` and `skip` block for the write and its fsync, may be
+    called from worker threads, and raise `DiskError`. A line that waits for an earlier group is in a nameless file next
+    to the other, so that one long task costs no memory.
     """
 
     def __init__(
@@ -211,13 +211,13 @@ class GroupsFile:
         self._take(group.number, b"" if line is None else encode_line(line))
 
     def skip(self, number: int) -> None:
-        """Say that there will be no group of this number, so that those after it need not wait."""
+        """Record that there will be no group with this number, so that later ones need not wait for it."""
         self._take(number, b"")
 
     def close(self) -> None:
-        """Write what still waits for a group that never came, in item order, and close the file. Idempotent.
+        """Write the lines that still wait for a missing group, in item order, and close the file. Idempotent.
 
-        Raises `DiskError`; it is closed then, too.
+        Raises `DiskError`, after closing.
         """
         with self._lock:
             if self._file is None:
@@ -252,7 +252,7 @@ class GroupsFile:
                 self._aside.truncate(0)
 
     def _replace(self) -> None:
-        """Before the first group: empty the file, where an earlier part of the run has filled it."""
+        """Before the first group: empty the file of an earlier part of the run."""
         assert self._file is not None
         if not self._replaced and os.fstat(self._file.fileno()).st_size:
             with writing(self.path):
@@ -278,3 +278,34 @@ class GroupsFile:
                 self._file.write(lines)
                 self._file.flush()
                 os.fsync(self._file.fileno())
+
+
+class AtroposExporter:
+    """One line per group. Unscored rollouts are only in its key `rollouts`, whatever the options.
+
+    The run's own settings apply: whether lines have messages, and whether groups of equal scores, which teach a policy
+    gradient nothing, are left out.
+    """
+
+    name = "atropos"
+    ending = ".jsonl"
+    everything = False
+
+    def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
+        """Write the lines."""
+        report = ExportReport()
+        settings = meta.config.get("env")
+        settings = settings if isinstance(settings, Mapping) else {}
+        differing = settings.get("ensure_scores_are_not_same", False) and not meta.everything
+        for group in groups:
+            scored = group.scored
+            report.left_out.update({UNSCORED: len(group.trajectories) - len(scored)})
+            if differing and group.same_scores:
+                report.left_out["in a group of equal scores"] += len(scored)
+                continue
+            line = group_line(group, env=meta.env, model=meta.model, messages=settings.get("include_messages", True))
+            if line is not None:
+                out.write(encode_line(line))
+                report.records += 1
+                report.rollouts += len(scored)
+        return report

@@ -1,9 +1,11 @@
-"""What an exporter is: it writes the groups of a run in the form that another program reads.
+"""Exporters: they write the groups of a run in the format of another program. The formats by name.
 
-Exports are projections of the journal, made after the fact and as often as wanted; none of them is a record to keep.
-Not for reading the journal (`recording`), nor for files and flags (`palaestra export`). It keeps: nothing goes missing
-in silence. A rollout that is not in the file is counted in `ExportReport.left_out`, one that stands there with less
-than, or otherwise than, its record is counted in `ExportReport.remarks`.
+Exports are projections of the journal, made afterwards and as often as wanted; none of them is a record to keep.
+Invariant: nothing is lost silently. A rollout that is missing in the file is counted in `ExportReport.left_out`; one
+that is incomplete or changed in it is counted in `ExportReport.remarks`.
+
+A new format is a file with a class of the `Exporter` shape, and its line in `FORMATS`; `--to package.module:Class`
+takes any other class. Nothing is imported before it is used.
 """
 
 from __future__ import annotations
@@ -11,21 +13,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import IO, ClassVar, Protocol
 
+from palaestra.core.config import nearest
+from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.records import Group, Trajectory
 
 UNSCORED = "unscored"
-"""Why most of what is left out is left out: there is no reward to learn from."""
+"""The most frequent reason to leave a rollout out: there is no reward to learn from."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportMeta:
-    """What an exporter is told besides the groups: the run, as its journal begins, and what was asked for.
+    """The run, as its journal begins, and the options of the export.
 
-    `started_at` is in seconds since the epoch. `everything` takes unscored rollouts in as well; `placeholders` takes
-    token rows that no engine sampled.
+    `started_at` is in seconds since the epoch. `everything` includes unscored rollouts; `placeholders` includes token
+    rows that no engine sampled.
     """
 
     run_id: str = ""
@@ -40,7 +45,7 @@ class ExportMeta:
 
 @dataclass(slots=True)
 class ExportReport:
-    """What an export came to. `left_out` and `remarks` count rollouts by reason, in words for a reader."""
+    """The result of an export. `left_out` and `remarks` count rollouts by reason, in words for a reader."""
 
     records: int = 0
     rollouts: int = 0
@@ -48,13 +53,13 @@ class ExportReport:
     remarks: Counter[str] = field(default_factory=Counter)
 
     def wrote(self, remarks: Iterable[str] = (), *, records: int = 1) -> None:
-        """Count one rollout that is in the file, as so many lines or rows."""
+        """Count one rollout in the file, with its number of lines or rows."""
         self.rollouts += 1
         self.records += records
         self.remarks.update(set(remarks))
 
     def to_dict(self) -> dict[str, JSON]:
-        """The report as plain data; reasons that fit no rollout are not in it."""
+        """The report as plain data, without reasons that no rollout has."""
         return {
             "records": self.records,
             "rollouts": self.rollouts,
@@ -63,7 +68,7 @@ class ExportReport:
         }
 
     def chosen(self, group: Group, meta: ExportMeta) -> Iterator[Trajectory]:
-        """The trajectories of the group that are wanted, in index order; the others are counted."""
+        """The wanted trajectories of the group in index order; the others are counted."""
         for trajectory in sorted(group.trajectories, key=lambda each: each.index):
             if trajectory.scored or meta.everything:
                 yield trajectory
@@ -72,32 +77,32 @@ class ExportReport:
 
 
 class Exporter(Protocol):
-    """One format. `ending` is that of its files; `everything` says whether unscored rollouts are in it by default."""
+    """One format. `ending` is that of its files; `everything`: unscored rollouts are included by default."""
 
     name: ClassVar[str]
     ending: ClassVar[str]
     everything: ClassVar[bool]
 
     def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
-        """Write the groups, taking them one at a time, in the order they come. Blocks.
+        """Write the groups, one at a time, in order. Blocks.
 
-        Raises `ConfigError` where the run lacks what the format is made of.
+        Raises `ConfigError` if the run lacks what the format needs.
         """
         ...
 
 
-def apart(trajectory: Trajectory) -> list[str]:
-    """What a format of conversations leaves out: what happened inside tool calls."""
+def omissions(trajectory: Trajectory) -> list[str]:
+    """The parts that a format of conversations leaves out: everything inside tool calls."""
     remarks = []
     if trajectory.subagents:
         remarks.append("without the conversations of its sub-agents")
     if trajectory.inner_calls:
-        remarks.append("without the calls that its programs made")
+        remarks.append("without the calls of its programs")
     return remarks
 
 
-def verdict(trajectory: Trajectory) -> dict[str, JSON]:
-    """How a rollout ended, as our record names it."""
+def outcome_fields(trajectory: Trajectory) -> dict[str, JSON]:
+    """How a rollout ended, under the names of our record."""
     return {
         "outcome": trajectory.outcome.value,
         "reward": trajectory.reward,
@@ -106,3 +111,39 @@ def verdict(trajectory: Trajectory) -> dict[str, JSON]:
         "metrics": trajectory.metrics,
         "detail": trajectory.detail,
     }
+
+
+FORMATS = {
+    "atropos": (
+        "palaestra.rollouts.export.atropos:AtroposExporter",
+        "groups with tokens and scores, as a run writes",
+    ),
+    "openai": ("palaestra.rollouts.export.openai:OpenAIExporter", "messages and tools, as chat trainers read"),
+    "sharegpt": ("palaestra.rollouts.export.sharegpt:ShareGPTExporter", "from/value turns with tags, in Hermes form"),
+    "atif": ("palaestra.rollouts.export.atif.convert:AtifExporter", "ATIF v1.7 trajectories, one per line"),
+    "rows": ("palaestra.rollouts.export.token_rows:RowsExporter", "exact tokens for reinforcement learning"),
+    "table": ("palaestra.rollouts.export.table:TableExporter", "one line per task: rewards and outcomes (CSV)"),
+    "markdown": ("palaestra.rollouts.export.table:MarkdownExporter", "the same table, to paste into a page"),
+}
+"""Name: (its class, its description)."""
+
+
+def exporter_named(name: str) -> Exporter:
+    """The exporter with that name or dotted path. Raises `ConfigError`, with the nearest name."""
+    if not name:
+        raise ConfigError(f"name the format to export to: --to, and one of {', '.join(FORMATS)}")
+    path = FORMATS[name][0] if name in FORMATS else name
+    module_name, colon, class_name = path.partition(":")
+    if not colon:
+        raise ConfigError(
+            f"unknown export format {name!r}; available: {', '.join(FORMATS)}, and package.module:Class for one of "
+            f"your own.{nearest(name, FORMATS)}"
+        )
+    try:
+        exporter: Exporter = getattr(import_module(module_name), class_name)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"cannot load the export format {path}: {error}") from error
+    missing = [each for each in ("name", "ending", "everything", "export") if not hasattr(exporter, each)]
+    if missing:
+        raise ConfigError(f"{path} is not an export format: it lacks {', '.join(missing)}")
+    return exporter

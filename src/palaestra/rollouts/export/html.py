@@ -1,13 +1,9 @@
-"""A rollout's messages as a person reads them: turns, reasoning, and each tool call with its result.
+"""The report: one HTML file with every rollout of a run, to open from disk, search, print and send on.
 
-Not a check of the messages: whatever shape a model, a tool or a data set left is shown as well as it can be. It keeps:
-every text that goes on a page is printable and bounded, and what was cut says so. No HTML here.
-
-The report: one HTML file with every rollout of a run, to open from disk, search, print and send on.
-
-Not a server and not live: `write_report` writes the whole page again. It keeps: nothing a model, a tool or a task wrote
-can act in the page (everything is escaped, and the page's own policy lets no other script or style run), the page loads
-nothing from anywhere, and a reader sees the old page or the new one, never half.
+`write_report` writes the whole page again. A rollout's messages are shown as turns, reasoning, and each tool call with
+its result, as well as possible for any shape. Invariants: nothing that a model, a tool or a task wrote can act in the
+page (everything is escaped and printable, and the page's own policy lets no other script or style run); every text is
+bounded, and a cut is marked; the page loads nothing; a reader sees the old page or the new one, never half.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ import jinja2
 from markupsafe import Markup
 
 from palaestra.core.io.atomic_file import replaced
-from palaestra.core.printable import Span, printable, spans
+from palaestra.core.printable import StyledText, printable, spans
 from palaestra.core.types import JSON, Message
 from palaestra.rollouts.observe.console import duration
 from palaestra.rollouts.observe.metrics import Figures
@@ -50,24 +46,24 @@ _REASONING_KEYS = ("reasoning_content", "reasoning")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A text of its own. `long` ones are folded until asked for; `lines` is how many there were before any cut."""
+    """A text of its own. `long` ones are folded; `lines` is their number before any cut."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[StyledText, ...]
     lines: int
     long: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """An object's entries: short ones as text beside their names, the others as blocks."""
+    """An object's entries: short ones as text next to their names, the others as blocks."""
 
     inline: tuple[tuple[str, str], ...] = ()
     blocks: tuple[tuple[str, Block], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """What a tool answered. `exit_code` and `error` are taken out of the reply where it has them."""
+class ShownResult:
+    """A tool's answer. `exit_code` and `error` are taken out of the reply, if present."""
 
     fields: Fields
     exit_code: int | None = None
@@ -75,29 +71,30 @@ class Result:
 
 
 @dataclass(slots=True)
-class Call:
-    """One tool call; `malformed` when its arguments are not a JSON object."""
+class ShownCall:
+    """One tool call; `malformed` if its arguments are not a JSON object."""
 
     name: str
     arguments: Fields
     malformed: bool = False
-    result: Result | None = None
+    result: ShownResult | None = None
 
 
 @dataclass(slots=True)
-class Entry:
-    """One message with the results of its calls. `turn` counts the model's own turns from 0; None elsewhere."""
+class ShownMessage:
+    """One message with the results of its calls. `turn` counts the model's own turns from 0; None for other
+    messages."""
 
     role: str
     content: Block | None = None
     reasoning: list[Block] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    result: Result | None = None
+    calls: list[ShownCall] = field(default_factory=list)
+    result: ShownResult | None = None
     turn: int | None = None
 
 
-class Page:
-    """How much text still fits. Texts are cut in the middle; once the page is full only a taste of each is shown."""
+class PageBudget:
+    """How much text still fits. Texts are cut in the middle; once the page is full only the ends of each are shown."""
 
     def __init__(self, block_chars: int = BLOCK_CHARS, page_chars: int = PAGE_CHARS) -> None:
         self._block_chars = block_chars
@@ -105,7 +102,7 @@ class Page:
 
     @property
     def full(self) -> bool:
-        """Whether texts were, or would be, cut because of the page's size."""
+        """Whether the page's size limits texts from now on."""
         return self._left <= 0
 
     def block(self, text: str, *, diff: bool = False) -> Block:
@@ -116,7 +113,7 @@ class Page:
         return Block(tuple(diff_spans(shown) if diff else spans(shown)), lines, long)
 
     def fields(self, entries: Mapping[str, JSON]) -> Fields:
-        """The entries of an object, each where it reads best."""
+        """The entries of an object, inline or as blocks."""
         inline: list[tuple[str, str]] = []
         blocks: list[tuple[str, Block]] = []
         for key, value in entries.items():
@@ -139,13 +136,13 @@ class Page:
         return text
 
 
-def conversation(messages: Sequence[Message], page: Page, turns: int) -> list[Entry]:
-    """The messages in order; a tool's answer goes to the call it belongs to, or stands alone when there is none.
+def conversation(messages: Sequence[Message], page: PageBudget, turns: int) -> list[ShownMessage]:
+    """The messages in order; a tool's answer is with its call, or alone if there is none.
 
     The last `turns` assistant messages are the model's own; earlier ones were part of the prompt.
     """
-    entries: list[Entry] = []
-    waiting: dict[str, Call] = {}
+    entries: list[ShownMessage] = []
+    waiting: dict[str, ShownCall] = {}
     own = turns - sum(message.get("role") == "assistant" for message in messages)
     for message in messages:
         role = str(message.get("role") or "?")
@@ -153,7 +150,7 @@ def conversation(messages: Sequence[Message], page: Page, turns: int) -> list[En
             result = _result(message.get("content"), page)
             call = waiting.pop(str(message.get("tool_call_id")), None)
             if call is None:
-                entries.append(Entry("tool", result=result))
+                entries.append(ShownMessage("tool", result=result))
             else:
                 call.result = result
             continue
@@ -168,51 +165,51 @@ def conversation(messages: Sequence[Message], page: Page, turns: int) -> list[En
     return entries
 
 
-def inside(trajectory: Trajectory, page: Page) -> list[Entry]:
-    """What happened inside the tool calls of a rollout: the calls of its programs, its sub-agents' conversations."""
+def inside(trajectory: Trajectory, page: PageBudget) -> list[ShownMessage]:
+    """The work inside the tool calls of a rollout: the calls of its programs, its sub-agents' conversations."""
     entries = [_program(trajectory.inner_calls, page)] if trajectory.inner_calls else []
     for each in trajectory.every_subagent():
         head = f"{each.goal}\n({each.outcome.value}{': ' if each.error else ''}{each.error})"
-        entries.append(Entry(f"sub-agent {each.number}, started in turn {each.turn}", content=page.block(head)))
+        entries.append(ShownMessage(f"sub-agent {each.number}, started in turn {each.turn}", content=page.block(head)))
         entries += conversation(each.messages, page, 0)
         if each.inner_calls:
             entries.append(_program(each.inner_calls, page))
     return entries
 
 
-def _program(calls: Sequence[InnerCallRecord], page: Page) -> Entry:
+def _program(calls: Sequence[InnerCallRecord], page: PageBudget) -> ShownMessage:
     shown = [
-        Call(
+        ShownCall(
             printable(f"{call.tool[:_INLINE_CHARS]} (turn {call.turn})"),
             page.fields(_parsed(call.arguments) or {"": call.arguments}),
             result=_result(call.reply, page),
         )
         for call in calls
     ]
-    return Entry("calls of programs", calls=shown)
+    return ShownMessage("calls of programs", calls=shown)
 
 
-def diff_spans(text: str) -> Iterator[Span]:
+def diff_spans(text: str) -> Iterator[StyledText]:
     """A patch, unified or in the `*** Begin Patch` form, line by line."""
     for line in text.splitlines(keepends=True):
         css = {"+": "t-add", "-": "t-del", "@": "t-hunk", "*": "t-hunk"}.get(line[:1], "")
-        yield Span(printable(line), "t-hunk" if line.startswith(("+++", "---", "diff ")) else css)
+        yield StyledText(printable(line), "t-hunk" if line.startswith(("+++", "---", "diff ")) else css)
 
 
-def _entry(role: str, message: Message, page: Page) -> Entry:
+def _entry(role: str, message: Message, page: PageBudget) -> ShownMessage:
     text = _text(message.get("content"))
     thoughts = [thought for key in _REASONING_KEYS if isinstance(thought := message.get(key), str) and thought]
     if role == "assistant":
         thoughts += _THINK.findall(text)
         text = _THINK.sub("", text)
-    return Entry(
+    return ShownMessage(
         role,
         content=page.block(text) if text.strip() else None,
         reasoning=[page.block(thought) for thought in dict.fromkeys(thoughts) if thought.strip()],
     )
 
 
-def _calls(requested: JSON, page: Page) -> Iterator[tuple[str, Call]]:
+def _calls(requested: JSON, page: PageBudget) -> Iterator[tuple[str, ShownCall]]:
     for request in requested if isinstance(requested, list) else []:
         request = request if isinstance(request, dict) else {}
         function = request.get("function")
@@ -221,17 +218,17 @@ def _calls(requested: JSON, page: Page) -> Iterator[tuple[str, Call]]:
         parsed = arguments if isinstance(arguments, dict) else _parsed(arguments or "{}")
         shown = page.fields(parsed) if parsed is not None else Fields(blocks=(("", page.block(_text(arguments))),))
         name = printable(str(function.get("name"))[:_INLINE_CHARS])
-        yield str(request.get("id")), Call(name, shown, malformed=parsed is None)
+        yield str(request.get("id")), ShownCall(name, shown, malformed=parsed is None)
 
 
-def _result(content: JSON, page: Page) -> Result:
+def _result(content: JSON, page: PageBudget) -> ShownResult:
     reply = _parsed(content) if isinstance(content, str) else None
     if reply is None:
-        return Result(Fields(blocks=(("", page.block(_text(content) or "(no output)")),)))
+        return ShownResult(Fields(blocks=(("", page.block(_text(content) or "(no output)")),)))
     exit_code, error = reply.get("exit_code"), reply.get("error")
     coded = isinstance(exit_code, int) and not isinstance(exit_code, bool)
     taken = {name for name, known in (("exit_code", coded), ("error", not error or isinstance(error, str))) if known}
-    return Result(
+    return ShownResult(
         page.fields({key: value for key, value in reply.items() if key not in taken}),
         exit_code=exit_code if coded else None,
         error=page.block(error) if error and isinstance(error, str) else None,
@@ -239,7 +236,7 @@ def _result(content: JSON, page: Page) -> Result:
 
 
 def _text(content: JSON) -> str:
-    """The text of a message's content, which may be a string, a list of parts, or nothing."""
+    """The text of a message's content, which may be a string, a list of parts, or None."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -252,7 +249,7 @@ def _text(content: JSON) -> str:
 
 
 def _parsed(text: JSON) -> dict[str, JSON] | None:
-    """The JSON object that the text holds, or None."""
+    """The JSON object in the text, or None."""
     try:
         value = json.loads(text)
     except (ValueError, TypeError, RecursionError):
@@ -261,7 +258,7 @@ def _parsed(text: JSON) -> dict[str, JSON] | None:
 
 
 def as_json(value: JSON, indent: int | None = None) -> str:
-    """The value as JSON text for a reader; what JSON has no word for is shown as Python does."""
+    """The value as JSON text for a reader; other values are shown as in Python."""
     try:
         return json.dumps(value, ensure_ascii=False, indent=indent, default=str)
     except RecursionError:
@@ -273,11 +270,11 @@ _STAGES = ("acquire", "setup", "model", "tool", "seal", "grade")
 
 @dataclass(frozen=True, slots=True)
 class RolloutView:
-    """One rollout as the template shows it. `strip` holds (stage, seconds, left, width), the last two in percent."""
+    """One rollout for the template. `strip` holds (stage, seconds, left, width), the last two in percent."""
 
     anchor: str
     record: Trajectory
-    entries: list[Entry]
+    entries: list[ShownMessage]
     error: Block | None
     strip: list[tuple[str, float, float, float]]
     metrics: list[tuple[str, str]]
@@ -286,7 +283,7 @@ class RolloutView:
 
     @property
     def turn_notes(self) -> list[str]:
-        """What each turn cost, in the order of the turns."""
+        """The cost of each turn, in order."""
         seconds = self.record.beside.turn_s
         notes = []
         for place, turn in enumerate(self.record.turns):
@@ -299,7 +296,7 @@ class RolloutView:
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """One task with its rollouts. `cut_short` tells that the page was full before it."""
+    """One task with its rollouts. `cut_short`: the page was full before it."""
 
     record: Group
     rollouts: list[RolloutView]
@@ -309,16 +306,16 @@ class GroupView:
     cut_short: bool
 
 
-def write_report(path: Path, groups: Iterable[Group], meta: Mapping[str, JSON], page: Page | None = None) -> None:
-    """Write the page to `path`, all at once. Blocks for as long as that takes: call it from a thread during a run.
+def write_report(
+    path: Path, groups: Iterable[Group], meta: Mapping[str, JSON], figures: Figures, page: PageBudget | None = None
+) -> None:
+    """Write the page to `path`, atomically. Blocks: call it from a thread during a run.
 
-    `groups` is gone through twice, for the figures at the top and for the page, and shown in its order; one group at a
-    time is in memory. `meta` is shown at the top: `env`, `model` and `started_at` (seconds since the epoch) have places
-    of their own, any other entry is listed. `page` says how much text fits.
+    `groups` are shown in their order; one group at a time is in memory. `figures` are their metrics, for the top.
+    `meta` is shown at the top: `env`, `model` and `started_at` (seconds since the epoch) have places of their own,
+    any other entry is listed. `page` is how much text fits.
     """
-    figures, page = Figures(), page or Page()
-    for group in groups:
-        figures.add(group)
+    page = page or PageBudget()
     style, script = _own("report.css"), _own("report.js")
     pieces = _template().generate(
         meta=meta,
@@ -336,7 +333,7 @@ def write_report(path: Path, groups: Iterable[Group], meta: Mapping[str, JSON], 
         file.writelines(piece.encode() for piece in pieces)
 
 
-def _group_view(group: Group, page: Page) -> GroupView:
+def _group_view(group: Group, page: PageBudget) -> GroupView:
     rewards = [trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None]
     full = page.full
     return GroupView(
@@ -349,7 +346,7 @@ def _group_view(group: Group, page: Page) -> GroupView:
     )
 
 
-def _rollout_view(group: Group, trajectory: Trajectory, page: Page) -> RolloutView:
+def _rollout_view(group: Group, trajectory: Trajectory, page: PageBudget) -> RolloutView:
     return RolloutView(
         anchor=f"r{group.number}-{trajectory.index}",
         record=trajectory,
@@ -363,7 +360,7 @@ def _rollout_view(group: Group, trajectory: Trajectory, page: Page) -> RolloutVi
 
 
 def _strip(stages: Mapping[str, float]) -> list[tuple[str, float, float, float]]:
-    """Where the seconds went, stage beside stage. Waiting for something else is not among the stages and not shown."""
+    """The time of each stage. Waiting for other rollouts is not among the stages."""
     known = [stage for stage in _STAGES if stage in stages]
     names = [*known, *(stage for stage in stages if stage not in _STAGES)]
     total = sum(max(0.0, stages[name]) for name in names) or 1.0
@@ -381,19 +378,17 @@ def _facts(trajectory: Trajectory) -> list[tuple[str, str]]:
         "tokens": f"{trajectory.prompt_tokens:,} read, {trajectory.completion_tokens:,} written",
         "tool calls": f"{attempted}, {valid} valid, {len(trajectory.tool_errors)} failed",
     }
-    if rows := trajectory.rows:
-        recorded, trained = (
-            sum(len(row.tokens) for row in rows),
-            sum(mask != -100 for row in rows for mask in row.masks),
-        )
-        segments = "" if len(rows) == 1 else f" in {len(rows)} rows"
-        facts["recorded tokens"] = f"{recorded:,} ({rows[0].source}){segments}, {trained:,} trained"
+    if sizes := trajectory.row_sizes:
+        recorded, trained = map(sum, zip(*sizes, strict=True))
+        source = "engine" if trajectory.row is None else trajectory.row.source
+        segments = "" if len(sizes) == 1 else f" in {len(sizes)} rows"
+        facts["recorded tokens"] = f"{recorded:,} ({source}){segments}, {trained:,} trained"
     if trajectory.beside.started_at:
         facts["started"] = _when(trajectory.beside.started_at)
     return [*facts.items(), *_pairs(trajectory.beside.sandbox), ("id", trajectory.rollout_id)]
 
 
-def _tool(tool: Mapping[str, JSON], page: Page) -> tuple[str, str, Block]:
+def _tool(tool: Mapping[str, JSON], page: PageBudget) -> tuple[str, str, Block]:
     function = tool.get("function")
     function = function if isinstance(function, Mapping) else tool
     schema = page.block(as_json(function.get("parameters"), indent=2))

@@ -1,8 +1,8 @@
 """Messages in the OpenAI shape, read once for every format that is made from conversations.
 
-Not for a reader's page (`conversation`), and not a check: whatever shape a model, a tool or a data set left is read as
-well as it can be. It keeps: the text of arguments, of replies and of results is as it was recorded, and a field of a
-message that has no place in `Said` is in its `rest`.
+Any shape that a model, a tool or a data set produced is read as well as possible; nothing is checked. Invariant: the
+text of arguments, replies and results is as recorded, and a field of a message without a place in `ChatMessage` is in
+its `rest`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROLES = {"developer": "system", "function": "tool"}
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class MessageCall:
     """One tool call. `arguments` is the text as the model wrote it."""
 
     id: str
@@ -28,25 +28,25 @@ class Call:
     arguments: str
 
     def parsed(self) -> dict[str, JSON] | None:
-        """The arguments as an object; None when the text is none. No text at all stands for no arguments."""
+        """The arguments as an object; None if the text is not one. Empty text means no arguments."""
         return parsed_object(self.arguments) if self.arguments.strip() else {}
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ChatMessage:
     """One message. `role` is system, user, assistant or tool; `content` is text or a list of parts."""
 
     role: str
     content: str | list[JSON]
     reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[MessageCall, ...] = ()
     call_id: str = ""
     name: str = ""
     rest: Mapping[str, JSON] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
-        """The text of the content; a part that is no text is named in brackets."""
+        """The text of the content; another part is its kind in brackets."""
         if isinstance(self.content, str):
             return self.content
         return "\n".join(part_text(part) or f"[{part_kind(part)}]" for part in self.content)
@@ -57,12 +57,12 @@ class Said:
         return isinstance(self.content, str) or all(part_text(part) is not None for part in self.content)
 
 
-def heard(messages: Sequence[Message]) -> list[Said]:
+def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
     """All messages, in order."""
-    return [said(message) for message in messages]
+    return [chat_message(message) for message in messages]
 
 
-def said(message: Message) -> Said:
+def chat_message(message: Message) -> ChatMessage:
     """One message."""
     role = str(message.get("role") or "")
     thought = next((key for key in _REASONING_KEYS if isinstance(message.get(key), str) and message[key]), "")
@@ -72,7 +72,7 @@ def said(message: Message) -> Said:
         calls, rest["tool_calls"] = (), calls
     if role in _ROLES:
         rest["role"] = role
-    return Said(
+    return ChatMessage(
         role=_ROLES.get(role, role),
         content=_content(message.get("content")),
         reasoning=message[thought] if thought else "",
@@ -84,7 +84,7 @@ def said(message: Message) -> Said:
 
 
 def parsed_object(text: str) -> dict[str, JSON] | None:
-    """The JSON object that the text is, or None."""
+    """The JSON object in the text, or None."""
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError):
@@ -93,41 +93,41 @@ def parsed_object(text: str) -> dict[str, JSON] | None:
 
 
 def part_text(part: JSON) -> str | None:
-    """The text of a part of a content; None where it is something else."""
+    """The text of a part of a content; None for another part."""
     text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
     return text if isinstance(text, str) else None
 
 
 def part_kind(part: JSON) -> str:
-    """What kind of part it says it is."""
+    """The kind of a part."""
     return str(part.get("type") if isinstance(part, Mapping) else type(part).__name__)[:40]
 
 
-def calls_in_text(heard: Sequence[Said]) -> bool:
-    """Whether the agent was told its tools in the prompt and wrote its calls as text: who is told them beside the
-    conversation is told them twice."""
-    told = any("<tools>" in message.text for message in heard if message.role == "system")
-    return told and not any(message.calls for message in heard)
+def calls_in_text(messages: Sequence[ChatMessage]) -> bool:
+    """Whether the prompt lists the tools and the agent wrote its calls as text: then the tools need not be listed
+    again."""
+    told = any("<tools>" in message.text for message in messages if message.role == "system")
+    return told and not any(message.calls for message in messages)
 
 
-def own_turns(heard: Sequence[Said], turns: int) -> list[int | None]:
-    """For each message the number of the turn (from 1) in which the model said it; None for all others.
+def own_turns(messages: Sequence[ChatMessage], turns: int) -> list[int | None]:
+    """For each message the number of the turn (from 1) in which the model wrote it; None for all others.
 
     The last `turns` assistant messages are the model's own; earlier ones were part of the prompt.
     """
-    first = sum(message.role == "assistant" for message in heard) - turns
+    first = sum(message.role == "assistant" for message in messages) - turns
     numbers: list[int | None] = []
     count = 0
-    for message in heard:
+    for message in messages:
         count += message.role == "assistant"
         numbers.append(count - first if message.role == "assistant" and count > first else None)
     return numbers
 
 
-def unanswered(heard: Sequence[Said]) -> bool:
-    """Whether a call has no result before the model speaks again, or at all."""
+def unanswered(messages: Sequence[ChatMessage]) -> bool:
+    """Whether a call has no result before the model's next message, or at all."""
     open_ids: set[str] = set()
-    for message in heard:
+    for message in messages:
         if message.role == "tool":
             open_ids.discard(message.call_id)
         elif open_ids:
@@ -142,15 +142,15 @@ def _content(content: JSON) -> str | list[JSON]:
     return content if isinstance(content, (str, list)) else json.dumps(content, ensure_ascii=False)
 
 
-def _call(call: JSON) -> Call:
-    """A call of any shape; arguments that came as an object become its text."""
+def _call(call: JSON) -> MessageCall:
+    """A call of any shape; arguments that are an object become its text."""
     call = call if isinstance(call, Mapping) else {}
     function = call.get("function")
     function = function if isinstance(function, Mapping) else call
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         arguments = "" if arguments is None else json.dumps(arguments, ensure_ascii=False)
-    return Call(str(call.get("id") or ""), str(function.get("name") or ""), arguments)
+    return MessageCall(str(call.get("id") or ""), str(function.get("name") or ""), arguments)
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -1,11 +1,11 @@
-"""The format `openai`: one line per rollout with `messages` and `tools`, as chat trainers and tuning services take.
+"""The format `openai`: one line per rollout with `messages` and `tools`, for chat trainers and tuning services.
 
-Source: the chat completions API for messages, the tools data sets of the Hugging Face trainers for the line. Not the
-place for tokens: what a trainer makes of these messages is its template's affair (`rows` has what was sampled).
+Source: the chat completions API for messages, the tools data sets of the Hugging Face trainers for the line. There are
+no tokens: the trainer's template makes them (`rows` has the sampled ones).
 
-It keeps: the texts are as recorded, and `tools` are empty where they stand in the prompt. `arguments` stay JSON text,
-since a column of objects gets the keys of all its rows when it is loaded as a table; no text at all, which stands for
-no arguments, becomes `{}`, and a malformed text stays what it is and is remarked upon.
+Invariant: the texts are as recorded, and `tools` are empty if they are in the prompt. `arguments` stay JSON text,
+because a column of objects gets the keys of all its rows when it is loaded as a table; empty text, which means no
+arguments, becomes `{}`, and malformed text is kept with a remark.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import IO
 
 from palaestra.core.types import JSON, Message
 from palaestra.rollouts.export.atropos import encode_line
-from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, apart
-from palaestra.rollouts.export.messages import Call, Said, calls_in_text, heard, unanswered
+from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, omissions
+from palaestra.rollouts.export.messages import ChatMessage, MessageCall, calls_in_text, chat_messages, unanswered
 from palaestra.rollouts.records import Group, Trajectory
 
 MALFORMED = "has malformed arguments, kept as text"
@@ -35,16 +35,16 @@ class OpenAIExporter:
         report = ExportReport()
         for group in groups:
             for trajectory in report.chosen(group, meta):
-                conversation = heard(trajectory.messages)
+                conversation = chat_messages(trajectory.messages)
                 messages = [openai_message(message) for message in conversation]
                 tools = [] if calls_in_text(conversation) else group.tools
-                line = {"messages": messages, "tools": tools} | facts(trajectory, meta)
+                line = {"messages": messages, "tools": tools} | rollout_fields(trajectory, meta)
                 out.write(encode_line(line))
-                report.wrote([*remarks_on(conversation), *_lost(conversation), *apart(trajectory)])
+                report.wrote([*remarks_on(conversation), *_lost(conversation), *omissions(trajectory)])
         return report
 
 
-def openai_message(message: Said) -> Message:
+def openai_message(message: ChatMessage) -> Message:
     """The message with the fields of the shape, in its order, and no others; thinking as `reasoning_content`."""
     content: JSON = message.content
     line: Message = {"role": message.rest.get("role", message.role)}
@@ -65,8 +65,8 @@ def openai_message(message: Said) -> Message:
     return line
 
 
-def facts(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
-    """What a line says of its rollout: flat, so that a table can be filtered by it. `reward` is null if unscored."""
+def rollout_fields(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
+    """The facts about a line's rollout: flat, so that a table can be filtered by them. `reward` is null if unscored."""
     return {
         "id": trajectory.rollout_id,
         "task_id": trajectory.task_id,
@@ -77,8 +77,8 @@ def facts(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
     }
 
 
-def remarks_on(conversation: Sequence[Said]) -> list[str]:
-    """What a trainer may stumble over, though nothing of it is lost."""
+def remarks_on(conversation: Sequence[ChatMessage]) -> list[str]:
+    """Problems for a trainer, although nothing is lost."""
     remarks = []
     if any(call.parsed() is None for message in conversation for call in message.calls):
         remarks.append(MALFORMED)
@@ -87,9 +87,9 @@ def remarks_on(conversation: Sequence[Said]) -> list[str]:
     return remarks
 
 
-def _arguments(call: Call) -> str:
+def _arguments(call: MessageCall) -> str:
     return call.arguments if call.arguments.strip() else "{}"
 
 
-def _lost(conversation: Sequence[Said]) -> list[str]:
+def _lost(conversation: Sequence[ChatMessage]) -> list[str]:
     return [f"without the message field {key!r}" for message in conversation for key in message.rest if key != "role"]

@@ -2,10 +2,10 @@
 
 Source: the function-calling data sets of the Hermes models. Turns alternate strictly: at most one `system`, then
 `human`, `gpt`, and after a `gpt` with calls one `tool` turn with all its results, up to a last `gpt`. Bodies of tags
-are JSON (some published rows have Python literals, which readers of tool calls do not take). Not for tokens.
+are JSON (some published rows have Python literals, which readers of tool calls do not accept).
 
-It keeps: a conversation is written so that it can be read back, and what this form has no room for is said in the
-report. Ids of calls are not part of it: results stand in the order of their calls.
+Invariant: a conversation is written so that it can be read back, and anything without a place in this form is in the
+report. Ids of calls are not part of it: results are in the order of their calls.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import IO
 
 from palaestra.core.types import JSON
 from palaestra.rollouts.export.atropos import encode_line
-from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, apart
-from palaestra.rollouts.export.messages import Call, Said, calls_in_text, heard
-from palaestra.rollouts.export.openai import facts, remarks_on
+from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, omissions
+from palaestra.rollouts.export.messages import ChatMessage, MessageCall, calls_in_text, chat_messages
+from palaestra.rollouts.export.openai import remarks_on, rollout_fields
 from palaestra.rollouts.records import Group
 
 _TOOLS_TEXT = """\
@@ -32,11 +32,11 @@ To call one, write a JSON object with its name and its arguments between <tool_c
 </tool_call>
 What they return comes back between <tool_response> tags."""
 
-NOT_TEXT = "without the parts of a message that are no text"
+NOT_TEXT = "without message parts that are not text"
 
 
 class Unfit(ValueError):
-    """The conversation cannot be told in alternating turns; the message says why."""
+    """The conversation cannot be written in alternating turns; the message is the reason."""
 
 
 class ShareGPTExporter:
@@ -51,22 +51,22 @@ class ShareGPTExporter:
         report = ExportReport()
         for group in groups:
             for trajectory in report.chosen(group, meta):
-                conversation = heard(trajectory.messages)
+                conversation = chat_messages(trajectory.messages)
                 try:
                     turns, remarks = alternating(conversation, group.tools)
                 except Unfit as unfit:
                     report.left_out[str(unfit)] += 1
                     continue
-                line = {"conversations": turns, "tools": _json(group.tools)} | facts(trajectory, meta)
+                line = {"conversations": turns, "tools": _json(group.tools)} | rollout_fields(trajectory, meta)
                 out.write(encode_line(line))
-                report.wrote([*remarks, *remarks_on(conversation), *apart(trajectory)])
+                report.wrote([*remarks, *remarks_on(conversation), *omissions(trajectory)])
         return report
 
 
 def alternating(
-    conversation: Sequence[Said], tools: Sequence[Mapping[str, JSON]]
+    conversation: Sequence[ChatMessage], tools: Sequence[Mapping[str, JSON]]
 ) -> tuple[list[dict[str, str]], set[str]]:
-    """The turns, and what had to give for them to alternate. Raises `Unfit`."""
+    """The turns, and remarks on the changes needed for them to alternate. Raises `Unfit`."""
     turns = _Turns(calls_in_text(conversation))
     for message in conversation:
         turns.take(message)
@@ -78,9 +78,9 @@ def alternating(
 
 
 class _Turns:
-    """The turns so far. `_open` are the calls of the last turn, `_results` what came back for them by call id.
+    """The turns so far. `_open` are the calls of the last turn, `_results` their results by call id.
 
-    With `in_text` they have this form already, but that a user brings the results.
+    `in_text`: the messages have this form already, but a user brings the results.
     """
 
     def __init__(self, in_text: bool) -> None:
@@ -88,10 +88,10 @@ class _Turns:
         self.system: list[str] = []
         self.turns: list[dict[str, str]] = []
         self.remarks: set[str] = set()
-        self._open: list[Call] = []
-        self._results: list[Said] = []
+        self._open: list[MessageCall] = []
+        self._results: list[ChatMessage] = []
 
-    def take(self, message: Said) -> None:
+    def take(self, message: ChatMessage) -> None:
         """Add one message."""
         if not message.only_text:
             self.remarks.add(NOT_TEXT)
@@ -100,7 +100,7 @@ class _Turns:
             self._result(message)
             return
         if message.name:
-            self.remarks.add("without the name of who speaks")
+            self.remarks.add("without the speaker's name")
         self._answer()
         if message.role == "system" and not self.turns:
             self.system.append(message.text)
@@ -112,17 +112,17 @@ class _Turns:
             raise Unfit(f"has a message of the role {message.role!r}")
 
     def end(self) -> None:
-        """Close the last turn. What no reply follows teaches nothing, and readers count turns in pairs."""
+        """Close the last turn. Turns after the last reply teach nothing, and readers count turns in pairs."""
         self._answer()
         while self.turns and self.turns[-1]["from"] != "gpt":
             self.turns.pop()
-            self.remarks.add("without what stands after the last reply")
+            self.remarks.add("without the messages after the last reply")
         if not self.turns:
             raise Unfit("has no reply of the model")
 
-    def _human(self, message: Said) -> None:
+    def _human(self, message: ChatMessage) -> None:
         if message.role == "system":
-            self.remarks.add("a later system message is told as the human's")
+            self.remarks.add("a later system message is written as the human's")
         last = self.turns[-1]["from"] if self.turns else ""
         if self.in_text and last == "gpt" and message.text.startswith("<tool_response>"):
             self._add("tool", message.text)
@@ -132,7 +132,7 @@ class _Turns:
         else:
             self._add("human", message.text)
 
-    def _gpt(self, message: Said) -> None:
+    def _gpt(self, message: ChatMessage) -> None:
         if not self.turns:
             raise Unfit("begins with the model, not with a human")
         self._open = list(message.calls)
@@ -144,7 +144,7 @@ class _Turns:
         if "<tool_call>" in message.text and not self.in_text:
             self.remarks.add("has text that reads as a call")
 
-    def _result(self, message: Said) -> None:
+    def _result(self, message: ChatMessage) -> None:
         if not self._open:
             raise Unfit("has a tool result without a call")
         self._results.append(message)
@@ -162,7 +162,7 @@ class _Turns:
         self.turns.append({"from": speaker, "value": value})
 
 
-def _spoken(message: Said) -> str:
+def _spoken(message: ChatMessage) -> str:
     """A reply as the model would have written it: thinking, text, calls."""
     parts = [f"<think>\n{message.reasoning}\n</think>"] if message.reasoning else []
     parts += [message.text] if message.text else []
@@ -170,13 +170,13 @@ def _spoken(message: Said) -> str:
     return "\n".join(parts)
 
 
-def _arguments(call: Call) -> JSON:
-    """The arguments as an object; text that is none stays text, so that nobody takes it for well-formed."""
+def _arguments(call: MessageCall) -> JSON:
+    """The arguments as an object; other text stays text, so that it does not look well-formed."""
     parsed = call.parsed()
     return call.arguments if parsed is None else parsed
 
 
-def _returned(result: Said, names: Mapping[str, str]) -> str:
+def _returned(result: ChatMessage, names: Mapping[str, str]) -> str:
     name = result.name or names.get(result.call_id, "")
     return _tagged("tool_response", {"name": name, "content": result.text})
 
@@ -186,7 +186,7 @@ def _tagged(tag: str, value: JSON) -> str:
 
 
 def _body(value: JSON) -> str:
-    """JSON to stand between tags. A closing tag inside it is escaped, as JSON allows: no reader stops too early."""
+    """JSON for a tag's content. A closing tag inside it is escaped, as JSON allows: no reader stops too early."""
     return _json(value).replace("</tool", "\\u003c/tool")
 
 

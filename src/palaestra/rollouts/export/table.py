@@ -1,7 +1,7 @@
 """The formats `table` and `markdown`: one line per task with its rewards and outcomes, for spreadsheets and pages.
 
-Not an evaluation: there are no intervals and no estimates here, only what happened. It keeps: a mean is over scored
-rollouts only, and how many there were stands beside it, so that a failed sandbox never looks like a failed agent.
+They report what happened, without intervals or estimates. Invariant: a mean is over scored rollouts only, next to their
+number, so that a failed sandbox never looks like a failed agent.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _lines(groups: Iterable[Group], meta: ExportMeta, report: ExportReport) -> I
 
 
 def _number(value: float) -> str:
-    """Six significant digits, and no exponent for what people score with."""
+    """Six significant digits, without an exponent for usual scores."""
     return f"{value:.6g}"
 
 

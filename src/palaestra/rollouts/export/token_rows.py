@@ -1,28 +1,26 @@
 """The format `rows`: exact tokens, one line per segment of a rollout, for trainers that take token ids.
 
-A segment is a stretch in which history only grew; a rollout whose history was rewritten has several, and over all of
-them each sampled token stands exactly once with mask 1 (T3). `docs/training.md` turns lines into what TRL and Tinker
-take. Not for text, and not a place where tokens are made: what no engine sampled is refused.
+Within a segment history only grew; a rollout whose history was rewritten has several, and over all of them each sampled
+token has mask 1 exactly once (T3). `docs/training.md` converts lines for TRL and Tinker. Invariant: tokens that no
+engine sampled are refused.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import IO
 
 import msgspec
 
 from palaestra.core.errors import ConfigError
-from palaestra.inference.ledger import Reason, record_rows
-from palaestra.inference.ledger.records import UNTRAINED
+from palaestra.inference.ledger import UNTRAINED, TokenRow
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
 from palaestra.rollouts.records import Group, Trajectory
 
 ROW_SCHEMA = "palaestra.row/1"
 
-ENGINE, PLACEHOLDER = "engine", "placeholder"
+PLACEHOLDER = "placeholder"
 
 WITHOUT_TOKENS = "without tokens"
 
@@ -30,11 +28,11 @@ WITHOUT_TOKENS = "without tokens"
 class ExportedRow(msgspec.Struct, kw_only=True):
     """One line. Its order, from `prompt_ids` to `policy_version`, is that of a trainer's batch row.
 
-    `prompt_ids[P]` is what came before the first sampled token; `completion_ids[T]`, `mask[T]` (1 where the model
-    sampled, 0 where the environment wrote) and `logprobs[T]` (the engine's own, 0.0 where mask is 0; null where there
-    are none) are the rest. `reward` is the whole rollout's, null when unscored. `policy_version` is the version that
-    sampled the segment, null when it was several or none was told; `versions` has (start, stop, version), places in
-    the completion. `segment` counts from 0; `segments` is how many lines the rollout has.
+    `prompt_ids[P]` are the tokens before the first sampled one; `completion_ids[T]`, `mask[T]` (1 where the model
+    sampled, 0 where the environment wrote) and `logprobs[T]` (the engine's own, 0.0 where mask is 0; null without any)
+    are the rest. `reward` is the whole rollout's, null if unscored. `policy_version` is the version that sampled the
+    segment, null for several or none; `versions` has (start, stop, version), places in the completion. `segment` counts
+    from 0; `segments` is how many lines the rollout has.
     """
 
     schema: str = ROW_SCHEMA
@@ -58,14 +56,14 @@ class ExportedRow(msgspec.Struct, kw_only=True):
 
 
 class RowsExporter:
-    """One `ExportedRow` per line. Refuses rollouts without sampled tokens unless placeholders are asked for."""
+    """One `ExportedRow` per line. Refuses rollouts without sampled tokens unless placeholders are allowed."""
 
     name = "rows"
     ending = ".jsonl"
     everything = False
 
     def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
-        """Write the lines. Raises `ConfigError` at a rollout whose tokens are missing or contradict each other."""
+        """Write the lines. Raises `ConfigError` for a rollout whose tokens are missing or contradict each other."""
         report = ExportReport()
         encoder = msgspec.json.Encoder()
         for group in groups:
@@ -84,56 +82,32 @@ class RowsExporter:
         return report
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """`tokens[T]`, `masks[T]` (-100 where not trained), `logprobs[T]` or None; `versions` as (start, stop, version)."""
-
-    number: int
-    reason: str
-    tokens: list[int]
-    masks: list[int]
-    logprobs: list[float] | None
-    versions: list[tuple[int, int, str]]
-    finish_reason: str
-    source: str
-
-    def first_trained(self) -> int:
-        """Where the completion begins; at the end where nothing is trained."""
-        return next((place for place, mask in enumerate(self.masks) if mask != UNTRAINED), len(self.tokens))
-
-
 def exported_rows(trajectory: Trajectory) -> list[ExportedRow]:
-    """The lines of one rollout. Raises `ConfigError` where arrays differ in length or a mask names another token."""
-    segments = _segments(trajectory)
-    for segment in segments:
-        _check(segment, trajectory)
-    return [_exported(segment, trajectory, len(segments)) for segment in segments]
+    """The lines of one rollout. Raises `ConfigError` if arrays differ in length or a mask names another token."""
+    rows = trajectory.rows
+    if trajectory.row is None:
+        rows = [row for row in rows if _first_trained(row) < len(row.tokens)]
+    elif trajectory.turns:
+        rows = [msgspec.structs.replace(trajectory.row, finish_reason=trajectory.turns[-1].finish_reason or "")]
+    for row in rows:
+        _check(row, trajectory)
+    return [_exported(row, trajectory, len(rows)) for row in rows]
 
 
-def _segments(trajectory: Trajectory) -> list[_Segment]:
-    """The environment's own row where it made one, else the segments of the ledger in which a token was sampled."""
-    if (row := trajectory.row) is not None:
-        last = trajectory.turns[-1].finish_reason if trajectory.turns else None
-        return [_Segment(0, Reason.START, row.tokens, row.masks, row.logprobs, [], last or "", row.source)]
-    rows = record_rows(trajectory.ledger) if trajectory.ledger is not None else []
-    found = [
-        _Segment(r.segment, r.reason, r.tokens, r.masks, r.logprobs, r.versions, r.finish_reason, ENGINE) for r in rows
-    ]
-    return [segment for segment in found if segment.first_trained() < len(segment.tokens)]
+def _first_trained(row: TokenRow) -> int:
+    """Where the completion begins; at the end if nothing is trained."""
+    return next((place for place, mask in enumerate(row.masks) if mask != UNTRAINED), len(row.tokens))
 
 
-def _check(segment: _Segment, trajectory: Trajectory) -> None:
-    """What must hold before a trainer sees it."""
-    where = f"rollout {trajectory.rollout_id}, segment {segment.number}"
-    lengths = {len(segment.tokens), len(segment.masks)}
-    if segment.logprobs is not None:
-        lengths.add(len(segment.logprobs))
+def _check(row: TokenRow, trajectory: Trajectory) -> None:
+    where = f"rollout {trajectory.rollout_id}, segment {row.segment}"
+    lengths = {len(row.tokens), len(row.masks), *(() if row.logprobs is None else [len(row.logprobs)])}
     if len(lengths) != 1:
         raise ConfigError(f"{where}: tokens, masks and logprobs differ in length: {sorted(lengths)}")
     if trajectory.reward is not None and not math.isfinite(trajectory.reward):
         raise ConfigError(f"{where}: the reward {trajectory.reward} is not a finite number")
-    logprobs = segment.logprobs or [0.0] * len(segment.tokens)
-    for place, (token, mask, logprob) in enumerate(zip(segment.tokens, segment.masks, logprobs, strict=True)):
+    logprobs = row.logprobs or [0.0] * len(row.tokens)
+    for place, (token, mask, logprob) in enumerate(zip(row.tokens, row.masks, logprobs, strict=True)):
         if mask == UNTRAINED:
             continue
         if mask != token:
@@ -142,33 +116,31 @@ def _check(segment: _Segment, trajectory: Trajectory) -> None:
             raise ConfigError(f"{where}, token {place}: the log-probability {logprob} is not a finite number")
 
 
-def _exported(segment: _Segment, trajectory: Trajectory, segments: int) -> ExportedRow:
-    start = segment.first_trained()
-    mask = [int(each != UNTRAINED) for each in segment.masks[start:]]
+def _exported(row: TokenRow, trajectory: Trajectory, segments: int) -> ExportedRow:
+    start = _first_trained(row)
+    mask = [int(each != UNTRAINED) for each in row.masks[start:]]
     logprobs = None
-    if segment.logprobs is not None:
-        logprobs = [each if on else 0.0 for each, on in zip(segment.logprobs[start:], mask, strict=True)]
-    told = {version for _, _, version in segment.versions}
+    if row.logprobs is not None:
+        logprobs = [each if on else 0.0 for each, on in zip(row.logprobs[start:], mask, strict=True)]
+    policies = {version for _, _, version in row.versions}
     return ExportedRow(
-        prompt_ids=segment.tokens[:start],
-        completion_ids=segment.tokens[start:],
+        prompt_ids=row.tokens[:start],
+        completion_ids=row.tokens[start:],
         mask=mask,
-        logprobs=[each if on else 0.0 for each, on in zip(logprobs, mask, strict=True)]
-        if logprobs is not None
-        else None,
+        logprobs=logprobs,
         reward=trajectory.reward,
         group_id=trajectory.group_id,
-        segment=segment.number,
-        policy_version=told.pop() or None if len(told) == 1 else None,
-        versions=[(begin - start, stop - start, version) for begin, stop, version in segment.versions if stop > begin],
+        segment=row.segment,
+        policy_version=policies.pop() or None if len(policies) == 1 else None,
+        versions=[(begin - start, stop - start, version) for begin, stop, version in row.versions if stop > begin],
         segments=segments,
         rollout_id=trajectory.rollout_id,
         task_id=trajectory.task_id,
         index=trajectory.index,
         outcome=trajectory.outcome.value,
-        reason=segment.reason,
-        finish_reason=segment.finish_reason,
-        source=segment.source,
+        reason=row.reason,
+        finish_reason=row.finish_reason,
+        source=row.source,
     )
 
 

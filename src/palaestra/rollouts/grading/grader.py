@@ -12,27 +12,24 @@ import asyncio
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from palaestra.core.errors import GraderError, InfraError, SandboxError, TaskError
+from palaestra.core.errors import GraderError, InfraError, SandboxError
 from palaestra.rollouts.grading.tampering import CACHE, SlotRoot, library_directories, link, planted, suspects
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import WORKSPACE, Change, Slot, SlotSpec, Snapshot, View
-from palaestra.tools.registry.registry import unrestricted
+from palaestra.tools.registry.build import unrestricted
 from palaestra.tools.runtime.bound_tools import SlotTools
 
 SEALED, LIVE = "sealed", "live"
 
 
 class Grading:
-    """Leases the grading slot when the check first asks for it, and gives everything back in `aclose`."""
+    """Leases the grading slot when the check first asks for it. The rollout closes it when it ends."""
 
     def __init__(self, rollout: Rollout, spec: SlotSpec) -> None:
-        if rollout.task.grading not in (SEALED, LIVE):
-            raise TaskError(f"task {rollout.task.id}: grading must be sealed or live, not {rollout.task.grading!r}")
         self.rollout = rollout
-        self.slots = rollout.slots
+        self.pool = rollout.run_context.workspaces.pool
         self.spec = spec
         self.live = rollout.task.grading == LIVE
-        self._world = rollout.world.beside("grade") if rollout.world is not None else None
         self._slot: Slot | None = None
         self._shown: Slot | None = None
         self._trouble: InfraError | None = None
@@ -42,6 +39,7 @@ class Grading:
         self._seal_done = False
         self._libraries: Sequence[str] | None = None
         self._tools: list[SlotTools] = []
+        rollout.closers.append(self.aclose)
 
     async def seal(self, view: View | None = None) -> Snapshot | None:
         """The agent's sealed work; None where the agent never had a slot. Only the first call's `view` counts."""
@@ -78,7 +76,7 @@ class Grading:
     async def changes(self) -> Sequence[Change]:
         """What the agent changed, from the sealed layer."""
         sealed = await self.seal()
-        return [] if sealed is None else await self.slots.changes(sealed)
+        return [] if sealed is None else await self.pool.changes(sealed)
 
     async def slot(self, view: View | None = None) -> Slot:
         """The grading slot. `view` says what of the agent's change it shows, by default all but plants; only the first
@@ -99,7 +97,7 @@ class Grading:
                     await _start_somewhere(self._slot)
                 return self._slot
 
-    async def sound(self) -> None:
+    async def check_sound(self) -> None:
         """Raises the `InfraError` that kept the check from looking at the work, whatever it made of that: a hook that
         catches every error would turn a slot that died into a score."""
         if self._trouble is not None:
@@ -118,7 +116,7 @@ class Grading:
             found = await planted(changes, workspace, root, kept)
             self._libraries = await library_directories(root) if CACHE in found else None
         finally:
-            await self.slots.release(before)
+            await self.pool.release(before)
         return found
 
     async def _base(self, view: View | None) -> Snapshot | None:
@@ -129,7 +127,7 @@ class Grading:
             view = View(without=await self.planted())
         if view == View():
             return sealed
-        narrowed = await self.slots.view(sealed, view)
+        narrowed = await self.pool.view(sealed, view)
         self._made.append(narrowed)
         return narrowed
 
@@ -140,7 +138,8 @@ class Grading:
             self.slot,
             task_id=f"{self.rollout.rollout_id}:grade",
             timeout_s=timeout_s,
-            world=self._world,
+            middleware=(self.rollout.world,),
+            conversation="grade",
         )
         self._tools.append(made)
         return made
@@ -149,9 +148,9 @@ class Grading:
         """Give the grading slot back, and let the rollout go on from what it showed. Its layers stay until `aclose`."""
         slot, self._slot, self._shown = self._slot, None, None
         if slot is not None:
-            await self.slots.release(slot)
+            await self.pool.release(slot)
         if not self.live and self._made:
-            self.rollout.go_on_from(self._made[-1])
+            self.rollout.continue_from(self._made[-1])
 
     async def aclose(self) -> None:
         """End what the check's tools hold, release the grading slot, drop the layers made for it. Idempotent."""
@@ -159,9 +158,9 @@ class Grading:
             await self._tools.pop().aclose()
         slot, self._slot = self._slot, None
         if slot is not None:
-            await self.slots.release(slot)
+            await self.pool.release(slot)
         while self._made:
-            await self.slots.forget(self._made.pop())
+            await self.pool.forget(self._made.pop())
 
 
 async def _start_somewhere(slot: Slot) -> None:

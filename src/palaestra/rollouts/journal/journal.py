@@ -1,7 +1,8 @@
 """The journal: the append-only record of everything that happened in a run, and the only truth on disk (invariant D1).
+And the stream of events, whose first subscriber it is.
 
-One JSON object per line; `appending` says how a line gets to the disk. JSONL files, reports and metrics are projections
-of it. A torn last line, which a power cut can leave, is ignored by `read_journal`.
+One JSON object per line, an event each (`rollouts/events.py`). JSONL files, reports and metrics are projections of it.
+`read_journal` ignores a torn last line, which a power cut can leave.
 """
 
 from __future__ import annotations
@@ -9,162 +10,51 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, StrEnum
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from palaestra.core.config import is_secret
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.append_file import AppendedFile
-from palaestra.core.types import JSON, Message
-from palaestra.inference.ledger import SampledTurn
+from palaestra.core.types import JSON
+from palaestra.rollouts.events import (
+    FIRST_SCHEMA,
+    JOURNAL_SCHEMA,
+    AnyJournalEvent,
+    GroupEnded,
+    GroupStarted,
+    JournalEvent,
+    MemoryEvent,
+    Note,
+    RolloutEnded,
+    RunStarted,
+    Subscriber,
+)
 from palaestra.rollouts.records import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
-JOURNAL_SCHEMA = "palaestra.journal/2"
-
-FIRST_SCHEMA = "palaestra.journal/1"
-"""Its turns have messages and nothing else, so no rollout of it can be taken up again."""
-
-
-class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event"):
-    """One thing that happened. `at` is seconds since the epoch."""
-
-    at: float = 0.0
-
-
-class RunStarted(Event, tag="run", kw_only=True, omit_defaults=False):
-    """The first line: what is being run, and with which configuration. It is written whole, so that it always names
-    its schema."""
-
-    schema: str = JOURNAL_SCHEMA
-    run_id: str
-    env: str
-    model: str
-    seed: int
-    config: dict[str, JSON] = {}
-
-
-class RunResumed(Event, tag="resume", kw_only=True):
-    """The run goes on from here in another process. `torn` tells whether the last line before had been cut off."""
-
-    schema: str = FIRST_SCHEMA
-    torn: bool = False
-    config: dict[str, JSON] = {}
-
-
-class GroupStarted(Event, tag="group", kw_only=True):
-    """A group's tools and preparation; its trajectories are still empty. A later one of the same group replaces it:
-    that is how a resumed run takes a half-done group up again. Rollouts that have ended stay, until they end again."""
-
-    group: Group
-
-
-class Messages(Event, tag="messages", kw_only=True):
-    """Messages that a rollout's conversation grew by, and all else that is needed to take it up again after them.
-
-    `turn` 0 is what it started from. `tokens` are those of the prompt and of the reply, as the engine counted them,
-    `seconds` those of the model and of the tools. `sampled` are the model calls since the last such event, those of
-    sub-agents too, where the server gives tokens. `cost` is that of `tokens`, where prices are known; where `recalled`,
-    it was paid before, in a part of the run that was killed during the turn.
-    """
-
-    rollout_id: str
-    turn: int
-    messages: list[Message]
-    finish_reason: str | None = None
-    tokens: tuple[int, int] = (0, 0)
-    seconds: tuple[float, float] = (0.0, 0.0)
-    sampled: list[SampledTurn] = []
-    cost: float | None = None
-    recalled: bool = False
-
-
-class Replied(Event, tag="reply", kw_only=True):
-    """A reply of the model in a turn that gives work to sub-agents, which is long: written as soon as it is there.
-
-    `branch` is the number of the sub-agent, or 0 for the rollout's own reply, which stands here until the turn's
-    `Messages` has it too. It answers the conversation with the checksum `asked`. Where the server gives tokens, they
-    are in `sampled` and `message` is empty.
-    """
-
-    rollout_id: str
-    branch: int = 0
-    asked: str = ""
-    message: Message = {}
-    finish_reason: str | None = None
-    tokens: tuple[int, int] = (0, 0)
-    cost: float | None = None
-    sampled: list[SampledTurn] = []
-
-
-class RolloutTakenUp(Event, tag="taken_up", kw_only=True):
-    """A rollout that had been cut off goes on after its first `turns` turns, and with the first `replies` replies of
-    the turn after them. Where `anew` says why, it does not: it begins again, and those are worth nothing."""
-
-    rollout_id: str
-    turns: int
-    replies: int = 0
-    anew: str = ""
-
-
-class RolloutEnded(Event, tag="rollout", kw_only=True):
-    """A rollout's complete record."""
-
-    trajectory: Trajectory
-
-
-class AttemptDiscarded(Event, tag="discarded", kw_only=True):
-    """The record of an attempt that the world broke and that was tried again on a fresh slot."""
-
-    trajectory: Trajectory
-
-
-class GroupEnded(Event, tag="group_end", kw_only=True):
-    """Every rollout of the group has ended; `error` tells why there were none."""
-
-    group_id: str
-    number: int
-    error: str = ""
-
-
-class RunEnded(Event, tag="end", kw_only=True):
-    """The last line of a run that was not killed. `reason` is done, failed or interrupted."""
-
-    reason: str
-
-
-AnyEvent = (
-    RunStarted
-    | RunResumed
-    | GroupStarted
-    | Messages
-    | Replied
-    | RolloutTakenUp
-    | RolloutEnded
-    | AttemptDiscarded
-    | GroupEnded
-    | RunEnded
-)
-
 _encoder = msgspec.json.Encoder()
-_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+_decoder: msgspec.json.Decoder[AnyJournalEvent] = msgspec.json.Decoder(AnyJournalEvent)
 
 
 T = TypeVar("T")
-EventT = TypeVar("EventT", bound=Event)
+EventT = TypeVar("EventT", bound=JournalEvent)
 
 _DEEPEST = 64
 
 
 def plain(value: T, depth: int = 0) -> T:
-    """A copy that JSON can hold: half surrogate pairs become question marks, numbers of other packages numbers, other
-    objects the names of their types."""
+    """A copy that JSON can hold.
+
+    Half surrogate pairs become question marks, numbers of other packages plain numbers, other objects the names of
+    their types.
+    """
     copied: JSON = value
     match value:
         case None | bool() | bytes() | StrEnum():
@@ -194,7 +84,7 @@ def plain(value: T, depth: int = 0) -> T:
 
 
 def _written(value: T) -> tuple[T, bytes]:
-    """What is written, `plain` where need be, and how."""
+    """The value and its line; a `plain` copy if JSON cannot hold the value itself."""
     try:
         return value, _encoder.encode(value)
     except (TypeError, ValueError, RecursionError):  # UnicodeEncodeError is a ValueError
@@ -203,14 +93,14 @@ def _written(value: T) -> tuple[T, bytes]:
 
 
 def encoded(value: JSON) -> bytes:
-    """The value as JSON; something plain stands in it for what JSON cannot hold."""
+    """The value as JSON, with something plain in place of what JSON cannot hold."""
     return _written(value)[1]
 
 
 class Journal:
-    """Appends events to one file. Owned by one event loop, and the file by one process at a time.
+    """Appends events to one file, which one process at a time owns.
 
-    Raises `ConfigError` while another process has it, and where it cannot be written.
+    Raises `ConfigError` if another process has the file open, or if it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -225,19 +115,20 @@ class Journal:
         except BlockingIOError:
             os.close(fd)
             raise ConfigError(
-                f"{path} is being written: another process has this run; wait for it, or end it"
+                f"{path} is being written by another process: wait for that run to end, or end it"
             ) from None
         except OSError:  # a file system without locks
-            logger.warning("%s cannot be locked here: see that no other process goes on with the same run", path)
+            logger.warning(
+                "%s cannot be locked on this file system: make sure that no other process resumes the run", path
+            )
         self.file = AppendedFile(fd, path)
 
     def append(self, event: EventT, check: Callable[[EventT], None] | None = None) -> EventT:
-        """Hand one event to the kernel, and say what was written: the event, or, where JSON cannot hold what an
-        environment or a tool has put into it, a copy with something plain in its place.
+        """Write one line and return the event that was written.
 
-        With a `check` nothing is written that could not be read again, or that the check, given the event as it will be
-        read, raises for. Raises ValueError for the former, and `DiskError` when the disk is full: a run without a
-        journal must stop.
+        That is the event itself, or a copy with something plain in place of what JSON cannot hold. With a `check`,
+        nothing is written unless the line can be read back and `check` accepts what was read. Raises ValueError if not,
+        and `DiskError` when the disk is full: a run without a journal must stop.
         """
         event, line = _written(event)
         if check is not None:
@@ -249,7 +140,7 @@ class Journal:
         return event
 
     async def commit(self) -> None:
-        """Return once everything appended so far is on the disk."""
+        """Wait until everything appended so far is on the disk."""
         await self.file.commit()
 
     def close(self) -> None:
@@ -257,8 +148,45 @@ class Journal:
         self.file.close()
 
 
+class EventStream:
+    """Hands each event of a run to the journal and then to the subscribers, in their order."""
+
+    def __init__(self, journal: Journal, *subscribers: Subscriber) -> None:
+        self.journal = journal
+        self._handlers: dict[type, list[Callable[[Any], None]]] = {}
+        self._reported: set[str] = set()
+        for each in subscribers:
+            self.subscribe(each)
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Add a subscriber behind those that are there."""
+        for kind, handler in subscriber.handlers().items():
+            self._handlers.setdefault(kind, []).append(handler)
+
+    def emit(self, event: JournalEvent | MemoryEvent) -> None:
+        """Write the event, if it belongs in the journal, and announce it. Raises `DiskError` when the disk is full."""
+        if isinstance(event, JournalEvent):
+            event = self.journal.append(event)
+        self.announce(event)
+
+    def announce(self, event: JournalEvent | MemoryEvent) -> None:
+        """Hand an event to the subscribers alone: one that the journal has already, or that does not belong there."""
+        for handler in self._handlers.get(type(event), ()):
+            handler(event)
+
+    def unreported(self, names: Iterable[str]) -> list[str]:
+        """Those of the names that this was not asked about before: to report something once per run."""
+        fresh = [name for name in names if name not in self._reported]
+        self._reported.update(fresh)
+        return fresh
+
+    def note(self, text: str) -> None:
+        """Announce a `Note`."""
+        self.announce(Note(text))
+
+
 def is_whole(line: bytes) -> bool:
-    """Whether a line of a journal was written to its end and can be read."""
+    """Whether a line of a journal is complete and readable."""
     try:
         _decoder.decode(line)
     except msgspec.MsgspecError:
@@ -269,15 +197,15 @@ def is_whole(line: bytes) -> bool:
 def damaged(path: Path, number: int, error: object) -> ConfigError:
     """The error for a journal with a damaged line that is not its last."""
     if number == 1:
-        return ConfigError(f"{path} does not begin as a journal does: {error}")
+        return ConfigError(f"{path} does not start like a journal: {error}")
     return ConfigError(
-        f"{path}: line {number} is damaged: {error}. Get the file from a backup; or keep what stands before that line "
-        f"(head -n {number - 1}), and --resume rolls the rest out again"
+        f"{path}: line {number} is damaged: {error}. Restore the file from a backup; or keep the lines before it "
+        f"(head -n {number - 1}), and --resume rolls out the rest again"
     )
 
 
-def read_journal(path: Path) -> Iterator[AnyEvent]:
-    """The events of a journal. A torn last line is left out; damage anywhere else raises `ConfigError`."""
+def read_journal(path: Path) -> Iterator[AnyJournalEvent]:
+    """Yield the events of a journal, without a torn last line. Raises `ConfigError` for damage anywhere else."""
     with path.open("rb") as lines:
         torn: tuple[int, Exception] | None = None
         for number, line in enumerate(lines, 1):
@@ -294,10 +222,10 @@ def read_journal(path: Path) -> Iterator[AnyEvent]:
 
 
 def check_schema(schema: str, path: Path) -> None:
-    """Raises `ConfigError` for a journal of a form that this version does not read."""
+    """Raises `ConfigError` for a journal in a format that this version does not read."""
     if schema not in (JOURNAL_SCHEMA, FIRST_SCHEMA):
         raise ConfigError(
-            f"{path} is a journal of the form {schema!r}; this version reads {JOURNAL_SCHEMA!r} and older"
+            f"{path} is a journal in the format {schema!r}; this version reads {JOURNAL_SCHEMA!r} and older"
         )
 
 
@@ -326,7 +254,7 @@ def read_groups(path: Path) -> list[Group]:
 
 
 def without_secrets(values: Mapping[str, JSON]) -> dict[str, JSON]:
-    """A configuration as the journal keeps it: the values of secrets are replaced, at any depth."""
+    """The configuration with the values of secrets replaced by `***`, at any depth."""
     return {key: "***" if value and is_secret(key) else _cleaned(value) for key, value in values.items()}
 
 

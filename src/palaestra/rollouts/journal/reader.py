@@ -16,17 +16,9 @@ import msgspec
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
+from palaestra.rollouts.events import AnyJournalEvent, GroupEnded, GroupStarted, RolloutEnded, RunResumed, RunStarted
 from palaestra.rollouts.export.exporter import ExportMeta
-from palaestra.rollouts.journal.journal import (
-    AnyEvent,
-    GroupEnded,
-    GroupStarted,
-    RolloutEnded,
-    RunResumed,
-    RunStarted,
-    check_schema,
-    damaged,
-)
+from palaestra.rollouts.journal.journal import check_schema, damaged
 from palaestra.rollouts.records import Group
 
 JOURNAL_NAME = "journal.jsonl"
@@ -59,7 +51,7 @@ class _Place:
 
 
 _heads = msgspec.json.Decoder(_Head)
-_events: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+_events: msgspec.json.Decoder[AnyJournalEvent] = msgspec.json.Decoder(AnyJournalEvent)
 
 
 class Recording:
@@ -136,10 +128,10 @@ class Recording:
                 except msgspec.MsgspecError as error:
                     torn = number, str(error)
                 except KeyError as group:
-                    torn = number, f"it tells of group {group}, which no line before begins"
+                    torn = number, f"it is about group {group}, which no earlier line starts"
                 place += len(line)
         if not self.meta.run_id:
-            raise ConfigError(f"{self.path} does not begin as a journal does: no run is named in it")
+            raise ConfigError(f"{self.path} does not start like a journal: it names no run")
 
     def _note(self, head: _Head, place: int, line: bytes) -> None:
         if head.event == "run" and not self.meta.run_id:
@@ -172,7 +164,7 @@ class Recording:
             group.trajectories.append(event.trajectory)
         return group
 
-    def _event(self, file: IO[bytes], place: int) -> AnyEvent:
+    def _event(self, file: IO[bytes], place: int) -> AnyJournalEvent:
         file.seek(place)
         try:
             return _events.decode(file.readline())

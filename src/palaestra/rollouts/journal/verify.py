@@ -16,7 +16,7 @@ import msgspec
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.inference.ledger import LedgerRecord, record_rows, verify_ledger
-from palaestra.rollouts.journal.journal import (
+from palaestra.rollouts.events import (
     AttemptDiscarded,
     GroupEnded,
     GroupStarted,
@@ -24,8 +24,8 @@ from palaestra.rollouts.journal.journal import (
     RunEnded,
     RunResumed,
     RunStarted,
-    read_journal,
 )
+from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.records import Trajectory, have_same_scores
 from palaestra.rollouts.resume.state import CUT_OFF
 

@@ -90,7 +90,7 @@ class Figures:
         }
         metrics = {f"metric/{name}": _mean(self._metrics[name]) for name in sorted(self._metrics)}
         groups: dict[str, float] = {"groups": self.groups, "groups_failed": self._failed}
-        if prepared := len(self._seconds["prepare"]):
+        if prepared := len(self._seconds.get("prepare", ())):
             groups |= {"groups_prepared": prepared, "groups_from_store": self._from_store}
         return groups | self._counts() | self._reward() | seconds | metrics
 

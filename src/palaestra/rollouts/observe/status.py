@@ -21,9 +21,9 @@ import msgspec
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Prices
 from palaestra.rollouts.journal.journal import check_schema
-from palaestra.rollouts.observe.in_flight import Idle, is_alive, read_stages
 from palaestra.rollouts.observe.intervals import mean_interval, rate_interval
 from palaestra.rollouts.observe.metrics import quantile, stage_seconds
+from palaestra.rollouts.observe.status_file import Idle, is_alive, read_stages
 from palaestra.rollouts.resume.state import CUT_OFF
 
 RUNNING, KILLED, ELSEWHERE = "running", "killed", "elsewhere"

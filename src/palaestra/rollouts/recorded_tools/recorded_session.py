@@ -1,30 +1,36 @@
-"""The world as one rollout sees it: each call named, then answered by the run's recording or by the world itself.
+"""Recorded answers for one rollout: each call of a tool that touches the world is named, so that its recorded reply is
+found again, and answered by the run's policy (`recording_policy.py`).
 
-Not for files (`recording.py`) or for what a run is told to do (`modes.py`). Invariant: the name of a call depends only
-on what this rollout did before it, so a rollout that does the same again is told the same, whatever runs beside it.
+Invariants: the name of a call depends only on what this rollout did before it, so a rollout that repeats its calls gets
+the same answers, whatever else runs. Equal calls have equal keys, however their arguments are written.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol, TypeAlias
 
 from palaestra.core.types import JSON
 from palaestra.rollouts.recorded_tools.recording_file import Heard
-from palaestra.tools.runtime.recorded_calls import Ask, call_key, failed, with_defaults
-from palaestra.tools.tool import Tool, ToolReply, ToolRun
+from palaestra.tools.runtime.runtime import CheckedCall, Next
+from palaestra.tools.tool import Tool, ToolOutcome, ToolReply
+
+Ask: TypeAlias = Callable[[], Awaitable[ToolOutcome]]
+"""Runs the call itself. The tool's mistakes and failures are outcomes too."""
 
 
 class Answers(Protocol):
-    """Where a run's replies come from."""
+    """The source of a run's replies."""
 
-    async def reply(self, call: Call, ask: Ask) -> ToolReply:
+    async def reply(self, call: NamedCall, ask: Ask) -> ToolOutcome:
         """The reply to one call. Raises `InfraError`."""
         ...
 
 
-class Call:
+class NamedCall:
     """One call, named: the `n`th of its key in its rollout."""
 
     __slots__ = ("arguments", "key", "n", "rollout", "session", "tool")
@@ -52,25 +58,54 @@ class Call:
 
 
 class RolloutWorld:
-    """Names the calls of one rollout. Implements `World`."""
+    """Names the calls of one rollout: a `ToolMiddleware`. Each of its conversations counts its calls apart."""
 
     def __init__(self, rollout: str, answers: Answers, *, replayed: bool = False) -> None:
         self.rollout = rollout
         self.replayed = replayed
         self._answers = answers
-        self._made: Counter[str] = Counter()
-        self._sessions: dict[str, str] = {}
+        self._made: Counter[tuple[str, str]] = Counter()
+        self._sessions: dict[tuple[str, str], str] = {}
 
-    async def call(self, tool: Tool, arguments: Mapping[str, JSON], run: ToolRun, ask: Ask) -> ToolReply:
-        """The reply to a call. Raises `InfraError` where the run is to end on what a recording lacks."""
-        what = await tool.world_key(with_defaults(arguments, tool.schema.parameters), run)
-        key = call_key(tool.name, what, self._sessions.get(tool.world_session, ""))
+    async def __call__(self, call: CheckedCall, then: Next) -> ToolOutcome:
+        """Answer a call of a tool that touches the world. Raises `InfraError` if a strict recording lacks it."""
+        tool = call.tool
+        if not tool.touches_world:
+            return await then(call)
+        what = await tool.world_key(with_defaults(call.arguments, tool.schema.parameters), call.run)
+        session = (call.conversation, tool.world_session)
+        key = call_key(tool.name, what, self._sessions.get(session, ""))
         if tool.world_session:
-            self._sessions[tool.world_session] = key
-        n = self._made[key]
-        self._made[key] += 1
-        return await self._answers.reply(Call(self.rollout, tool, arguments, key, n), ask)
+            self._sessions[session] = key
+        n = self._made[call.conversation, key]
+        self._made[call.conversation, key] += 1
+        name = f"{self.rollout}:{call.conversation}" if call.conversation else self.rollout
+        return await self._answers.reply(NamedCall(name, tool, call.arguments, key, n), lambda: then(call))
 
-    def beside(self, name: str) -> RolloutWorld:
-        """The same world for another part of the rollout, such as its grading or a sub-agent: its calls count apart."""
-        return RolloutWorld(f"{self.rollout}:{name}", self._answers, replayed=self.replayed)
+
+def call_key(tool: str, what: JSON, after: str = "") -> str:
+    """The key of a call: a hash (hex) of the tool, what decides its reply, and the calls of its session before it."""
+    text = json.dumps([tool, _plain(what), after], sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def with_defaults(arguments: Mapping[str, JSON], parameters: Mapping[str, JSON]) -> dict[str, JSON]:
+    """The arguments with the schema's defaults: `{}` and `{"limit": 5}` may be the same call."""
+    defaults = {
+        name: each["default"] for name, each in parameters.items() if isinstance(each, dict) and "default" in each
+    }
+    return {**defaults, **arguments}
+
+
+def failed(reply: ToolReply) -> bool:
+    """Whether a reply reports that the call failed."""
+    return isinstance(reply, Mapping) and bool(reply.get("error"))
+
+
+def _plain(value: JSON) -> JSON:
+    """Whole numbers become integers: JSON schemas accept 5.0 for an integer."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

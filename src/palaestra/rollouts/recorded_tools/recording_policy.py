@@ -16,10 +16,9 @@ from weakref import WeakValueDictionary
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, ToolUnavailable
-from palaestra.rollouts.recorded_tools.recorded_session import Answers, Call, RolloutWorld
+from palaestra.rollouts.recorded_tools.recorded_session import Answers, Ask, NamedCall, RolloutWorld
 from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME, Reader, Writer, recording_at, recording_in
-from palaestra.tools.runtime.recorded_calls import Ask
-from palaestra.tools.tool import ToolReply
+from palaestra.tools.tool import ToolOutcome
 
 MODES = ("record", "live", "replay", "fill")
 
@@ -28,7 +27,7 @@ Repeats: TypeAlias = Callable[[], bool]
 
 
 class RunWorld:
-    """The world of one run; without anything, the world itself. `close` ends its files. Implements `Worlds`."""
+    """The world of one run; without anything, the world itself. `close` ends its files. Implements `ToolRecordings`."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class RunWorld:
 class Live:
     """The world itself; nothing is kept."""
 
-    async def reply(self, call: Call, ask: Ask) -> ToolReply:
+    async def reply(self, call: NamedCall, ask: Ask) -> ToolOutcome:
         return await ask()
 
 
@@ -88,10 +87,10 @@ class Recorded:
         self._answers = answers
         self._kept = kept
 
-    async def reply(self, call: Call, ask: Ask) -> ToolReply:
-        reply = await self._answers.reply(call, ask)
-        self._kept.append(call.heard(reply))
-        return reply
+    async def reply(self, call: NamedCall, ask: Ask) -> ToolOutcome:
+        outcome = await self._answers.reply(call, ask)
+        self._kept.append(call.heard(outcome.reply))
+        return outcome
 
 
 class Remembered:
@@ -103,12 +102,11 @@ class Remembered:
         self._before = before
         self._repeats = repeats
 
-    async def reply(self, call: Call, ask: Ask) -> ToolReply:
+    async def reply(self, call: NamedCall, ask: Ask) -> ToolOutcome:
         if self._repeats() and not call.session:
             heard = self._before.find(call.key, call.rollout, call.n)
             if heard is not None and (heard.rollout, heard.n) == (call.rollout, call.n):
-                reply: ToolReply = heard.reply
-                return reply
+                return ToolOutcome.of(heard.reply)
         return await self._answers.reply(call, ask)
 
 
@@ -123,14 +121,15 @@ class Replayed:
         self._path = path
         self._strict = strict
 
-    async def reply(self, call: Call, ask: Ask) -> ToolReply:
+    async def reply(self, call: NamedCall, ask: Ask) -> ToolOutcome:
         heard = self._recording.find(call.key, call.rollout, call.n) if self._recording is not None else None
         if heard is not None:
-            reply: ToolReply = heard.reply
-            return reply
+            return ToolOutcome.of(heard.reply)
         after = " after the calls before it" if call.session else ""
         if not self._strict:
-            return {"error": f"{call.tool} is not available for this call{after}: no reply to it was recorded"}
+            return ToolOutcome.refused(
+                f"{call.tool} is not available for this call{after}: no reply to it was recorded"
+            )
         if self._recording is None:
             raise ToolUnavailable(f"{self._path} is not there, so nobody answers {call.tool} ({call.rollout})")
         raise ToolUnavailable(f"{self._path} has no reply to this call of {call.tool}{after} ({call.rollout})")
@@ -147,7 +146,7 @@ class Filled:
         self._added = added
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def reply(self, call: Call, ask: Ask) -> ToolReply:
+    async def reply(self, call: NamedCall, ask: Ask) -> ToolOutcome:
         if call.session:
             return await self._ask(call, ask)
         lock = self._asking.setdefault(call.key, asyncio.Lock())
@@ -157,14 +156,13 @@ class Filled:
                 self._recording.catch_up()
                 heard = self._recording.find(call.key, call.rollout, call.n, failures=False)
             if heard is not None:
-                reply: ToolReply = heard.reply
-                return reply
+                return ToolOutcome.of(heard.reply)
             return await self._ask(call, ask)
 
-    async def _ask(self, call: Call, ask: Ask) -> ToolReply:
-        reply = await ask()
-        self._added.append(call.heard(reply))
-        return reply
+    async def _ask(self, call: NamedCall, ask: Ask) -> ToolOutcome:
+        outcome = await ask()
+        self._added.append(call.heard(outcome.reply))
+        return outcome
 
 
 def open_world(mode: str, recording: str | Path | None = None, *, strict: bool = False) -> RunWorld:

@@ -1,7 +1,7 @@
-"""A recorded run played again: `Playback` says what the agent said, `Comparison` compares what it was shown.
+"""Replay of a recorded run: `Playback` gives the recorded replies, `Comparison` compares what the agent was shown.
 
-Not for running anything: the one runner does, with the environment's own tools and slots. Invariant: what the agent
-says is the recording, word for word, whatever the observations are; so every observation is that of the same call.
+The one runner plays it, with the environment's own tools and slots. The agent's replies are the recorded ones, word for
+word, whatever the observations are; so every observation is that of the same call.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import msgspec
 from palaestra.agent.tool_calls import NOT_FINISHED
 from palaestra.core.errors import ConfigError, InfraError
 from palaestra.core.types import JSON, Message, Outcome
-from palaestra.inference.engine import AssistantMessage, SessionContext
-from palaestra.inference.engines.recorded_policy import Recorded, recorded_turns
+from palaestra.inference.engine import AssistantMessage, ChatCompletion
+from palaestra.inference.engines.policies import RecordedReply, recorded_turns
 from palaestra.rollouts.journal.reader import Recording
+from palaestra.rollouts.middleware import Ask, ChatCall, ChatMiddleware
 from palaestra.rollouts.records import Group, SubagentRecord, Trajectory
 from palaestra.rollouts.resume.observation_diff import Kind, classify, first_difference
 
@@ -25,25 +26,26 @@ ENDS = "the recording ends here"
 
 
 class Playback:
-    """A scripted policy: the assistant's side of every rollout of a recording."""
+    """The assistant's side of every rollout of a recording, as chat middleware that asks no server."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self._said: dict[tuple[str, int], list[Recorded]] = {}
+        self._said: dict[tuple[str, int], list[RecordedReply]] = {}
         self._read: set[str] = set()
 
-    async def start(self) -> None:
-        """Nothing to read yet: groups are read as they are played."""
+    def chat(self, rollout_id: str) -> ChatMiddleware:
+        """Answers the rollout's conversations. Raises `InfraError` where the recording ends."""
 
-    def act(self, context: SessionContext, messages: Sequence[Message]) -> Recorded:
-        """What the agent said at this place. Raises `InfraError` where the recording ends."""
-        said = self._side(context.rollout_id, context.branch)
-        turn: int = sum(message.get("role") == "assistant" for message in messages)
-        if turn >= len(said):
-            raise InfraError(f"{ENDS}: {context.rollout_id}, after {turn} replies")
-        return said[turn]
+        async def answer(call: ChatCall, ask: Ask) -> ChatCompletion:
+            said = self._side(rollout_id, call.branch)
+            turn: int = sum(message.get("role") == "assistant" for message in call.messages)
+            if turn >= len(said):
+                raise InfraError(f"{ENDS}: {rollout_id}, after {turn} replies")
+            return said[turn].completion()
 
-    def _side(self, rollout_id: str, branch: int) -> list[Recorded]:
+        return answer
+
+    def _side(self, rollout_id: str, branch: int) -> list[RecordedReply]:
         group_id, _, _ = rollout_id.rpartition("/")
         if group_id not in self._read:
             self._read.add(group_id)
@@ -61,7 +63,7 @@ class Playback:
         self._said = {key: said for key, said in self._said.items() if key[0] not in played}
 
 
-def _said(rollout_id: str, conversation: Trajectory | SubagentRecord) -> list[Recorded]:
+def _said(rollout_id: str, conversation: Trajectory | SubagentRecord) -> list[RecordedReply]:
     replies = [message for message in conversation.messages if message.get("role") == "assistant"]
     try:
         return recorded_turns([msgspec.convert(reply, AssistantMessage) for reply in replies], conversation.turns)

@@ -14,21 +14,20 @@ from pathlib import Path
 from palaestra.agent.tool_calls import NOT_FINISHED
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Blame, Outcome, Prices
-from palaestra.rollouts.journal.journal import (
+from palaestra.rollouts.events import (
     JOURNAL_SCHEMA,
-    AnyEvent,
+    AnyJournalEvent,
     AttemptDiscarded,
     GroupEnded,
     GroupStarted,
-    Messages,
-    Replied,
+    ReplyReceived,
     RolloutEnded,
-    RolloutTakenUp,
+    RolloutResumed,
     RunResumed,
     RunStarted,
-    is_whole,
-    read_journal,
+    TurnTaken,
 )
+from palaestra.rollouts.journal.journal import is_whole, read_journal
 from palaestra.rollouts.records import Beside, Group, Trajectory
 
 _NOT_FINISHED = str(json.loads(NOT_FINISHED)["error"])
@@ -44,11 +43,11 @@ class CutOff:
     off; None where nobody had the time."""
 
     tools_hash: str
-    events: list[Messages] = field(default_factory=list)
-    replies: list[tuple[int, Replied]] = field(default_factory=list)
+    events: list[TurnTaken] = field(default_factory=list)
+    replies: list[tuple[int, ReplyReceived]] = field(default_factory=list)
     ended: Trajectory | None = None
 
-    def add(self, event: Messages) -> None:
+    def add(self, event: TurnTaken) -> None:
         """One more turn. One that was taken before, and whose end was not known, is replaced."""
         while event.turn and self.events and self.events[-1].turn >= event.turn:
             self.events.pop()
@@ -56,7 +55,7 @@ class CutOff:
         self.events.append(event)
 
     @property
-    def pending(self) -> list[Replied]:
+    def pending(self) -> list[ReplyReceived]:
         """The replies of the turn that was cut off."""
         return [reply for place, reply in self.replies if place >= len(self.events)]
 
@@ -86,12 +85,12 @@ class CutOff:
 
 
 @dataclass(slots=True)
-class Finished:
+class EarlierWork:
     """The work of a run so far. `ended` by group number, `rollouts` by group id and index, `cut_off` by rollout id.
     `asked` has what each group's rollouts were asked, as a checksum by group id, and `tasks` each task's id by its
     number."""
 
-    run: RunStarted
+    run: RunStarted | None = None
     ended: dict[int, Group] = field(default_factory=dict)
     rollouts: dict[str, dict[int, Trajectory]] = field(default_factory=dict)
     cut_off: dict[str, CutOff] = field(default_factory=dict)
@@ -99,7 +98,7 @@ class Finished:
     tasks: dict[int, str] = field(default_factory=dict)
 
 
-def read_finished(path: Path) -> Finished:
+def read_finished(path: Path) -> EarlierWork:
     """Read a journal. Raises `ConfigError` when there is nothing to go on with."""
     reader: _Reader | None = None
     for event in read_journal(path):
@@ -121,11 +120,11 @@ class _Reader:
     """Follows the events of one run."""
 
     def __init__(self, run: RunStarted) -> None:
-        self._finished = Finished(run)
+        self._finished = EarlierWork(run)
         self._begun: dict[str, Group] = {}
         self._schema = run.schema
 
-    def take(self, event: AnyEvent) -> None:
+    def take(self, event: AnyJournalEvent) -> None:
         finished, cut_off = self._finished, self._finished.cut_off
         match event:
             case RunResumed(schema=schema):
@@ -138,11 +137,11 @@ class _Reader:
                 finished.tasks[group.number] = group.task_id
                 finished.rollouts.setdefault(group.group_id, {})
                 finished.ended.pop(group.number, None)
-            case Messages():
+            case TurnTaken():
                 self._turn(event)
-            case Replied(rollout_id=rollout_id) if rollout_id in cut_off:
+            case ReplyReceived(rollout_id=rollout_id) if rollout_id in cut_off:
                 cut_off[rollout_id].replies.append((len(cut_off[rollout_id].events), event))
-            case RolloutTakenUp(rollout_id=rollout_id, anew=anew):
+            case RolloutResumed(rollout_id=rollout_id, anew=anew):
                 if anew:
                     cut_off.pop(rollout_id, None)
                 elif rollout_id in cut_off:
@@ -161,7 +160,7 @@ class _Reader:
             case _:
                 pass
 
-    def _turn(self, event: Messages) -> None:
+    def _turn(self, event: TurnTaken) -> None:
         group = self._begun.get(event.rollout_id.rpartition("/")[0])
         known = self._finished.cut_off.get(event.rollout_id)
         if known is None and event.turn == 0 and group is not None:
@@ -169,7 +168,7 @@ class _Reader:
         if known is not None:
             known.add(event)
 
-    def settled(self) -> Finished:
+    def settled(self) -> EarlierWork:
         """What is left when what was cut off is dropped; a group that lost a rollout by that has not ended."""
         finished = self._finished
         for number, group in list(finished.ended.items()):
@@ -190,7 +189,7 @@ class _Reader:
         return finished
 
 
-def _in_the_middle(event: Messages) -> bool:
+def _in_the_middle(event: TurnTaken) -> bool:
     """Whether a turn was cut off in one of its calls, which are text in the conversations of some agents."""
     return any(_NOT_FINISHED in str(message.get("content")) for message in event.messages)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError
-from palaestra.core.io.file_lock import turn
+from palaestra.core.io.file_lock import file_lock
 from palaestra.core.types import JSON
 from palaestra.sandbox.local.client import OnLost, SlotServer
 from palaestra.sandbox.slotd.protocol import frames
@@ -146,7 +146,7 @@ async def _start(path: Path, rung: str, settings: dict[str, JSON]) -> None:
 
 def _turn(path: Path) -> contextlib.AbstractAsyncContextManager[None]:
     """One process at a time decides whether a service runs."""
-    return turn(path.with_suffix(".lock"), asyncio.sleep, _TURN_S)
+    return file_lock(path.with_suffix(".lock"), poll_s=_TURN_S)
 
 
 def _listens(path: Path) -> bool:

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from palaestra.core.clock import Clock
 from palaestra.core.errors import ConfigError
-from palaestra.core.io.file_lock import turn
+from palaestra.core.io.file_lock import file_lock
 from palaestra.core.types import JSON
 from palaestra.sandbox.images import store as images
 from palaestra.sandbox.snapshots import fingerprint
@@ -194,7 +194,7 @@ class SnapshotStore:
 
     def turn(self, key: str, clock: Clock) -> contextlib.AbstractAsyncContextManager[None]:
         """One run at a time for one key, whoever runs it; a run that dies loses its turn."""
-        return turn(self.folder / f"turn-{key[:3]}", clock.sleep, _TURN_S)
+        return file_lock(self.folder / f"turn-{key[:3]}", poll_s=_TURN_S, sleep=clock.sleep)
 
 
 async def to_the_end(work: Callable[[], None]) -> None:

@@ -1,14 +1,14 @@
-"""From a seed to tasks: families are drawn, built and chained into one prompt, one solution and one list of checks.
+"""Generate tasks from a seed: draw families, build their parts, and join prompts, solutions and checks.
 
-Task `i` of a seed depends on the seed, `i` and the chosen families and levels alone, so that the first tasks of a long
-file are those of a short one. A task of level k has k parts. A part that can read what the one before it produces is
-given that in most cases; else it stands beside it, in a directory of its own.
+Task `i` of a seed depends only on the seed, `i` and the selected families and levels, so a short file is a prefix of a
+long one. A task of level k has k parts, each in its own directory. A part that can read the output of the previous part
+usually gets it as input.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,19 +16,44 @@ import msgspec
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
 from palaestra.sandbox.slot import WORKSPACE
-from palaestra.suites.endless_terminals.checks.all_checks import Check
+from palaestra.suites.endless_terminals.checks.all_checks import AnyCheck
 from palaestra.suites.endless_terminals.checks.file_checks import Absent, Exists
-from palaestra.suites.endless_terminals.families.all_families import AREAS, FAMILIES
-from palaestra.suites.endless_terminals.family import Family, Part, Source, UnfitInputError
-from palaestra.suites.endless_terminals.generated_task import TerminalTask, to_line
+from palaestra.suites.endless_terminals.families import (
+    config_tasks,
+    database_tasks,
+    file_tasks,
+    git_tasks,
+    log_tasks,
+    process_tasks,
+    script_tasks,
+    table_tasks,
+    text_tasks,
+)
+from palaestra.suites.endless_terminals.family import DataFile, Family, TaskPart, UnfitInputError
+from palaestra.suites.endless_terminals.generated_task import GeneratedTask, to_line
 from palaestra.suites.endless_terminals.random_stream import Draw, Stream
+
+AREAS: Mapping[str, tuple[Family, ...]] = {
+    "files": file_tasks.FILES,
+    "text": text_tasks.FAMILIES,
+    "logs": log_tasks.FAMILIES,
+    "tables": table_tasks.FAMILIES,
+    "formats": config_tasks.FAMILIES,
+    "archives": file_tasks.ARCHIVES,
+    "processes": process_tasks.FAMILIES,
+    "git": git_tasks.FAMILIES,
+    "databases": database_tasks.FAMILIES,
+    "scripts": script_tasks.FAMILIES,
+}
+
+FAMILIES: Mapping[str, Family] = {family.name: family for area in AREAS.values() for family in area}
 
 HIGHEST_LEVEL = 5
 _LEVEL_SHARES = (30, 30, 20, 12, 8)
-"""How many of a hundred tasks have level 1, 2, …"""
+"""The percentage of tasks of level 1, 2, …"""
 
 _FEED_PERCENT = 75
-"""How often a part is drawn from the families that can read what the one before it produced."""
+"""How often a part is drawn from the families that can read the previous part's output."""
 
 _TRIES = 50
 
@@ -52,8 +77,8 @@ _CLOSINGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Which tasks to make. `families` and `areas` empty means all; `levels` empty means a mixture."""
+class TaskSelection:
+    """The tasks to generate. Empty `families` and `areas` mean all, empty `levels` a mixture."""
 
     seed: int = 0
     levels: tuple[int, ...] = ()
@@ -61,16 +86,16 @@ class Choice:
     areas: tuple[str, ...] = ()
 
     def chosen(self) -> tuple[Family, ...]:
-        """The families to draw from, in their order. Raises `ConfigError` for a name or a level that there is not."""
+        """The families to draw from, in order. Raises `ConfigError` for an unknown name or level."""
         for level in self.levels:
             if not 1 <= level <= HIGHEST_LEVEL:
-                raise ConfigError(f"there is no level {level}: levels go from 1 to {HIGHEST_LEVEL}")
+                raise ConfigError(f"unknown level {level}: levels are 1 to {HIGHEST_LEVEL}")
         for name in self.families:
             if name not in FAMILIES:
-                raise ConfigError(f"no family is called {name!r}.{nearest(name, FAMILIES)}")
+                raise ConfigError(f"unknown family {name!r}.{nearest(name, FAMILIES)}")
         for area in self.areas:
             if area not in AREAS:
-                raise ConfigError(f"no area is called {area!r}.{nearest(area, AREAS)} There are {', '.join(AREAS)}")
+                raise ConfigError(f"unknown area {area!r}.{nearest(area, AREAS)} The areas are {', '.join(AREAS)}")
         of_areas = {family.name for area in self.areas for family in AREAS[area]}
         wanted = of_areas | {*self.families}
         return tuple(family for family in FAMILIES.values() if not wanted or family.name in wanted)
@@ -83,28 +108,28 @@ class Choice:
         return next(level for level in range(1, 6) if ticket < sum(_LEVEL_SHARES[:level]))
 
 
-def generate(choice: Choice, count: int, first: int = 0) -> Iterator[TerminalTask]:
-    """Tasks `first` to `first + count - 1` of a choice. Raises `ConfigError` for a choice that cannot be."""
-    families = choice.chosen()
+def generate(selection: TaskSelection, count: int, first: int = 0) -> Iterator[GeneratedTask]:
+    """Tasks `first` to `first + count - 1` of a selection. Raises `ConfigError` for a bad selection."""
+    families = selection.chosen()
     for number in range(first, first + count):
-        yield _task(choice, families, number)
+        yield _task(selection, families, number)
 
 
-def _task(choice: Choice, families: Sequence[Family], number: int) -> TerminalTask:
-    name = (choice.seed, "task", number)
+def _task(selection: TaskSelection, families: Sequence[Family], number: int) -> GeneratedTask:
+    name = (selection.seed, "task", number)
     stream = Stream(*name, "shape")
-    level = min(choice.level(stream), len(families))
+    level = min(selection.level(stream), len(families))
     chain = _Chain(name, stream)
-    # Each round of as many tasks as there are families begins with each family once.
+    # In each round of len(families) tasks every family comes first once.
     around, place = divmod(number, len(families))
-    chain.add(Stream(choice.seed, "round", around).shuffled(families)[place])
+    chain.add(Stream(selection.seed, "round", around).shuffled(families)[place])
     while len(chain.parts) < level:
         chain.add(_next(stream, families, chain))
-    return chain.task(f"terminal-{choice.seed}-{number:06}", level)
+    return chain.task(f"terminal-{selection.seed}-{number:06}", level)
 
 
 def _next(stream: Stream, families: Sequence[Family], chain: _Chain) -> Family:
-    """The family of the next part: none that is in the task already; rather one that can go on with what is there."""
+    """The family of the next part: a new one, preferably one that can read the last output."""
     left = [family for family in families if family.name not in chain.names]
     source = chain.source
     if source is not None and stream.chance(_FEED_PERCENT):
@@ -115,22 +140,22 @@ def _next(stream: Stream, families: Sequence[Family], chain: _Chain) -> Family:
 
 @dataclass(slots=True)
 class _Chain:
-    """The parts of one task so far."""
+    """The parts of one unfinished task."""
 
     name: tuple[str | int, ...]
     stream: Stream
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TaskPart] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     needs: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
 
     @property
-    def source(self) -> Source | None:
-        """What the last part produces."""
+    def source(self) -> DataFile | None:
+        """The output of the last part."""
         return self.parts[-1].output if self.parts else None
 
     def add(self, family: Family) -> None:
-        """Build one part more, with what the last one produces where the family can use it."""
+        """Add a part, with the last output as input if the family can use it."""
         given = self.source if self.source is not None and self.source.kind in family.takes else None
         for attempt in range(_TRIES):
             draw = Draw(*self.name, len(self.parts), family.name, attempt)
@@ -146,9 +171,9 @@ class _Chain:
             return
         raise AssertionError(f"family {family.name} makes no part in {_TRIES} tries")
 
-    def task(self, name: str, level: int) -> TerminalTask:
-        """The task, called `name` and a digest of what it is: tasks of one seed and other choices have other ids."""
-        task = TerminalTask(
+    def task(self, name: str, level: int) -> GeneratedTask:
+        """The task. Its id ends in a digest, so that different selections of one seed have different ids."""
+        task = GeneratedTask(
             id="",
             level=level,
             families=self.names,
@@ -182,12 +207,12 @@ def _guard(need: str) -> str:
 
 
 def _script(pieces: Sequence[str]) -> str:
-    """Shell that runs each piece in a subshell of its own, from the workspace, and ends with the first that fails."""
+    """Shell that runs each piece in a subshell in the workspace, and stops at the first failure."""
     return "".join(f"( set -e\ncd {WORKSPACE}\n{piece.rstrip()}\n) || exit 1\n" for piece in pieces if piece)
 
 
-def _initial(part: Part) -> Iterator[Check]:
-    """What is there at first: the part's files and what its `initial` says; nothing that has yet to be made."""
+def _initial(part: TaskPart) -> Iterator[AnyCheck]:
+    """The checks of the initial state: the part's files exist, `initial` holds, and no output exists yet."""
     if not part.setup:
         yield from (Exists(path) for path in part.files)
     yield from part.initial

@@ -1,9 +1,8 @@
-"""What a family is and what it makes. No I/O.
+"""Families of generated tasks and their parts. Does no I/O.
 
-A family turns draws into a `Part`: something to do in one directory of the workspace, with the files it starts from,
-a reference solution and the checks of its end. Parts compose: a part may be given the `Source` that the one before it
-produces, instead of files of its own. Invariant: a part never changes or moves what it is given, so that the checks of
-earlier parts go on to hold.
+A family turns random draws into a `TaskPart`: work in one directory of the workspace, with its initial files, a
+reference solution and checks of the final state. A part may read the `DataFile` that the previous part produces instead
+of files of its own. Invariant: a part never changes or moves its input, so the checks of earlier parts still hold.
 """
 
 from __future__ import annotations
@@ -13,21 +12,21 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
-from palaestra.suites.endless_terminals.checks.all_checks import Check
+from palaestra.suites.endless_terminals.checks.all_checks import AnyCheck
 from palaestra.suites.endless_terminals.random_stream import Draw
 from palaestra.suites.endless_terminals.tables import Table
 
 
-class Kind(StrEnum):
-    """What a file of text can be read as."""
+class DataKind(StrEnum):
+    """How to read a text file."""
 
     TABLE = "table"
     LINES = "lines"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A text file that a part reads or produces: a table in some format, or lines."""
+class DataFile:
+    """A text file that a part reads or produces: a table in the format `form`, or lines."""
 
     path: str
     form: str
@@ -35,47 +34,47 @@ class Source:
     lines: tuple[str, ...] = ()
 
     @property
-    def kind(self) -> Kind:
-        return Kind.LINES if self.table is None else Kind.TABLE
+    def kind(self) -> DataKind:
+        return DataKind.LINES if self.table is None else DataKind.TABLE
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One thing to do. Paths are relative to the workspace.
+class TaskPart:
+    """One piece of work. Paths are relative to the workspace.
 
-    `ask` tells every detail that `final` checks. `files` and then the shell script `setup` make the state it starts
-    from; `initial` looks at what the files do not show. `solution` is a shell script that starts in the workspace.
-    `live` is for work that is a running process: it is checked in the agent's own slot.
+    `ask` contains every detail that `final` checks. `files`, then the shell script `setup`, make the initial state;
+    `initial` checks what the files do not show. `solution` is a shell script that starts in the workspace. `live`: the
+    work is a running process, checked in the agent's own slot.
     """
 
     ask: str
     solution: str
-    final: tuple[Check, ...]
+    final: tuple[AnyCheck, ...]
     files: Mapping[str, str] = field(default_factory=dict)
     setup: str = ""
-    initial: tuple[Check, ...] = ()
-    output: Source | None = None
+    initial: tuple[AnyCheck, ...] = ()
+    output: DataFile | None = None
     live: bool = False
 
 
-Build: TypeAlias = Callable[[Draw, str, Source | None], Part]
-"""From draws, a directory of the workspace that is the part's own, and perhaps what it is given, to a part."""
+Build: TypeAlias = Callable[[Draw, str, DataFile | None], TaskPart]
+"""Makes a part from random draws, its directory in the workspace, and an optional input."""
 
 
 class UnfitInputError(ValueError):
-    """A family cannot use what it is given: it gets files of its own instead."""
+    """A family cannot use its input; the part gets files of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One kind of work. `needs` are programs besides bash, coreutils and python3; `takes` is what it can be given."""
+    """One kind of work. `needs`: programs besides bash, coreutils and python3; `takes`: the kinds of input."""
 
     name: str
     build: Build
-    takes: tuple[Kind, ...] = ()
+    takes: tuple[DataKind, ...] = ()
     needs: tuple[str, ...] = ()
 
 
 def python(code: str) -> str:
-    """A shell command that runs this Python code, without site packages: so it starts in a fraction of the time."""
+    """A shell command that runs this Python code, without site packages to start faster."""
     return f"python3 -S - <<'END'\n{code.strip()}\nEND\n"

@@ -1,8 +1,7 @@
-"""A generated task as a row of a file, and as the `Task` that is rolled out.
+"""A generated task and its row in a file.
 
-A row is all there is to a task: prompt, files, set-up, reference solution, and the checks of its first and last state,
-which hold the truth. Only prompt, files and set-up ever reach a slot that an agent has. Invariant: equal tasks are
-equal bytes.
+A row is the whole task: prompt, files, set-up, reference solution, and the checks of the initial and final state. Only
+prompt, files and set-up reach a slot of an agent. Invariant: equal tasks have equal bytes.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import msgspec
 
 from palaestra.core.errors import TaskError
 from palaestra.envs.datasets import Row, read_rows
-from palaestra.suites.endless_terminals.checks.all_checks import Check
+from palaestra.suites.endless_terminals.checks.all_checks import AnyCheck
 
 SCHEMA = "palaestra.terminal-task/1"
 
 
-class TerminalTask(msgspec.Struct, frozen=True, kw_only=True):
-    """One task. `families` names its parts in order, `level` how many they are; `needs` are programs of the slot."""
+class GeneratedTask(msgspec.Struct, frozen=True, kw_only=True):
+    """One task. `families` names its parts in order, `level` is their number, `needs` are required programs."""
 
     schema: str = SCHEMA
     id: str
@@ -29,29 +28,29 @@ class TerminalTask(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, str]
     setup: str
     solution: str
-    initial: list[Check]
-    final: list[Check]
+    initial: list[AnyCheck]
+    final: list[AnyCheck]
     grading: str = "sealed"
     needs: list[str] = []
 
     @property
     def live(self) -> bool:
-        """Whether the work is a running process, looked at in the agent's own slot."""
+        """Whether the work is a running process, checked in the agent's own slot."""
         return self.grading == "live"
 
 
 _ENCODER = msgspec.json.Encoder()
 
 
-def to_line(task: TerminalTask) -> bytes:
-    """The row of a task, ended by a newline."""
+def to_line(task: GeneratedTask) -> bytes:
+    """The row of a task, with a newline."""
     return _ENCODER.encode(task) + b"\n"
 
 
-def from_row(row: Row) -> TerminalTask:
-    """The task of a row. Raises `TaskError` for what is none."""
+def from_row(row: Row) -> GeneratedTask:
+    """The task of a row. Raises `TaskError`."""
     try:
-        task = msgspec.convert(row, TerminalTask)
+        task = msgspec.convert(row, GeneratedTask)
     except msgspec.ValidationError as error:
         raise TaskError(f"not a terminal task: {error}") from None
     if task.schema != SCHEMA:
@@ -61,8 +60,8 @@ def from_row(row: Row) -> TerminalTask:
 
 def read_tasks(
     source: str, *, split: str = "train", fields: Mapping[str, str] | None = None
-) -> Iterator[TerminalTask | TaskError]:
-    """The tasks of a data set, and an error in place of each row that is none; see `datasets.read_rows`."""
+) -> Iterator[GeneratedTask | TaskError]:
+    """The tasks of a dataset, with an error in place of each bad row; see `datasets.read_rows`."""
     for number, row in read_rows(source, split=split, fields=fields):
         try:
             if isinstance(row, TaskError):

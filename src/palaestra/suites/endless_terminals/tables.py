@@ -1,6 +1,6 @@
-"""Tables: small relations with typed columns, their text in four formats, and the Python that solutions read them with.
+"""Small tables with typed columns, their text in four formats, and the Python code with which solutions read them.
 
-Values are whole numbers or text that never looks like a number, so that a column means the same in every format.
+Values are integers, or text that never looks like a number, so a column has the same meaning in every format.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import TypeAlias
 from palaestra.core.types import JSON
 
 Value: TypeAlias = int | str
-Row: TypeAlias = tuple[Value, ...]
+TableRow: TypeAlias = tuple[Value, ...]
 
 FORMS = ("csv", "tsv", "json", "jsonl")
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A named column. `kind` is id (different in every row), group (few values), number or text."""
+    """A named column. `kind` is id (unique), group (few values), number or text."""
 
     name: str
     kind: str
@@ -30,7 +30,7 @@ class Table:
     """Rows under columns."""
 
     columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
 
     @property
     def names(self) -> list[str]:
@@ -45,12 +45,12 @@ class Table:
         return self.names.index(name)
 
     def values(self, name: str) -> list[Value]:
-        """A column, from the first row to the last."""
+        """The values of a column."""
         place = self.at(name)
         return [row[place] for row in self.rows]
 
-    def with_rows(self, rows: list[Row]) -> Table:
-        """The same columns over other rows."""
+    def with_rows(self, rows: list[TableRow]) -> Table:
+        """The same columns with other rows."""
         return Table(self.columns, tuple(rows))
 
     def records(self) -> list[dict[str, JSON]]:
@@ -63,7 +63,7 @@ class Table:
 
 
 def render(table: Table, form: str) -> str:
-    """The text of a table in one format, ended by a newline."""
+    """The text of a table in one format, with a final newline."""
     if form == "json":
         return json.dumps(table.records(), indent=2) + "\n"
     if form == "jsonl":
@@ -79,7 +79,7 @@ def _quoted(cell: str) -> str:
 
 
 def describe(form: str, names: list[str]) -> str:
-    """How a prompt says what a file of this format looks like."""
+    """The description of a format in a prompt."""
     fields = ", ".join(f"`{name}`" for name in names)
     if form == "json":
         return f"a JSON array of objects with the keys {fields} (numbers as JSON numbers)"
@@ -92,7 +92,7 @@ def describe(form: str, names: list[str]) -> str:
 
 
 def short(form: str) -> str:
-    """The format's name, for a file that is there to be looked at."""
+    """The short name of a format in a prompt."""
     return {"csv": "CSV", "tsv": "tab-separated", "json": "JSON", "jsonl": "JSON lines"}[form]
 
 

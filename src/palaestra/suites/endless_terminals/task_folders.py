@@ -1,13 +1,17 @@
-"""Task folders of the public recipe: their native form, and the same tasks in Harbor's form. Reading only.
+"""Task folders of the public recipe: read them, prepare their workspace, and grade with their own tests.
 
     native   task.json {description, truth, name}, container.def, test_initial_state.py, test_final_state.py
     Harbor   instruction.md, environment/{Dockerfile, task.json, test_initial_state.py}, tests/test_final_state.py,
              solution/solve.sh
 
 The recipe: "Endless Terminals: Scaling RL Environments for Terminal Agents", arXiv 2601.16443. A container definition
-names a base image and a `%post` script. With the local root (or `image`) in place of the base, its script is run as a
-set-up, and the tests of the first state decide whether that was enough. A Dockerfile is a recipe that others follow
-(`envs/images`). A ready root file system, `ROOTS/<name of the folder>`, goes before both. `truth` is not even read.
+names a base image and a `%post` script. Here the script runs as a set-up over the local root (or `image`), and the
+tests of the initial state decide whether that suffices. A Dockerfile is built by `suites/images`. A ready root file
+system, `ROOTS/<name of the folder>`, precedes both. `truth` is not read.
+
+The final tests also run once when the workspace is prepared. They must be found then, and must not all pass. Every test
+found then must pass when the agent's work is graded. Tests are in `/tmp` of the slot that runs them, which no layer
+contains, so no agent sees them.
 """
 
 from __future__ import annotations
@@ -18,8 +22,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from palaestra.core.errors import ConfigError, TaskError
-from palaestra.suites.images.image_spec import ImageRecipe
+from palaestra.core.errors import ConfigError, GraderError, PrepareError, TaskError
+from palaestra.core.types import Score
+from palaestra.sandbox.slot import Slot, View
+from palaestra.suites.grading.run_tests import Status, TestRun, run_files
+from palaestra.suites.grading.toolchain import Toolchain
+from palaestra.suites.images.dockerfile import ImageRecipe
+from palaestra.suites.slot_commands import check_execute
+from palaestra.suites.task_files import TypedFields, read_text
 
 _INSTALLERS = re.compile(
     r"(DEBIAN_FRONTEND=\w+\s+)?(sudo\s+)?"
@@ -27,11 +37,20 @@ _INSTALLERS = re.compile(
 )
 _ROOT_ENDINGS = ("", ".tar", ".tar.gz")
 
+HOME = "/home/user"
+"""The working directory of the recipe's tasks."""
+
+GRADED = View(without=("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/root", f"{HOME}/.local"))
+"""The part of an agent's change that the tests see: all but programs, libraries and settings of the system."""
+
+_TESTS = "/tmp/palaestra-tests"  # noqa: S108  in the slot
+_SETUP_TIMEOUT_S = 300.0
+
 
 @dataclass(frozen=True, slots=True)
 class FolderTask:
-    """One task of a folder. `image` None is the slots' own root, unless there is a `recipe` for one; `setup` is empty
-    when the image is ready."""
+    """One task of a folder. `image` None: the default root, unless `recipe` builds one. `setup` is empty for a ready
+    image."""
 
     id: str
     prompt: str
@@ -51,10 +70,10 @@ def read_folder(
     Raises `ConfigError` when there is no folder, or no task in it.
     """
     if not root.is_dir():
-        raise ConfigError(f"there is no folder of tasks {root}")
+        raise ConfigError(f"the folder of tasks {root} does not exist")
     places = [root] if _is_task(root) else sorted(path for path in root.iterdir() if path.is_dir() and _is_task(path))
     if not places:
-        raise ConfigError(f"{root} has no task: a folder with task.json or instruction.md, or such folders")
+        raise ConfigError(f"{root} contains no task: no folder with task.json or instruction.md")
     for place in places:
         try:
             yield read_task(place, roots, build_timeout_s)
@@ -67,10 +86,10 @@ def _is_task(place: Path) -> bool:
 
 
 def read_task(place: Path, roots: Path | None = None, build_timeout_s: float = 600.0) -> FolderTask:
-    """The task of one folder. Raises `TaskError` for what is missing."""
+    """The task of one folder. Raises `TaskError`."""
     image = _ready_root(place.name, roots)
     harbor = (place / "instruction.md").is_file()
-    prompt = _text(place / "instruction.md") if harbor else _description(place / "task.json")
+    prompt = read_text(place / "instruction.md") if harbor else _description(place / "task.json")
     environment, tests = (place / "environment", place / "tests") if harbor else (place, place)
     solution = place / "solution" / "solve.sh"
     dockerfile = environment / "Dockerfile"
@@ -81,15 +100,15 @@ def read_task(place: Path, roots: Path | None = None, build_timeout_s: float = 6
         prompt=prompt.strip(),
         setup="" if image or recipe else _setup(place, environment),
         initial_tests=_optional(environment / "test_initial_state.py"),
-        final_tests=_text(tests / "test_final_state.py"),
+        final_tests=read_text(tests / "test_final_state.py"),
         image=image,
-        solution=_text(solution) if solution.is_file() else None,
+        solution=read_text(solution) if solution.is_file() else None,
         recipe=recipe,
     )
 
 
 def _ready_root(name: str, roots: Path | None) -> str | None:
-    """The root file system that was made for a task."""
+    """The ready root file system of a task."""
     found = [roots / f"{name}{ending}" for ending in _ROOT_ENDINGS if roots is not None]
     return next((str(path) for path in found if path.exists()), None)
 
@@ -97,26 +116,28 @@ def _ready_root(name: str, roots: Path | None) -> str | None:
 def _setup(place: Path, environment: Path) -> str:
     definition = environment / "container.def"
     if definition.is_file():
-        return post_script(_text(definition), place.name)
-    raise TaskError(f"{place.name}: it has neither a container.def nor a Dockerfile, and --env.roots has no root of it")
+        return post_script(read_text(definition), place.name)
+    raise TaskError(
+        f"{place.name}: it has neither a container.def nor a Dockerfile, and --env.roots has no root for it"
+    )
 
 
 def post_script(definition: str, name: str) -> str:
     """The `%post` section as a script, without commands that install packages. Raises `TaskError`.
 
-    Packages cannot be installed without a network; the tests of the first state say whether they are missed.
+    Packages cannot be installed without network; the tests of the initial state show whether they are needed.
     """
     sections = re.split(r"^%(\w+).*$", definition, flags=re.MULTILINE)
     named = dict(zip(sections[1::2], sections[2::2], strict=True))
     if "files" in named and named["files"].strip():
-        raise TaskError(f"{name}: its container definition copies files of the machine it was made on (%files)")
+        raise TaskError(f"{name}: its container definition copies files of another machine (%files)")
     body = re.sub(r"\\\n\s*", "", named.get("post", ""))
     lines = (_without_installers(line) for line in body.splitlines())
     return "".join(f"{line}\n" for line in lines if line is not None)
 
 
 def _without_installers(line: str) -> str | None:
-    """A command line without its installing parts; None where nothing is left of it."""
+    """A command line without the parts that install; None if nothing is left."""
     if not _INSTALLERS.match(line.strip()):
         return line
     kept = [part for part in line.strip().split("&&") if not _INSTALLERS.match(part.strip())]
@@ -125,20 +146,64 @@ def _without_installers(line: str) -> str | None:
 
 def _description(path: Path) -> str:
     try:
-        described = json.loads(_text(path))["description"]
-    except (ValueError, TypeError, KeyError):
-        raise TaskError(f"{path.parent.name}: task.json has no description") from None
-    if not isinstance(described, str) or not described.strip():
-        raise TaskError(f"{path.parent.name}: the description in task.json is empty or no text")
-    return described
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"{path} cannot be read: {error}") from None
+        return TypedFields(json.loads(read_text(path)), path.name).required("description")
+    except (ValueError, RecursionError) as error:  # a TaskError, too
+        raise TaskError(f"{path.parent.name}: {error}") from None
 
 
 def _optional(path: Path) -> str:
-    return _text(path) if path.is_file() else ""
+    return read_text(path) if path.is_file() else ""
+
+
+async def prepare_folder(task: FolderTask, slot: Slot, toolchain: Toolchain, timeout_s: float) -> frozenset[str]:
+    """Make and check the initial state, and return the names of the tests that decide the grade.
+
+    Raises `PrepareError` or `TaskError` for a task that cannot be used.
+    """
+    await slot.execute(["mkdir", "-p", HOME], cwd="/")
+    if task.setup:
+        argv, problem = ["bash", "-e", "-c", task.setup], f"{task.id}: its %post script fails"
+        await check_execute(slot, argv, problem, timeout_s=_SETUP_TIMEOUT_S, shown=1000)
+    if task.initial_tests:
+        first = await _run(task.initial_tests, slot, toolchain, timeout_s)
+        if bad := _not_passed(first):
+            raise PrepareError(
+                f"{task.id}: its initial state is wrong; {bad[0]} does not pass:\n{first.output[-1000:]}"
+            )
+    last = await _run(task.final_tests, slot, toolchain, timeout_s)
+    if not last.statuses or last.collect_errors:
+        raise PrepareError(f"{task.id}: its tests of the final state cannot run:\n{last.output[-1000:]}")
+    if not _not_passed(last):
+        raise TaskError(f"{task.id}: its tests pass before anything was done")
+    return frozenset(last.statuses)
+
+
+async def score_folder(
+    task: FolderTask, names: frozenset[str], slot: Slot, toolchain: Toolchain, timeout_s: float
+) -> Score:
+    """1.0 if all of these tests pass, else 0.0. Raises `GraderError` if they did not run."""
+    run = await _run(task.final_tests, slot, toolchain, timeout_s)
+    if run.collect_errors and not run.statuses:
+        raise GraderError(f"{task.id}: its tests were not found:\n{run.output[-1000:]}")
+    passed = run.passed(names)
+    bad = {name: run.statuses.get(name, Status.MISSING).value for name in sorted(names)}
+    return Score(
+        float(run.complete and passed == len(names)),
+        {"passed": passed, "tests": len(names)},
+        {"not_passed": {name: status for name, status in bad.items() if status != Status.PASSED.value}},
+    )
+
+
+async def _run(tests: str, slot: Slot, toolchain: Toolchain, timeout_s: float) -> TestRun:
+    await slot.remove(_TESTS)
+    await slot.write_text(f"{_TESTS}/test_state.py", tests)
+    await slot.write_text(f"{_TESTS}/pytest.ini", "[pytest]\n")
+    try:
+        return await run_files(slot, toolchain, _TESTS, ["test_state.py"], timeout_s=timeout_s)
+    finally:
+        await slot.remove(_TESTS)
+
+
+def _not_passed(run: TestRun) -> list[str]:
+    bad = [name for name, status in run.statuses.items() if status is not Status.PASSED]
+    return [*run.collect_errors, *bad] or ([] if run.complete and run.statuses else ["the test session"])

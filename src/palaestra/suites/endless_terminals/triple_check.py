@@ -1,11 +1,11 @@
-"""The triple check of a task, in real slots: its first state, its oracle, and what must not be paid.
+"""Check a generated task in real slots: its initial state, its oracle, and trivial attempts.
 
-    prepare  files and set-up run, and every check of the first state holds
-    unpaid   in a fork: doing nothing fails the checks of the last state; so do files that are merely there, empty or
-             copied from an input, at every path that is to be made
-    oracle   in a fork: the solution runs, its slot is sealed, and every check holds in a fresh slot over that
+    prepare  write the files and run the set-up; every check of the initial state holds
+    trivial  in a fork, the final checks fail after doing nothing, and with files at every output path that are empty or
+             copies of an input
+    oracle   in a fork, run the solution and seal; every final check holds in a fresh slot
 
-Sealing shows the workspace alone, as an environment's grading does. Raises `TaskError` for a task that does not hold.
+The sealed view contains only the workspace, as in grading.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from contextlib import AsyncExitStack
 from palaestra.core.errors import TaskError
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSource, SlotSpec, Snapshot, View
 from palaestra.suites.endless_terminals.checks.all_checks import first_fault, live_faults
-from palaestra.suites.endless_terminals.generated_task import TerminalTask
+from palaestra.suites.endless_terminals.generated_task import GeneratedTask
+from palaestra.suites.slot_commands import check_execute
 
 GRADED = View(only=(WORKSPACE,))
-"""What of an agent's change a grader sees: no tool, library or setting outside the workspace."""
+"""The part of an agent's change that a grader sees: the workspace."""
 
 _TIMEOUT_S = 120.0
 
 
-async def prove(task: TerminalTask, slots: SlotSource, spec: SlotSpec) -> None:
-    """Raises `TaskError` with what does not hold, `InfraError` when a slot failed."""
+async def prove(task: GeneratedTask, slots: SlotSource, spec: SlotSpec) -> None:
+    """Raises `TaskError` for the check that failed, `InfraError` if a slot failed."""
     async with AsyncExitStack() as stack:
         snapshot = await _prepared(task, slots, spec)
         stack.push_async_callback(slots.forget, snapshot)
-        await _unpaid(task, slots, snapshot)
-        await _oracle(task, slots, snapshot)
+        await _check_trivial(task, slots, snapshot)
+        await _check_oracle(task, slots, snapshot)
 
 
-async def _leased(stack: AsyncExitStack, slots: SlotSource, task: TerminalTask, snapshot: Snapshot) -> Slot:
+async def _leased(stack: AsyncExitStack, slots: SlotSource, task: GeneratedTask, snapshot: Snapshot) -> Slot:
     slot = await slots.acquire(f"prove-{task.id}", snapshot=snapshot)
     stack.push_async_callback(slots.release, slot)
     return slot
 
 
-async def _prepared(task: TerminalTask, slots: SlotSource, spec: SlotSpec) -> Snapshot:
+async def _prepared(task: GeneratedTask, slots: SlotSource, spec: SlotSpec) -> Snapshot:
     slot = await slots.acquire(f"prove-{task.id}", spec=spec)
     try:
         for path, text in task.files.items():
@@ -49,26 +50,26 @@ async def _prepared(task: TerminalTask, slots: SlotSource, spec: SlotSpec) -> Sn
         if task.setup:
             await _run(slot, task, task.setup, "its set-up fails")
         if wrong := await first_fault(task.initial, slot):
-            raise TaskError(f"{task.id}: its first state is not what it should be: {wrong}")
+            raise TaskError(f"{task.id}: its initial state is wrong: {wrong}")
     except BaseException:
         await slots.release(slot)
         raise
     return await slots.seal(slot)
 
 
-async def _unpaid(task: TerminalTask, slots: SlotSource, snapshot: Snapshot) -> None:
-    """One slot for all of them: what the earlier ones leave is overwritten by the later."""
+async def _check_trivial(task: GeneratedTask, slots: SlotSource, snapshot: Snapshot) -> None:
+    """Use one slot for all attempts: later ones overwrite the files of earlier ones."""
     async with AsyncExitStack() as stack:
         slot = await _leased(stack, slots, task, snapshot)
-        for name, script in (("doing nothing", ""), *cheats(task)):
+        for name, script in (("doing nothing", ""), *trivial_attempts(task)):
             if script:
                 await slot.execute(script, timeout_s=_TIMEOUT_S)
             if not await first_fault(task.final, slot):
-                raise TaskError(f"{task.id}: it is paid for {name}")
+                raise TaskError(f"{task.id}: it is solved by {name}")
 
 
-def cheats(task: TerminalTask) -> list[tuple[str, str]]:
-    """Shell that puts something at every path that is to be made: nothing at all, or the first input."""
+def trivial_attempts(task: GeneratedTask) -> list[tuple[str, str]]:
+    """Shell scripts that write empty files, or copies of the first input, to every output path."""
     paths = list(dict.fromkeys(path for check in task.final for path in check.made()))
     sources = {"empty files": "/dev/null", **{f"copies of {source}": source for source in list(task.files)[:1]}}
     targets = {name: [path for path in paths if path != source] for name, source in sources.items()}
@@ -76,7 +77,7 @@ def cheats(task: TerminalTask) -> list[tuple[str, str]]:
 
 
 def _put(source: str, paths: Sequence[str]) -> str:
-    """Shell that writes what is in `source` to these paths, as far as that goes, with as few processes as can be."""
+    """Shell that copies `source` to these paths with few processes, ignoring errors."""
     folders = sorted({posixpath.dirname(path) for path in paths})
     targets = shlex.join(f"./{path}" for path in paths)
     return (
@@ -85,7 +86,7 @@ def _put(source: str, paths: Sequence[str]) -> str:
     )
 
 
-async def _oracle(task: TerminalTask, slots: SlotSource, snapshot: Snapshot) -> None:
+async def _check_oracle(task: GeneratedTask, slots: SlotSource, snapshot: Snapshot) -> None:
     async with AsyncExitStack() as stack:
         slot = await _leased(stack, slots, task, snapshot)
         await _run(slot, task, task.solution, "its solution fails")
@@ -97,10 +98,8 @@ async def _oracle(task: TerminalTask, slots: SlotSource, snapshot: Snapshot) -> 
 
         wrong = await live_faults(task.final, slot, sealed)
         if any(wrong):
-            raise TaskError(f"{task.id}: its solution is not paid: {next(filter(None, wrong))}")
+            raise TaskError(f"{task.id}: its solution does not pass: {next(filter(None, wrong))}")
 
 
-async def _run(slot: Slot, task: TerminalTask, script: str, problem: str) -> None:
-    done = await slot.execute(script, timeout_s=_TIMEOUT_S)
-    if not done.success:
-        raise TaskError(f"{task.id}: {problem} ({done.error}): {done.output[-500:].strip()}")
+async def _run(slot: Slot, task: GeneratedTask, script: str, problem: str) -> None:
+    await check_execute(slot, script, f"{task.id}: {problem}", cwd=WORKSPACE, timeout_s=_TIMEOUT_S, error=TaskError)

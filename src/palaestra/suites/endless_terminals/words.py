@@ -1,5 +1,4 @@
-"""The vocabulary of generated tasks: plain English nouns, names and places, with nothing that could be quoted "
-"wrongly."""
+"""The vocabulary of generated tasks: English nouns, names and places without characters that need quoting."""
 
 from __future__ import annotations
 

@@ -1,42 +1,32 @@
-"""An agent in a slot that was made from an image: where its commands start, and as whom they run."""
+"""Start an agent's commands in the directory and as the user of its image."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from palaestra.core.errors import PrepareError
-from palaestra.rollouts.rollout import Rollout, RolloutTool
+from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import WORKSPACE, Slot
 from palaestra.suites.images.as_user import is_root
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.suites.slot_commands import check_execute
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 
 async def start_in(slot: Slot, workdir: str, *folders: str) -> None:
-    """Make a directory the one that an agent's commands and relative paths start in, and make further folders.
+    """Make `workdir` the directory of an agent's commands and relative paths, and create further folders.
 
-    They start in WORKSPACE, which then is another name of it. Raises `PrepareError`.
+    WORKSPACE becomes a link to it. Raises `PrepareError`.
     """
     start = 'mkdir -p "$@" && { [ "$1" -ef %s ] || { rm -rf %s && ln -s "$1" %s; }; }'
     script = start.replace("%s", WORKSPACE)
-    done = await slot.execute(["/bin/sh", "-c", script, "start", workdir, *folders], cwd="/", timeout_s=60)
-    if not done.success:
-        raise PrepareError(f"the directory {workdir} cannot be made: {done.output[-500:]}")
+    argv = ["/bin/sh", "-c", script, "start", workdir, *folders]
+    await check_execute(slot, argv, f"the directory {workdir} cannot be created", timeout_s=60)
 
 
-def tools_of_user(rollout: Rollout, user: str, slot: Callable[[], Awaitable[Slot]], about: str) -> RolloutTool | None:
-    """Runs the agent's calls in a slot as its image's user has it; None for root, for whom the rollout's own tools do.
+def tools_of_user(rollout: Rollout, user: str, slot: Callable[[], Awaitable[Slot]], about: str) -> ToolRuntime | None:
+    """Tools that run calls as the image's user; None for root, for whom the rollout's own tools work.
 
-    `about` is what the agent is asked.
+    `about` is the agent's task.
     """
     if is_root(user):
         return None
-    tools = SlotTools(
-        rollout.kit.registry,
-        slot,
-        task_id=rollout.rollout_id,
-        user_task=about,
-        timeout_s=rollout.settings.tool_timeout_s,
-        world=rollout.world,
-    )
-    rollout.closes(tools)
-    return tools.handle
+    return rollout.bind_tools(slot, about)

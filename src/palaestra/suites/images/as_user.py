@@ -1,6 +1,6 @@
-"""Commands and files as another user of the slot: what an image's USER means to an agent.
+"""Run commands and access files as another user of the slot: the USER of an image.
 
-Files are read and written by that user's own commands, so that a tool can do no more than the user's shell.
+Files are written by commands of that user, so that a tool can do no more than the user's shell.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_root(user: str | None) -> bool:
 
 
 def as_user(argv: Sequence[str], user: str | None) -> list[str]:
-    """The command, run as that user of the slot by its `setpriv` (util-linux), with the user's own groups."""
+    """The command as that user, through `setpriv` (util-linux) of the slot, with the user's own groups."""
     if is_root(user):
         return list(argv)
     name, _, group = (user or "").partition(":")
@@ -46,7 +46,7 @@ def as_user(argv: Sequence[str], user: str | None) -> list[str]:
 
 
 async def home_of(slot: Slot, user: str) -> str:
-    """The home directory of a user, `/root` for root. Raises `PrepareError` where nobody can become that user."""
+    """The home directory of a user. Raises `PrepareError` if `setpriv` cannot switch to that user."""
     if is_root(user):
         return "/root"
     trial = await slot.execute(as_user(["/bin/sh", "-c", "true"], user), cwd="/")
@@ -61,7 +61,7 @@ async def home_of(slot: Slot, user: str) -> str:
 
 
 class UserSlot(TextFiles):
-    """A slot as one of its users has it. A stateful shell is not available."""
+    """A slot as one of its users sees it. A stateful shell is not available."""
 
     def __init__(self, slot: Slot, user: str, home: str) -> None:
         self._slot, self._user, self._home = slot, user, home
@@ -101,7 +101,7 @@ class UserSlot(TextFiles):
         verdict: bool = False,
         spill: bool = True,
     ) -> ExecutionResult:
-        """As the user; see `Slot.execute`."""
+        """`Slot.execute` as the user."""
         return await self._slot.execute(
             self._argv(command),
             cwd=cwd,
@@ -115,7 +115,7 @@ class UserSlot(TextFiles):
         )
 
     async def shell(self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b"") -> Shell:
-        """Not available: a stateful shell is root's."""
+        """Raises PermissionError: a stateful shell runs as root."""
         raise PermissionError(1, f"a stateful shell as the user {self._user} is not available")
 
     async def spawn(
@@ -127,7 +127,7 @@ class UserSlot(TextFiles):
         stdin: bool = True,
         terminal: TerminalSize | None = None,
     ) -> Process:
-        """As the user; see `Slot.spawn`."""
+        """`Slot.spawn` as the user."""
         argv, variables = self._argv(command), self._env(env)
         return await self._slot.spawn(argv, cwd=cwd, env=variables, stdin=stdin, terminal=terminal)
 
@@ -136,7 +136,7 @@ class UserSlot(TextFiles):
 
     @contextlib.asynccontextmanager
     async def fork(self) -> AsyncIterator[Slot]:
-        """As the user; see `Slot.fork`."""
+        """`Slot.fork`; the fork has the same user."""
         async with self._slot.fork() as fork:
             yield UserSlot(fork, self._user, self._home)
 
@@ -148,7 +148,7 @@ class UserSlot(TextFiles):
         return await self._slot.read_bytes(path, max_bytes=max_bytes, offset=offset)
 
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
-        """Through the user's own shell, so what it makes is the user's. Raises PermissionError with its words."""
+        """Write through the user's shell, so that new files belong to the user. Raises PermissionError."""
         script = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"' + (f' && chmod {mode:o} -- "$1"' if mode else "")
         await self._do(["/bin/sh", "-c", script, "write", path], path, data)
 
@@ -166,7 +166,7 @@ class UserSlot(TextFiles):
         await self._do(["ln", "-sfn", "--", target, path], path)
 
     async def upload(self, local: Path, path: str) -> int:
-        """As the slot does it, and then the user's."""
+        """`Slot.upload`; the files then belong to the user."""
         count = await self._slot.upload(local, path)
         name, _, group = self._user.partition(":")
         await self._slot.execute(["chown", "-R", f"{name}:{group}" if group else name, path], timeout_s=_FILE_S)
@@ -189,7 +189,7 @@ class UserSlot(TextFiles):
         return await self._slot.changes()
 
     async def _allowed(self, path: str, access: str) -> None:
-        """Raises PermissionError for what is there and not for this user; what is missing is the slot's to say."""
+        """Raises PermissionError if the path exists and the user has no access to it."""
         if await self._slot.stat(path) is None:
             return
         tried = await self.execute(["test", access, path], timeout_s=_FILE_S)

@@ -1,8 +1,8 @@
-"""Reads a Dockerfile: its instructions, and what it says of variables, directory and user. Does no I/O.
+"""Parse a Dockerfile into instructions, and compute the variables, directory and user that it sets. Does no I/O.
 
-For building in a slot without a container runtime (`slot_build.py`), and for what a ready root file system cannot say
-of itself. Format: the Dockerfile reference (docs.docker.com/reference/dockerfile); heredocs and continuation lines are
-read, several stages are refused.
+For builds in a slot without a container runtime (`slot_build.py`), and for ready root file systems that come without
+a configuration. Format: the Dockerfile reference (docs.docker.com/reference/dockerfile), with heredocs and continuation
+lines; Dockerfiles of several stages are refused.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from posixpath import join, normpath
 
 from palaestra.core.errors import TaskError
-from palaestra.suites.images.image_spec import Unsupported
+from palaestra.suites.task_files import Unsupported
 
 _HEREDOC = re.compile(r"<<(-?)\s*(['\"]?)(\w+)\2")
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-+])([^}]*))?\})")
@@ -23,7 +24,7 @@ _REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-+])([^}]*))?\})")
 
 @dataclass(frozen=True, slots=True)
 class Heredoc:
-    """A document that follows an instruction; in a quoted one nothing is replaced."""
+    """A here-document of an instruction; variables in a quoted one are not expanded."""
 
     name: str
     text: str
@@ -32,7 +33,7 @@ class Heredoc:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction: `RUN`, `apt-get update`. `flags` are those in front of its arguments, `--chown=a:b`."""
+    """One instruction, such as `RUN` with `apt-get update`. `flags` precede the arguments: `--chown=a:b`."""
 
     name: str
     arguments: str
@@ -41,7 +42,7 @@ class Instruction:
     line: int = 0
 
     def words(self) -> list[str]:
-        """The arguments as a list, from either of the two forms that there are."""
+        """The arguments as a list, from the JSON form or the shell form."""
         if self.arguments.startswith("["):
             try:
                 words = json.loads(self.arguments)
@@ -56,21 +57,26 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRecipe:
+    """What to build a task's root file system from: a Dockerfile in the task's folder, or the name of an image."""
+
+    folder: Path
+    dockerfile: Path | None = None
+    docker_image: str | None = None
+    build_timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """How commands start in an image: variables, directory, user (empty: root). Also of one that docker has built."""
+    """How commands start in an image: variables, directory, user (empty: root)."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str = "/"
     user: str = ""
 
-    @property
-    def root(self) -> bool:
-        """Whether commands are root's."""
-        return self.user.partition(":")[0] in ("", "0", "root")
-
 
 def parse(text: str) -> tuple[Instruction, ...]:
-    """The instructions of a Dockerfile of one stage. Raises `TaskError`; `Unsupported` for several stages."""
+    """The instructions of a Dockerfile. Raises `TaskError`, and `Unsupported` for several stages."""
     instructions = tuple(_instructions(text.splitlines()))
     stages = [each for each in instructions if each.name == "FROM"]
     if not stages:
@@ -81,7 +87,7 @@ def parse(text: str) -> tuple[Instruction, ...]:
 
 
 def image_config(instructions: tuple[Instruction, ...]) -> ImageConfig:
-    """What the instructions say, together."""
+    """The configuration that all instructions set together."""
     config = ImageConfig()
     arguments: dict[str, str] = {}
     for each in instructions:
@@ -92,7 +98,7 @@ def image_config(instructions: tuple[Instruction, ...]) -> ImageConfig:
 def follow(
     config: ImageConfig, arguments: dict[str, str], instruction: Instruction
 ) -> tuple[ImageConfig, dict[str, str]]:
-    """Configuration and build arguments after an instruction; those that concern neither change nothing."""
+    """Configuration and build arguments after an instruction; most instructions change neither."""
     known = {**arguments, **config.env}
     if instruction.name == "ENV":
         config = replace(config, env={**config.env, **_assignments(instruction, known)})
@@ -108,7 +114,7 @@ def follow(
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """`$NAME`, `${NAME}`, `${NAME:-word}` and `${NAME:+word}` replaced, as Dockerfiles do."""
+    """Expand `$NAME`, `${NAME}`, `${NAME:-word}` and `${NAME:+word}`, as Dockerfiles do."""
 
     def value(match: re.Match[str]) -> str:
         found = variables.get(match[1] or match[2], "")
@@ -146,7 +152,7 @@ def _instructions(lines: list[str]) -> Iterator[Instruction]:
 
 
 def _joined(lines: list[str], number: int) -> tuple[str, int]:
-    """The instruction that starts at a line, its continuation lines joined and comments dropped; and what follows."""
+    """The instruction that starts at a line, without comments and continuations, and the number of the next line."""
     parts: list[str] = []
     while number < len(lines):
         line = lines[number]
@@ -155,9 +161,9 @@ def _joined(lines: list[str], number: int) -> tuple[str, int]:
             if not parts:
                 break
             continue
-        going_on = line.rstrip().endswith("\\")
-        parts.append(line.rstrip()[:-1] if going_on else line)
-        if not going_on:
+        continued = line.rstrip().endswith("\\")
+        parts.append(line.rstrip()[:-1] if continued else line)
+        if not continued:
             break
     return "".join(parts).strip(), number
 

@@ -1,9 +1,8 @@
-"""Builds a task's image with whatever container tool there is, and exports it once to a root file system.
+"""Build a task's image with a container tool and export it once to a root file system.
 
-The result is a tar file in the cache, named by the content of the build folder, with a JSON file beside it that says
-how commands start in the image. Slots use the file (`sandbox/images`); no container runs during a rollout.
-
-The tool is the first of docker, podman and buildah that is installed and answers, or the command that a setting names.
+The result is a tar file in the cache, named by the content of the build folder, next to a JSON file with the image's
+configuration. Slots use the tar file (`sandbox/images`); no container runs during a rollout. The tool is the first of
+docker, podman and buildah that answers, or the command of a setting.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from palaestra.core.errors import ImageError, TaskError
+from palaestra.core.io.file_lock import file_lock
 from palaestra.core.types import JSON
-from palaestra.suites.images.dockerfile import ImageConfig
-from palaestra.suites.images.image_spec import ImageRecipe
-from palaestra.suites.swe.host_process import ProcessResult, run_process
-from palaestra.suites.swe.locked_file import locked
+from palaestra.suites.host_process import ProcessResult, check_process, run_process
+from palaestra.suites.images.dockerfile import ImageConfig, ImageRecipe
 
 TOOLS = ("docker", "podman", "buildah")
 SCHEMA, VERSION = "palaestra.root", 1
@@ -31,15 +29,15 @@ SCHEMA, VERSION = "palaestra.root", 1
 _ASK_S, _EXPORT_S = 20.0, 600.0
 _SHOWN = 1500
 
-_TAKEN_AWAY, _TRIES = "unknown parent image ID", 5
-"""What docker says when a layer that a build has begun with goes with another image that is removed meanwhile."""
+_LAYER_REMOVED, _TRIES = "unknown parent image ID", 5
+"""Docker's message if removing another image removed a layer that this build started with."""
 
 
-class Builder:
-    """Root file systems of tasks, built once each. Safe across processes.
+class ImageBuilder:
+    """Builds the root file system of each task once. Safe across processes.
 
-    `tool` is a command line (`docker -H unix:///run/other.sock`), empty for whatever is there. `network` is what RUN
-    lines may reach.
+    `tool` is a command line (`docker -H unix:///run/other.sock`); empty: the first tool that answers. `network`:
+    whether RUN lines reach the network. `force`: build again what is in the cache.
     """
 
     def __init__(self, folder: Path, *, tool: str = "", network: bool = True, force: bool = False) -> None:
@@ -50,21 +48,21 @@ class Builder:
         self._tool: list[str] | None = None
 
     async def root(self, recipe: ImageRecipe) -> tuple[Path, ImageConfig]:
-        """The recipe's root file system and how commands start in it. Raises `TaskError` saying why there is none."""
+        """The recipe's root file system and configuration. Raises `TaskError` if it cannot be built."""
         tool = await self._found()
         key = content_key(recipe)
         self._folder.mkdir(parents=True, exist_ok=True)
         archive = self._folder / f"{key}.tar"
-        async with locked(self._folder / f"{key}.lock", timeout_s=recipe.build_timeout_s + _EXPORT_S):
-            if self._force or not archive.is_file() or not _beside(archive).is_file():
+        async with file_lock(self._folder / f"{key}.lock", timeout_s=recipe.build_timeout_s + _EXPORT_S):
+            if self._force or not archive.is_file() or not _config_path(archive).is_file():
                 await self._make(tool, recipe, f"palaestra-task:{key}", archive)
         return archive, read_config(archive)
 
     async def _found(self) -> list[str]:
-        """The tool to build with. One that is installed and does not answer is named with what it said."""
+        """The command of the tool. Raises `TaskError` that quotes every tool that is installed and does not answer."""
         if self._tool is not None:
             return self._tool
-        said = []
+        silent = []
         for command in [self._wanted] if self._wanted else [[tool] for tool in TOOLS]:
             if shutil.which(command[0]) is None:
                 continue
@@ -72,10 +70,10 @@ class Builder:
             if answer.returncode == 0:
                 self._tool = command
                 return command
-            said.append(f"{shlex.join(command)} does not answer ({answer.text.strip()[-200:]})")
-        there_is = "; ".join(said) or f"none of {', '.join(self._wanted[:1] or TOOLS)} is installed"
+            silent.append(f"{shlex.join(command)} does not answer ({answer.text.strip()[-200:]})")
+        reason = "; ".join(silent) or f"none of {', '.join(self._wanted[:1] or TOOLS)} is installed"
         raise TaskError(
-            f"its image cannot be built: {there_is}. Start one, or give a ready root file system with --env.image_dir "
+            f"its image cannot be built: {reason}. Start one, or give a ready root file system with --env.image_dir "
             f"or a base for its Dockerfile with --env.base_image"
         )
 
@@ -96,7 +94,7 @@ class Builder:
                 await run_process([*tool, "rmi", tag], timeout_s=_ASK_S)
 
     async def _prebuilt(self, tool: list[str], recipe: ImageRecipe) -> str | None:
-        """The image that the task names, where it is here or can be pulled; None where one is to be built."""
+        """The image that the task names, pulled if necessary; None if the Dockerfile must be built."""
         if recipe.docker_image is None or (self._force and recipe.dockerfile is not None):
             return None
         try:
@@ -109,13 +107,13 @@ class Builder:
 
     async def _build(self, tool: list[str], recipe: ImageRecipe, tag: str) -> None:
         network = ["--network", "host" if self._network else "none"]
-        tidy = ["--force-rm"] if Path(tool[0]).name == "docker" else []  # the others leave no failed container
+        tidy = ["--force-rm"] if Path(tool[0]).name == "docker" else []  # the other tools leave no failed container
         command = [*tool, "build", *tidy, *network, "-t", tag, "-f", str(recipe.dockerfile), str(recipe.folder)]
         for _ in range(_TRIES):
             done = await run_process(command, timeout_s=recipe.build_timeout_s)
             if done.returncode == 0:
                 return
-            if _TAKEN_AWAY not in done.text:
+            if _LAYER_REMOVED not in done.text:
                 break
         raise TaskError(f"its image does not build with {tool[0]}:\n{done.text[-_SHOWN:].strip()}")
 
@@ -125,29 +123,27 @@ class Builder:
             return
         done = await run_process([*tool, "pull", image], timeout_s=_EXPORT_S)
         if done.returncode:
-            raise TaskError(f"its image {image} is not here and cannot be pulled: {done.text[-_SHOWN:].strip()}")
+            raise TaskError(f"its image {image} cannot be pulled: {done.text[-_SHOWN:].strip()}")
 
 
 async def _export(tool: list[str], image: str, archive: Path) -> ImageConfig:
     if Path(tool[0]).name == "buildah":
-        shown = await _must([*tool, "inspect", "--type", "image", "--format", "{{json .OCIv1.Config}}", image])
-        await _must([*tool, "push", image, f"docker-archive:{archive}"])
+        shown = await _export_step([*tool, "inspect", "--type", "image", "--format", "{{json .OCIv1.Config}}", image])
+        await _export_step([*tool, "push", image, f"docker-archive:{archive}"])
         return _config(json.loads(shown.stdout))
-    shown = await _must([*tool, "image", "inspect", "--format", "{{json .Config}}", image])
-    made = await _must([*tool, "create", image, "/bin/true"])
+    shown = await _export_step([*tool, "image", "inspect", "--format", "{{json .Config}}", image])
+    made = await _export_step([*tool, "create", image, "/bin/true"])
     container = made.stdout.decode().split()[-1]
     try:
-        await _must([*tool, "export", "-o", str(archive), container])
+        await _export_step([*tool, "export", "-o", str(archive), container])
     finally:
         await run_process([*tool, "rm", "-f", container], timeout_s=_ASK_S)
     return _config(json.loads(shown.stdout))
 
 
-async def _must(command: Sequence[str]) -> ProcessResult:
-    done = await run_process(command, timeout_s=_EXPORT_S)
-    if done.returncode:
-        raise TaskError(f"its image cannot be exported: {' '.join(command[:4])}: {done.text[-_SHOWN:].strip()}")
-    return done
+async def _export_step(command: Sequence[str]) -> ProcessResult:
+    problem = f"its image cannot be exported: {' '.join(command[:4])}"
+    return await check_process(command, problem, timeout_s=_EXPORT_S, error=TaskError, shown=_SHOWN)
 
 
 def _config(found: JSON) -> ImageConfig:
@@ -157,7 +153,7 @@ def _config(found: JSON) -> ImageConfig:
 
 
 def content_key(recipe: ImageRecipe) -> str:
-    """What tells a build from every other: the folder's files with their modes, or the image's name."""
+    """The cache key of a build: a digest of the folder's files with their modes, or of the image's name."""
     digest = hashlib.sha256(f"{VERSION}\0{recipe.docker_image or ''}\0".encode())
     if recipe.dockerfile is not None:
         for path in sorted(recipe.folder.rglob("*")):
@@ -170,18 +166,18 @@ def content_key(recipe: ImageRecipe) -> str:
     return digest.hexdigest()[:32]
 
 
-def _beside(image: Path) -> Path:
+def _config_path(image: Path) -> Path:
     return image.with_name(f"{image.name.removesuffix('.tar')}.json")
 
 
 def _write_config(image: Path, config: ImageConfig, recipe: ImageRecipe) -> None:
     record = {"schema": SCHEMA, "version": VERSION, "source": str(recipe.folder), **asdict(config)}
-    _beside(image).write_text(json.dumps(record), encoding="utf-8")
+    _config_path(image).write_text(json.dumps(record), encoding="utf-8")
 
 
 def read_config(image: Path) -> ImageConfig:
-    """How commands start in a root file system, from the JSON file beside it (`NAME.json`); all plain without one."""
-    path = _beside(image)
+    """The configuration of a root file system from the JSON file next to it, `NAME.json`; the default without one."""
+    path = _config_path(image)
     if not path.is_file():
         return ImageConfig()
     try:
@@ -190,4 +186,4 @@ def read_config(image: Path) -> ImageConfig:
             raise ImageError(f"{path} was written by a newer version")
         return ImageConfig(dict(record.get("env") or {}), record.get("workdir") or "/", record.get("user") or "")
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ImageError(f"{path} does not say how commands start in {image.name}: {error}") from None
+        raise ImageError(f"{path} is not the configuration of {image.name}: {error}") from None

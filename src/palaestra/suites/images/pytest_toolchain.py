@@ -1,25 +1,34 @@
 """pytest for verifiers: an interpreter and packages of this machine, mounted read-only where no agent can change them.
 
-The interpreter lies at a place of its own. Where it cannot run there (another C library than the image's, or one that
-belongs to this machine's system directories), the image's own `python3` serves, with the same packages.
+The interpreter is mounted at a path of its own, with the libraries that it loads, except those of the C library. If it
+cannot run in an image (another C library, or an interpreter in this machine's system directories), the image's own
+`python3` runs the same packages.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from palaestra.core.errors import PrepareError
 from palaestra.sandbox.slot import Mount, Slot
-from palaestra.suites.images.interpreter_libraries import gathered
-from palaestra.suites.swe.install import DependencyCache, interpreter
-from palaestra.suites.swe.swe_rows import Install
+from palaestra.suites.build_once import build_once
+from palaestra.suites.grading.toolchain import DependencyCache, Install, interpreter
+from palaestra.suites.host_process import run_process
 
 PYTEST = ("pytest==8.4.2", "pluggy==1.6.0", "iniconfig==2.1.0", "packaging==25.0", "pygments==2.19.2")
-"""What is mounted when a script asks for nothing else. All of it is plain Python and runs on 3.9 and newer."""
+"""The packages that are mounted if a script asks for no others. All are pure Python for 3.9 and newer."""
 
 PYTHON_DIR = "/opt/palaestra/python"
 LIBRARIES_DIR = "/opt/palaestra/libraries"
+
+_C_LIBRARY = re.compile(r"(?:ld-linux|ld-musl|lib(?:c|m|dl|rt|pthread|util|resolv|nsl|crypt)[.-])")
+_GATHER_S = 60.0
 
 _FLAGS = ("-E", "-s", "-S", "-B")
 _TRIAL = "import sys, json, _pytest.config; sys.exit(sys.version_info < (3, 9))"
@@ -27,9 +36,9 @@ _TRIAL = "import sys, json, _pytest.config; sys.exit(sys.version_info < (3, 9))"
 
 @dataclass(frozen=True, slots=True)
 class TestTools:
-    """How pytest is started. `commands` are tried in order; the mounts must be in the slot's spec.
+    """How pytest starts. `commands` are tried in order; none: the script does not use pytest.
 
-    Without commands there is no pytest, for scripts that do not ask for it.
+    The slot's spec must contain `mounts`.
     """
 
     __test__ = False
@@ -40,22 +49,22 @@ class TestTools:
 
 
 async def find_test_tools(cache: DependencyCache, requirements: Sequence[str]) -> TestTools:
-    """The tools for a task whose script installs these packages. Raises `PrepareError` where they cannot be had."""
+    """The tools for a task whose script installs these packages. Raises `PrepareError` if they cannot be installed."""
     try:
         if requirements:
             chain = await cache.toolchain(Install(requirements=("pytest<9", *requirements)), closed=False)
         else:
             chain = await cache.toolchain(Install(requirements=PYTEST))
     except PrepareError as error:
-        raise PrepareError(f"what its tests run with is not to be had: {error}") from None
+        raise PrepareError(f"the packages of its tests cannot be installed: {error}") from None
     executable, prefixes = interpreter()
     mounts = tuple(mount for mount in chain.mounts if mount not in prefixes)
     commands = [_started("/usr/bin/python3"), _started("/usr/local/bin/python3")]
-    for prefix in prefixes:  # at a place that every user of the slot may enter, wherever it lies on the host
+    for prefix in prefixes:  # at a path that every user of the slot may read
         mounts = (*mounts, replace(prefix, target=PYTHON_DIR))
         moved = _started(executable.replace(prefix.target, PYTHON_DIR, 1))
         commands.insert(0, ("env", f"LD_LIBRARY_PATH={PYTHON_DIR}/lib:{LIBRARIES_DIR}", *moved))
-        mounts = (*mounts, Mount(str(await gathered(cache.root)), LIBRARIES_DIR))
+        mounts = (*mounts, Mount(str(await _libraries(cache.root)), LIBRARIES_DIR))
     return TestTools(tuple(commands), mounts, chain.dependencies)
 
 
@@ -68,7 +77,7 @@ def _started(executable: str) -> tuple[str, ...]:
 
 
 async def working_command(slot: Slot, tools: TestTools) -> tuple[str, ...]:
-    """The first command that runs pytest in this slot. Raises `PrepareError` when none does."""
+    """The first command that runs pytest in this slot. Raises `PrepareError` if none does."""
     if not tools.commands:
         return ()
     complaints = []
@@ -79,3 +88,26 @@ async def working_command(slot: Slot, tools: TestTools) -> tuple[str, ...]:
             return command
         complaints.append(f"{_executable(command)}: {result.error} {result.output[-200:].strip()}")
     raise PrepareError("no Python runs its tests in this image: " + "; ".join(complaints))
+
+
+async def _libraries(cache: Path) -> Path:
+    """A folder with the libraries that this interpreter loads. It may be empty: images may have the libraries, too."""
+    key = hashlib.sha256(f"{sys.executable}\0{sys.version}".encode()).hexdigest()[:20]
+
+    async def gather(fresh: Path) -> None:
+        for library in await _loaded():
+            shutil.copy2(library, fresh / library.name)
+
+    return await build_once(cache / f"libraries-{key}", gather, timeout_s=_GATHER_S)
+
+
+async def _loaded() -> set[Path]:
+    """The libraries that the interpreter and its extension modules load, according to `ldd`."""
+    if shutil.which("ldd") is None:
+        return set()
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    modules = sorted(map(str, Path(sys.base_exec_prefix, sys.platlibdir, version, "lib-dynload").glob("*.so")))
+    modules = [name for name in modules if "_tkinter" not in name]
+    shown = await run_process(["ldd", sys.executable, *modules], timeout_s=_GATHER_S)
+    found = {Path(word) for word in shown.stdout.decode(errors="replace").split() if word.startswith("/")}
+    return {path for path in found if path.is_file() and ".so" in path.name and not _C_LIBRARY.match(path.name)}

@@ -1,8 +1,8 @@
-"""Follows a Dockerfile in a slot, over a base that somebody else names: no container runtime, no registry.
+"""Build a Dockerfile in a slot over a given base, without a container runtime or registry.
 
-What the Dockerfile's FROM says is not looked at; the slot is made from the base. RUN, COPY and ADD of local files, ENV,
-ARG, WORKDIR and USER are followed, what only concerns a container's start is skipped, and anything else is refused.
-Files that an instruction leaves in `/tmp` are not kept: a layer has none.
+FROM is ignored; the slot starts from the base. RUN, COPY and ADD of local files, ENV, ARG, WORKDIR, USER and SHELL are
+executed, instructions about the start of a container are skipped, and any other is refused. Files in `/tmp` are lost,
+because no layer holds them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from posixpath import basename, join, normpath
 
-from palaestra.core.errors import PrepareError, TaskError
+from palaestra.core.errors import TaskError
 from palaestra.sandbox.slot import Slot
 from palaestra.suites.images.as_user import as_user
-from palaestra.suites.images.dockerfile import Heredoc, ImageConfig, Instruction, expand, follow, parse
-from palaestra.suites.images.image_spec import ImageRecipe, Unsupported
+from palaestra.suites.images.dockerfile import Heredoc, ImageConfig, ImageRecipe, Instruction, expand, follow, parse
+from palaestra.suites.slot_commands import check_execute
+from palaestra.suites.task_files import Unsupported
 
 _CONFIGURED = frozenset({"ENV", "ARG", "USER", "WORKDIR"})
 _SKIPPED = frozenset({"FROM", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL", "VOLUME"})
@@ -27,9 +28,9 @@ _SHELL = ("/bin/sh", "-c")
 
 
 async def build_in_slot(slot: Slot, recipe: ImageRecipe) -> ImageConfig:
-    """Follow the recipe's Dockerfile in the slot. Raises `TaskError`, or `PrepareError` with a command's last words."""
+    """Build the recipe's Dockerfile in the slot. Raises `TaskError`, or `PrepareError` if a command fails."""
     if recipe.dockerfile is None:
-        raise Unsupported(f"it has no Dockerfile, and its image {recipe.docker_image} is not here")
+        raise Unsupported(f"it has no Dockerfile, and its image {recipe.docker_image} is not available")
     config, arguments, shell = ImageConfig(), dict[str, str](), list(_SHELL)
     for each in parse(recipe.dockerfile.read_text(encoding="utf-8", errors="replace")):
         variables = {**arguments, **config.env}
@@ -60,15 +61,19 @@ async def _run(
     else:
         documents = "".join(f"\n{document.text}{document.name}" for document in each.heredocs)
         argv = [*shell, f"{each.arguments}{documents}"]
-    result = await slot.execute(as_user(argv, config.user), cwd=config.workdir, env=variables, timeout_s=timeout_s)
-    if not result.success:
-        raise PrepareError(
-            f"Dockerfile, line {each.line}: RUN {each.arguments[:200]} failed: {result.error}\n{result.output[-2000:]}"
-        )
+    await check_execute(
+        slot,
+        as_user(argv, config.user),
+        f"Dockerfile, line {each.line}: RUN {each.arguments[:200]} failed",
+        cwd=config.workdir,
+        env=variables,
+        timeout_s=timeout_s,
+        shown=2000,
+    )
 
 
 async def _copy(slot: Slot, each: Instruction, config: ImageConfig, variables: dict[str, str], context: Path) -> None:
-    """Put files of the build context into the slot, as a tar archive unpacked where they belong."""
+    """Copy files of the build context into the slot as one tar archive."""
     if "from" in each.flags:
         raise Unsupported(f"its Dockerfile copies from another image (line {each.line}), which needs docker")
     *sources, target = [expand(word, variables) for word in each.words()]
@@ -84,14 +89,14 @@ async def _copy(slot: Slot, each: Instruction, config: ImageConfig, variables: d
                 continue
             for path in _matching(context, source, each):
                 _add(archive, path, join(place, basename(path)) if into and not path.is_dir() else place, each)
-    await _unpack(slot, packed.getvalue(), each)
+    await _must(slot, ["tar", "-x", "--no-overwrite-dir", "-C", "/"], each, packed.getvalue())
     owner = expand(each.flags.get("chown", ""), variables)
     if owner:
         await _must(slot, ["chown", "-R", owner, place], each)
 
 
 def _matching(context: Path, source: str, each: Instruction) -> Iterator[Path]:
-    """What a source means in the build context. Nothing outside of it, and at least one file."""
+    """The files of the build context that a source names: at least one, and none outside the context."""
     relative = normpath(source.lstrip("/"))
     if "://" in source or relative.startswith(".."):
         raise Unsupported(f"its Dockerfile adds {source} (line {each.line}), which is not in its folder")
@@ -124,7 +129,7 @@ def _add(archive: tarfile.TarFile, path: Path, target: str, each: Instruction) -
 
 
 def _ignored(folder: Path) -> frozenset[str]:
-    """Entries that a `.dockerignore` names; only its plain patterns are read."""
+    """Entries that `.dockerignore` excludes; only its plain patterns are supported."""
     listed = folder / ".dockerignore"
     if not listed.is_file():
         return frozenset()
@@ -139,13 +144,5 @@ def _add_document(archive: tarfile.TarFile, document: Heredoc, target: str, vari
     archive.addfile(info, io.BytesIO(data))
 
 
-async def _unpack(slot: Slot, data: bytes, each: Instruction) -> None:
-    result = await slot.execute(["tar", "-x", "--no-overwrite-dir", "-C", "/"], cwd="/", stdin=data, timeout_s=120)
-    if not result.success:
-        raise PrepareError(f"Dockerfile, line {each.line}: {each.name} failed: {result.error}\n{result.output[-500:]}")
-
-
-async def _must(slot: Slot, argv: list[str], each: Instruction) -> None:
-    result = await slot.execute(argv, cwd="/", timeout_s=120)
-    if not result.success:
-        raise PrepareError(f"Dockerfile, line {each.line}: {each.name} failed: {result.error}\n{result.output[-500:]}")
+async def _must(slot: Slot, argv: list[str], each: Instruction, stdin: bytes = b"") -> None:
+    await check_execute(slot, argv, f"Dockerfile, line {each.line}: {each.name} failed", stdin=stdin)

@@ -1,19 +1,21 @@
-"""Diffs against texts: apply one exactly, make one, or turn one into text replacements.
+"""Apply a diff to texts, make one, or turn one into the tool calls of a reference solution.
 
-A diff is never bent to fit: where its old lines are not what is there, that is a `DiffError`.
+Diffs are applied exactly: a hunk whose old lines differ from the file is a `DiffError`.
 """
 
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from palaestra.suites.swe.unified_diff import DiffError, FileDiff, Hunk, render, split_lines
+from palaestra.core.types import ToolStep
+from palaestra.suites.swe.unified_diff import DiffError, DiffHunk, FileDiff, parse, render, split_lines
 
 
 def apply_to_text(file: FileDiff, before: str) -> str:
-    """The text of one file after the change. Raises `DiffError` where a hunk's old lines are not what is there."""
+    """The text of one file after the change. Raises `DiffError` if a hunk does not match."""
     lines = split_lines(before)
     result: list[str] = []
     position = 0
@@ -27,13 +29,13 @@ def apply_to_text(file: FileDiff, before: str) -> str:
 
 
 def apply(files: tuple[FileDiff, ...], tree: Mapping[str, str]) -> dict[str, str | None]:
-    """The files that change, with their text afterwards; None for those that go. `tree` holds the texts before."""
+    """The changed files with their new texts, None for deleted ones; `tree` holds the old texts. Raises `DiffError`."""
     changed: dict[str, str | None] = {}
     for file in files:
         if file.old_path is not None and file.old_path not in tree:
-            raise DiffError(f"{file.old_path}: there is no such file to change")
+            raise DiffError(f"{file.old_path}: the file to change does not exist")
         if file.old_path is None and file.path in tree:
-            raise DiffError(f"{file.path}: the file is there already")
+            raise DiffError(f"{file.path}: the new file already exists")
         before = tree[file.old_path] if file.old_path is not None else ""
         after = apply_to_text(file, before)
         if file.old_path is not None and file.old_path != file.new_path:
@@ -44,7 +46,7 @@ def apply(files: tuple[FileDiff, ...], tree: Mapping[str, str]) -> dict[str, str
 
 
 def between(path: str, before: str, after: str) -> str:
-    """The diff of one file from `before` to `after`, three lines of context around each change."""
+    """The diff of one file, with three lines of context around each change; empty if nothing changes."""
     old, new = split_lines(before), split_lines(after)
     hunks = []
     for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(3):
@@ -53,27 +55,26 @@ def between(path: str, before: str, after: str) -> str:
             lines += [(" " if tag == "equal" else "-", line) for line in old[i1:i2]]
             lines += [("+", line) for line in new[j1:j2] if tag != "equal"]
         (_, i1, _, j1, _), (_, _, i2, _, j2) = group[0], group[-1]
-        hunks.append(Hunk(i1 + (i2 > i1), j1 + (j2 > j1), tuple(lines)))
+        hunks.append(DiffHunk(i1 + (i2 > i1), j1 + (j2 > j1), tuple(lines)))
     return render((FileDiff(path, path, tuple(hunks)),)) if hunks else ""
 
 
 @dataclass(frozen=True, slots=True)
-class Edit:
-    """Replace the one occurrence of `old_text` in the file at `path` by `new_text`."""
+class TextReplacement:
+    """Replace the only occurrence of `old_text` by `new_text`."""
 
-    path: str
     old_text: str
     new_text: str
 
 
-def edits(file: FileDiff, before: str) -> tuple[Edit, ...]:
-    """The hunks of a changed file as replacements to be made one after the other.
+def replacements(file: FileDiff, before: str) -> tuple[TextReplacement, ...]:
+    """The hunks of a changed file as replacements to make in this order.
 
-    Each `old_text` occurs exactly once in the file at its turn: lines around it are added until it does.
+    Each `old_text` is extended by lines around it until it occurs exactly once in the text at its turn.
     """
     found = []
     text = before
-    for hunk in reversed(file.hunks):  # from the end, so that line numbers above stay true
+    for hunk in reversed(file.hunks):  # from the end, so that the line numbers of earlier hunks stay valid
         lines = split_lines(text)
         start = hunk.old_start - 1 if hunk.old else hunk.old_start
         end = start + len(hunk.old)
@@ -86,13 +87,44 @@ def edits(file: FileDiff, before: str) -> tuple[Edit, ...]:
                 break
         old_text = "".join(lines[low:high])
         new_text = "".join([*lines[low:start], *hunk.new, *lines[end:high]])
-        found.append(Edit(file.path, old_text, new_text))
+        found.append(TextReplacement(old_text, new_text))
         text = "".join([*lines[:low], new_text, *lines[high:]])
     return tuple(found)
 
 
+def solution_steps(patch: str, texts: Mapping[str, str], repo_dir: str) -> tuple[ToolStep, ...]:
+    """The tool calls that apply a reference solution: one `patch` call per hunk, in order.
+
+    `patch` is a diff against the agent's tree, `texts` the files it changes as the agent gets them. New files are
+    written whole; the terminal deletes and renames files. Raises `DiffError` if the diff does not match.
+    """
+    return tuple(step for file in parse(patch) for step in _file_steps(file, texts, repo_dir.rstrip("/")))
+
+
+def _file_steps(file: FileDiff, texts: Mapping[str, str], repo_dir: str) -> list[ToolStep]:
+    path = f"{repo_dir}/{file.path}"
+    if file.new_path is None:
+        return [_shell("rm", "--", path)]
+    if file.old_path is None:
+        return [ToolStep("write_file", {"path": path, "content": apply_to_text(file, "")})]
+    steps = []
+    if file.renamed:
+        steps.append(_shell("mkdir", "-p", "--", path.rpartition("/")[0]))
+        steps.append(_shell("mv", "--", f"{repo_dir}/{file.old_path}", path))
+    if file.old_path not in texts:
+        raise DiffError(f"{file.old_path}: the file to change does not exist")
+    for each in replacements(file, texts[file.old_path]):
+        arguments = {"mode": "replace", "path": path, "old_string": each.old_text, "new_string": each.new_text}
+        steps.append(ToolStep("patch", arguments))
+    return steps
+
+
+def _shell(*argv: str) -> ToolStep:
+    return ToolStep("terminal", {"command": shlex.join(argv)})
+
+
 def _occurrences(text: str, part: str) -> int:
-    """How often `part` occurs, overlapping ones counted. An empty part never identifies a place."""
+    """How often `part` occurs, overlaps included; 0 for an empty part."""
     if not part:
         return 0
     count, index = 0, text.find(part)

@@ -1,11 +1,10 @@
-"""Which part of an agent's change must not decide its own grade.
+"""Select the paths of an agent's change that could influence its own grade.
 
-Grading runs the named tests over the agent's change with everything listed here shown as it was prepared: the tests,
-their fixtures and configuration, and what Python or pytest would load by itself. New source modules are kept: agents
-may add them.
+Grading shows these paths as they were prepared: the tests, their fixtures and configuration, and what Python or pytest
+loads by itself. New source modules are kept, because agents may add them.
 
-Invariant: what decides is the path alone, never the content, so that nothing an agent writes can talk its way out.
-Not covered: code under test shares its process with the test runner. `testing.py` says what that means.
+Invariant: the path alone decides, never the content. Not covered: code under test shares its process with the test
+runner; see `grading/controls.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import PurePosixPath
 
 from palaestra.sandbox.slot import Change
 from palaestra.suites.swe import unified_diff
-from palaestra.suites.swe.swe_rows import RowKind, SweRow
+from palaestra.suites.swe.swe_row import RowKind, SweRow
 
 CONFIG_NAMES = frozenset(
     {
@@ -36,12 +35,12 @@ CONFIG_NAMES = frozenset(
         "pyvenv.cfg",
     }
 )
-"""Files that pytest, the interpreter or an installer obey wherever they lie: a new one could turn tests off."""
+"""Files that pytest, the interpreter or an installer load from any folder: a new one could disable tests."""
 
 CONFIG_SUFFIXES = (".pth", ".pyc", ".pyo", ".egg-link")
 
 CACHE_DIRECTORIES = frozenset({".git", ".hg", ".pytest_cache", "__pycache__", ".tox", ".venv", "venv", ".eggs"})
-"""Never part of a solution. A planted `__pycache__` would run instead of the source beside it."""
+"""Never part of a solution. A planted `__pycache__` would run instead of its source."""
 
 TEST_DIRECTORIES = frozenset({"test", "tests", "testing"})
 
@@ -56,18 +55,18 @@ SHADOWED = frozenset(sys.stdlib_module_names) | {
     "tomli",
     "py",
 }
-"""Import names that the test run itself needs: a new top-level module of such a name would be imported instead."""
+"""Import names that the test run needs: a new top-level module of that name would be imported instead."""
 
 
 def protected_paths(
     changes: Sequence[Change], row: SweRow, pristine_paths: Collection[str], repo_dir: str = ""
 ) -> tuple[str, ...]:
-    """The changed paths to leave out of the graded view, sorted, as they stand in `changes`.
+    """The changed paths to leave out of the graded view, sorted, spelled as in `changes`.
 
-    `repo_dir` is where the repository lies in the slot, `pristine_paths` are the files of the prepared repository
-    relative to it. Changes outside `repo_dir` are none of this function's business: the view leaves them out anyway.
+    `repo_dir` is the repository in the slot, `pristine_paths` are its prepared files relative to it. Changes outside
+    `repo_dir` are ignored, because the view does not contain them.
     """
-    pristine = _WithDirectories(pristine_paths)
+    pristine = _Pristine(pristine_paths)
     tests = _test_files(row)
     guarded = _test_directories(tests, pristine_paths)
     prefix = PurePosixPath("/", repo_dir or "/")
@@ -86,7 +85,7 @@ def hidden_files(
 ) -> tuple[str, ...]:
     """Protected files of the prepared repository that a rewritten (opaque) directory hides; relative to `repo_dir`.
 
-    Leaving the directory out of the view would lose honest work in it, so grading writes these files back instead.
+    Grading writes these files back; leaving out the whole directory would lose honest work in it.
     """
     prefix = PurePosixPath("/", repo_dir or "/")
     opaque = [PurePosixPath("/", change.path) for change in changes if change.opaque]
@@ -96,8 +95,8 @@ def hidden_files(
     return tuple(str(PurePosixPath(path).relative_to(prefix)) for path in kept)
 
 
-class _WithDirectories:
-    """The prepared files, with the directories they imply."""
+class _Pristine:
+    """The prepared files and their parent directories."""
 
     def __init__(self, paths: Collection[str]) -> None:
         self.files = frozenset(paths)
@@ -105,7 +104,7 @@ class _WithDirectories:
 
 
 def _is_protected(
-    path: PurePosixPath, change: Change, tests: frozenset[str], guarded: frozenset[str], pristine: _WithDirectories
+    path: PurePosixPath, change: Change, tests: frozenset[str], guarded: frozenset[str], pristine: _Pristine
 ) -> bool:
     parts = path.parts
     if path.name in CONFIG_NAMES or path.name.endswith(CONFIG_SUFFIXES):
@@ -122,14 +121,14 @@ def _is_protected(
 
 
 def _hides_tests(path: PurePosixPath, change: Change, tests: frozenset[str], guarded: frozenset[str]) -> bool:
-    """A directory above protected paths that is gone or became a file or link. A rewritten one: `hidden_files`."""
+    """Whether a directory above protected paths was deleted or became a file or link. Rewritten: `hidden_files`."""
     if change.kind == "dir":
         return False
     return any(PurePosixPath(kept).is_relative_to(path) for kept in (*tests, *guarded))
 
 
-def _shadows(path: PurePosixPath, pristine: _WithDirectories) -> bool:
-    """A new importable name at the root, or in a directory of sources, that stands before the real module."""
+def _shadows(path: PurePosixPath, pristine: _Pristine) -> bool:
+    """Whether a new importable name in an import root shadows a module that the test run needs."""
     if str(path) in pristine.files:
         return False
     for depth, part in enumerate(path.parts, 1):
@@ -140,8 +139,8 @@ def _shadows(path: PurePosixPath, pristine: _WithDirectories) -> bool:
     return False
 
 
-def _is_import_root(directory: PurePosixPath, pristine: _WithDirectories) -> bool:
-    """Whether modules in this directory are imported by their bare name: a prepared directory that is no package."""
+def _is_import_root(directory: PurePosixPath, pristine: _Pristine) -> bool:
+    """Whether modules here are imported by their bare name: a prepared directory that is not a package."""
     return str(directory) in pristine.all and str(directory / "__init__.py") not in pristine.files
 
 
@@ -153,9 +152,9 @@ def _test_files(row: SweRow) -> frozenset[str]:
 
 
 def _test_directories(tests: frozenset[str], pristine_paths: Collection[str]) -> frozenset[str]:
-    """Directories kept whole: those named like test directories, and those that hold named tests and no sources.
+    """Test directories by name, directories that hold named tests and no sources, and single test files.
 
-    A named test that lies beside the package's own modules (or at the root) guards only itself and its like.
+    A named test next to the package's modules (or at the root) protects only test files, not its directory.
     """
     guarded = set()
     for path in (*tests, *pristine_paths):

@@ -1,10 +1,10 @@
-"""Unified diffs: read, write, reverse. Applying them to texts is in `edits.py`.
+"""Parse, render and reverse unified diffs. `apply_diff.py` applies them to texts.
 
-This is for diffs that must mean one thing: the bug of a task, its reference solution, the tests it brings. There is no
-fuzz and no offset search; a diff that does not fit is an error. Binary patches are refused.
+For diffs that must be exact: the bug of a task, its reference solution, the tests it brings. There is no fuzz and no
+search for an offset. Binary patches and copies are refused.
 
-Format: the output of `git diff`, as in git-diff(1) "Generating patch text". Lines keep their own ends, so CRLF files
-and files without a last newline come out as they went in. Bytes are carried as text by `surrogateescape`.
+Format: the output of `git diff`, git-diff(1) "Generating patch text". Lines keep their own ends, so CRLF files and
+files without a last newline are preserved. Bytes that are not UTF-8 are surrogate escapes.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from palaestra.suites.swe.diff_names import DiffError, header_paths, label, path_field, quote, unquote
-
-__all__ = ["DiffError", "FileDiff", "Hunk", "parse", "render", "reverse", "split_lines"]
-
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 _NO_NEWLINE = "\\"
+_ESCAPES = {"n": "\n", "t": "\t", '"': '"', "\\": "\\", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "r": "\r"}
+
+
+class DiffError(ValueError):
+    """A text that is not a unified diff, or a diff that does not match its file."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hunk:
-    """One changed region. `lines` are (sign, text) with sign one of " -+"; text keeps its line end, if it has one.
+class DiffHunk:
+    """One changed region. `lines` are (sign, text) with sign one of " -+"; text keeps its line end.
 
-    Line numbers are 1-based; for an empty side they name the line before, as the format has it.
+    Line numbers are 1-based; for an empty side they give the line before, as in the format.
     """
 
     old_start: int
@@ -40,26 +41,26 @@ class Hunk:
     def new(self) -> tuple[str, ...]:
         return tuple(text for sign, text in self.lines if sign != "-")
 
-    def reversed(self) -> Hunk:
-        """The hunk that undoes this one, removed lines before added ones."""
+    def reversed(self) -> DiffHunk:
+        """The hunk that undoes this one."""
         swapped = [({"+": "-", "-": "+"}.get(sign, sign), text) for sign, text in self.lines]
-        return Hunk(self.new_start, self.old_start, tuple(_removals_first(swapped)))
+        return DiffHunk(self.new_start, self.old_start, tuple(_removals_first(swapped)))
 
 
 @dataclass(frozen=True, slots=True)
 class FileDiff:
-    """What happens to one file. `old_path` is None for a new file, `new_path` None for a deleted one. Modes are octal
-    text ("100755") where the diff says them."""
+    """The change of one file. `old_path` is None for a new file, `new_path` for a deleted one. Modes are octal text
+    ("100755"), None if the diff has none."""
 
     old_path: str | None
     new_path: str | None
-    hunks: tuple[Hunk, ...] = ()
+    hunks: tuple[DiffHunk, ...] = ()
     old_mode: str | None = None
     new_mode: str | None = None
 
     @property
     def path(self) -> str:
-        """Where the file is afterwards, or was if it is deleted."""
+        """The path after the change, or before it if the file is deleted."""
         path = self.new_path if self.new_path is not None else self.old_path
         assert path is not None
         return path
@@ -75,7 +76,7 @@ class FileDiff:
 
 
 def parse(text: str) -> tuple[FileDiff, ...]:
-    """Read a diff. Raises `DiffError` when there is no change in it, or it is torn or binary."""
+    """Parse a diff. Raises `DiffError` if it has no file header, or is torn or binary."""
     files = tuple(_files(split_lines(text)))
     if not files:
         raise DiffError("not a unified diff: no file header found")
@@ -83,7 +84,7 @@ def parse(text: str) -> tuple[FileDiff, ...]:
 
 
 def render(files: tuple[FileDiff, ...]) -> str:
-    """Write a diff in git's form, so that `git apply` and `parse` read it."""
+    """Render a diff that `git apply` and `parse` accept."""
     return "".join(part for file in files for part in _render_file(file))
 
 
@@ -93,7 +94,7 @@ def reverse(text: str) -> str:
 
 
 def split_lines(text: str) -> list[str]:
-    """Lines with their ends, split at newlines alone: a form feed or a lone CR is part of its line."""
+    """Lines with their ends, split only at newlines: a form feed or a single CR is part of its line."""
     lines = text.split("\n")
     whole = [line + "\n" for line in lines[:-1]]
     return [*whole, lines[-1]] if lines[-1] else whole
@@ -106,7 +107,7 @@ def _files(lines: list[str]) -> Iterator[FileDiff]:
             file, index = _git_file(lines, index)
             yield file
         elif lines[index].startswith("--- ") and lines[index + 1 : index + 2] and lines[index + 1].startswith("+++ "):
-            old, new = path_field(lines[index][4:]), path_field(lines[index + 1][4:])
+            old, new = _path_field(lines[index][4:]), _path_field(lines[index + 1][4:])
             hunks, index = _hunks(lines, index + 2)
             yield FileDiff(old, new, hunks)
         else:
@@ -114,7 +115,7 @@ def _files(lines: list[str]) -> Iterator[FileDiff]:
 
 
 def _git_file(lines: list[str], index: int) -> tuple[FileDiff, int]:
-    old, new = header_paths(lines[index])
+    old, new = _header_paths(lines[index])
     file = FileDiff(old, new)
     index += 1
     while index < len(lines) and not lines[index].startswith(("diff --git ", "@@ ")):
@@ -127,7 +128,7 @@ def _git_file(lines: list[str], index: int) -> tuple[FileDiff, int]:
 
 
 def _extended(file: FileDiff, line: str) -> FileDiff:
-    """Take in one line between `diff --git` and the first hunk."""
+    """Apply one line between `diff --git` and the first hunk."""
     key, _, value = line.rstrip("\r\n").partition(" mode ")
     if key in ("old", "deleted file"):
         file = replace(file, old_mode=value)
@@ -138,19 +139,19 @@ def _extended(file: FileDiff, line: str) -> FileDiff:
     if key == "deleted file":
         file = replace(file, new_path=None)
     if line.startswith("rename from "):
-        file = replace(file, old_path=unquote(line[len("rename from ") :].rstrip("\r\n")))
+        file = replace(file, old_path=_unquote(line[len("rename from ") :].rstrip("\r\n")))
     if line.startswith("rename to "):
-        file = replace(file, new_path=unquote(line[len("rename to ") :].rstrip("\r\n")))
+        file = replace(file, new_path=_unquote(line[len("rename to ") :].rstrip("\r\n")))
     if line.startswith("--- ") and not file.renamed:
-        file = replace(file, old_path=path_field(line[4:]))
+        file = replace(file, old_path=_path_field(line[4:]))
     if line.startswith("+++ ") and not file.renamed:
-        file = replace(file, new_path=path_field(line[4:]))
+        file = replace(file, new_path=_path_field(line[4:]))
     if line.startswith(("GIT binary patch", "Binary files ", "copy from ")):
         raise DiffError(f"{file.path}: binary patches and copies are not supported")
     return file
 
 
-def _hunks(lines: list[str], index: int) -> tuple[tuple[Hunk, ...], int]:
+def _hunks(lines: list[str], index: int) -> tuple[tuple[DiffHunk, ...], int]:
     hunks = []
     while index < len(lines) and (header := _HUNK.match(lines[index])):
         old_left, new_left = (int(header[group] if header[group] is not None else 1) for group in (2, 4))
@@ -170,7 +171,7 @@ def _hunks(lines: list[str], index: int) -> tuple[tuple[Hunk, ...], int]:
         if index < len(lines) and lines[index].startswith(_NO_NEWLINE):
             _strip_newline(body)
             index += 1
-        hunks.append(Hunk(int(header[1]), int(header[3]), tuple(body)))
+        hunks.append(DiffHunk(int(header[1]), int(header[3]), tuple(body)))
     return tuple(hunks), index
 
 
@@ -185,7 +186,7 @@ def _body_line(line: str) -> tuple[str, str]:
 
 def _strip_newline(body: list[tuple[str, str]]) -> None:
     if not body:
-        raise DiffError("a no-newline mark before any line")
+        raise DiffError("a no-newline marker before any line")
     sign, text = body[-1]
     body[-1] = (sign, text.removesuffix("\n"))
 
@@ -193,7 +194,7 @@ def _strip_newline(body: list[tuple[str, str]]) -> None:
 def _render_file(file: FileDiff) -> Iterator[str]:
     old = file.old_path if file.old_path is not None else file.path
     new = file.new_path if file.new_path is not None else file.path
-    yield f"diff --git {quote('a/' + old)} {quote('b/' + new)}\n"
+    yield f"diff --git {_quote('a/' + old)} {_quote('b/' + new)}\n"
     if file.old_path is None:
         yield f"new file mode {file.new_mode or '100644'}\n"
     elif file.new_path is None:
@@ -201,9 +202,9 @@ def _render_file(file: FileDiff) -> Iterator[str]:
     elif file.old_mode and file.new_mode and file.old_mode != file.new_mode:
         yield f"old mode {file.old_mode}\nnew mode {file.new_mode}\n"
     if file.renamed:
-        yield f"rename from {quote(old)}\nrename to {quote(new)}\n"
+        yield f"rename from {_quote(old)}\nrename to {_quote(new)}\n"
     if file.hunks:
-        yield f"--- {label('a/', file.old_path)}\n+++ {label('b/', file.new_path)}\n"
+        yield f"--- {_label('a/', file.old_path)}\n+++ {_label('b/', file.new_path)}\n"
     for hunk in file.hunks:
         yield f"@@ -{hunk.old_start},{len(hunk.old)} +{hunk.new_start},{len(hunk.new)} @@\n"
         for sign, text in hunk.lines:
@@ -211,7 +212,7 @@ def _render_file(file: FileDiff) -> Iterator[str]:
 
 
 def _removals_first(lines: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Within each changed run, minus lines before plus lines, as tools write them."""
+    """Order each changed run as tools do: removed lines before added ones."""
     run: list[tuple[str, str]] = []
     for line in lines:
         if line[0] != " ":
@@ -221,3 +222,55 @@ def _removals_first(lines: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
         run = []
         yield line
     yield from sorted(run, key=lambda item: item[0] == "+")
+
+
+def _header_paths(line: str) -> tuple[str, str]:
+    """The two paths of a `diff --git` line. Unquoted names with spaces are found because both halves are equal."""
+    rest = line[len("diff --git ") :].rstrip("\r\n")
+    if '"' in rest:
+        match = re.fullmatch(r'("(?:[^"\\]|\\.)*"|.+?) ("(?:[^"\\]|\\.)*"|.+)', rest)
+        if match:
+            return _drop_side(_unquote(match[1])), _drop_side(_unquote(match[2]))
+    half = len(rest) // 2
+    if rest[half : half + 1] == " " and rest[2:half] == rest[half + 3 :]:
+        return _drop_side(rest[:half]), _drop_side(rest[half + 1 :])
+    old, separator, new = rest.rpartition(" b/")
+    if not separator:
+        raise DiffError(f"unreadable file header: {line[:80]!r}")
+    return _drop_side(old), new
+
+
+def _path_field(field: str) -> str | None:
+    """The path of a `---` or `+++` line; None for /dev/null. A tab and a time stamp may follow."""
+    name = _unquote(field.rstrip("\r\n").split("\t")[0])
+    return None if name == "/dev/null" else _drop_side(name)
+
+
+def _drop_side(name: str) -> str:
+    return name[2:] if name[:2] in ("a/", "b/") else name
+
+
+def _unquote(name: str) -> str:
+    """Undo git's C-style quoting of unusual names."""
+    if not (len(name) > 1 and name[0] == name[-1] == '"'):
+        return name
+    raw = re.sub(r"\\([0-7]{3}|.)", lambda m: chr(int(m[1], 8)) if len(m[1]) == 3 else _ESCAPES.get(m[1], m[1]), name)
+    try:
+        return raw[1:-1].encode("latin-1").decode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return raw[1:-1]
+
+
+def _quote(name: str) -> str:
+    """Git's C-style quoting, for names with a control character, a quote, a backslash or a non-ASCII byte."""
+    data = name.encode("utf-8", "surrogateescape")
+    if all(32 <= byte < 127 and byte not in b'"\\' for byte in data):
+        return name
+    return '"' + "".join(chr(b) if 32 <= b < 127 and b not in b'"\\' else f"\\{b:03o}" for b in data) + '"'
+
+
+def _label(side: str, path: str | None) -> str:
+    if path is None:
+        return "/dev/null"
+    quoted = _quote(side + path)
+    return quoted + "\t" if " " in quoted and not quoted.startswith('"') else quoted

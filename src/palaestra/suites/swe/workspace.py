@@ -1,18 +1,19 @@
-"""A repository inside a slot: its files, the task's bug, and a history that holds nothing else.
+"""Prepare a repository in a slot: its files, the task's bug, and a history of one commit.
 
-Invariant: what the agent gets is one commit with fixed author and dates. There is no other object, ref, reflog or
-remote in it, so the fix cannot be found in the history, and preparing twice gives the same commit.
+Invariant: the agent gets one commit with fixed author and dates, without any other object, ref, reflog or remote. So
+the history does not contain the fix, and preparing twice gives the same commit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from palaestra.core.errors import PrepareError, TaskError
+from palaestra.core.errors import TaskError
 from palaestra.sandbox.slot import Slot
+from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.swe import apply_diff, unified_diff
 from palaestra.suites.swe.repository import RepositoryCache
-from palaestra.suites.swe.swe_rows import RowKind, SweRow
+from palaestra.suites.swe.swe_row import RowKind, SweRow
 
 _DATE = "2000-01-01T00:00:00+0000"
 _IDENTITY = {
@@ -25,14 +26,10 @@ _IDENTITY = {
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_GLOBAL": "/dev/null",
 }
-_TIMEOUT_S = 120.0
 
 
 async def prepare_repository(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str) -> None:
-    """Put the task's tree into the slot at `repo_dir`: the row's commit, with the bug where the row brings one.
-
-    Raises `TaskError` or `PrepareError`.
-    """
+    """Put the row's commit with its bug into the slot at `repo_dir`. Raises `TaskError` or `PrepareError`."""
     await unpack(slot, await cache.export_tree(row), repo_dir)
     for path, text in (await _changed_by(row.bug_patch, cache, row)).items():
         await _write(slot, f"{repo_dir}/{path}", text)
@@ -40,46 +37,41 @@ async def prepare_repository(slot: Slot, cache: RepositoryCache, row: SweRow, re
 
 
 async def unpack(slot: Slot, tree: bytes, repo_dir: str) -> None:
-    """Unpack a tar archive into a directory of the slot, which is made if it is not there."""
+    """Unpack a tar archive into a directory of the slot, which is created if necessary. Raises `PrepareError`."""
     for argv, stdin in ((["mkdir", "-p", repo_dir], b""), (["tar", "-x", "--no-same-owner", "-C", repo_dir], tree)):
-        result = await slot.execute(argv, cwd="/", stdin=stdin, timeout_s=_TIMEOUT_S)
-        if not result.success:
-            raise PrepareError(f"cannot unpack the repository: {argv[0]}: {result.error} {result.output[-500:]}")
+        await check_execute(slot, argv, f"cannot unpack the repository: {argv[0]}", stdin=stdin)
 
 
-async def start_history(slot: Slot, repo_dir: str) -> bool:
-    """Commit everything as the only commit of a new repository. False when the slot has no git: then no history."""
-    if not (await slot.execute(["git", "--version"], cwd="/", timeout_s=_TIMEOUT_S)).success:
-        return False
+async def start_history(slot: Slot, repo_dir: str) -> None:
+    """Commit everything as the only commit of a new repository. Without git in the slot there is no history."""
+    if not (await slot.execute(["git", "--version"], cwd="/")).success:
+        return
     settings = ["-c", "core.logAllRefUpdates=false", "-c", "gc.auto=0", "-c", f"safe.directory={repo_dir}"]
     for command in (
         ["init", "--quiet", "--initial-branch=main", "--template="],
         ["add", "--all", "--force"],
         ["commit", "--quiet", "--no-verify", "--allow-empty", "--message=Start"],
     ):
-        result = await slot.execute(
-            ["git", *settings, *command], cwd=repo_dir, env={**_IDENTITY, "HOME": "/"}, timeout_s=_TIMEOUT_S
-        )
-        if not result.success:
-            raise PrepareError(f"git {command[0]} in the slot failed: {result.error} {result.output[-500:]}")
-    return True
+        argv = ["git", *settings, *command]
+        environment = {**_IDENTITY, "HOME": "/"}
+        await check_execute(slot, argv, f"git {command[0]} in the slot failed", cwd=repo_dir, env=environment)
 
 
 async def add_tests(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str) -> None:
-    """Bring the tests of a SWE-bench row into a grading slot. Rows of other kinds have theirs in the tree already."""
+    """Write the tests of a SWE-bench row into a grading slot. The tree of other rows already contains theirs."""
     if row.kind is RowKind.BENCH:
         for path, text in (await _changed_by(row.test_patch, cache, row)).items():
             await _write(slot, f"{repo_dir}/{path}", text)
 
 
 async def restore_files(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str, paths: tuple[str, ...]) -> None:
-    """Write files of the row's commit back, for example those that `protected.hidden_files` names."""
+    """Write files of the row's commit back, such as those of `protected.hidden_files`."""
     for path in paths:
         await slot.write_bytes(f"{repo_dir}/{path}", await cache.read_file(row, path))
 
 
 async def source_texts(cache: RepositoryCache, row: SweRow, patch: str) -> dict[str, str]:
-    """The files that a diff changes, as they are in the row's commit (bytes that are no UTF-8 as surrogates)."""
+    """The files that a diff changes, as in the row's commit; bytes that are not UTF-8 are surrogate escapes."""
     known = set(await cache.list_files(row))
     paths = {file.old_path for file in unified_diff.parse(patch)} - {None}
     return {
@@ -90,14 +82,14 @@ async def source_texts(cache: RepositoryCache, row: SweRow, patch: str) -> dict[
 
 
 async def agent_texts(cache: RepositoryCache, row: SweRow) -> dict[str, str]:
-    """The files that the reference solution changes, as the agent finds them: the bug is in."""
+    """The files that the reference solution changes, as the agent gets them: with the bug."""
     texts = await source_texts(cache, row, row.fix_patch or row.bug_patch) if row.patch else {}
     buggy = await _changed_by(row.bug_patch, cache, row)
     return {path: text for path, text in {**texts, **buggy}.items() if text is not None}
 
 
 async def _changed_by(patch: str, cache: RepositoryCache, row: SweRow) -> Mapping[str, str | None]:
-    """What a patch makes of the row's commit. A patch that is in already (its reverse fits) changes nothing."""
+    """The files that a patch changes in the row's commit; none if the commit already contains the patch."""
     if not patch:
         return {}
     files = unified_diff.parse(patch)
@@ -108,7 +100,7 @@ async def _changed_by(patch: str, cache: RepositoryCache, row: SweRow) -> Mappin
         try:
             apply_diff.apply(unified_diff.parse(backwards), await source_texts(cache, row, backwards))
         except unified_diff.DiffError:
-            raise TaskError(f"{row.instance_id}: its patch does not fit {row.base_commit}: {problem}") from None
+            raise TaskError(f"{row.instance_id}: its patch does not match {row.base_commit}: {problem}") from None
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Looks at a task's compose file: one container is a slot, more are refused."""
+"""Read a task's compose file. A slot is one container, so several services are refused."""
 
 from __future__ import annotations
 
@@ -6,26 +6,24 @@ from pathlib import Path
 
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
-from palaestra.core.yaml_reader import read_yaml
-from palaestra.suites.images.image_spec import Unsupported
+from palaestra.suites.task_files import Unsupported, read_yaml_file
 
 
 def single_service(path: Path) -> dict[str, JSON]:
-    """The one service of a compose file, without what only names or mounts things; empty where there is no file.
+    """The only service of a compose file; empty if the file does not exist.
 
-    Raises `Unsupported` for several services, `TaskError` for what is no compose file.
+    Raises `Unsupported` for several services or for privileges, `TaskError` for a file of another shape.
     """
     if not path.is_file():
         return {}
-    try:
-        content = read_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TaskError(f"{path.name} is not YAML: {error}") from None
+    content = read_yaml_file(path)
     services = content.get("services") if isinstance(content, dict) else None
     if not isinstance(services, dict) or not services:
         raise TaskError(f"{path.name} names no services")
     if len(services) > 1:
-        raise Unsupported(f"it needs {len(services)} containers ({', '.join(map(str, services))}), and a slot is one")
+        raise Unsupported(
+            f"it needs {len(services)} containers ({', '.join(map(str, services))}), and a slot is one container"
+        )
     service = next(iter(services.values()))
     if not isinstance(service, dict):
         raise TaskError(f"{path.name}: its service must be a mapping")

@@ -1,10 +1,10 @@
-"""Where terminal tasks come from: a folder of task folders, one task folder, or rows with the folders packed in them.
+"""Load terminal tasks from a task folder, a folder of task folders, or dataset rows that contain packed folders.
 
-Rows (JSONL or Parquet) have either one archive of the whole task (`task_binary`, a `.tar.gz`), or the parts apart
-(`task_name, instruction, category, docker_image, environment_tar, tests_tar, test_sh`, archives in base64). They are
-unpacked into the cache, by their content, and then read as folders are.
+A row (JSONL or Parquet) has either an archive of the whole task (`task_binary`, a `.tar.gz`) or its parts (`task_name,
+instruction, category, docker_image, environment_tar, tests_tar, test_sh`, archives in base64). Rows are unpacked into
+the cache by their content, and then read as folders.
 
-Invariant: one bad task never hides the others. It is collected with its message, and the caller decides.
+Invariant: a bad task never hides the others; it is returned with its error.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON
 from palaestra.envs.datasets import SUFFIXES, read_rows
-from palaestra.suites.terminal_bench import harbor, task_yaml
+from palaestra.suites.task_files import RowFields
+from palaestra.suites.terminal_bench import harbor, terminal_bench_1
 from palaestra.suites.terminal_bench.terminal_task import TerminalTask
 
 MAX_UNPACKED_BYTES = 1 << 30
 
 _LONGEST_NAME = 255
-"""Bytes: what file systems take as the name of a folder."""
+"""The longest folder name of common file systems, in bytes."""
 
 
 class LeftOut(TaskError):
-    """A task that cannot be used, and why."""
+    """A task that cannot be used, with the reason."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}")
@@ -45,15 +46,17 @@ class LeftOut(TaskError):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """The tasks that can be used, by name, and those that cannot."""
+class LoadedTasks:
+    """The usable tasks, and the others."""
 
     tasks: tuple[TerminalTask, ...]
     left_out: tuple[LeftOut, ...]
 
 
-def load_tasks(source: str, cache: Path, *, split: str = "train", fields: Mapping[str, str] | None = None) -> Loaded:
-    """Read every task of a source. Raises `ConfigError` where the source itself cannot be read or holds no task."""
+def load_tasks(
+    source: str, cache: Path, *, split: str = "train", fields: Mapping[str, str] | None = None
+) -> LoadedTasks:
+    """Read every task of a source. Raises `ConfigError` if the source cannot be read or contains no task."""
     path = local_path(source)
     tasks: dict[str, TerminalTask] = {}
     left_out: list[LeftOut] = []
@@ -70,27 +73,27 @@ def load_tasks(source: str, cache: Path, *, split: str = "train", fields: Mappin
             left_out.append(LeftOut(name, str(error)))
             continue
         if task.name in tasks:
-            left_out.append(LeftOut(name, f"there is another task of this name, in {tasks[task.name].path}"))
+            left_out.append(LeftOut(name, f"another task has the same name, in {tasks[task.name].path}"))
         else:
             tasks[task.name] = task
     if not tasks and not left_out:
         raise ConfigError(
-            f"{source} holds no task: no folder in it has a {harbor.CONFIG_NAME} or {task_yaml.CONFIG_NAME}"
+            f"{source} contains no task: no folder in it has a {harbor.CONFIG_NAME} or {terminal_bench_1.CONFIG_NAME}"
         )
-    return Loaded(tuple(tasks.values()), tuple(left_out))
+    return LoadedTasks(tuple(tasks.values()), tuple(left_out))
 
 
 def read_folder(folder: Path) -> TerminalTask:
-    """The task of one folder, in whichever format it is. Raises `TaskError`."""
+    """The task of one folder, in either format. Raises `TaskError`."""
     if harbor.is_task(folder):
         return harbor.read_task(folder)
-    if task_yaml.is_task(folder):
-        return task_yaml.read_task(folder)
+    if terminal_bench_1.is_task(folder):
+        return terminal_bench_1.read_task(folder)
     raise TaskError(f"{harbor.CONFIG_NAME} is missing")
 
 
 def _folders(path: Path) -> Iterator[tuple[str, Path]]:
-    """The task folders at a path: itself, or all below it, sorted. What looks like a task without its file counts."""
+    """The task folders at a path: itself, or all below it, sorted; also folders with only an instruction.md."""
     if _is_task(path):
         yield path.name, path.resolve()
         return
@@ -106,7 +109,7 @@ def _holds_rows(path: Path) -> bool:
 
 
 def _is_task(folder: Path) -> bool:
-    return harbor.is_task(folder) or task_yaml.is_task(folder)
+    return harbor.is_task(folder) or terminal_bench_1.is_task(folder)
 
 
 def _unpacked_rows(
@@ -124,9 +127,9 @@ def _unpacked_rows(
 
 
 def _unpacked(row: Mapping[str, JSON], name: str, cache: Path) -> Path:
-    """The row's folder in the cache, unpacked now where it was not before."""
+    """The row's folder in the cache, unpacked if necessary."""
     if not name or name in (".", "..") or not name.isprintable() or len(name.encode()) > _LONGEST_NAME:
-        raise TaskError(f"{name!r:.100} cannot be the name of a task")
+        raise TaskError(f"{name!r:.100} is not a valid task name")
     digest = hashlib.sha256(repr(sorted(row.items())).encode()).hexdigest()[:16]
     place = cache / "terminal-tasks" / digest / name
     if place.is_dir():
@@ -146,9 +149,7 @@ def _fill(folder: Path, row: Mapping[str, JSON]) -> None:
     if whole:
         _extract(_bytes(whole, "task_binary"), folder, "task_binary")
         return
-    if not row.get("instruction"):
-        raise TaskError("column 'instruction' is missing or empty")
-    (folder / "instruction.md").write_text(str(row["instruction"]), encoding="utf-8")
+    (folder / "instruction.md").write_text(RowFields(row).required("instruction"), encoding="utf-8")
     for column, below in (("environment_tar", "environment"), ("tests_tar", "tests"), ("solution_tar", "solution")):
         (folder / below).mkdir()
         if row.get(column):
@@ -159,7 +160,7 @@ def _fill(folder: Path, row: Mapping[str, JSON]) -> None:
 
 
 def _task_toml(row: Mapping[str, JSON]) -> str:
-    """The settings that a row has in columns. JSON's strings are TOML's, too."""
+    """The task.toml for the columns of a row. JSON strings are valid TOML."""
     lines = ['version = "1.0"', "[metadata]"]
     lines += [f"{key} = {json.dumps(str(row[key]))}" for key in ("category", "difficulty") if row.get(key)]
     lines += (
@@ -178,7 +179,7 @@ def _bytes(value: JSON, column: str) -> bytes:
 
 
 def _extract(data: bytes, folder: Path, column: str) -> None:
-    """Unpack an archive that nobody has looked at: nothing outside the folder, no devices, and not without end."""
+    """Unpack an untrusted archive: nothing outside the folder, no devices, and a bounded size."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             total = 0
@@ -190,4 +191,4 @@ def _extract(data: bytes, folder: Path, column: str) -> None:
     except TaskError:
         raise
     except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError) as error:
-        raise TaskError(f"column {column!r} is not an archive that can be unpacked: {error}") from None
+        raise TaskError(f"column {column!r} cannot be unpacked: {error}") from None

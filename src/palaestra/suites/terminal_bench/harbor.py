@@ -1,43 +1,58 @@
-"""Reads a Harbor task directory, schema versions 1.0 to 1.4.
+"""Read a Harbor task directory, schema versions 1.0 to 1.4.
 
     task.toml  instruction.md  environment/Dockerfile  solution/solve.sh  tests/test.sh
 
-Format: the `TaskConfig` model and the path rules of Harbor 0.25, with the older spellings that published tasks still
-have (`version`, `memory = "2G"`, `allow_internet`). Keys that are not known are ignored, as Harbor does.
+A task of several steps has `[[steps]]` in task.toml and a folder for each step:
 
-Not supported, and refused by name: several containers, GPUs, Windows, tool servers, health checks (a slot has no entry
-point that they could wait for), and a verifier with an environment of its own. Steps: `harbor_steps.py`.
+    steps/NAME/instruction.md  tests/test.sh  solution/solve.sh  workdir/  workdir/setup.sh
+
+A step's tests are copied over the tests of the task; a step without a `test.sh` or a solution has those of the task.
+
+Format: `TaskConfig`, `StepConfig`, `MultiStepTrial` and the path rules of Harbor 0.25, with the older spellings of
+published tasks (`version`, `memory = "2G"`, `allow_internet`). Unknown keys are ignored, as Harbor does.
+
+Refused: several containers, GPUs, Windows, tool servers, health checks (a slot does not run the image's entry point),
+and a verifier with its own environment.
 """
 
 from __future__ import annotations
 
-import tomllib
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from palaestra.core.errors import TaskError
 from palaestra.core.types import AllowList, Limits, Network
-from palaestra.suites.images.image_spec import ImageRecipe, Unsupported
+from palaestra.suites.images.dockerfile import ImageRecipe
+from palaestra.suites.task_files import TypedFields, Unsupported, read_text, read_toml_file
 from palaestra.suites.terminal_bench.compose import single_service
-from palaestra.suites.terminal_bench.harbor_steps import read_steps, read_strategy
-from palaestra.suites.terminal_bench.terminal_task import Format, Solution, TerminalTask, Verifier
-from palaestra.suites.terminal_bench.typed_sections import Section
+from palaestra.suites.terminal_bench.terminal_task import (
+    FINAL,
+    MEAN,
+    Format,
+    SolutionScript,
+    TaskStep,
+    TerminalTask,
+    Verifier,
+)
 
 CONFIG_NAME = "task.toml"
+_STEP_NAME = re.compile(r"[^\x00-\x1f/\\<>:\"|?*]+")
 _VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 
 
 def is_task(folder: Path) -> bool:
-    """Whether the folder is meant as a Harbor task."""
+    """Whether the folder is a Harbor task."""
     return (folder / CONFIG_NAME).is_file()
 
 
 def read_task(folder: Path) -> TerminalTask:
-    """The task of a folder. Raises `TaskError` (`Unsupported` for what slots cannot do) with one clear message."""
-    config = _config(folder / CONFIG_NAME)
+    """The task of a folder. Raises `TaskError`, and `Unsupported` for a task that slots cannot run."""
+    config = TypedFields(read_toml_file(folder / CONFIG_NAME))
     _check_version(config)
     _check_supported(config)
-    steps = read_steps(config, folder, _instruction, _verifier, _solution)
+    steps = _steps(config, folder)
     if steps and any(step.solution is None for step in steps):
         steps = tuple(replace(step, solution=None) for step in steps)
     first = steps[0] if steps else None
@@ -61,38 +76,27 @@ def read_task(folder: Path) -> TerminalTask:
         limits=_limits(environment),
         live=metadata.text("grading") == "live",
         steps=steps,
-        reward_strategy=read_strategy(config),
+        reward_strategy=_strategy(config),
     )
 
 
-def _config(path: Path) -> Section:
-    try:
-        return Section(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TaskError(f"{path.name} is not TOML: {error}") from None
-    except OSError as error:
-        raise TaskError(f"{path.name} cannot be read: {error.strerror}") from None
-
-
-def _check_version(config: Section) -> None:
+def _check_version(config: TypedFields) -> None:
     version = config.values.get("schema_version", config.values.get("version", _VERSIONS[-1]))
     if str(version) not in _VERSIONS:
-        raise Unsupported(
-            f"schema_version {version} is not known; this version reads {_VERSIONS[0]} to {_VERSIONS[-1]}"
-        )
+        raise Unsupported(f"schema_version {version} is unknown; this version reads {_VERSIONS[0]} to {_VERSIONS[-1]}")
 
 
-def _check_supported(config: Section) -> None:
+def _check_supported(config: TypedFields) -> None:
     environment, verifier = config.section("environment"), config.section("verifier")
     lacking = {
         f"it needs the system {environment.text('os')!r}": (environment.text("os") or "linux").lower() != "linux",
         "it needs GPUs": bool(environment.values.get("gpus")),
         "it needs a TPU": bool(environment.values.get("tpu")),
         "it needs tool servers (environment.mcp_servers)": bool(environment.sections("mcp_servers")),
-        "it waits for a service that its image starts (environment.healthcheck), and slots start none": bool(
+        "it waits for a service of its image (environment.healthcheck), which slots do not start": bool(
             environment.section("healthcheck").values
         ),
-        "its verifier has an environment of its own (verifier.environment_mode)": (
+        "its verifier has a separate environment (verifier.environment_mode)": (
             verifier.text("environment_mode") == "separate"
         ),
     }
@@ -102,22 +106,13 @@ def _check_supported(config: Section) -> None:
 
 
 def _instruction(path: Path) -> str:
-    text = _read_text(path)
+    text = read_text(path)
     if not text.strip():
         raise TaskError("instruction.md is empty")
     return text
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise TaskError(f"{path.name} is missing") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"{path.name} cannot be read: {error}") from None
-
-
-def _recipe(folder: Path, environment: Section) -> ImageRecipe:
+def _recipe(folder: Path, environment: TypedFields) -> ImageRecipe:
     single_service(folder / "docker-compose.yaml")
     if (folder / "singularity-compose.yaml").is_file() and not (folder / "Dockerfile").is_file():
         raise Unsupported("it needs singularity-compose, which slots do not have")
@@ -133,7 +128,7 @@ def _recipe(folder: Path, environment: Section) -> ImageRecipe:
     )
 
 
-def _verifier(folder: Path, verifier: Section, shared: Path | None = None) -> Verifier:
+def _verifier(folder: Path, verifier: TypedFields, shared: Path | None = None) -> Verifier:
     if not any(each is not None and (each / "test.sh").is_file() for each in (folder, shared)):
         if (folder / "test.bat").is_file():
             raise Unsupported("tests/test.bat needs Windows")
@@ -148,10 +143,10 @@ def _verifier(folder: Path, verifier: Section, shared: Path | None = None) -> Ve
     )
 
 
-def _solution(folder: Path, solution: Section) -> Solution | None:
+def _solution(folder: Path, solution: TypedFields) -> SolutionScript | None:
     if not (folder / "solve.sh").is_file():
         return None
-    return Solution(
+    return SolutionScript(
         folder,
         "solve.sh",
         {"DEBIAN_FRONTEND": "noninteractive", **solution.variables("env")},
@@ -159,8 +154,8 @@ def _solution(folder: Path, solution: Section) -> Solution | None:
     )
 
 
-def _network(agent: Section, environment: Section) -> Network | AllowList:
-    """What the agent may reach: the agent's own mode before the environment's, before the older `allow_internet`."""
+def _network(agent: TypedFields, environment: TypedFields) -> Network | AllowList:
+    """The agent's network: its own mode, else the environment's, else the older `allow_internet`."""
     for section in (agent, environment):
         mode = section.text("network_mode")
         if mode is not None:
@@ -168,7 +163,7 @@ def _network(agent: Section, environment: Section) -> Network | AllowList:
     return Network.OFF if environment.flag("allow_internet") is False else Network.ON
 
 
-def _mode(mode: str, section: Section) -> Network | AllowList:
+def _mode(mode: str, section: TypedFields) -> Network | AllowList:
     if mode == "public":
         return Network.ON
     if mode == "no_network":
@@ -179,7 +174,7 @@ def _mode(mode: str, section: Section) -> Network | AllowList:
     return AllowList(hosts) if hosts else Network.OFF
 
 
-def _limits(environment: Section) -> Limits:
+def _limits(environment: TypedFields) -> Limits:
     default = Limits()
     try:
         return Limits(
@@ -189,3 +184,64 @@ def _limits(environment: Section) -> Limits:
         )
     except ValueError as error:
         raise TaskError(f"task.toml: {error}") from None
+
+
+def _steps(config: TypedFields, folder: Path) -> tuple[TaskStep, ...]:
+    """The steps in order; none for a task without steps."""
+    steps: dict[str, TaskStep] = {}
+    for section in config.sections("steps"):
+        name = section.text("name") or ""
+        if not _STEP_NAME.fullmatch(name) or name != name.strip(" .") or name.casefold() in map(str.casefold, steps):
+            raise TaskError(f"{section.key('name')} must be a folder name that no other step has, not {name!r}")
+        _check_step(section)
+        place = folder / "steps" / name
+        own, task = section.section("verifier"), config.section("verifier")
+        merged = TypedFields({**task.values, **own.values}, section.key("verifier"))
+        try:
+            steps[name] = TaskStep(
+                name=name,
+                instruction=_instruction(place / "instruction.md"),
+                verifier=_verifier(place / "tests", merged, folder / "tests"),
+                solution=_solution(place / "solution", config.section("solution"))
+                or _solution(folder / "solution", config.section("solution")),
+                min_reward=_min_reward(section),
+                workdir=place / "workdir" if (place / "workdir").is_dir() else None,
+                agent_timeout_s=section.section("agent").number("timeout_sec"),
+            )
+        except Unsupported:
+            raise
+        except TaskError as error:
+            raise TaskError(f"step {name}: {error}") from None
+    if not steps and (folder / "steps").is_dir():
+        raise TaskError("it has a folder of steps, but task.toml has no [[steps]]")
+    return tuple(steps.values())
+
+
+def _strategy(config: TypedFields) -> str:
+    """How the rewards of the steps are combined."""
+    strategy = config.text("multi_step_reward_strategy") or MEAN
+    if strategy not in (MEAN, FINAL):
+        raise TaskError(f"multi_step_reward_strategy must be {MEAN} or {FINAL}, not {strategy!r}")
+    return strategy
+
+
+def _check_step(section: TypedFields) -> None:
+    if section.section("healthcheck").values:
+        raise Unsupported(
+            f"it waits for a service of its image ({section.key('healthcheck')}), which slots do not start"
+        )
+    if section.section("verifier").text("environment_mode") == "separate":
+        raise Unsupported(f"a verifier has a separate environment ({section.key('verifier')})")
+    for name in ("user", "network_mode"):
+        if section.section("agent").values.get(name) is not None:
+            raise Unsupported(f"its steps differ in {section.key('agent')}.{name}, but a rollout has one slot")
+
+
+def _min_reward(section: TypedFields) -> Mapping[str, float]:
+    """The minimum of each reward for the next step to begin; a number without a name is for `reward`."""
+    value = section.values.get("min_reward")
+    values = {} if value is None else value if isinstance(value, Mapping) else {"reward": value}
+    for name, least in values.items():
+        if isinstance(least, bool) or not isinstance(least, int | float):
+            raise TaskError(f"{section.key('min_reward')} must be a number, or numbers by name, not {value!r} ({name})")
+    return {str(name): float(least) for name, least in values.items()}

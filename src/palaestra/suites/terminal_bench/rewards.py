@@ -1,32 +1,73 @@
-"""A verifier's verdict from the files it wrote. Does no I/O.
+"""Parse the reward files of a verifier, and combine the scores of a task's steps. Does no I/O.
 
-The rules are Harbor's (verifier/verifier.py of 0.25): `reward.json` wins over `reward.txt`; the text is one finite
-number, the JSON an object of finite numbers. What is missing, empty or no number is the grader's failure.
+The rules are those of Harbor 0.25 (verifier/verifier.py, `MultiStepTrial`): `reward.json` precedes `reward.txt`; the
+text is one finite number, the JSON an object of finite numbers. Anything else is the grader's failure.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from palaestra.core.errors import GraderError
+from palaestra.core.types import JSON, Score
+from palaestra.envs.adapters.class_adapter import numbers
+from palaestra.suites.terminal_bench.terminal_task import FINAL, TaskStep, TerminalTask
 
 REWARD = "reward"
 
 
 def read_rewards(json_file: bytes | None, text_file: bytes | None) -> Mapping[str, float]:
-    """The rewards by name. None for a file that is not there. Raises `GraderError`."""
+    """The rewards by name; None stands for a missing file. Raises `GraderError`."""
     if json_file is not None:
         return _from_json(_decoded(json_file, "reward.json"))
     if text_file is not None:
         return {REWARD: _from_text(_decoded(text_file, "reward.txt"))}
-    raise GraderError("the verifier wrote no reward: neither reward.json nor reward.txt is there")
+    raise GraderError("the verifier wrote neither reward.json nor reward.txt")
 
 
 def single(rewards: Mapping[str, float]) -> float:
-    """The one number that is trained on: the reward of that name, else the mean of all."""
+    """The reward to train on: the one called `reward`, else the mean of all."""
     return rewards[REWARD] if REWARD in rewards else sum(rewards.values()) / len(rewards)
+
+
+def step_rewards(score: Score) -> Mapping[str, float]:
+    """The rewards of a step by name; all 0 if tampering was detected."""
+    rewards: Mapping[str, float] = score.detail["rewards"]
+    return dict.fromkeys(rewards, 0.0) if score.detail.get("tampering") else rewards
+
+
+def falls_short(step: TaskStep, score: Score) -> bool:
+    """Whether a reward is missing or below the minimum of the step."""
+    rewards = step_rewards(score)
+    return any(rewards.get(name, float("-inf")) < minimum for name, minimum in step.min_reward.items())
+
+
+def combine_scores(task: TerminalTask, scores: Sequence[Score]) -> Score:
+    """The score of a rollout from the scores of the steps that were verified.
+
+    The rewards are those of the last step, or the mean of each by its name; a reward that a step lacks counts as 0.
+    """
+    found = [step_rewards(score) for score in scores]
+    if task.reward_strategy == FINAL:
+        rewards = dict(found[-1])
+    else:
+        names = {name: None for each in found for name in each}
+        rewards = {name: sum(each.get(name, 0.0) for each in found) / len(found) for name in names}
+    steps = [
+        {"name": step.name, "reward": score.reward, **score.detail}
+        for step, score in zip(task.steps, scores, strict=False)
+    ]
+    detail: dict[str, JSON] = {
+        "rewards": rewards,
+        "steps": steps,
+        "output": scores[-1].detail.get("output", ""),
+        "tampering": next((score.detail["tampering"] for score in scores if score.detail.get("tampering")), None),
+        "category": task.category,
+    }
+    metrics = {"steps_verified": float(len(scores)), "steps_total": float(len(task.steps)), **rewards}
+    return Score(single(rewards), {**numbers(detail), **metrics}, detail)
 
 
 def _decoded(data: bytes, name: str) -> str:
@@ -40,7 +81,7 @@ def _from_text(text: str) -> float:
     try:
         return _finite(float(text), "reward.txt")
     except ValueError:
-        raise GraderError(f"the verifier's reward.txt is no number: {text[:80]!r}") from None
+        raise GraderError(f"the verifier's reward.txt is not a number: {text[:80]!r}") from None
 
 
 def _from_json(text: str) -> Mapping[str, float]:
@@ -52,11 +93,11 @@ def _from_json(text: str) -> Mapping[str, float]:
         raise GraderError("the verifier's reward.json must be an object of numbers")
     for name, value in values.items():
         if not isinstance(value, int | float):
-            raise GraderError(f"the verifier's reward.json: {name} is no number: {value!r}")
+            raise GraderError(f"the verifier's reward.json: {name} is not a number: {value!r}")
     return {name: _finite(float(value), "reward.json") for name, value in values.items()}
 
 
 def _finite(value: float, name: str) -> float:
     if not math.isfinite(value):
-        raise GraderError(f"the verifier's {name} holds {value}, which is no reward")
+        raise GraderError(f"the verifier's {name} holds {value}, which is not a reward")
     return value

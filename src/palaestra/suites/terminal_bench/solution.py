@@ -1,8 +1,7 @@
-"""A reference solution as tool calls: what the oracle policy plays, through the same terminal as a model.
+"""Turn a reference solution into terminal calls, which the oracle policy plays.
 
-Its files are put where Harbor puts them, `/solution`, or below `/tmp` where the agent is not root, and its script is
-run in the task's directory. One that may take longer than a command may is started in the background and waited for.
-Its exit status decides nothing, as in Harbor: the verifier does.
+Its files are written to `/solution`, as in Harbor, or below `/tmp` if the agent is not root. Its script runs in the
+task's directory, in the background if it may take longer than one command. As in Harbor, its exit status is ignored.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ import shlex
 from palaestra.core.errors import TaskError
 from palaestra.core.types import ToolStep
 from palaestra.suites.images.as_user import is_root
-from palaestra.suites.terminal_bench import task_yaml
-from palaestra.suites.terminal_bench.terminal_task import Solution, TerminalTask
+from palaestra.suites.terminal_bench import terminal_bench_1
+from palaestra.suites.terminal_bench.terminal_task import SolutionScript, TerminalTask
 
 LONGEST_COMMAND_S = 600
-"""What the terminal tool allows one command."""
+"""The time limit of the terminal tool."""
 
 _PIECE = 60_000
-"""Characters of a file in one command; the kernel takes 128 KiB per argument."""
+"""Characters of a file per command; the kernel allows 128 KiB per argument."""
 
 
 def solution_steps(
     task: TerminalTask, user: str, seconds: float, *, fresh: bool = False
 ) -> tuple[ToolStep, ...] | None:
-    """The calls that solve a task within so many seconds; None for a task without a solution. Raises `TaskError`.
+    """The calls that solve a task in at most `seconds`; None for a task without a solution. Raises `TaskError`.
 
-    `fresh` first removes another solution that was put there before.
+    `fresh`: remove an earlier solution first.
     """
     solution = task.solution
     if solution is None:
@@ -46,23 +45,23 @@ def solution_steps(
     return (*steps, *_running(shlex.join(["env", *variables, "bash", script]), f"{place}/ended", seconds))
 
 
-def _script_name(solution: Solution) -> str:
+def _script_name(solution: SolutionScript) -> str:
     return solution.script.replace(".yaml", ".sh")
 
 
-def _files(solution: Solution) -> dict[str, bytes]:
+def _files(solution: SolutionScript) -> dict[str, bytes]:
     try:
         found = {name: (solution.folder / name).read_bytes() for name in (solution.script, *solution.files)}
     except OSError as error:
         raise TaskError(f"its solution cannot be read: {error}") from None
     if solution.script.endswith(".yaml"):
-        lines = task_yaml.commands(solution.folder / solution.script)
+        lines = terminal_bench_1.commands(solution.folder / solution.script)
         found = {_script_name(solution): "".join(f"{line}\n" for line in lines).encode()}
     return found
 
 
 def _writing(path: str, data: bytes) -> list[str]:
-    """Commands that write a file, byte for byte."""
+    """Commands that write a file."""
     text, quoted = base64.b64encode(data).decode(), shlex.quote(path)
     pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)] or [""]
     folder = shlex.quote(path.rpartition("/")[0])
@@ -73,11 +72,11 @@ def _writing(path: str, data: bytes) -> list[str]:
 def _running(command: str, ended: str, seconds: float) -> list[ToolStep]:
     if seconds <= LONGEST_COMMAND_S:
         return [_terminal(command, math.ceil(seconds))]
-    # Only what every shell has: the image need not have nohup or setsid.
+    # Only shell builtins: the image may lack nohup and setsid.
     started = f"({command}; echo $? > {ended}) > {ended}.log 2>&1 < /dev/null & echo $! > {ended}.pid"
     wait_s = LONGEST_COMMAND_S - 10
-    going_on = f"[ ! -f {ended} ] && kill -0 $(cat {ended}.pid) 2> /dev/null"
-    waiting = f"for ((i = 0; i < {wait_s}; i++)); do {going_on} || break; sleep 1; done; tail -c 2000 {ended}.log"
+    running = f"[ ! -f {ended} ] && kill -0 $(cat {ended}.pid) 2> /dev/null"
+    waiting = f"for ((i = 0; i < {wait_s}; i++)); do {running} || break; sleep 1; done; tail -c 2000 {ended}.log"
     waits = [_terminal(waiting, LONGEST_COMMAND_S)] * math.ceil(seconds / wait_s)
     return [_terminal(started), *waits]
 

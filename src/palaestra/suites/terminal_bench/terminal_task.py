@@ -1,7 +1,6 @@
-"""A terminal task as the rest of the package sees it, whichever format it was written in. Does no I/O.
+"""A terminal task, independent of the format on disk. Does no I/O.
 
-`harbor.py` and `task_yaml.py` make these of the two formats on disk. What a task asks for and slots cannot give is
-refused there, as `Unsupported`.
+`harbor.py` and `terminal_bench_1.py` read the formats, and raise `Unsupported` for a task that slots cannot run.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from enum import StrEnum
 from pathlib import Path
 
 from palaestra.core.types import AllowList, Limits, Network
-from palaestra.suites.images.image_spec import ImageRecipe
+from palaestra.suites.images.dockerfile import ImageRecipe
 
 TESTS_DIR = "/tests"
-"""Where a verifier's files lie, from the moment it runs."""
+"""The folder of the verifier's files in a slot; it exists only while the verifier runs."""
 
 LOGS_DIR = "/logs"
 VERIFIER_LOGS = f"{LOGS_DIR}/verifier"
@@ -25,7 +24,7 @@ ARTIFACT_LOGS = f"{LOGS_DIR}/artifacts"
 
 
 class Format(StrEnum):
-    """The format a task is written in; it decides how a verifier says its verdict."""
+    """The format of a task on disk, which decides how a verifier reports its verdict."""
 
     HARBOR = "harbor"
     TERMINAL_BENCH_1 = "terminal-bench-1"
@@ -33,9 +32,9 @@ class Format(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """How a task is checked: `script` of `folder`, as `user`, once the folder is at `TESTS_DIR`.
+    """How to check a task: copy `folder` to `TESTS_DIR` and run its `script` as `user`.
 
-    `shared` is a folder that lies below it: what both have is the folder's own.
+    `shared` is copied first, so files of `folder` replace its files.
     """
 
     folder: Path
@@ -46,15 +45,15 @@ class Verifier:
     shared: Path | None = None
 
     def files(self) -> dict[str, Path]:
-        """Everything of both folders, directories too, by its path at `TESTS_DIR`, sorted."""
+        """The content of both folders, directories included, by its path below `TESTS_DIR`, sorted."""
         folders = [each for each in (self.shared, self.folder) if each is not None and each.is_dir()]
         found = {str(path.relative_to(each)): path for each in folders for path in each.rglob("*")}
         return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True, slots=True)
-class Solution:
-    """The reference solution: `script` of `folder` with the `files` beside it, none of which an agent's slot holds."""
+class SolutionScript:
+    """The reference solution: `script` of `folder` with its other `files`. An agent's slot contains none of them."""
 
     folder: Path
     script: str
@@ -63,16 +62,16 @@ class Solution:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One step of a task that has several. `workdir` is copied into the task's directory when it begins.
+class TaskStep:
+    """One step of a task. `workdir` is copied into the task's directory when the step begins.
 
-    The next one follows only where every reward that `min_reward` names is at least that.
+    The next step follows only if each reward that `min_reward` names reaches its minimum.
     """
 
     name: str
     instruction: str
     verifier: Verifier
-    solution: Solution | None = None
+    solution: SolutionScript | None = None
     min_reward: Mapping[str, float] = field(default_factory=dict)
     workdir: Path | None = None
     agent_timeout_s: float | None = None
@@ -83,10 +82,10 @@ MEAN, FINAL = "mean", "final"
 
 @dataclass(frozen=True, slots=True)
 class TerminalTask:
-    """One task. Times in seconds; None where the task leaves it to whoever runs it.
+    """One task. Times are in seconds; None: the settings of the environment apply.
 
-    `live` asks for grading in the agent's own slot, for work that is a running service. A task of several `steps` has
-    the instruction, the verifier and the solution of its first one; `reward_strategy` makes one reward of theirs.
+    `live`: grade in the agent's own slot, for tasks about a running service. A task with `steps` has the instruction,
+    verifier and solution of its first step; `reward_strategy` combines the rewards of the steps.
     """
 
     name: str
@@ -95,7 +94,7 @@ class TerminalTask:
     instruction: str
     recipe: ImageRecipe
     verifier: Verifier
-    solution: Solution | None = None
+    solution: SolutionScript | None = None
     category: str = "uncategorized"
     difficulty: str = "unknown"
     tags: tuple[str, ...] = ()
@@ -106,11 +105,11 @@ class TerminalTask:
     network: Network | AllowList = Network.ON
     limits: Limits = Limits()
     live: bool = False
-    steps: tuple[Step, ...] = ()
+    steps: tuple[TaskStep, ...] = ()
     reward_strategy: str = MEAN
 
-    def of_step(self, step: Step) -> TerminalTask:
-        """A step of this task as a task of its own."""
+    def of_step(self, step: TaskStep) -> TerminalTask:
+        """A step of this task as a separate task."""
         return replace(
             self,
             instruction=step.instruction,
@@ -121,7 +120,7 @@ class TerminalTask:
         )
 
     def is_named(self, wanted: str | None) -> bool:
-        """Whether a comma list of names, patterns (`git-*`) and `category:NAME` means this task."""
+        """Whether a comma-separated list of names, patterns (`git-*`) and `category:NAME` matches this task."""
         words = [word.strip() for word in (wanted or "").split(",") if word.strip()]
         return any(
             self.category == word.partition(":")[2]

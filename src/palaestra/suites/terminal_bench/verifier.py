@@ -1,16 +1,15 @@
-"""Runs a task's verifier in a slot and reads its verdict.
+"""Run a task's verifier in a slot and read its verdict.
 
-The order is Harbor's: old rewards are removed, the tests are put into the slot and made executable, the script runs
-with its output in `test-stdout.txt`, its exit status counts for nothing, and the reward is read from what it wrote. A
-Terminal-Bench 1 script writes none: there every test that pytest reports must have passed.
+The order is Harbor's: old rewards are removed, the tests are copied into the slot, the script runs with its output in
+`test-stdout.txt`, its exit status is ignored, and the reward is read from the files it wrote. A Terminal-Bench 1 script
+writes none: every test that pytest reports must pass.
 
-Whose fault is silence? A verifier that wrote no reward, did not end, or ran none of its tests has said nothing about
-the work: `GraderError`, never 0.0. Unless the work itself kept the tests from running: pytest could not collect them
-because a module of the workspace is missing or broken.
+A verifier that wrote no reward, did not finish, or ran no test is a `GraderError`, never 0.0, unless the work itself
+kept the tests from running: pytest could not collect them because a module of the workspace is missing or broken.
 
-A passing verdict is then held against the same tests, made false (`swe/falsify.py`). A script that still pays was not
-speaking of its tests. Not covered: scripts without pytest, and code under test that gambles, or (in a task graded live)
-remembers that its tests ran before, and fails on purpose.
+A passing verdict is then checked against the same tests, negated (`grading/negate_test.py`). A script that still gives
+the reward does not depend on its tests. Not covered: scripts without pytest, and code under test that fails on purpose
+at random or (in a task that is graded live) because it remembers an earlier run.
 """
 
 from __future__ import annotations
@@ -25,32 +24,33 @@ from random import SystemRandom
 from palaestra.core.errors import GraderError, InfraError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import ExecutionResult, Slot
+from palaestra.suites.grading.controls import negated_copy
+from palaestra.suites.grading.harness import has_started, read_records
+from palaestra.suites.grading.run_tests import Status, TestRun, read_run
 from palaestra.suites.images.as_user import as_user
-from palaestra.suites.swe.controls import false_copy
-from palaestra.suites.swe.run_tests import Status, TestRun, read_records, read_run
+from palaestra.suites.terminal_bench.offline_script import OfflineScript, needs_network
 from palaestra.suites.terminal_bench.rewards import read_rewards, single
-from palaestra.suites.terminal_bench.scripts import Script, offline_at
 from palaestra.suites.terminal_bench.terminal_task import TESTS_DIR, VERIFIER_LOGS, Format, TerminalTask
 from palaestra.suites.terminal_bench.verifier_files import install, place_tests, script_name
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STDOUT = f"{VERIFIER_LOGS}/test-stdout.txt"
 OUTPUT_BYTES = 20_000
-"""How much of a verifier's output is kept in the record."""
+"""How much of a verifier's output is recorded."""
 
 _MAX_REWARD_BYTES = 1 << 20
 _FAILED = frozenset({Status.FAILED, Status.ERROR})
 _NOT_STARTED = re.compile(
     r"^.*\b(?:pytest|uvx?|python\S*)\b.*(?:not found|No such file|Permission denied)|No module named '?pytest", re.M
 )
-"""What a shell or Python says when a script wanted to start pytest and could not."""
+"""The error of a shell or of Python if pytest cannot be started."""
 
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|cannot import name '\w+' from '([\w.]+)'")
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """How a verifier starts: the command for pytest, its packages, the variables, directory and user."""
+class VerifierSetup:
+    """How a verifier starts. `command` and `dependencies` are for pytest."""
 
     command: tuple[str, ...]
     dependencies: tuple[str, ...]
@@ -61,10 +61,10 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a verifier said. `run` is what pytest reported, None where the script starts none.
+class VerifierVerdict:
+    """The result of a verifier. `run` is what pytest reported, None if the script does not use pytest.
 
-    `doubt` says why the reward cannot have come from the verifier alone.
+    `doubt` is the reason if the reward cannot have come from the verifier alone.
     """
 
     reward: float
@@ -74,7 +74,7 @@ class Verdict:
     doubt: str | None = None
 
     def detail(self) -> dict[str, JSON]:
-        """For the record."""
+        """The part of the result to record."""
         found: dict[str, JSON] = {"rewards": dict(self.rewards), "output": self.output}
         if self.run is not None:
             statuses = self.run.statuses
@@ -88,41 +88,47 @@ class Verdict:
 
 
 async def verify(
-    slot: Slot, task: TerminalTask, script: Script, setting: Setting, *, alone: bool, made: Collection[str] = ()
-) -> Verdict:
-    """Check the work in a slot. `alone` means that no process of the slot but the verifier's is to live on; `made` are
-    paths that the agent made or changed. Raises `GraderError`."""
-    await install(slot, setting.command, setting.dependencies, setting.env.get("LD_LIBRARY_PATH"))
-    return await _once(slot, task, script, setting, {}, alone=alone, made=made)
+    slot: Slot,
+    task: TerminalTask,
+    script: OfflineScript,
+    setup: VerifierSetup,
+    *,
+    alone: bool,
+    made: Collection[str] = (),
+) -> VerifierVerdict:
+    """Check the work in a slot. `alone`: kill every other process of the slot afterwards.
 
-
-async def tampering(slot: Slot, task: TerminalTask, script: Script, setting: Setting, verdict: Verdict) -> str | None:
-    """Why a verdict that pays is not believed, or None: the verifier still pays when its tests must fail.
-
-    Runs it in a slot where it has not run, or once more, with its tests made false by changes as small as one expected
-    value.
+    `made` are the paths that the agent created or changed. Raises `GraderError`.
     """
+    await install(slot, setup.command, setup.dependencies, setup.env.get("LD_LIBRARY_PATH"))
+    return await _once(slot, task, script, setup, {}, alone=alone, made=made)
+
+
+async def find_tampering(
+    slot: Slot, task: TerminalTask, script: OfflineScript, setup: VerifierSetup, verdict: VerifierVerdict
+) -> str | None:
+    """Why a positive verdict is wrong, or None. Runs the verifier again with its tests negated."""
     if verdict.doubt is not None or verdict.run is None or not verdict.run.statuses:
         return verdict.doubt
-    copies = _failing(task)
+    copies = _negated_tests(task)
     judged = {name.partition("::")[0].rpartition("/")[2] for name in verdict.run.statuses}
     if not judged or not judged <= {Path(path).name for path in copies}:
         return None
-    await install(slot, setting.command, setting.dependencies, setting.env.get("LD_LIBRARY_PATH"))
+    await install(slot, setup.command, setup.dependencies, setup.env.get("LD_LIBRARY_PATH"))
     try:
-        again = await _once(slot, task, script, setting, copies, alone=False, made=())
+        again = await _once(slot, task, script, setup, copies, alone=False, made=())
     except GraderError:
-        return None  # it pays nothing for tests that fail, which is what was asked
+        return None  # it gives no reward for failing tests, as it must
     if again.reward >= verdict.reward:
-        return f"the verifier pays {again.reward:g} for tests that must fail"
+        return f"the verifier gives {again.reward:g} for tests that must fail"
     return None
 
 
-def _failing(task: TerminalTask) -> dict[str, str]:
-    """The test files, made false, by their path below the folder."""
+def _negated_tests(task: TerminalTask) -> dict[str, str]:
+    """The negated test files by their path below the folder."""
     found, drawn = {}, SystemRandom()
     for name, path in task.verifier.files().items():
-        copy = false_copy(path.read_text(encoding="utf-8", errors="replace"), drawn) if name.endswith(".py") else None
+        copy = negated_copy(path.read_text(encoding="utf-8", errors="replace"), drawn) if name.endswith(".py") else None
         if copy is not None and copy.tests:
             found[name] = copy.text
     return found
@@ -131,20 +137,20 @@ def _failing(task: TerminalTask) -> dict[str, str]:
 async def _once(
     slot: Slot,
     task: TerminalTask,
-    script: Script,
-    setting: Setting,
+    script: OfflineScript,
+    setup: VerifierSetup,
     instead: Mapping[str, str],
     *,
     alone: bool,
     made: Collection[str],
-) -> Verdict:
+) -> VerifierVerdict:
     await place_tests(slot, task, script, instead)
     nonce = secrets.token_hex(16)
     result = await slot.execute(
-        as_user(["/bin/sh", "-c", f"{TESTS_DIR}/{script_name(task)} > {STDOUT} 2>&1"], setting.user),
-        cwd=setting.workdir,
-        env={**setting.env, "PALAESTRA_NONCE": nonce},
-        timeout_s=setting.timeout_s,
+        as_user(["/bin/sh", "-c", f"{TESTS_DIR}/{script_name(task)} > {STDOUT} 2>&1"], setup.user),
+        cwd=setup.workdir,
+        env={**setup.env, "PALAESTRA_NONCE": nonce},
+        timeout_s=setup.timeout_s,
         verdict=True,
     )
     if alone:
@@ -160,28 +166,26 @@ async def _once(
     else:
         rewards = read_rewards(await _read(slot, "reward.json"), await _read(slot, "reward.txt"))
     reward = single(rewards)
-    if reward > 0 and run is not None and not _started(records):
+    if reward > 0 and run is not None and not has_started(records):
         raise GraderError(
-            f"the verifier of {task.name} gives {reward:g} without having started its tests:\n{output[-1500:]}"
+            f"the verifier of {task.name} gives {reward:g} but did not start its tests:\n{output[-1500:]}"
         )
-    if reward < 1 and offline_at(script.text, output):
-        raise GraderError(
-            f"the verifier of {task.name} reached for the network, which it does not have:\n{output[-1500:]}"
-        )
-    return Verdict(reward, rewards, run, output, await _doubt(slot, reward, run, alone=alone))
+    if reward < 1 and needs_network(script.text, output):
+        raise GraderError(f"the verifier of {task.name} needs the network, which it does not have:\n{output[-1500:]}")
+    return VerifierVerdict(reward, rewards, run, output, await _doubt(slot, reward, run, alone=alone))
 
 
 async def _doubt(slot: Slot, reward: float, run: TestRun | None, *, alone: bool) -> str | None:
-    """Why the reward is not the verifier's: it pays in full for tests that failed, or somebody else writes it, too."""
+    """Why the reward is not the verifier's: tests failed, or another process writes rewards."""
     failed = [] if run is None else [name for name, status in run.statuses.items() if status in _FAILED]
     if reward >= 1 and failed:
-        return f"the reward is {reward:g} though {len(failed)} tests failed, {failed[0]} first"
+        return f"the reward is {reward:g} although {len(failed)} tests failed, {failed[0]} first"
     if alone or reward <= 0:
         return None
     again = f"cd {VERIFIER_LOGS} && rm -f reward.txt reward.json && sleep 0.3 && ls reward.txt reward.json"
     await slot.execute(["/bin/sh", "-c", again], cwd="/", timeout_s=30)
     if await _read(slot, "reward.txt") is not None or await _read(slot, "reward.json") is not None:
-        return "a process that is not the verifier's writes rewards"
+        return "a process that is not the verifier writes rewards"
     return None
 
 
@@ -193,54 +197,48 @@ def _check_ran(
     output: str,
     made: Collection[str],
 ) -> None:
-    """Raises `GraderError` for a verifier that said nothing about the work."""
+    """Raises `GraderError` for a verifier that did not judge the work."""
     tail = f":\n{output[-1500:]}" if output.strip() else ", and it printed nothing"
     if result.metadata.get("timeout"):
-        raise GraderError(f"the verifier of {task.name} did not end in its time{tail}")
+        raise GraderError(f"the verifier of {task.name} timed out{tail}")
     unmet = [str(record.get("what")) for record in records if record["kind"] == "unmet"]
     if unmet:
-        raise GraderError(f"the verifier of {task.name} needs {', '.join(unmet)}, which only the network has")
+        raise GraderError(f"the verifier of {task.name} needs {', '.join(unmet)}, which are not installed")
     if run is None or run.statuses:
         return
-    if not _started(records) and task.format is Format.HARBOR and not _NOT_STARTED.search(output):
-        return  # the script gave its reward before it came to pytest: none, or it is not believed
-    if run.collect_errors and _is_the_works_fault(task, run.collect_errors, made):
+    if not has_started(records) and task.format is Format.HARBOR and not _NOT_STARTED.search(output):
+        return  # the script ended before pytest; a positive reward is refused by the caller
+    if run.collect_errors and _work_is_broken(task, run.collect_errors, made):
         return
     why = next((_last_error(text) for text in run.collect_errors.values()), "")
     raise GraderError(f"the verifier of {task.name} ran no test{': ' + why if why else tail}")
 
 
-def _started(records: Sequence[Mapping[str, JSON]]) -> bool:
-    return any(record["kind"] == "start" for record in records)
-
-
 def _last_error(text: str) -> str:
-    """The line of a collection's traceback that says what was wrong."""
+    """The error line of a collection's traceback."""
     errors = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
     return errors[-1] if errors else text[-600:]
 
 
-def _is_the_works_fault(task: TerminalTask, errors: Mapping[str, str], made: Collection[str]) -> bool:
-    """Whether tests could not be collected because of the workspace: a module that the task speaks of is missing, or
-    the error passed through a file that the agent made."""
+def _work_is_broken(task: TerminalTask, errors: Mapping[str, str], made: Collection[str]) -> bool:
+    """Whether the workspace prevented the collection of tests.
+
+    Either a module that the task mentions is missing, or the traceback contains a file that the agent made.
+    """
     for text in errors.values():
         if any(path in text for path in made):
             return True
         match = _MISSING_MODULE.search(text)
-        if match is not None and _speaks_of(task, (match[1] or match[2]).partition(".")[0]):
+        if match is not None and _mentions(task, (match[1] or match[2]).partition(".")[0]):
             return True
     return False
 
 
-def _speaks_of(task: TerminalTask, module: str) -> bool:
+def _mentions(task: TerminalTask, module: str) -> bool:
     pattern = re.compile(rf"\b{re.escape(module)}(?:\.py|/|\b)")
     solution = task.solution
     text = (solution.folder / solution.script).read_text(errors="replace") if solution else ""
     return pattern.search(task.instruction) is not None or pattern.search(text) is not None
-
-
-def _script_name(task: TerminalTask) -> str:
-    return task.verifier.script.rpartition("/")[2]
 
 
 async def _output(slot: Slot) -> str:

@@ -1,21 +1,28 @@
-"""Puts a verifier's files into a slot: its tests, and the commands of ours that stand in for its bootstrap.
+"""The files of a verifier in a slot: its tests, our replacements for its bootstrap, and what it must not see.
 
-Where they lie nothing of an agent's is shown (`guard.py`).
+`hidden_paths` selects changes of the agent that could influence its grade, besides those that no grader of any
+environment sees (`rollouts/grading/tampering.py`): the folders of the verifier, pytest's configuration above the tests,
+and start-up files of shells if the verifier's script loads them. The path alone decides.
+
+Not covered: programs that a task installed and a verifier trusts, and tests that import the work into their process;
+`verifier.py` runs a passing verdict against negated tests.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 from collections.abc import Mapping, Sequence
-from importlib import resources
+from posixpath import basename, dirname
 
 from palaestra.core.errors import GraderError
-from palaestra.sandbox.slot import Slot
-from palaestra.suites.swe import reporter
-from palaestra.suites.terminal_bench import launcher
-from palaestra.suites.terminal_bench.scripts import Script
+from palaestra.sandbox.slot import Change, Slot
+from palaestra.suites.grading.harness import send_scripts
+from palaestra.suites.slot_commands import check_execute
+from palaestra.suites.swe.protected import CONFIG_NAMES
+from palaestra.suites.terminal_bench.offline_script import STARTUP_FILES, OfflineScript
 from palaestra.suites.terminal_bench.terminal_task import (
     AGENT_LOGS,
     ARTIFACT_LOGS,
@@ -27,9 +34,18 @@ from palaestra.suites.terminal_bench.terminal_task import (
 HARNESS_DIR = "/opt/palaestra/verifier"
 SHIMS = ("pytest", "py.test", "uv", "uvx", "palaestra-python")
 
+ALWAYS_HIDDEN = (TESTS_DIR, VERIFIER_LOGS, "/solution", "/oracle", "/opt/palaestra")
+"""Hidden whether they changed or not, because a planted link could lead elsewhere."""
+
+_STARTUP = re.compile(
+    r"/(?:root|home/[^/]+)/\.(?:bashrc|bash_profile|bash_login|profile|bash_aliases)"
+    r"|/etc/(?:profile(?:\.d/.*)?|bash\.bashrc|environment)",
+    re.DOTALL,
+)
+
 _NEEDS = """\
 #!/bin/sh
-# Stands for an installation: what it asks for is there, or the verifier cannot work.
+# Replaces an installation: the verifier cannot work unless the packages are installed.
 {check} > /dev/null 2>&1 && exit 0
 printf '{{"nonce": "%s", "kind": "unmet", "what": "%s"}}\\n' "$PALAESTRA_NONCE" "$*" >&3
 exit 97
@@ -45,18 +61,17 @@ for name in sys.argv[1:]:
 
 
 def script_name(task: TerminalTask) -> str:
-    """The file that starts the verifier, as it is called in the slot."""
+    """The name of the script below `TESTS_DIR`."""
     return task.verifier.script.rpartition("/")[2]
 
 
 async def install(slot: Slot, command: Sequence[str], dependencies: Sequence[str], library_path: str | None) -> None:
-    """Put our commands into the slot, to stand in front of PATH. `command` starts Python, empty where none is needed;
-    `library_path` is the loader's path that the image sets."""
+    """Copy our commands into the slot, to precede PATH.
+
+    `command` starts Python (empty: not needed); `library_path` is the image's LD_LIBRARY_PATH.
+    """
     await slot.remove(HARNESS_DIR)
-    package = resources.files(launcher.__package__)
-    await slot.write_bytes(f"{HARNESS_DIR}/launcher.py", package.joinpath("launcher.py").read_bytes())
-    own = resources.files(reporter.__package__).joinpath("reporter.py")
-    await slot.write_bytes(f"{HARNESS_DIR}/reporter.py", own.read_bytes())
+    await send_scripts(slot, HARNESS_DIR, "verdict_channel.py", "pytest_launcher.py", "pytest_reporter.py")
     plan = {
         "dependencies": list(dependencies),
         "tests": TESTS_DIR,
@@ -67,21 +82,21 @@ async def install(slot: Slot, command: Sequence[str], dependencies: Sequence[str
         await slot.write_text(f"{HARNESS_DIR}/bin/{name}", _NEEDS.format(check=check), mode=0o755)
     start = " ".join(f'"{word}"' for word in command)
     for name in SHIMS if command else ():
-        text = f'#!/bin/sh\nexec {start} "{HARNESS_DIR}/launcher.py" {name} "$@"\n'
+        text = f'#!/bin/sh\nexec {start} "{HARNESS_DIR}/pytest_launcher.py" {name} "$@"\n'
         await slot.write_text(f"{HARNESS_DIR}/bin/{name}", text, mode=0o755)
 
 
-async def place_tests(slot: Slot, task: TerminalTask, script: Script, instead: Mapping[str, str]) -> None:
-    """Fresh log folders and the verifier's files. Raises `GraderError` where the slot does not take them."""
+async def place_tests(slot: Slot, task: TerminalTask, script: OfflineScript, instead: Mapping[str, str]) -> None:
+    """Create empty log folders and copy the verifier's files. Raises `GraderError`."""
     logs = f"{VERIFIER_LOGS} {AGENT_LOGS} {ARTIFACT_LOGS}"
     fresh = f"rm -rf {TESTS_DIR} {VERIFIER_LOGS} && mkdir -p {TESTS_DIR} {logs} && chmod 777 {logs}"
-    await _must(slot, ["/bin/sh", "-c", fresh], "making its folders")
+    await _must(slot, ["/bin/sh", "-c", fresh], "creating the folders of the verifier failed")
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for name, path in task.verifier.files().items():
             if name not in instead and name != script_name(task) and "__pycache__" not in path.parts:
                 archive.add(path, name, recursive=False, filter=_owned_by_root)
-    await _must(slot, ["tar", "-x", "-C", TESTS_DIR], "unpacking its tests", packed.getvalue())
+    await _must(slot, ["tar", "-x", "-C", TESTS_DIR], "unpacking the tests failed", packed.getvalue())
     for name, text in {**script.others, **instead}.items():
         await slot.write_text(f"{TESTS_DIR}/{name}", text)
     await slot.write_text(f"{TESTS_DIR}/{script_name(task)}", script.text, mode=0o755)
@@ -94,7 +109,17 @@ def _owned_by_root(info: tarfile.TarInfo) -> tarfile.TarInfo:
     return info
 
 
-async def _must(slot: Slot, argv: Sequence[str], doing: str, stdin: bytes = b"") -> None:
-    result = await slot.execute(argv, cwd="/", stdin=stdin, timeout_s=120)
-    if not result.success:
-        raise GraderError(f"{doing} failed in {slot.slot_id}: {result.error}\n{result.output[-500:]}")
+async def _must(slot: Slot, argv: Sequence[str], problem: str, stdin: bytes = b"") -> None:
+    await check_execute(slot, argv, f"{problem} in {slot.slot_id}", stdin=stdin, error=GraderError)
+
+
+def hidden_paths(changes: Sequence[Change], planted: Sequence[str], *, script: str) -> tuple[str, ...]:
+    """The paths to leave out of the graded view: `planted`, and those that could influence this `script`."""
+    starts_shell = STARTUP_FILES.search(script) is not None
+    found = {
+        change.path
+        for change in changes
+        if (dirname(change.path) == "/" and basename(change.path) in CONFIG_NAMES)
+        or (starts_shell and _STARTUP.fullmatch(change.path))
+    }
+    return (*ALWAYS_HIDDEN, *sorted(found.union(planted)))

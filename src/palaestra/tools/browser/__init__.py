@@ -1,13 +1,13 @@
-"""A browser for rollouts: one Chromium per run (`engine`), one context with its pages per rollout (`session`).
+"""A browser for rollouts: one Chromium per run (`shared_browser`), one context per rollout (`browser_session`).
 
-`launching` finds and starts Chromium, `egress` is its only way to the network, `pages` turns what a page holds into
-text with references, `happenings` keeps what pages do by themselves. The tools are in `builtin/browser.py`.
+`launch` finds and starts Chromium, `accessibility_tree` turns a page into text with references. The tools are in
+`builtin/browser.py`.
 
 The browser runs on this machine and in no slot: what a page can reach is decided here, not by the slot's network.
 
-Covered: pages see the network through a proxy that judges every host and address (`egress`), never files of this
-machine (only http, https, data and about:blank are opened); rollouts share no cookies, storage or cache; downloads are
-refused; with root, Chromium is a user of its own that owns nothing, with its own sandbox where the kernel allows it.
+Covered: pages reach the network through a proxy that checks every host and address, never files of this machine (only
+http, https, data and about:blank are opened); rollouts share no cookies, storage or cache; downloads are refused; with
+root, Chromium runs as a user of its own that owns nothing, in its own sandbox if the kernel allows it.
 
 Not covered: without root, Chromium runs as the user who started the run, and a hole in it is a hole into that account;
 where Chromium's sandbox cannot start (the log says so), a hole in a renderer is enough. All rollouts of a run share one

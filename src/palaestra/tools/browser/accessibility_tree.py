@@ -1,10 +1,10 @@
-"""What a page holds, as text for a model: the accessibility tree with a reference like @e5 at each element. No I/O.
+"""A page as text for a model: its accessibility tree with a reference like @e5 at each element. No I/O.
 
-The source is Playwright's `aria_snapshot(mode="ai")`: YAML-like lines, one per element, with references that begin anew
-with every document. `Numbers` gives out others instead, which are never used twice in a rollout: one that is out of
-date is found out and never means another element.
+The source is Playwright's `aria_snapshot(mode="ai")`: YAML-like lines, one per element, with references that restart
+with every document. `Numbers` replaces them with numbers that are unique in a rollout, so an outdated reference is
+recognised and never means another element.
 
-Invariant: the full form has every line of the source. Where a form leaves lines out, or is cut, it says how many.
+Invariant: the full form has every line of the source; a form that leaves lines out, or is cut, says how many.
 """
 
 from __future__ import annotations
@@ -13,35 +13,18 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-USABLE = frozenset(
-    [
-        "button",
-        "checkbox",
-        "combobox",
-        "gridcell",
-        "link",
-        "listbox",
-        "menuitem",
-        "menuitemcheckbox",
-        "menuitemradio",
-        "option",
-        "radio",
-        "scrollbar",
-        "searchbox",
-        "slider",
-        "spinbutton",
-        "switch",
-        "tab",
-        "textbox",
-        "treeitem",
-    ]
-)
-"""Roles of elements that are there to be used."""
+# fmt: off
+USABLE = frozenset((
+    "button", "checkbox", "combobox", "gridcell", "link", "listbox", "menuitem", "menuitemcheckbox", "menuitemradio",
+    "option", "radio", "scrollbar", "searchbox", "slider", "spinbutton", "switch", "tab", "textbox", "treeitem",
+))
+# fmt: on
+"""Roles of elements that can be used."""
 
-_SIGNS = frozenset(["alert", "alertdialog", "dialog", "heading", "iframe", "status"])
-"""Roles that tell where one is; compact snapshots keep them."""
+_SIGNS = frozenset(("alert", "alertdialog", "dialog", "heading", "iframe", "status"))
+"""Roles that orient the reader; compact snapshots keep them."""
 
-_SAYINGS = frozenset(["alert", "status"])
+_SAYINGS = frozenset(("alert", "status"))
 
 _LONGEST_NAME, _LONGEST_TEXT = 200, 1000
 _LINE = re.compile(
@@ -54,7 +37,7 @@ _REFERENCE = re.compile(r"^\s*@?(e\d+)\s*$")
 
 
 @dataclass(frozen=True, slots=True)
-class Element:
+class PageElement:
     """One line of the tree. `own` is Playwright's reference; `marks` are states such as `checked` or `level=1`."""
 
     depth: int
@@ -66,13 +49,13 @@ class Element:
 
     @property
     def usable(self) -> bool:
-        """Whether it is there to be used, by its role or because the pointer becomes a hand over it."""
+        """Whether it can be used, by its role or because the pointer becomes a hand over it."""
         return self.role in USABLE or "cursor=pointer" in self.marks
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a reference stands for: an element of one document, by Playwright's reference."""
+    """The element of a reference: of one document, by Playwright's own reference."""
 
     document: int
     own: str
@@ -81,13 +64,13 @@ class Known:
 
 
 class Numbers:
-    """References of one rollout, `@e1` and on. The same element of the same document keeps its own."""
+    """References of one rollout, `@e1` and on. The same element of the same document keeps its reference."""
 
     def __init__(self) -> None:
         self._numbers: dict[Known, int] = {}
         self._known: dict[str, Known] = {}
 
-    def of(self, document: int, element: Element) -> str:
+    def of(self, document: int, element: PageElement) -> str:
         """The element's reference."""
         known = Known(document, element.own, element.role, element.name)
         number = self._numbers.setdefault(known, len(self._numbers) + 1)
@@ -95,14 +78,14 @@ class Numbers:
         return f"@e{number}"
 
     def find(self, reference: str) -> Known | None:
-        """What a model's `@e5` (or `e5`) stands for; None for what was never given out."""
+        """The element of a model's `@e5` (or `e5`), or None."""
         match = _REFERENCE.match(reference)
         return self._known.get(match[1]) if match else None
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """A form of a page. `left_out` counts elements that compact form has not, `cut` lines that did not fit."""
+class PageView:
+    """A form of a page. `left_out` counts elements that the compact form omits, `cut` lines that did not fit."""
 
     text: str
     elements: int
@@ -111,13 +94,15 @@ class Shown:
     cut: int = 0
 
 
-def parse(source: str) -> list[Element]:
-    """The elements of a snapshot as Playwright gives it, in order."""
+def parse(source: str) -> list[PageElement]:
+    """The elements of Playwright's snapshot, in order."""
     return [_element(line) for line in source.splitlines() if line.strip()]
 
 
-def show(source: str, numbers: Numbers, document: int, *, full: bool, most_chars: int, skipped_lines: int = 0) -> Shown:
-    """The text that a model reads: from line `skipped_lines` on, as much as fits into `most_chars`."""
+def show(
+    source: str, numbers: Numbers, document: int, *, full: bool, most_chars: int, skipped_lines: int = 0
+) -> PageView:
+    """The text for a model: from line `skipped_lines` on, up to `most_chars`."""
     elements = parse(source)
     kept = elements if full else _compact(elements)
     lines = [_line(each, numbers.of(document, each) if each.own else "") for each in kept]
@@ -130,18 +115,18 @@ def show(source: str, numbers: Numbers, document: int, *, full: bool, most_chars
         chosen.append(line)
     used = sum(1 for each in kept[skipped_lines : skipped_lines + len(chosen)] if each.own)
     cut = max(0, len(lines) - skipped_lines - len(chosen))
-    return Shown("\n".join(chosen), used, len(lines), len(elements) - len(kept), cut)
+    return PageView("\n".join(chosen), used, len(lines), len(elements) - len(kept), cut)
 
 
-def _element(line: str) -> Element:
+def _element(line: str) -> PageElement:
     match = _LINE.match(line)
-    if match is None:  # a form that this version does not know is shown as it is
-        return Element((len(line) - len(line.lstrip())) // 2, "", text=line.strip())
+    if match is None:  # an unknown form is shown as it is
+        return PageElement((len(line) - len(line.lstrip())) // 2, "", text=line.strip())
     quote = "''" if match["quoted"] else ""
     marks = re.findall(r"\[([^\]]*)\]", match["marks"])
     own = next((mark[4:] for mark in marks if mark.startswith("ref=")), "")
     name = match["name"] or ""
-    return Element(
+    return PageElement(
         len(match["indent"]) // 2,
         match["role"],
         _plain(name.replace("''", "'") if quote else name),
@@ -160,12 +145,12 @@ def _plain(text: str) -> str:
     return text
 
 
-def _compact(elements: Sequence[Element]) -> list[Element]:
-    """Elements that can be used and signs of where one is, indented by those of them that they lie in.
+def _compact(elements: Sequence[PageElement]) -> list[PageElement]:
+    """Usable elements and those that orient the reader, indented by nesting among them.
 
-    One without a name is told by the first text inside it.
+    An element without a name shows the first text inside it.
     """
-    kept: list[Element] = []
+    kept: list[PageElement] = []
     above: list[int] = []
     for place, each in enumerate(elements):
         if not each.own or not (each.usable or each.role in _SIGNS):
@@ -174,12 +159,12 @@ def _compact(elements: Sequence[Element]) -> list[Element]:
             above.pop()
         told = each.name or not (each.usable or each.role in _SAYINGS)
         text = each.text or ("" if told else next(_inside(elements, place), ""))
-        kept.append(Element(len(above), each.role, each.name, each.marks, text, each.own))
+        kept.append(PageElement(len(above), each.role, each.name, each.marks, text, each.own))
         above.append(each.depth)
     return kept
 
 
-def _inside(elements: Sequence[Element], place: int) -> Iterator[str]:
+def _inside(elements: Sequence[PageElement], place: int) -> Iterator[str]:
     """The texts inside an element."""
     for each in elements[place + 1 :]:
         if each.depth <= elements[place].depth:
@@ -190,7 +175,7 @@ def _inside(elements: Sequence[Element], place: int) -> Iterator[str]:
             yield each.name
 
 
-def _line(element: Element, reference: str) -> str:
+def _line(element: PageElement, reference: str) -> str:
     marks = [_MARKS.get(mark, mark) for mark in element.marks]
     if element.role in USABLE:
         marks = [mark for mark in marks if mark != "clickable"]

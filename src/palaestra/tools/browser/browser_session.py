@@ -1,9 +1,9 @@
-"""One rollout's browser: its context, the page that is looked at, references, and what happened meanwhile.
+"""One rollout's browser: its context, its current page, element references, and what the pages did by themselves.
 
-A `ToolRun.state`: it closes when the rollout ends. The tools' own words and shapes are in `builtin/browser.py`.
+It is an object of `ToolRun.state`, so it closes when the rollout ends. The tools are in `builtin/browser.py`.
 
-Invariant: what a page or a model does wrong is a `ToolMistake` that the model reads; a browser that is gone is a
-`ToolUnavailable`, and the next call of any rollout gets a fresh one.
+Invariants: an error of a page or a model is a `ToolMistake` that the model reads; a browser that died is a
+`ToolUnavailable`, and the next call of any rollout gets a new one. Memory is bounded whatever a page writes.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Awaitable
+from collections import deque
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.types import JSON
 from palaestra.sandbox.slotd.network.forward import NAME
-from palaestra.tools.browser.accessibility_tree import Numbers, Shown, show
-from palaestra.tools.browser.page_events import Happenings
-from palaestra.tools.browser.shared_browser import Lease, SharedBrowser
-from palaestra.tools.net.host_policy import Reach
+from palaestra.tools.browser.accessibility_tree import Numbers, PageView, show
+from palaestra.tools.browser.shared_browser import BrowserLease, SharedBrowser
+from palaestra.tools.net.host_policy import HostPolicy
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import ToolMistake, ToolRun
 
@@ -32,28 +32,84 @@ T = TypeVar("T")
 
 MAX_TABS = 8
 NEW_TAB_S = 0.15
-"""How long a click or a key has to open a new tab. One that comes later is told of with the next reply."""
+"""How long a click or a key has to open a new tab. A later one is reported with the next reply."""
 SETTLE_S = 5.0
-"""How long a page that has begun to load may go on before it is shown as it is."""
+"""How long a page may load before it is shown as it is."""
 ANSWER_S = 3.0
-"""How long a page may take to answer anything at all before it is given up for another."""
+"""How long a page may take to answer at all before it is replaced."""
 HANG_S = 10.0
-"""How long a page may keep an answer back beyond its own limit before it counts as hung."""
+"""How long after its own limit an answer may come before the page counts as hung."""
 
+MOST_ENTRIES, MOST_NOTES = 200, 20
+LONGEST_ENTRY = 2000
 _DIED = "the browser has died, and this rollout's pages with it"
 _SCHEMES = frozenset({"http", "https", "data"})
 _PORTS = {"http": 80, "https": 443}
 
 
+class PageEvents:
+    """Consoles, script errors, and notes on dialogs, downloads and new tabs. Dropped entries are counted."""
+
+    def __init__(self) -> None:
+        self._console: deque[dict[str, JSON]] = deque(maxlen=MOST_ENTRIES)
+        self._errors: deque[dict[str, JSON]] = deque(maxlen=MOST_ENTRIES)
+        self._notes: list[str] = []
+        self._unsaid = self._new_errors = 0
+        self.total_messages = self.total_errors = 0
+
+    def console(self, kind: str, text: str) -> None:
+        """Record a line of a page's console."""
+        self.total_messages += 1
+        self._console.append({"type": kind, "text": text[:LONGEST_ENTRY], "source": "console"})
+
+    def script_error(self, text: str) -> None:
+        """Record an exception that no script of the page caught."""
+        self.total_errors += 1
+        self._new_errors += 1
+        self._errors.append({"message": text[:LONGEST_ENTRY], "source": "exception"})
+
+    def note(self, text: str) -> None:
+        """Add a note to the next reply."""
+        if len(self._notes) < MOST_NOTES:
+            self._notes.append(text[:LONGEST_ENTRY])
+        else:
+            self._unsaid += 1
+
+    def take_notes(self) -> Sequence[str]:
+        """The notes for a reply. They are not kept any longer."""
+        notes, self._notes = self._notes, []
+        if self._unsaid:
+            notes.append(f"{self._unsaid} more things happened")
+        if self._new_errors:
+            many = "a script of the page failed" if self._new_errors == 1 else f"{self._new_errors} script errors"
+            notes.append(f"{many}: browser_console tells how")
+        self._unsaid = self._new_errors = 0
+        return notes
+
+    def read(self, *, clear: bool) -> dict[str, JSON]:
+        """All kept entries, in the contract's shape."""
+        reply: dict[str, JSON] = {
+            "console_messages": list(self._console),
+            "js_errors": list(self._errors),
+            "total_messages": self.total_messages,
+            "total_errors": self.total_errors,
+        }
+        if clear:
+            self._console.clear()
+            self._errors.clear()
+            self.total_messages = self.total_errors = 0
+        return reply
+
+
 class BrowserSession:
-    """Opens with the first `page`. Calls of one rollout take turns (`turn`)."""
+    """Opens with the first `navigate`. Calls of one rollout run one after the other (`turn`)."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
-        self.happenings = Happenings()
+        self.events = PageEvents()
         self._numbers = Numbers()
         self._shared: SharedBrowser | None = None
-        self._lease: Lease | None = None
+        self._lease: BrowserLease | None = None
         self._tabs: list[Page] = []
         self._broken: set[Page] = set()
         self._documents: dict[Page, tuple[JSHandle, int]] = {}
@@ -62,7 +118,7 @@ class BrowserSession:
 
     @property
     def page(self) -> Page:
-        """The page that is looked at. Raises `ToolMistake` where none is open, `ToolUnavailable` as `check` does."""
+        """The current page. Raises `ToolMistake` if none is open, `ToolUnavailable` as `check` does."""
         if self._dead:
             raise ToolUnavailable(_DIED)
         if not self._tabs:
@@ -76,18 +132,18 @@ class BrowserSession:
         return self._lease is not None and not self._lease.running.browser.is_connected()
 
     async def check(self) -> None:
-        """Raises `ToolUnavailable`, once, where the browser has died with this rollout's pages."""
+        """Raises `ToolUnavailable`, once, if the browser has died with this rollout's pages."""
         if self._dead:
             await self.aclose()
             raise ToolUnavailable(_DIED)
 
     @property
     def started(self) -> bool:
-        """Whether there is a browser."""
+        """Whether a browser was opened."""
         return self._lease is not None
 
     async def aclose(self) -> None:
-        """Close all pages and forget what they kept. Idempotent; a later `navigate` opens anew."""
+        """Close all pages and forget their state. Idempotent; a later `navigate` opens a new context."""
         lease, self._lease = self._lease, None
         self._tabs.clear()
         self._broken.clear()
@@ -96,9 +152,9 @@ class BrowserSession:
             await asyncio.shield(self._shared.give_back(lease))
 
     async def navigate(self, url: str, run: ToolRun, settings: ToolSettings) -> int | None:
-        """Open an address in the page that is looked at; the status of the reply, where there is one."""
+        """Open an address in the current page. Returns the HTTP status, or None."""
         url, host, port = _address(url)
-        reach = Reach(settings.browser_allow, settings.browser_block)
+        reach = HostPolicy(settings.browser_allow, settings.browser_block)
         if host and (why := reach.refusal(host, port)) is not None:
             raise ToolMistake(f"{url} is not opened: {why}")
         await self._open(run, settings)
@@ -114,7 +170,7 @@ class BrowserSession:
         return response.status
 
     async def _load(self, url: str, host: str, port: int, settings: ToolSettings) -> Response | None:
-        """The page's own reply; None where there is none, or where a script led elsewhere before it was there."""
+        """The reply to the address; None if there is none, or if a script navigated elsewhere before it came."""
         page, limit_s = self.page, settings.browser_navigation_timeout_s
         for _ in range(3):
             try:
@@ -125,10 +181,10 @@ class BrowserSession:
                 break
             if "chrome-error:" not in words:
                 return None
-        why = self._lease.egress.why(host, port) if self._lease is not None and "ERR_TUNNEL" in words else None
+        why = self._lease.running.proxy.why(host, port) if self._lease is not None and "ERR_TUNNEL" in words else None
         raise ToolMistake(f"{url} cannot be opened: {why or words}")
 
-    async def snapshot(self, settings: ToolSettings, *, full: bool, skipped_lines: int = 0) -> Shown:
+    async def snapshot(self, settings: ToolSettings, *, full: bool, skipped_lines: int = 0) -> PageView:
         """The page as text, with references for `element`."""
         page = self.page
         for _ in range(3):
@@ -166,13 +222,13 @@ class BrowserSession:
         return found
 
     def expect_tab(self) -> None:
-        """A tab that is opened from now on is one that `settle` waits for."""
+        """Let `settle` wait for a tab that is opened from now on."""
         self._tab_came.clear()
 
     async def ask(self, answer: Awaitable[T], limit_s: float = 0.0) -> T:
-        """What the browser answers; `limit_s` is the call's own time limit.
+        """Await an answer of the browser; `limit_s` is the call's own time limit.
 
-        Raises `ToolMistake`, or `ToolUnavailable` when the browser is gone.
+        Raises `ToolMistake`, or `ToolUnavailable` if the browser has died.
         """
         from playwright.async_api import Error
 
@@ -187,7 +243,7 @@ class BrowserSession:
             raise ToolMistake(_explained(error.message)) from None
 
     async def settle(self, *, new_tab: bool = False) -> None:
-        """Let a page that has begun to load go on for a moment, and with `new_tab` let a new tab come to the front."""
+        """Let a loading page continue for a moment; with `new_tab`, wait for a new tab to come to the front."""
         from playwright.async_api import Error
 
         if new_tab:
@@ -200,7 +256,7 @@ class BrowserSession:
                 await self.page.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
 
     async def back(self, settings: ToolSettings) -> None:
-        """To the page before, or from a new tab to the one that it came from."""
+        """Go to the previous page, or from a new tab to the one that opened it."""
         page, before, limit_s = self.page, self.page.url, settings.browser_navigation_timeout_s
         if await self.ask(page.go_back(wait_until="domcontentloaded"), limit_s) is None and page.url == before:
             if len(self._tabs) == 1:
@@ -208,9 +264,9 @@ class BrowserSession:
             await self.ask(self._tabs[-1].close())
         await self.settle()
 
-    def told(self, reply: dict[str, JSON]) -> dict[str, JSON]:
-        """The reply with what else happened."""
-        notes = self.happenings.take_notes()
+    def with_notes(self, reply: dict[str, JSON]) -> dict[str, JSON]:
+        """The reply with notes on what else happened."""
+        notes = self.events.take_notes()
         return {**reply, "notes": list(notes)} if notes else reply
 
     async def _open(self, run: ToolRun, settings: ToolSettings) -> None:
@@ -226,7 +282,7 @@ class BrowserSession:
             await self.ask(self._lease.context.new_page())
 
     async def _hangs(self, page: Page) -> bool:
-        """Whether a script keeps the page from answering: such a page cannot be led elsewhere either."""
+        """Whether a script keeps the page from answering: such a page cannot navigate either."""
         from playwright.async_api import Error
 
         try:
@@ -239,7 +295,7 @@ class BrowserSession:
         return False
 
     async def _replace_broken(self) -> None:
-        """A page that hangs is not waited for: its close goes on by itself."""
+        """Replace a page that hangs, without waiting for its close."""
         assert self._lease is not None
         broken = self._tabs.pop()
         self._spawn(broken.close())
@@ -247,7 +303,7 @@ class BrowserSession:
             await self.ask(self._lease.context.new_page())
 
     async def _current_document(self, page: Page) -> int:
-        """The number of the document that the page shows. A handle of an earlier one does not work any more."""
+        """The number of the document that the page shows. Handles of an earlier one are invalid."""
         from playwright.async_api import Error
 
         if page in self._documents:
@@ -262,14 +318,14 @@ class BrowserSession:
 
     def _opened(self, page: Page) -> None:
         if self._tabs:
-            self.happenings.note(f"a new tab was opened and is looked at now: {page.url}")
+            self.events.note(f"a new tab was opened and is looked at now: {page.url}")
         self._tabs.append(page)
         self._tab_came.set()
         page.on("close", self._closed)
         page.on("crash", self._crashed)
         page.on("download", self._refused)
         if len(self._tabs) > MAX_TABS:
-            self.happenings.note(f"more than {MAX_TABS} tabs: the oldest was closed")
+            self.events.note(f"more than {MAX_TABS} tabs: the oldest was closed")
             self._spawn(self._tabs[0].close())
 
     def _closed(self, page: Page) -> None:
@@ -282,31 +338,31 @@ class BrowserSession:
         self._broken.add(page)
 
     def _wrote(self, message: ConsoleMessage) -> None:
-        self.happenings.console(message.type, message.text)
+        self.events.console(message.type, message.text)
 
     def _failed(self, error: WebError) -> None:
-        self.happenings.script_error(str(error.error))
+        self.events.script_error(str(error.error))
 
     def _refused(self, download: Download) -> None:
-        self.happenings.note(
+        self.events.note(
             f"a download was refused: {download.suggested_filename} from {download.url[:300]} "
             "(the terminal can fetch files into the workspace)"
         )
 
     def _asked(self, dialog: Dialog) -> None:
-        """A page stands still until its dialog is answered: with yes, and a prompt with its default."""
+        """Accept a dialog, a prompt with its default: the page waits for it."""
         answer = f" with {dialog.default_value!r}" if dialog.type == "prompt" else ""
-        self.happenings.note(f"the page showed a dialog ({dialog.type}): {dialog.message!r}; it was accepted{answer}")
+        self.events.note(f"the page showed a dialog ({dialog.type}): {dialog.message!r}; it was accepted{answer}")
         self._spawn(dialog.accept(dialog.default_value) if dialog.type == "prompt" else dialog.accept())
 
     def _spawn(self, work: Awaitable[None]) -> None:
-        """Do something from within an event, where nothing can be awaited."""
+        """Run work from an event handler, which cannot await."""
         task = asyncio.ensure_future(work)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def _address(url: str) -> tuple[str, str, int]:
-    """The whole address, its host and port. Raises `ToolMistake` for what is not opened."""
+    """The complete address, its host and port. Raises `ToolMistake` for an address that is not opened."""
     url = url.strip()
     if not url:
         raise ToolMistake("url is empty: say which page to open")
@@ -331,7 +387,7 @@ def _led(asked: str, got: str) -> str:
 
 
 def _explained(message: str) -> str:
-    """Playwright's message in one line, with what its log says was in the way."""
+    """Playwright's message in one line, with the obstacle that its log names."""
     lines = message.strip().splitlines()
     what = re.sub(r"^\w+\.\w+: ", "", lines[0]) if lines else "the browser could not do it"
     hindrance = [line.strip(" -") for line in lines[1:] if _HINDRANCE.search(line)]

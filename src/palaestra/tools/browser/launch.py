@@ -1,11 +1,9 @@
-"""Finding a Chromium that starts here, and starting it as safely as it can be started.
+"""Find a Chromium that starts here, and start it as safely as possible.
 
-What is there is found out by starting it, not by its version. Of the ways to start it, the first that works counts:
+A candidate is tested by starting it. The first of these ways that works is used, and logged:
 
     with root       as a user of its own, in Chromium's sandbox; the same without that sandbox; as root without it
     without root    in Chromium's sandbox; without it
-
-Invariant: a way that is less safe is taken only after the safer ones failed, and the log says which one it is.
 """
 
 from __future__ import annotations
@@ -41,14 +39,14 @@ _SILENT = f"it showed nothing within {PROBE_S:g} s"
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _PATH = "/usr/local/bin:/usr/bin:/bin:/snap/bin"
 _DOWNLOADED = ("chromium-*/chrome-linux*/chrome", "chromium_headless_shell-*/chrome-*linux*/*headless*shell")
-"""Where `playwright install chromium` puts it, below its cache."""
+"""Paths below the cache of `playwright install chromium`."""
 
 _ARGUMENTS = (
     "--disable-crash-reporter",
     "--disable-gpu",
     "--webrtc-ip-handling-policy=disable_non_proxied_udp",
-    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # the same, as older versions call it
-    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",  # names are the proxy's to look up
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # the same for older versions
+    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",  # the proxy looks up names
 )
 _NO_EXTRA = "install the extra `browser`: pip install 'palaestra[browser]'"
 _NO_CHROMIUM = "no Chromium is installed: apt-get install chromium, or playwright install chromium"
@@ -56,9 +54,9 @@ _NO_CHROMIUM = "no Chromium is installed: apt-get install chromium, or playwrigh
 
 @functools.cache
 def absent(executable: str | None = None) -> str | None:
-    """What is not installed here, with the way out, or None. Starts nothing, so that every run can afford to ask.
+    """The missing component, with the remedy, or None. Starts nothing, so it is cheap.
 
-    What is installed and does not start is found out by who browses first (`problem`): the world's failure.
+    A Chromium that does not start is an infrastructure failure of the rollout that browses first (`problem`).
     """
     if importlib.util.find_spec("playwright") is None:
         return _NO_EXTRA
@@ -67,7 +65,7 @@ def absent(executable: str | None = None) -> str | None:
 
 @functools.cache
 def problem(executable: str | None = None) -> str | None:
-    """Why no browser can be started here, with the way out, or None. Starts one, once per process."""
+    """Why no browser can be started here, with the remedy, or None. Starts one, once per process."""
     if importlib.util.find_spec("playwright") is None:
         return _NO_EXTRA
     from playwright.async_api import Page
@@ -79,7 +77,7 @@ def problem(executable: str | None = None) -> str | None:
 
 @functools.cache
 def usable(executable: str | None = None) -> str | None:
-    """The first Chromium that shows an empty page, or None. `executable` leaves no other choice."""
+    """The first Chromium that shows an empty page, or None. `executable` is the only candidate if given."""
     return next((path for path in _candidates(executable) if _probe(path) is None), None)
 
 
@@ -100,7 +98,7 @@ def _candidates(executable: str | None) -> list[str]:
 
 @functools.cache
 def _probe(path: str) -> str | None:
-    """Start it with an empty page: None where it works, else what it said. One that hangs gets another chance."""
+    """Start it with an empty page: None if it works, else its error. One that hangs is tried again."""
     said = _tried(path)
     return _tried(path) if said == _SILENT else said
 
@@ -134,7 +132,7 @@ def _tried(path: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to start it: as whom, and whether Chromium confines its own renderers."""
+    """One way to start it: as which user, and whether Chromium confines its own renderers."""
 
     uid: int
     sandboxed: bool
@@ -145,7 +143,7 @@ class Way:
 
 
 async def start(playwright: Playwright, executable: str, proxy: ProxySettings, home: Path) -> tuple[Browser, Way]:
-    """Start Chromium with `home` as its only directory. Raises `ToolUnavailable` where no way works."""
+    """Start Chromium with `home` as its only directory. Raises `ToolUnavailable` if no way works."""
     from playwright.async_api import Error
 
     problems: list[str] = []
@@ -180,7 +178,7 @@ def _ways() -> Iterator[Way]:
 
 
 def _script(home: Path, executable: str, uid: int) -> str:
-    """A program for Playwright to start, which becomes the user first."""
+    """A program for Playwright to start, which switches to the user first."""
     (home / "home").mkdir(parents=True)
     home.chmod(0o711)
     os.chown(home / "home", uid, uid)

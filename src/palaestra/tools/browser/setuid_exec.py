@@ -1,9 +1,8 @@
-"""Runs a program as another user: `python -I -S become.py UID HOME PROGRAM ARGUMENT…`. Standard library only.
+"""Runs Chromium as another user: `python -I -S setuid_exec.py UID HOME PROGRAM ARGUMENT…`. Standard library only.
 
-Chromium is started through it. The profile directory that is named among the arguments becomes the user's; the
-environment, keys in it included, is left behind; descriptors stay open: Chromium is spoken to through two of them.
-
-Invariant: the program ends when its parent does.
+The profile directory named in the arguments is given to the user. The environment, with any keys in it, is dropped;
+descriptors stay open, because Playwright talks to Chromium through two of them. Invariant: the program ends with its
+parent.
 """
 
 from __future__ import annotations

@@ -1,78 +1,127 @@
-"""One Chromium for all rollouts of a run: `SharedBrowser` starts it for the first, and starts another when it died.
+"""One Chromium for all rollouts of a run: `SharedBrowser` starts it for the first, and restarts it if it dies.
 
-A `ToolRun.shared` state: it closes when the run's tools do. What a rollout has of it is a context of its own: cookies,
-storage and pages that no other one sees.
+It is an object of `ToolRun.shared`. Each rollout has a context of its own: cookies, storage and pages that no other
+one sees. `BrowserProxy` is the browser's only way to the network: Chromium uses it for everything, the loopback
+included, and looks up no name itself.
 
-Invariant: nothing stays behind. A closed browser's processes are gone before `aclose` returns; when this process is
-killed, Playwright's driver reads the end of its input and ends, and Chromium ends with the driver.
+Invariants: no connection is made that the `HostPolicy` did not allow by name and by address. A closed browser's
+processes are gone before `aclose` returns; if this process is killed, Playwright's driver reads the end of its input
+and ends, and Chromium ends with the driver.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 import tempfile
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ToolUnavailable
+from palaestra.sandbox.slotd.network.forward import HEAD_BYTES, Forwarder
 from palaestra.sandbox.slotd.unprivileged import users
 from palaestra.tools.browser import launch
-from palaestra.tools.browser.browser_proxy import Egress
-from palaestra.tools.net.host_policy import Reach
+from palaestra.tools.net.host_policy import HostPolicy
 from palaestra.tools.settings import ToolSettings
 
 if TYPE_CHECKING:
-    from playwright.async_api import Browser, BrowserContext, Playwright
+    from playwright.async_api import Browser, BrowserContext, Playwright, ProxySettings
 
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
+MAX_CONNECTIONS = 512
+_REMEMBERED = 256
+_USER = "browser"
 _HOME, _LOCK = "palaestra-browser-", "lock"
 WIDTH, HEIGHT = 1280, 800
 """The view of a page, in CSS pixels."""
 
 
+class BrowserProxy:
+    """A proxy on the loopback. It needs a password, because programs of slots with a network could reach its port."""
+
+    def __init__(self, reach: HostPolicy) -> None:
+        self._refused: OrderedDict[tuple[str, int], str] = OrderedDict()
+        self.user, self.password = _USER, secrets.token_urlsafe(24)
+        self._resolver = ThreadPoolExecutor(4, thread_name_prefix="browser-names")
+        key = base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
+        self._forwarder = Forwarder(reach, self._resolver, most=MAX_CONNECTIONS, key=key, refused=self._note)
+        self._server: asyncio.Server | None = None
+        self.address = ""
+
+    async def start(self) -> None:
+        """Listen at `address`."""
+        self._server = await asyncio.start_server(self._forwarder.accept, "127.0.0.1", 0, limit=HEAD_BYTES)
+        self.address = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def aclose(self) -> None:
+        """Close all connections. Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+            self._forwarder.close()
+        self._resolver.shutdown(wait=False, cancel_futures=True)
+
+    def settings(self) -> ProxySettings:
+        """The proxy as Playwright takes it."""
+        return {"server": self.address, "username": self.user, "password": self.password}
+
+    def why(self, host: str, port: int) -> str | None:
+        """Why the last connection to the host failed, or None."""
+        return self._refused.get((host, port))
+
+    def _note(self, host: str, port: int, why: str) -> None:
+        """Keep the reason: Chromium reports only that a tunnel failed."""
+        self._refused[host, port] = why
+        self._refused.move_to_end((host, port))
+        while len(self._refused) > _REMEMBERED:
+            self._refused.popitem(last=False)
+
+
 @dataclass(slots=True)
-class Lease:
-    """A context, and the way out that its pages have."""
+class BrowserLease:
+    """A context of the running browser."""
 
     context: BrowserContext
-    egress: Egress
     running: _Running
 
 
 @dataclass(slots=True)
 class _Running:
-    """One Chromium with what belongs to it."""
+    """One Chromium with its driver, proxy and files."""
 
     playwright: Playwright
     browser: Browser
     way: launch.Way
-    egress: Egress
+    proxy: BrowserProxy
     home: Path
     lock: int
 
     async def aclose(self) -> None:
-        """End everything. A browser that does not answer is killed with all that is its user's."""
+        """End everything. A browser that does not answer is killed with all processes of its user."""
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self.browser.close(), CLOSE_S)
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self.playwright.stop(), CLOSE_S)
         if users.can_become() and self.way.uid != 0:
             await asyncio.to_thread(users.kill, self.way.uid)
-        await self.egress.aclose()
+        await self.proxy.aclose()
         await asyncio.to_thread(shutil.rmtree, self.home, True)
         os.close(self.lock)
 
 
 class SharedBrowser:
-    """Hands out contexts, `browser_max_contexts` of the first caller's settings at a time."""
+    """Hands out contexts, at most `browser_max_contexts` of the first caller's settings."""
 
     def __init__(self) -> None:
         self._starting = asyncio.Lock()
@@ -81,17 +130,17 @@ class SharedBrowser:
 
     @property
     def way(self) -> launch.Way | None:
-        """How the browser was started; None while there is none."""
+        """How the browser was started, or None."""
         return self._running.way if self._running is not None else None
 
     @property
-    def egress(self) -> Egress | None:
-        """The browser's way to the network; None while there is none."""
-        return self._running.egress if self._running is not None else None
+    def proxy(self) -> BrowserProxy | None:
+        """The browser's proxy, or None."""
+        return self._running.proxy if self._running is not None else None
 
     @property
     def home(self) -> Path | None:
-        """The directory of the browser's files; None while there is none."""
+        """The directory of the browser's files, or None."""
         return self._running.home if self._running is not None else None
 
     @property
@@ -99,8 +148,8 @@ class SharedBrowser:
         """How many contexts are open."""
         return len(self._running.browser.contexts) if self._running is not None else 0
 
-    async def lease(self, settings: ToolSettings) -> Lease:
-        """A context of one's own, to be given back. Raises `ToolUnavailable`."""
+    async def lease(self, settings: ToolSettings) -> BrowserLease:
+        """A new context, to be returned with `give_back`. Raises `ToolUnavailable`."""
         if self._turns is None:
             self._turns = asyncio.Semaphore(settings.browser_max_contexts)
         try:
@@ -116,8 +165,8 @@ class SharedBrowser:
             self._turns.release()
             raise
 
-    async def give_back(self, lease: Lease) -> None:
-        """Close the context with its pages. One that does not close in time is left to the browser's end."""
+    async def give_back(self, lease: BrowserLease) -> None:
+        """Close the context with its pages. One that does not close in time ends with the browser."""
         assert self._turns is not None
         try:
             await asyncio.wait_for(lease.context.close(), CLOSE_S)
@@ -134,7 +183,7 @@ class SharedBrowser:
             if running is not None:
                 await asyncio.shield(running.aclose())
 
-    async def _context(self, settings: ToolSettings) -> Lease:
+    async def _context(self, settings: ToolSettings) -> BrowserLease:
         from playwright.async_api import Error
 
         async with self._starting:
@@ -164,11 +213,11 @@ class SharedBrowser:
             raise ToolUnavailable(f"the browser gives no context: {error.message}") from None
         context.set_default_timeout(settings.browser_action_timeout_s * 1000)
         context.set_default_navigation_timeout(settings.browser_navigation_timeout_s * 1000)
-        return Lease(context, running.egress, running)
+        return BrowserLease(context, running)
 
 
 def _unwanted(making: asyncio.Future[BrowserContext]) -> None:
-    """Close a context that came after its caller had gone."""
+    """Close a context whose caller was cancelled meanwhile."""
     if not making.cancelled() and making.exception() is None:
         closing = asyncio.ensure_future(making.result().close())
         closing.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -182,26 +231,25 @@ async def _started(settings: ToolSettings) -> _Running:
         raise ToolUnavailable(reason)
     executable = launch.usable(settings.browser_executable)
     assert executable is not None
-    egress = Egress(Reach(settings.browser_allow, settings.browser_block))
+    proxy = BrowserProxy(HostPolicy(settings.browser_allow, settings.browser_block))
     home, lock = await asyncio.to_thread(new_home)
     playwright = None
     try:
-        await egress.start()
+        await proxy.start()
         playwright = await async_playwright().start()
-        proxy = {"server": egress.address, "username": egress.user, "password": egress.password}
-        browser, way = await launch.start(playwright, executable, proxy, home)  # type: ignore[arg-type]
+        browser, way = await launch.start(playwright, executable, proxy.settings(), home)
     except BaseException:
         if playwright is not None:
             await asyncio.shield(playwright.stop())
-        await egress.aclose()
+        await proxy.aclose()
         shutil.rmtree(home, ignore_errors=True)
         os.close(lock)
         raise
-    return _Running(playwright, browser, way, egress, home, lock)
+    return _Running(playwright, browser, way, proxy, home, lock)
 
 
 def new_home() -> tuple[Path, int]:
-    """A directory, and a lock that is held while it is used. Those whose holders were killed are removed first."""
+    """A directory and its lock, held while it is used. Directories of killed processes are removed first."""
     for left in Path(tempfile.gettempdir()).glob(f"{_HOME}*"):
         with contextlib.suppress(OSError):
             if left.lstat().st_uid == os.getuid():
@@ -210,7 +258,9 @@ def new_home() -> tuple[Path, int]:
     made.chmod(0o711)
     lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    return made.rename(made.with_name(_HOME + made.name.rpartition("-")[2])), lock  # seen by others once it is locked
+    return made.rename(
+        made.with_name(_HOME + made.name.rpartition("-")[2])
+    ), lock  # others see it only once it is locked
 
 
 def _remove_if_left(home: Path) -> None:

@@ -1,40 +1,45 @@
-"""The `browser_*` tools: a real browser, told as text.
+"""The `browser_*` tools: a real browser, shown as text (`tools/browser`).
 
-Names and parameters are the contract's; so are the keys of the replies, each of which also has `notes` when something
-else happened (a dialog, a refused download, a new tab). What a browser is and what it may reach: `tools/browser`.
-
-Invariant: the calls of one rollout take turns, and a page that was asked to do something has had a moment to do it.
+Names, parameters and keys of the replies are the contract's; a reply also has `notes` if something else happened (a
+dialog, a refused download, a new tab). Invariant: the calls of one rollout run one after the other, and each gives the
+page a moment to react.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 
 from palaestra.core.types import JSON
 from palaestra.tools.browser import launch
-from palaestra.tools.browser.accessibility_tree import Shown
+from palaestra.tools.browser.accessibility_tree import PageView
 from palaestra.tools.browser.browser_session import BrowserSession
+from palaestra.tools.builtin.vision import Image, look, vision_problem
+from palaestra.tools.parameters import choice, flag, integer, text
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
-from palaestra.tools.vision.ask_model import look, vision_problem
-from palaestra.tools.vision.image_format import Image
 
 MAX_IMAGES = 100
 _SHOWN_URL_CHARS = 500
 
-_REF: Mapping[str, JSON] = {
-    "type": "string",
-    "description": "The element's reference in the latest snapshot, such as @e5.",
-}
 
-_Action = Callable[[BrowserSession, Mapping[str, JSON], ToolRun, ToolSettings], Awaitable[dict[str, JSON]]]
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of a tool."""
+
+    session: BrowserSession
+    arguments: Mapping[str, JSON]
+    settings: ToolSettings
+    run: ToolRun
+
+
+_Action = Callable[[_Call], Awaitable[dict[str, JSON]]]
 
 
 def browser_tools(settings: ToolSettings) -> tuple[Tool, ...]:
-    """The tools, told what they may reach."""
+    """The tools with these settings."""
 
     def missing() -> str | None:
         return launch.absent(settings.browser_executable)
@@ -44,130 +49,109 @@ def browser_tools(settings: ToolSettings) -> tuple[Tool, ...]:
 
     return tuple(
         FunctionTool(
-            replace(schema, external=True),
+            ToolSchema(name, description, parameters, required, external=True),
             partial(_run, action, settings),
             toolset="browser",
             touches_world=True,
             world_session="browser",
-            missing=missing_eyes if schema.name == "browser_vision" else missing,
+            missing=missing_eyes if action is _vision else missing,
         )
-        for schema, action in _TOOLS
+        for name, (action, description, parameters, required) in _TOOLS.items()
     )
 
 
 async def _run(action: _Action, settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    if (reason := launch.absent(settings.browser_executable)) is not None:
-        raise ToolMistake(f"There is no browser here: {reason}")
     session = run.state(BrowserSession)
     async with session.turn:
         await session.check()
         try:
-            return session.told({"success": True, **await action(session, arguments, run, settings)})
+            return session.with_notes({"success": True, **await action(_Call(session, arguments, settings, run))})
         except ToolMistake as mistake:
-            raise ToolMistake(str(mistake), **session.told(mistake.details)) from None
+            raise ToolMistake(str(mistake), **session.with_notes(mistake.details)) from None
 
 
-async def _navigate(
-    session: BrowserSession, arguments: Mapping[str, JSON], run: ToolRun, settings: ToolSettings
-) -> dict[str, JSON]:
-    status = await session.navigate(arguments["url"], run, settings)
-    shown = await session.snapshot(settings, full=False)
+async def _navigate(call: _Call) -> dict[str, JSON]:
+    status = await call.session.navigate(call.arguments["url"], call.run, call.settings)
+    shown = await call.session.snapshot(call.settings, full=False)
     answered = {} if status is None else {"status": status}
-    return {**await _where(session), **answered, **_told(shown, 0)}
+    return {**await _where(call.session), **answered, **_view(shown, 0)}
 
 
-async def _snapshot(
-    session: BrowserSession, arguments: Mapping[str, JSON], run: ToolRun, settings: ToolSettings
-) -> dict[str, JSON]:
-    full, skipped = bool(arguments.get("full", False)), arguments.get("offset", 0)
-    shown = await session.snapshot(settings, full=full, skipped_lines=skipped)
-    return {**await _where(session), **_told(shown, skipped)}
+async def _snapshot(call: _Call) -> dict[str, JSON]:
+    full, skipped = bool(call.arguments.get("full", False)), call.arguments.get("offset", 0)
+    shown = await call.session.snapshot(call.settings, full=full, skipped_lines=skipped)
+    return {**await _where(call.session), **_view(shown, skipped)}
 
 
-async def _click(
-    session: BrowserSession, arguments: Mapping[str, JSON], run: ToolRun, settings: ToolSettings
-) -> dict[str, JSON]:
-    element = await session.element(arguments["ref"])
+async def _click(call: _Call) -> dict[str, JSON]:
+    session, element = call.session, await call.session.element(call.arguments["ref"])
     session.expect_tab()
-    await session.ask(element.click(), settings.browser_action_timeout_s)
+    await session.ask(element.click(), call.settings.browser_action_timeout_s)
     await session.settle(new_tab=True)
-    return {"clicked": arguments["ref"], **await _where(session)}
+    return {"clicked": call.arguments["ref"], **await _where(session)}
 
 
-async def _type(
-    session: BrowserSession, arguments: Mapping[str, JSON], run: ToolRun, settings: ToolSettings
-) -> dict[str, JSON]:
-    element, text = await session.element(arguments["ref"]), arguments["text"]
-    limit_s = settings.browser_action_timeout_s
+async def _type(call: _Call) -> dict[str, JSON]:
+    session, ref, text = call.session, call.arguments["ref"], call.arguments["text"]
+    element, limit_s = await session.element(ref), call.settings.browser_action_timeout_s
     if await session.ask(element.evaluate("element => element.tagName")) == "SELECT":
         options = await session.ask(element.evaluate("element => [...element.options].map(o => [o.label, o.value])"))
         if not any(text in each for each in options):
-            raise ToolMistake(f"{arguments['ref']} has no option {text!r}; it has {[each[0] for each in options][:50]}")
+            raise ToolMistake(f"{ref} has no option {text!r}; it has {[each[0] for each in options][:50]}")
         await session.ask(element.select_option(text), limit_s)
     else:
         await session.ask(element.fill(text), limit_s)
-    return {"typed": text, "element": arguments["ref"]}
+    return {"typed": text, "element": ref}
 
 
-async def _scroll(
-    session: BrowserSession, arguments: Mapping[str, JSON], run: ToolRun, settings: ToolSettings
-) -> dict[str, JSON]:
-    direction = arguments["direction"]
-    place = await session.ask(session.page.evaluate(_SCROLL, 1 if direction == "down" else -1))
-    await session.settle()
+async def _scroll(call: _Call) -> dict[str, JSON]:
+    direction = call.arguments["direction"]
+    place = await call.session.ask(call.session.page.evaluate(_SCROLL, 1 if direction == "down" else -1))
+    await call.session.settle()
     return {"scrolled": direction, "position": place}
 
 
-async def _back(
-    session: BrowserSession, arguments: Mapping[str, JSON], run: ToolRun, settings: ToolSettings
-) -> dict[str, JSON]:
-    await session.back(settings)
-    return await _where(session)
+async def _back(call: _Call) -> dict[str, JSON]:
+    await call.session.back(call.settings)
+    return await _where(call.session)
 
 
-async def _press(
-    session: BrowserSession, arguments: Mapping[str, JSON], run: ToolRun, settings: ToolSettings
-) -> dict[str, JSON]:
+async def _press(call: _Call) -> dict[str, JSON]:
+    session, key = call.session, call.arguments["key"]
     session.expect_tab()
-    await session.ask(session.page.keyboard.press(arguments["key"]), settings.browser_action_timeout_s)
-    await session.settle(new_tab=arguments["key"] == "Enter")
-    return {"pressed": arguments["key"], **await _where(session)}
+    await session.ask(session.page.keyboard.press(key), call.settings.browser_action_timeout_s)
+    await session.settle(new_tab=key == "Enter")
+    return {"pressed": key, **await _where(session)}
 
 
-async def _close(
-    session: BrowserSession, arguments: Mapping[str, JSON], run: ToolRun, settings: ToolSettings
-) -> dict[str, JSON]:
-    await session.aclose()
+async def _close(call: _Call) -> dict[str, JSON]:
+    await call.session.aclose()
     return {"closed": True}
 
 
-async def _get_images(
-    session: BrowserSession, arguments: Mapping[str, JSON], run: ToolRun, settings: ToolSettings
-) -> dict[str, JSON]:
-    images = await session.ask(session.page.evaluate(_IMAGES, [MAX_IMAGES, _SHOWN_URL_CHARS]))
+async def _get_images(call: _Call) -> dict[str, JSON]:
+    images = await call.session.ask(call.session.page.evaluate(_IMAGES, [MAX_IMAGES, _SHOWN_URL_CHARS]))
     return {"images": images["shown"], "count": images["count"]}
 
 
-async def _vision(
-    session: BrowserSession, arguments: Mapping[str, JSON], run: ToolRun, settings: ToolSettings
-) -> dict[str, JSON]:
-    picture = await session.ask(session.page.screenshot(type="png"), settings.browser_action_timeout_s)
-    return await look(settings, Image(picture, "image/png"), arguments["question"])
+async def _vision(call: _Call) -> dict[str, JSON]:
+    picture = call.session.page.screenshot(type="png")
+    image = Image(await call.session.ask(picture, call.settings.browser_action_timeout_s), "image/png")
+    return await look(call.settings, image, call.arguments["question"])
 
 
-async def _console(
-    session: BrowserSession, arguments: Mapping[str, JSON], run: ToolRun, settings: ToolSettings
-) -> dict[str, JSON]:
-    if expression := arguments.get("expression"):
+async def _console(call: _Call) -> dict[str, JSON]:
+    session = call.session
+    if expression := call.arguments.get("expression"):
         value = await session.ask(session.page.evaluate(expression))
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-        most = settings.browser_snapshot_chars
+        most = call.settings.browser_snapshot_chars
         cut = f"… ({len(text) - most} more characters)" if len(text) > most else ""
         result = text[:most] + cut if cut or isinstance(value, str) else json.loads(text)
         return {"result": result, "result_type": _KINDS.get(type(value), "object")}
     if not session.started:
         raise ToolMistake("No page is open. Open one with browser_navigate")
-    return session.happenings.read(clear=bool(arguments.get("clear", False)))
+    return session.events.read(clear=bool(call.arguments.get("clear", False)))
 
 
 async def _where(session: BrowserSession) -> dict[str, JSON]:
@@ -175,8 +159,8 @@ async def _where(session: BrowserSession) -> dict[str, JSON]:
     return {"url": page.url[:_SHOWN_URL_CHARS], "title": (await session.ask(page.title()))[:_SHOWN_URL_CHARS]}
 
 
-def _told(shown: Shown, skipped: int) -> dict[str, JSON]:
-    """A snapshot with what it lacks said in its own text, where a model cannot miss it."""
+def _view(shown: PageView, skipped: int) -> dict[str, JSON]:
+    """A snapshot; its text ends with what it lacks, so that a model cannot miss it."""
     lacks = []
     if shown.cut:
         lacks.append(f"{shown.cut} more lines: browser_snapshot with offset={shown.lines - shown.cut} goes on")
@@ -203,7 +187,7 @@ _SCROLL = """(direction) => {
   return {y: Math.round(target.scrollTop), height: target.scrollHeight, view: height,
           at_end: target.scrollTop + height >= target.scrollHeight - 1};
 }"""
-"""One screen of the page, or of what scrolls in its middle where the page itself does not."""
+"""Scrolls by one screen the page, or what scrolls in its middle if the page itself does not."""
 
 _IMAGES = """([most, chars]) => {
   const short = text => text.length > chars ? text.slice(0, chars) + "…" : text;
@@ -213,95 +197,46 @@ _IMAGES = """([most, chars]) => {
     width: each.naturalWidth, height: each.naturalHeight}))};
 }"""
 
-_TOOLS: tuple[tuple[ToolSchema, _Action], ...] = (
-    (
-        ToolSchema(
-            "browser_navigate",
-            "Open a page in the browser. This comes before every other browser tool. The reply has a compact snapshot.",
-            {"url": {"type": "string", "description": "The address of the page."}},
-            ("url",),
-        ),
+_REF: Mapping[str, JSON] = text("The element's reference in the latest snapshot, such as @e5.")
+
+
+# fmt: off
+_TOOLS: Mapping[str, tuple[_Action, str, Mapping[str, JSON], tuple[str, ...]]] = {
+    "browser_navigate": (
         _navigate,
-    ),
-    (
-        ToolSchema(
-            "browser_snapshot",
-            "The open page as text: its accessibility tree, with a reference like @e5 for each element that can be "
-            "used.",
-            {
-                "full": {
-                    "type": "boolean",
-                    "description": "The whole text of the page and not only what can be used.",
-                    "default": False,
-                },
-                "offset": {
-                    "type": "integer",
-                    "minimum": 0,
-                    "description": "How many lines to skip: for what an earlier snapshot had no room for.",
-                    "default": 0,
-                },
-            },
-        ),
+        "Open a page in the browser. This comes before every other browser tool. The reply has a compact snapshot.",
+        {"url": text("The address of the page.")}, ("url",)),
+    "browser_snapshot": (
         _snapshot,
-    ),
-    (ToolSchema("browser_click", "Click an element of the open page.", {"ref": _REF}, ("ref",)), _click),
-    (
-        ToolSchema(
-            "browser_type",
-            "Type into a field of the open page, or choose an option of a list. What it held before is replaced.",
-            {"ref": _REF, "text": {"type": "string", "description": "What to type."}},
-            ("ref", "text"),
-        ),
+        "The open page as text: its accessibility tree, with a reference like @e5 for each element that can be used.",
+        {
+            "full": flag("The whole text of the page and not only what can be used."),
+            "offset": integer(
+                "How many lines to skip: for what an earlier snapshot had no room for.", {"minimum": 0}, default=0),
+        }, ()),
+    "browser_click": (_click, "Click an element of the open page.", {"ref": _REF}, ("ref",)),
+    "browser_type": (
         _type,
-    ),
-    (
-        ToolSchema(
-            "browser_scroll",
-            "Scroll the open page by one screen.",
-            {"direction": {"type": "string", "enum": ["up", "down"], "description": "Where to."}},
-            ("direction",),
-        ),
-        _scroll,
-    ),
-    (ToolSchema("browser_back", "Go back to the page before."), _back),
-    (
-        ToolSchema(
-            "browser_press",
-            "Press a key in the open page.",
-            {
-                "key": {
-                    "type": "string",
-                    "description": "The key's name, such as Enter, Tab, Escape or ArrowDown.",
-                }
-            },
-            ("key",),
-        ),
-        _press,
-    ),
-    (ToolSchema("browser_close", "Close the browser and forget its pages."), _close),
-    (ToolSchema("browser_get_images", "List the images of the open page with their addresses."), _get_images),
-    (
-        ToolSchema(
-            "browser_vision",
-            "Look at the open page as an image and answer a question about it.",
-            {"question": {"type": "string", "description": "What to find out about the page."}},
-            ("question",),
-        ),
-        _vision,
-    ),
-    (
-        ToolSchema(
-            "browser_console",
-            "Read what the pages wrote to their console, errors included, or evaluate an expression in the open page.",
-            {
-                "clear": {
-                    "type": "boolean",
-                    "description": "Forget the messages once they are read.",
-                    "default": False,
-                },
-                "expression": {"type": "string", "description": "A JavaScript expression to evaluate in the page."},
-            },
-        ),
+        "Type into a field of the open page, or choose an option of a list. What it held before is replaced.",
+        {"ref": _REF, "text": text("What to type.")}, ("ref", "text")),
+    "browser_scroll": (
+        _scroll, "Scroll the open page by one screen.",
+        {"direction": choice("Where to.", ["up", "down"])}, ("direction",)),
+    "browser_back": (_back, "Go back to the page before.", {}, ()),
+    "browser_press": (
+        _press, "Press a key in the open page.",
+        {"key": text("The key's name, such as Enter, Tab, Escape or ArrowDown.")}, ("key",)),
+    "browser_close": (_close, "Close the browser and forget its pages.", {}, ()),
+    "browser_get_images": (_get_images, "List the images of the open page with their addresses.", {}, ()),
+    "browser_vision": (
+        _vision, "Look at the open page as an image and answer a question about it.",
+        {"question": text("What to find out about the page.")}, ("question",)),
+    "browser_console": (
         _console,
-    ),
-)
+        "Read what the pages wrote to their console, errors included, or evaluate an expression in the open page.",
+        {
+            "clear": flag("Forget the messages once they are read."),
+            "expression": text("A JavaScript expression to evaluate in the page."),
+        }, ()),
+}
+# fmt: on

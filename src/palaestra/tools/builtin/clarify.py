@@ -1,7 +1,7 @@
-"""The `clarify` tool: a question to the user, whoever that is.
+"""The `clarify` tool: a question to the user.
 
-Who is asked is for whoever runs the agent to say, by sharing a `User` with its tools: a chat asks the person, an
-environment its simulated user. Where nobody has, the model is told to decide itself.
+Whoever runs the agent shares a `User` with its tools: a chat asks the person, an environment its simulated user.
+Without one, the reply asks the model to decide itself.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from palaestra.core.types import JSON
+from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_CHOICES = 4
 
 Ask: TypeAlias = Callable[[str, Sequence[str]], Awaitable[str | None]]
-"""`await ask(question, choices)` gives what the user says, one of the choices or not; None: no answer."""
+"""`await ask(question, choices)` returns the user's answer, one of the choices or not; None: no answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Who answers the questions of one agent; None where there is nobody."""
+    """Answers the questions of one agent, or None."""
 
     ask: Ask | None = None
 
@@ -33,7 +34,7 @@ SCHEMA = ToolSchema(
         "lead to different work, or before something that cannot be undone; not for what you can find out yourself."
     ),
     parameters={
-        "question": {"type": "string", "minLength": 1, "description": "The question."},
+        "question": parameters.text("The question.", {"minLength": 1}),
         "choices": {
             "type": "array",
             "items": {"type": "string"},

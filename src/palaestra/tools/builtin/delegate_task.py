@@ -1,27 +1,63 @@
-"""The `delegate_task` tool: work for sub-agents, which have a conversation of their own and report what came of it.
+"""The `delegate_task` tool: work for sub-agents, which have a conversation of their own and report their result.
 
-What a sub-agent is stands in `agent/subagents.py`; here is what the model says and reads. A sub-agent sees nothing of
-this conversation but its goal and context, and works in the same slot with the same files and background processes.
+Tools lie below the agent, and a sub-agent is one: the tool describes the work (`Assignment`), and whoever runs the
+agent shares a `Delegation` with its tools that has it done (`agent/subagents.py`). Of this conversation a sub-agent
+sees only its goal and context; it works in the same slot with the same files and background processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from palaestra.core.types import JSON, Outcome
-from palaestra.tools.runtime.delegation import Assignment, Delegation, Report
+from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_TASKS = 3
-"""How many sub-agents one call may start; they work at the same time."""
+"""How many sub-agents one call may start; they work concurrently."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One piece of work. `toolsets` None: the tools of the delegating agent; `max_turns` None: its limit."""
+
+    goal: str
+    context: str = ""
+    toolsets: tuple[str, ...] | None = None
+    max_turns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SubagentReport:
+    """The result of one assignment: the sub-agent's last reply, and why it ended (`outcome`, as a rollout's)."""
+
+    summary: str
+    outcome: str
+    turns: int
+    tool_calls: int
+    error: str = ""
+
+
+Work: TypeAlias = Callable[[Sequence[Assignment]], Awaitable[list[SubagentReport]]]
+"""Does all of them concurrently; the reports are in their order. Raises `ToolMistake` for an assignment that cannot be
+done as asked, and `PalaestraError`."""
+
+
+@dataclass(slots=True)
+class Delegation:
+    """The work function of one rollout; without one, `missing` is the reason."""
+
+    work: Work | None = None
+    missing: str = "no agent is at work here whose model sub-agents could ask"
+
 
 _PART: Mapping[str, JSON] = {
-    "goal": {
-        "type": "string",
-        "minLength": 1,
-        "description": "What to do, complete in itself: the sub-agent sees nothing of this conversation.",
-    },
-    "context": {"type": "string", "description": "What the sub-agent should know: paths, findings, limits."},
+    "goal": parameters.text(
+        "What to do, complete in itself: the sub-agent sees nothing of this conversation.", {"minLength": 1}
+    ),
+    "context": parameters.text("What the sub-agent should know: paths, findings, limits."),
     "toolsets": {
         "type": "array",
         "items": {"type": "string"},
@@ -46,12 +82,10 @@ SCHEMA = ToolSchema(
             "maxItems": MAX_TASKS,
             "description": "Several pieces of work that do not need each other.",
         },
-        "model": {"type": "string", "description": "Sub-agents use the model of this conversation; leave it out."},
-        "max_iterations": {
-            "type": "integer",
-            "minimum": 1,
-            "description": "How many model calls each sub-agent may make. Left out, and at most: as many as you.",
-        },
+        "model": parameters.text("Sub-agents use the model of this conversation; leave it out."),
+        "max_iterations": parameters.integer(
+            "How many model calls each sub-agent may make. Left out, and at most: as many as you.", {"minimum": 1}
+        ),
     },
 )
 
@@ -82,7 +116,7 @@ def _assignments(arguments: Mapping[str, JSON]) -> Sequence[Assignment]:
     ]
 
 
-def _result(index: int, report: Report) -> dict[str, JSON]:
+def _result(index: int, report: SubagentReport) -> dict[str, JSON]:
     done = report.outcome == Outcome.NATURAL
     result: dict[str, JSON] = {"task_index": index, "status": "completed" if done else "stopped"}
     if not done:

@@ -1,10 +1,10 @@
 """The `execute_code` tool: a Python program in the rollout's slot that calls the agent's other tools as functions.
 
 For work that takes many calls and little thought: the program loops, filters and counts, and the model reads only what
-it prints. Not a notebook: every program starts anew. A call that a program makes is checked, run and limited as one of
-the model's own, and is recorded with the turn; the program has no other way to anything outside its slot.
+it prints. Every program starts fresh. A call that it makes is checked, run and limited like one of the model's own, and
+recorded with the turn; the program has no other access to anything outside its slot.
 
-Invariant: output, calls and time are bounded whatever the program does; nothing that it sends is believed unchecked.
+Invariant: output, calls and time are bounded whatever the program does, and nothing that it sends is trusted unchecked.
 """
 
 from __future__ import annotations
@@ -20,18 +20,24 @@ from importlib.resources import files
 from palaestra.core.errors import SandboxError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import WORKSPACE, Process, Slot
+from palaestra.tools import parameters
 from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, bounded, clamp_timeout
-from palaestra.tools.programs.generated_module import MODULE, module_text
-from palaestra.tools.programs.host_channel import MAX_REQUEST_BYTES, BrokenChannel, Channel
-from palaestra.tools.runtime.inner_calls import Inside
-from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.programs.host_channel import (
+    MAX_REQUEST_BYTES,
+    MODULE,
+    BrokenChannel,
+    ProgramChannel,
+    module_text,
+)
+from palaestra.tools.runtime.inner_calls import InnerCalls
+from palaestra.tools.tool import FunctionTool, ToolMistake, ToolOutcome, ToolReply, ToolRun, ToolSchema
 
 MAX_CALLS = 50
 """How many calls one program may make."""
 
 FOLDER = "/tmp/execute_code"  # noqa: S108 - a path inside the slot, which nobody else shares
 NOT_FROM_PROGRAMS = frozenset({"execute_code", "delegate_task", "clarify"})
-"""Tools that start something of their own, or wait for a person: a program cannot call them."""
+"""Tools that a program cannot call: they start something of their own, or wait for a person."""
 
 _CLEAN_UP_S = 10.0
 _CUT_OFF = "The program was ended together with what carries its calls."
@@ -42,7 +48,7 @@ folder="$TMPDIR/{name}"
 command -v python3 > /dev/null || exit 127
 exec python3 -I -S "$folder/supervisor.py" "$folder"
 """
-"""In rungs without a file system of their own, what the slot's file channel calls /tmp is $TMPDIR to its commands."""
+"""Without a file system of the slot's own, its file channel's /tmp is $TMPDIR to its commands."""
 
 SCHEMA = ToolSchema(
     name="execute_code",
@@ -55,14 +61,11 @@ SCHEMA = ToolSchema(
         "stdin; files stay, variables do not."
     ),
     parameters={
-        "code": {"type": "string", "description": "The program."},
-        "timeout": {
-            "type": "integer",
-            "description": (
-                "Time limit in seconds, 1 to 600, for the program with all its calls. At the limit it is killed and "
-                "its output up to then is returned with exit code 124. Leave it out for the usual limit."
-            ),
-        },
+        "code": parameters.text("The program."),
+        "timeout": parameters.integer(
+            "Time limit in seconds, 1 to 600, for the program with all its calls. At the limit it is killed and "
+            "its output up to then is returned with exit code 124. Leave it out for the usual limit."
+        ),
     },
     required=("code",),
 )
@@ -70,16 +73,16 @@ SCHEMA = ToolSchema(
 
 @dataclass(slots=True)
 class Programs:
-    """How many programs a conversation has run: their folders are numbered, so that equal rollouts see equal paths.
+    """Numbers the folders of a conversation's programs, so that equal rollouts see equal paths.
 
-    `prefix` keeps conversations apart that share a slot.
+    `prefix` separates conversations that share a slot.
     """
 
     prefix: str = ""
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def folder(self) -> str:
-        """Where the next program lies."""
+        """The folder of the next program."""
         return f"{FOLDER}/{self.prefix}{next(self.numbers)}"
 
 
@@ -91,7 +94,7 @@ class _Calls:
     made: int = 0
 
     async def answer(self, request: bytes | None) -> bytes:
-        """Run one call and give the frame's answer. Raises `PalaestraError` as the tool does."""
+        """Run one call and return the answer of its frame. Raises `PalaestraError` as the tool does."""
         if request is None:
             return _refused(f"the arguments of a call may have {MAX_REQUEST_BYTES} bytes at most")
         try:
@@ -102,15 +105,16 @@ class _Calls:
         if self.made >= MAX_CALLS:
             return _refused(f"a program may make {MAX_CALLS} calls at most; nothing was run")
         self.made += 1
-        reply = await self._reply(name, arguments)
-        self.run.state(Inside).called(name, arguments, reply)
+        outcome = await self._outcome(name, arguments)
+        self.run.state(InnerCalls).called(name, arguments, outcome.text)
+        reply = outcome.reply
         return json.dumps({"reply": reply if isinstance(reply, str) else dict(reply)}).encode()
 
-    async def _reply(self, name: str, arguments: JSON) -> ToolReply:
+    async def _outcome(self, name: str, arguments: JSON) -> ToolOutcome:
         if name in NOT_FROM_PROGRAMS:
-            return {"error": f"{name} cannot be called by a program; call it yourself."}
+            return ToolOutcome.refused(f"{name} cannot be called by a program; call it yourself.")
         if not isinstance(arguments, dict):
-            return {"error": "Invalid arguments: expected a JSON object."}
+            return ToolOutcome.refused("Invalid arguments: expected a JSON object.")
         return await self.run.call(name, arguments)
 
 
@@ -120,12 +124,12 @@ async def run_execute_code(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
     slot, calls = await run.slot(), _Calls(run)
     folder = run.state(Programs).folder()
     process: Process | None = None
-    channel: Channel | None = None
+    channel: ProgramChannel | None = None
     try:
         async with asyncio.timeout(timeout_s) as limit:
             await _write(slot, folder, str(arguments["code"]), run)
             process = await _start(slot, folder)
-            channel = Channel(process, MAX_KEPT_BYTES)
+            channel = ProgramChannel(process, MAX_KEPT_BYTES)
             status = await channel.serve(calls.answer)
             code, error = (status, None) if status is not None else (await _own_end(process), _CUT_OFF)
     except TimeoutError:
@@ -141,7 +145,7 @@ async def run_execute_code(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
 
 
 async def _write(slot: Slot, folder: str, code: str, run: ToolRun) -> None:
-    """Put the program into the slot, with the module and what runs it. Raises `ToolMistake` where that cannot be."""
+    """Write the program, its module and its supervisor into the slot. Raises `ToolMistake` if that fails."""
     callable_ones = [schema for schema in run.schemas() if schema.name not in NOT_FROM_PROGRAMS]
     supervisor = files("palaestra.tools.programs").joinpath("program_supervisor.py").read_text(encoding="utf-8")
     module = module_text(callable_ones)
@@ -164,14 +168,14 @@ async def _start(slot: Slot, folder: str) -> Process:
 
 
 async def _own_end(process: Process) -> int:
-    """How the supervisor itself ended, where it told nothing. Raises `ToolMistake` where there is no Python."""
+    """The supervisor's own exit code, if it reported none. Raises `ToolMistake` if there is no Python."""
     status = await process.wait()
     if status.exit_code == _NOT_FOUND and not status.output_total_bytes:
         raise ToolMistake("There is no python3 in this sandbox; nothing was run. Use the terminal")
     return -1 if status.exit_code is None else status.exit_code
 
 
-def _text(channel: Channel | None) -> str:
+def _text(channel: ProgramChannel | None) -> str:
     if channel is None:
         return ""
     head, tail = channel.output.parts()
@@ -180,17 +184,17 @@ def _text(channel: Channel | None) -> str:
     return (head + gap.encode() + tail).decode(errors="replace")
 
 
-def _totals(channel: Channel | None) -> dict[str, JSON] | None:
-    """What is said of output that was not kept whole."""
+def _totals(channel: ProgramChannel | None) -> dict[str, JSON] | None:
+    """The true size of output that was not kept whole."""
     if channel is None or not channel.output.truncated:
         return None
     return {"output_total_bytes": channel.output.total}
 
 
 async def _clean_up(slot: Slot, folder: str, process: Process | None) -> None:
-    """Kill what still runs and remove the program; also when the call is cancelled. A slot that is gone needs neither.
+    """Kill the program and remove it, also when the call is cancelled. A slot that is gone needs neither.
 
-    A process that the program has left behind on purpose stays, as one of a shell command does.
+    A background process that the program left on purpose stays, as with a shell command.
     """
 
     async def both() -> None:

@@ -1,8 +1,6 @@
-"""The `read_file` and `write_file` tools.
+"""The `read_file` and `write_file` tools, over the slot's file channel.
 
-Not for editing (`edits.py`) or searching (`search.py`). Everything goes through the slot's file channel.
-
-Invariant: what a reply shows is bounded, and it says how to get the rest; a write is whole or did not happen.
+Invariant: a reply is bounded and says how to get the rest; a write is whole or did not happen.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from collections.abc import Mapping
 
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import WORKSPACE
+from palaestra.tools import parameters
 from palaestra.tools.builtin.syntax_check import check_syntax
 from palaestra.tools.builtin.text_files import KINDS, file_info, in_full, read_text_file, write_file_bytes
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
@@ -20,12 +19,9 @@ MAX_LINES = 2000
 MAX_LINE_CHARS = 2000
 MAX_CONTENT_CHARS = 100_000
 _UNREADABLE = re.compile("[\udc80-\udcff]")
-"""What stands for bytes that are no UTF-8."""
+"""Surrogates that stand for bytes that are not UTF-8."""
 
-PATH_PARAMETER: Mapping[str, JSON] = {
-    "type": "string",
-    "description": f"Path of the file, absolute or relative to {WORKSPACE}.",
-}
+PATH_PARAMETER: Mapping[str, JSON] = parameters.text(f"Path of the file, absolute or relative to {WORKSPACE}.")
 
 READ_SCHEMA = ToolSchema(
     name="read_file",
@@ -37,14 +33,10 @@ READ_SCHEMA = ToolSchema(
     ),
     parameters={
         "path": PATH_PARAMETER,
-        "offset": {"type": "integer", "description": "First line to show, counted from 1.", "default": 1, "minimum": 1},
-        "limit": {
-            "type": "integer",
-            "description": f"How many lines to show, at most {MAX_LINES}.",
-            "default": 500,
-            "minimum": 1,
-            "maximum": MAX_LINES,
-        },
+        "offset": parameters.integer("First line to show, counted from 1.", default=1, minimum=1),
+        "limit": parameters.integer(
+            f"How many lines to show, at most {MAX_LINES}.", default=500, minimum=1, maximum=MAX_LINES
+        ),
     },
     required=("path",),
 )
@@ -58,14 +50,14 @@ WRITE_SCHEMA = ToolSchema(
     ),
     parameters={
         "path": PATH_PARAMETER,
-        "content": {"type": "string", "description": "The complete new content, exactly as it should be in the file."},
+        "content": parameters.text("The complete new content, exactly as it should be in the file."),
     },
     required=("path", "content"),
 )
 
 
 async def run_read_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """One window of a text file: `content`, `total_lines`, `truncated`, and a `hint` how to go on."""
+    """One window of a text file: `content`, `total_lines`, `truncated`, and a `hint` how to continue."""
     offset, limit = int(arguments.get("offset", 1)), int(arguments.get("limit", 500))
     slot = await run.slot()
     path = await in_full(slot, arguments["path"])
@@ -109,7 +101,7 @@ def _cut(line: str) -> str:
 
 
 async def run_write_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Write the file whole: `bytes_written`, `created`, and `syntax_check` where the kind of file has one."""
+    """Write the whole file: `bytes_written`, `created`, and `syntax_check` if the kind of file has one."""
     slot, content = await run.slot(), arguments["content"]
     path = await in_full(slot, arguments["path"])
     try:

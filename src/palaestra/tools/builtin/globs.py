@@ -1,10 +1,13 @@
 """Globs over file names: `*` and `?` within a name, `**` across directories, `{a,b}` for alternatives.
 
-Not a shell: nothing is expanded against a file system. One definition here makes every search engine agree.
+Nothing is expanded against a file system. One definition here makes every search backend agree. The time is bounded
+for any glob and any name, because a model writes the one and its slot the other: that is why no library does it
+(`wcmatch` takes minutes for `**/a/**/a/…` on a deep path).
 """
 
 from __future__ import annotations
 
+import fnmatch
 import posixpath
 import re
 from collections.abc import Callable
@@ -16,37 +19,53 @@ _MAX_ALTERNATIVES = 64
 _MAX_CHARS = 4096
 _PLAIN = re.compile(r"[\w.*?-]+")
 _BRACES = re.compile(r"\{([^{}]*)\}")
+_CLASS = re.compile(r"\[([!^]?)(\]?[^\]]+)\]")
+_STARS = re.compile(r"\*{3,}")
+_STARS_IN_NAME = re.compile(r"(?<=[^/*])\*\*|\*\*(?=[^/*])")
+_NOTHING = re.compile(r"(?!)")
 
 
 def name_filter(glob: str | None, root: str, is_dir: bool, *, loose: bool = False) -> Callable[[str], bool]:
-    """Whether a path below `root` matches. Without a slash the glob is for the base name, else for the path from root.
+    """A test for paths below `root`. A glob without a slash is for the base name, else for the path from root.
 
-    `loose`: a glob without wildcards matches every name that contains it. None matches everything.
+    `loose`: a glob without wildcards matches every name that contains it. None matches everything. Raises
+    `ToolMistake`.
     """
     if not glob:
         return lambda path: True
     glob = glob.removeprefix("./")
     if loose and not any(mark in glob for mark in "*?[{"):
         glob = f"**/*{glob}*" if "/" in glob else f"*{glob}*"
-    whole = _compiled(glob)
+    alternatives = _compiled(glob)
     if "/" not in glob:
-        return lambda path: any(_matches(parts, [posixpath.basename(path)]) for parts in whole)
+        return lambda path: any(_matches(parts, [posixpath.basename(path)]) for parts in alternatives)
     base = root if is_dir else posixpath.dirname(root)
 
     def matches(path: str) -> bool:
         names = posixpath.relpath(path, base or ".").split("/")
-        return any(_matches(parts, names) for parts in whole)
+        return any(_matches(parts, names) for parts in alternatives)
 
     return matches
 
 
 def simple_names(glob: str | None) -> list[str]:
-    """The alternatives of a glob, if all are so plain that every engine reads them alike; else none.
+    """The alternatives of a glob if all are so plain that every search backend reads them alike, else none.
 
-    Engines may use them to skip files early; the result is filtered by `name_filter` in any case.
+    Backends may use them to skip files early; `name_filter` filters the result in any case.
     """
     alternatives = _expanded(glob) if glob else []
     return alternatives if all(_PLAIN.fullmatch(one) for one in alternatives) else []
+
+
+@lru_cache(maxsize=256)
+def _compiled(glob: str) -> list[list[re.Pattern[str] | None]]:
+    """For each alternative one pattern per name of a path; None stands for any number of directories."""
+    if len(glob) > _MAX_CHARS:
+        raise ToolMistake(f"The glob has {len(glob)} characters; {_MAX_CHARS} are the most")
+    try:
+        return [_parts(one) for one in _spread([_STARS.sub("**", one) for one in _expanded(glob)])]
+    except re.error as error:
+        raise ToolMistake(f"The glob {glob} cannot be used: {error}") from None
 
 
 def _expanded(glob: str) -> list[str]:
@@ -56,72 +75,49 @@ def _expanded(glob: str) -> list[str]:
     braces = _BRACES.search(glob)
     if braces is None:
         return [glob]
-    options = [glob[: braces.start()] + option + glob[braces.end() :] for option in braces[1].split(",")]
-    if len(options) > _MAX_ALTERNATIVES:
-        raise ToolMistake("the glob has too many alternatives")
-    expanded = [one for option in options for one in _expanded(option)]
-    if len(expanded) > _MAX_ALTERNATIVES:
-        raise ToolMistake("the glob has too many alternatives")
-    return expanded
-
-
-@lru_cache(maxsize=256)
-def _compiled(glob: str) -> list[list[re.Pattern[str] | None]]:
-    """For each alternative what each name of a path must be; None stands for any number of directories."""
-    if len(glob) > _MAX_CHARS:
-        raise ToolMistake(f"The glob has {len(glob)} characters; {_MAX_CHARS} are the most")
-    try:
-        return [_parts(one) for one in _spread([_STARS.sub("**", one) for one in _expanded(glob)])]
-    except re.error as error:
-        raise ToolMistake(f"The glob {glob} cannot be used: {error}") from None
+    before, after = glob[: braces.start()], glob[braces.end() :]
+    options = _bounded(braces[1].split(","))
+    return _bounded([one for option in options for one in _expanded(before + option + after)])
 
 
 def _spread(globs: list[str]) -> list[str]:
-    """`**` beside other letters is a `*`, or one where a directory ends, directories, and one where a name begins."""
+    """`**` next to other letters is a `*`, or the end of one name, directories, and the beginning of another."""
     spread: list[str] = []
     while globs:
         glob = globs.pop(0)
-        beside = _BESIDE.search(glob)
-        if beside is None:
+        stars = _STARS_IN_NAME.search(glob)
+        if stars is None:
             spread.append(glob)
         else:
-            before, after = glob[: beside.start()], glob[beside.end() :]
+            before, after = glob[: stars.start()], glob[stars.end() :]
             globs[:0] = [f"{before}*{after}", f"{before}*/**/*{after}"]
-        if len(globs) + len(spread) > _MAX_ALTERNATIVES:
-            raise ToolMistake("the glob has too many alternatives")
+        _bounded([*globs, *spread])
     return spread
+
+
+def _bounded(globs: list[str]) -> list[str]:
+    if len(globs) > _MAX_ALTERNATIVES:
+        raise ToolMistake("the glob has too many alternatives")
+    return globs
 
 
 def _parts(glob: str) -> list[re.Pattern[str] | None]:
     names = glob.split("/")
     if names[-1] == "**":
-        names.append("*")  # what is in a directory is not the directory
-    return [None if name == "**" else re.compile(_translated(name), re.DOTALL) for name in names]
+        names.append("*")  # the content of a directory is not the directory
+    return [None if name == "**" else re.compile(fnmatch.translate(_CLASS.sub(_checked, name))) for name in names]
 
 
-def _translated(name: str) -> str:
-    """The expression for one name. What stands between two stars has its first place there, so none is tried twice."""
-    pieces, last = [""], ""
-    for part in _PART.finditer(name):
-        if part[0] == "*":
-            pieces.append("")
-        else:
-            pieces[-1] += _translated_part(part)
-    first, *inner = pieces
-    if inner:
-        last = ".*" + inner.pop()
-    return first + "".join(f"(?>.*?{piece})" for piece in inner) + last
-
-
-def _translated_part(part: re.Match[str]) -> str:
-    if part["members"] is not None:
-        members = re.sub(r"([\\\[\]^&|~])", r"\\\1", part["members"])
-        return f"[{'^' if part['negated'] else ''}{members}]"
-    return "." if part[0] == "?" else re.escape(part[0])
+def _checked(found: re.Match[str]) -> str:
+    """A character class as `fnmatch` reads it, which takes a range that is empty without an error."""
+    negated, members = found.groups()
+    if any(first > last for first, last in re.findall("(.)-(.)", members, re.DOTALL)):
+        raise re.error(f"bad character range in {found[0]}")
+    return f"[{'!' if negated else ''}{members}]"
 
 
 def _matches(parts: list[re.Pattern[str] | None], names: list[str]) -> bool:
-    """Whether the names are as the parts say. Only the last directories that were left out are ever tried again."""
+    """Whether the names fit. Only the last directories that `**` skipped are ever tried again."""
     at = here = 0
     again: tuple[int, int] | None = None
     while here < len(names):
@@ -136,9 +132,3 @@ def _matches(parts: list[re.Pattern[str] | None], names: list[str]) -> bool:
         else:
             return False
     return all(part is None for part in parts[at:])
-
-
-_PART = re.compile(r"\[(?P<negated>[!^])?(?P<members>\]?[^\]]+)\]|.", re.DOTALL)
-_STARS = re.compile(r"\*{3,}")
-_BESIDE = re.compile(r"(?<=[^/*])\*\*|\*\*(?=[^/*])")
-_NOTHING = re.compile(r"(?!)")

@@ -1,16 +1,29 @@
-"""The `memory` tool: notes that later sessions see. Where they are kept is `tools/memory/notes.py`.
+"""The `memory` tool and the notes it keeps, which later sessions see: two small files of one folder.
 
-Rollouts have none unless their environment says so: the agent loop answers the call itself there.
+Rollouts must not learn from each other, so nothing is kept unless the environment sets a folder (`Notes`); without one,
+the agent loop answers the call itself. Files are plain text that a person may edit: notes with a line `§` between them.
+
+Invariants: a file never exceeds its limit and is replaced whole; concurrent changes by several processes follow each
+other, and none is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+import fcntl
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
+from palaestra.core.io.atomic_file import replaced
 from palaestra.core.types import JSON
-from palaestra.tools.memory.notes import MAX_CHARS, Notes, written
+from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+
+MAX_CHARS: Mapping[str, int] = {"memory": 4000, "user": 2000}
+"""How much each file holds: both are read whole at the start of every session."""
+_BETWEEN = "\n§\n"
 
 SCHEMA = ToolSchema(
     name="memory",
@@ -21,18 +34,12 @@ SCHEMA = ToolSchema(
         f"for {MAX_CHARS['memory']} and {MAX_CHARS['user']} characters."
     ),
     parameters={
-        "action": {
-            "type": "string",
-            "enum": ["add", "replace", "remove", "read"],
-            "description": "What to do with the notes.",
-        },
-        "target": {"type": "string", "enum": list(MAX_CHARS), "description": "Which notes."},
-        "content": {"type": "string", "minLength": 1, "description": "The note, for add and replace."},
-        "old_text": {
-            "type": "string",
-            "minLength": 1,
-            "description": "A part of the note that replace and remove are about; it must name exactly one.",
-        },
+        "action": parameters.choice("What to do with the notes.", ["add", "replace", "remove", "read"]),
+        "target": parameters.choice("Which notes.", list(MAX_CHARS)),
+        "content": parameters.text("The note, for add and replace.", {"minLength": 1}),
+        "old_text": parameters.text(
+            "A part of the note that replace and remove are about; it must name exactly one.", {"minLength": 1}
+        ),
     },
     required=("action", "target"),
 )
@@ -40,6 +47,70 @@ SCHEMA = ToolSchema(
 _NEEDED: Mapping[str, tuple[str, ...]] = {
     "add": ("content",), "replace": ("old_text", "content"), "remove": ("old_text",), "read": ()
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """The notes of one folder, which is created by the first write; None if nothing may be kept.
+
+    Methods block, for as long as a small file takes. They raise `OSError`, and `ToolMistake` with the present notes.
+    """
+
+    folder: Path | None = None
+
+    def read(self, target: str) -> list[str]:
+        """All notes of `target` (memory or user), oldest first."""
+        try:
+            text = self._path(target).read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return []
+        return [note.strip() for note in text.split(_BETWEEN) if note.strip()]
+
+    def add(self, target: str, content: str) -> list[str]:
+        """Add a note unless it exists. Returns all notes."""
+        with self._changing(target) as notes:
+            if content not in notes:
+                notes.append(content)
+            return self._write(target, notes)
+
+    def replace(self, target: str, old_text: str, content: str) -> list[str]:
+        """Replace the one note that contains `old_text`, or drop it if `content` exists. Returns all notes."""
+        with self._changing(target) as notes:
+            place = _place(notes, old_text)
+            others = [*notes[:place], *notes[place + 1 :]]
+            notes = others if content in others else [*notes[:place], content, *notes[place + 1 :]]
+            return self._write(target, notes)
+
+    def remove(self, target: str, old_text: str) -> list[str]:
+        """Drop the one note that contains `old_text`. Returns all notes."""
+        with self._changing(target) as notes:
+            del notes[_place(notes, old_text)]
+            return self._write(target, notes)
+
+    def _path(self, target: str) -> Path:
+        if self.folder is None:
+            raise ToolMistake("No notes are kept here: nobody has said where")
+        return self.folder / f"{target}.md"
+
+    @contextlib.contextmanager
+    def _changing(self, target: str) -> Iterator[list[str]]:
+        """The notes, locked against other writers."""
+        path = self._path(target)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_name(f".{path.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield self.read(target)
+
+    def _write(self, target: str, notes: list[str]) -> list[str]:
+        text, most = _BETWEEN.join(notes), MAX_CHARS[target]
+        if len(text) > most:
+            raise ToolMistake(
+                f"That would be {len(text)} of {most} characters; nothing was changed. Remove or shorten notes first",
+                notes=self.read(target),
+            )
+        with replaced(self._path(target)) as file:
+            file.write(text.encode())
+        return notes
 
 
 async def run_memory(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
@@ -52,8 +123,17 @@ async def run_memory(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         raise ToolMistake("A note cannot contain the sign §, which stands between notes; nothing was changed")
     given = (str(arguments[name]).strip() for name in _NEEDED[action])
     values = [text.replace("\r\n", "\n").replace("\r", "\n") for text in given]  # as they are read again
-    notes = run.state(Notes)
-    return written(target, await asyncio.to_thread(getattr(notes, action), target, *values))
+    notes = await asyncio.to_thread(getattr(run.state(Notes), action), target, *values)
+    used = f"{len(_BETWEEN.join(notes))} of {MAX_CHARS[target]} characters"
+    return {"success": True, "target": target, "entries": notes, "usage": used}
+
+
+def _place(notes: list[str], old_text: str) -> int:
+    found = [place for place, note in enumerate(notes) if old_text in note]
+    if len(found) != 1:
+        how_many = f"{len(found)} notes contain" if found else "No note contains"
+        raise ToolMistake(f"{how_many} that old_text; it must name exactly one. Nothing was changed", notes=notes)
+    return found[0]
 
 
 MEMORY = FunctionTool(schema=SCHEMA, run=run_memory, toolset="memory", touches_world=True, world_session="memory")

@@ -1,9 +1,8 @@
-"""The `patch` tool: replace a piece of text in one file, or apply a V4A patch to several.
-
-Not for finding places (`tools/patching/` does that, on text alone): this part reads, writes and reports.
+"""The `patch` tool: replace a piece of text in one file, or apply a V4A patch to several. Places are found by
+`tools/patching/`, on text alone.
 
 Invariant: a patch over several files is applied whole or not at all. All results are computed before the first write,
-and when a write fails or is cancelled, the files written before it get their old content back.
+and if a write fails or is cancelled, the files written before it get their old content back.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from dataclasses import replace as with_fields
 
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
+from palaestra.tools import parameters
 from palaestra.tools.builtin.file_tools import PATH_PARAMETER
 from palaestra.tools.builtin.syntax_check import check_syntax
 from palaestra.tools.builtin.text_files import (
@@ -28,8 +28,7 @@ from palaestra.tools.builtin.text_files import (
 )
 from palaestra.tools.patching.edit_diff import MAX_DIFF_CHARS, unified_diff
 from palaestra.tools.patching.fuzzy_match import Ambiguous, NoMatch, replace
-from palaestra.tools.patching.v4a_apply import apply_patch
-from palaestra.tools.patching.v4a_parse import FileChange, PatchError, parse_patch
+from palaestra.tools.patching.v4a import FileChange, PatchError, apply_patch, parse_patch
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 SCHEMA = ToolSchema(
@@ -45,24 +44,20 @@ SCHEMA = ToolSchema(
         "The reply has the unified diff and, for Python, JSON, YAML and TOML, whether each file still parses."
     ),
     parameters={
-        "mode": {"type": "string", "enum": ["replace", "patch"], "description": "replace or patch, as described."},
+        "mode": parameters.choice("replace or patch, as described.", ["replace", "patch"]),
         "path": {**PATH_PARAMETER, "description": f"mode replace: {PATH_PARAMETER['description']}"},
-        "old_string": {"type": "string", "description": "mode replace: the text to find."},
-        "new_string": {"type": "string", "description": "mode replace: what takes its place; empty to delete it."},
-        "replace_all": {
-            "type": "boolean",
-            "description": "mode replace: replace every occurrence instead of requiring exactly one.",
-            "default": False,
-        },
-        "patch": {"type": "string", "description": "mode patch: the V4A patch, from Begin Patch to End Patch."},
+        "old_string": parameters.text("mode replace: the text to find."),
+        "new_string": parameters.text("mode replace: what takes its place; empty to delete it."),
+        "replace_all": parameters.flag("mode replace: replace every occurrence instead of requiring exactly one."),
+        "patch": parameters.text("mode patch: the V4A patch, from Begin Patch to End Patch."),
     },
     required=("mode",),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Edit:
-    """One path before and after; None means that there is no file."""
+class FileEdit:
+    """One path before and after; None if there is no file."""
 
     path: str
     before: TextFile | None
@@ -86,7 +81,7 @@ def _require(arguments: Mapping[str, JSON], needed: tuple[str, ...], foreign: tu
     missing = [name for name in needed if name not in arguments]
     if missing:
         raise ToolMistake(f"mode {mode} needs {' and '.join(missing)}; nothing was changed")
-    # empty values of the other mode are how models leave a parameter out
+    # models leave out a parameter by giving an empty value
     mixed = [name for name in foreign if arguments.get(name)]
     if mixed:
         raise ToolMistake(f"mode {mode} does not take {' and '.join(mixed)}; nothing was changed")
@@ -106,7 +101,7 @@ async def _replace(slot: Slot, path: str, old: str, new: str, replace_all: bool)
         raise ToolMistake(f"{path}: {mistake}") from None
     if done.text == before.text:
         raise ToolMistake(f"{path}: the replacement leaves the file as it is (match: {done.strategy})")
-    edit = Edit(path, before, before.with_text(done.text))
+    edit = FileEdit(path, before, before.with_text(done.text))
     await _write_all(slot, [edit])
     return {**_report([edit]), "match": done.strategy, "replacements": done.count}
 
@@ -128,7 +123,7 @@ async def _patch(slot: Slot, patch: str) -> dict[str, JSON]:
         raise ToolMistake(f"{mistake}. Nothing was changed.") from None
     sources = {change.target or change.path: change.path for change in changes}
     edits = [
-        Edit(
+        FileEdit(
             path,
             before[path],
             None if text is None else (before[sources.get(path, path)] or TextFile("")).with_text(text),
@@ -153,35 +148,37 @@ async def _content(slot: Slot, path: str) -> TextFile | None:
     return await read_text_file(slot, path)
 
 
-async def _write_all(slot: Slot, edits: list[Edit]) -> None:
-    begun: list[Edit] = []
+async def _write_all(slot: Slot, edits: list[FileEdit]) -> None:
+    begun: list[FileEdit] = []
     try:
-        for edit in sorted(edits, key=lambda edit: edit.after is None):  # removals last: the likeliest to succeed
-            if begun and await _content(slot, edit.path) != edit.before:  # a link leads to what was just written
+        for edit in sorted(
+            edits, key=lambda edit: edit.after is None
+        ):  # removals last: they are the most likely to succeed
+            if begun and await _content(slot, edit.path) != edit.before:  # a link to what was just written
                 raise ToolMistake(
                     f"{edit.path} is one file with another of the patch. Name it once; nothing was changed"
                 )
             begun.append(edit)
             await _put(slot, edit.path, edit.after)
     except ToolMistake as mistake:
-        unmended = await _put_back(slot, begun[:-1] if begun and edit is begun[-1] else begun)
-        if unmended:
-            raise ToolMistake(f"{mistake}. These were written before and could not be put back: {unmended}") from None
+        unrestored = await _put_back(slot, begun[:-1] if begun and edit is begun[-1] else begun)
+        if unrestored:
+            raise ToolMistake(f"{mistake}. These were written before and could not be put back: {unrestored}") from None
         raise
     except asyncio.CancelledError:
         await _put_back(slot, begun)
         raise
 
 
-async def _put_back(slot: Slot, edits: list[Edit]) -> str:
-    """Give files their old content, the latest first; the paths of those where that is not possible."""
-    unmended: list[str] = []
+async def _put_back(slot: Slot, edits: list[FileEdit]) -> str:
+    """Restore the old content of files, the latest first. Returns the paths of those that could not be restored."""
+    unrestored: list[str] = []
     for edit in reversed(edits):
         try:
             await _put(slot, edit.path, edit.before)
         except ToolMistake:
-            unmended.append(edit.path)
-    return ", ".join(unmended)
+            unrestored.append(edit.path)
+    return ", ".join(unrestored)
 
 
 async def _put(slot: Slot, path: str, file: TextFile | None) -> None:
@@ -191,7 +188,7 @@ async def _put(slot: Slot, path: str, file: TextFile | None) -> None:
         await write_file_bytes(slot, path, file.encode(), file.mode)
 
 
-def _report(edits: list[Edit]) -> dict[str, JSON]:
+def _report(edits: list[FileEdit]) -> dict[str, JSON]:
     diffs = [unified_diff(_text(edit.before), _text(edit.after), edit.path) for edit in edits]
     diff = "".join(diffs)
     reply: dict[str, JSON] = {

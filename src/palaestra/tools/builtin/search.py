@@ -1,9 +1,7 @@
 """The `search_files` tool: lines that match a pattern, or files by name.
 
-Not for running a regular expression over model-chosen text outside the slot: the matching happens inside, by ripgrep
-where the slot has it, else by GNU grep (`search_engines.py`), with the same results.
-
-Invariant: results are sorted by path and line, pages never overlap or leave a gap, and totals count everything.
+The matching happens inside the slot, by ripgrep or GNU grep (`search_backends.py`) with the same results. Invariant:
+results are sorted by path and line, pages never overlap or leave a gap, and totals count everything.
 """
 
 from __future__ import annotations
@@ -13,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import WORKSPACE, Slot
+from palaestra.tools import parameters
 from palaestra.tools.builtin.globs import name_filter
-from palaestra.tools.builtin.search_backends import Query, count_matches, list_files, matching_lines
+from palaestra.tools.builtin.search_backends import SearchQuery, count_matches, list_files, matching_lines
 from palaestra.tools.builtin.text_files import KINDS, file_info, in_full, not_found
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
@@ -34,50 +33,31 @@ SCHEMA = ToolSchema(
         "Prefer this to grep, rg, find and ls in the terminal."
     ),
     parameters={
-        "pattern": {"type": "string", "description": "Regular expression, or glob for target files.", "minLength": 1},
-        "target": {
-            "type": "string",
-            "enum": ["content", "files"],
-            "description": "Search inside files, or for file names.",
-            "default": "content",
-        },
-        "path": {
-            "type": "string",
-            "description": f"Directory or file to search, absolute or relative to {WORKSPACE}.",
-            "default": ".",
-        },
-        "file_glob": {
-            "type": "string",
-            "description": "Only files that match this glob, e.g. *.py or *.{ts,tsx}; with a /, relative to `path`.",
-        },
-        "limit": {
-            "type": "integer",
-            "description": f"How many results to return, at most {MAX_LIMIT}.",
-            "default": 50,
-            "minimum": 1,
-            "maximum": MAX_LIMIT,
-        },
-        "offset": {"type": "integer", "description": "How many results to skip.", "default": 0, "minimum": 0},
-        "output_mode": {
-            "type": "string",
-            "enum": ["content", "files_only", "count"],
-            "description": "For target content: matching lines, only the files that match, or matches per file.",
-            "default": "content",
-        },
-        "context": {
-            "type": "integer",
-            "description": "Lines to show before and after each matching line.",
-            "default": 0,
-            "minimum": 0,
-            "maximum": 20,
-        },
+        "pattern": parameters.text("Regular expression, or glob for target files.", minLength=1),
+        "target": parameters.choice("Search inside files, or for file names.", ["content", "files"], default="content"),
+        "path": parameters.text(f"Directory or file to search, absolute or relative to {WORKSPACE}.", default="."),
+        "file_glob": parameters.text(
+            "Only files that match this glob, e.g. *.py or *.{ts,tsx}; with a /, relative to `path`."
+        ),
+        "limit": parameters.integer(
+            f"How many results to return, at most {MAX_LIMIT}.", default=50, minimum=1, maximum=MAX_LIMIT
+        ),
+        "offset": parameters.integer("How many results to skip.", default=0, minimum=0),
+        "output_mode": parameters.choice(
+            "For target content: matching lines, only the files that match, or matches per file.",
+            ["content", "files_only", "count"],
+            default="content",
+        ),
+        "context": parameters.integer(
+            "Lines to show before and after each matching line.", default=0, minimum=0, maximum=20
+        ),
     },
     required=("pattern",),
 )
 
 
 async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """One page of results, `total_count` of all, and a `hint` how to go on when there are more."""
+    """One page of results, `total_count` of all, and a `hint` how to continue if there are more."""
     slot = await run.slot()
     path = await in_full(slot, arguments.get("path", ".") or ".")
     if any("\0" in text for text in (path, arguments["pattern"], arguments.get("file_glob", ""))):
@@ -93,7 +73,7 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
         named = name_filter(arguments["pattern"], path, root.kind == "dir", loose=True)
         found = await list_files(slot, path, timeout_s)
         return _page("files", await _kept(found, lambda name: wanted(name) and named(name), timeout_s), arguments)
-    query = Query(arguments["pattern"], path, arguments.get("file_glob"), timeout_s)
+    query = SearchQuery(arguments["pattern"], path, arguments.get("file_glob"), timeout_s)
     counted = await count_matches(slot, query)
     counts = {name: counted[name] for name in await _kept(list(counted), wanted, timeout_s)}
     mode = arguments.get("output_mode", "content")
@@ -106,7 +86,7 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
 
 
 async def _kept(names: Sequence[str], wanted: Callable[[str], bool], timeout_s: float) -> list[str]:
-    """The names that are wanted; of very many, without holding up the loop. Raises `ToolMistake` for a slow glob."""
+    """The wanted names, without blocking the loop for many of them. Raises `ToolMistake` for a slow glob."""
     kept: list[str] = []
     deadline = asyncio.get_running_loop().time() + timeout_s
     for first in range(0, len(names), _NAMES_AT_ONCE):
@@ -117,8 +97,8 @@ async def _kept(names: Sequence[str], wanted: Callable[[str], bool], timeout_s: 
     return kept
 
 
-async def _lines(slot: Slot, query: Query, counts: Mapping[str, int], arguments: Mapping[str, JSON]) -> ToolReply:
-    """The page of matching lines: only the files that it touches are read again."""
+async def _lines(slot: Slot, query: SearchQuery, counts: Mapping[str, int], arguments: Mapping[str, JSON]) -> ToolReply:
+    """The page of matching lines: only the files on it are searched again."""
     offset, limit = int(arguments.get("offset", 0)), int(arguments.get("limit", 50))
     before, files, reached = 0, [], 0
     for name, count in counts.items():

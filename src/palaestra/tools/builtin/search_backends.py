@@ -1,11 +1,9 @@
-"""Matching inside the slot: ripgrep or GNU grep, called so that both give the same answer.
+"""Matching inside the slot: ripgrep or GNU grep, called so that both give the same answer, sorted by path.
 
-Commands are argv, never shell text. Both engines search regular files below a directory, hidden and ignored ones too,
-follow no symlinks, skip `.git` and files with NUL bytes, and take bytes as text: patterns of ASCII characters match
-bytewise, others as UTF-8. Differences that remain: a NUL byte after the first 32 KiB (ripgrep stops there), and the few
+Commands are argv, never shell text. Both search regular files below a directory, hidden and ignored ones too, follow no
+symlinks, skip `.git` and files with NUL bytes, and take bytes as text: patterns of ASCII characters match bytewise,
+others as UTF-8. Differences remain for a NUL byte after the first 32 KiB (ripgrep stops there), and for the few
 constructs that only one of Rust's regex and PCRE knows, where ripgrep itself falls back to PCRE.
-
-Invariant: the order of results is that of sorted paths, whatever order an engine found them in.
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ from palaestra.tools.builtin.globs import simple_names
 from palaestra.tools.tool import ToolMistake
 
 MAX_LISTING_BYTES = 16 << 20
-"""How much an engine may print; beyond that the search must be narrowed."""
+"""How much output is accepted; beyond that the search must be narrowed."""
 _MAX_PATTERN_CHARS = 10_000
 RIPGREP_PATHS = ("/usr/bin/rg", "/usr/local/bin/rg", "/bin/rg")
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
+class SearchQuery:
     """A search for a regular expression below `root`, limited in seconds."""
 
     pattern: str
@@ -45,7 +43,7 @@ class Match:
     after: tuple[str, ...] = ()
 
 
-async def count_matches(slot: Slot, query: Query) -> dict[str, int]:
+async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
     """Matching lines per file, for files that have any, sorted by path. Raises `ToolMistake` for a bad pattern."""
     _check_pattern(query.pattern)
     engine = await _ripgrep(slot)
@@ -55,7 +53,7 @@ async def count_matches(slot: Slot, query: Query) -> dict[str, int]:
     else:
         argv = [*_grep(query), "--recursive", "--count", "--exclude-dir=.git", *(f"--include={name}" for name in names)]
     result = await _run(slot, [*argv, "--regexp", query.pattern, "--", _safe(query.root)], query)
-    if given_up := _GIVEN_UP.search(result.output):  # all files that grep had not come to are missing, too
+    if given_up := _GIVEN_UP.search(result.output):  # then the files after it are missing too
         raise ToolMistake(
             f"The pattern takes too many steps in {_shown(given_up[1])}, so the search was given up. Use a simpler "
             "one: a repeated group that holds a repetition, such as (a+)+, is what takes them."
@@ -65,12 +63,12 @@ async def count_matches(slot: Slot, query: Query) -> dict[str, int]:
         found = _COUNT.fullmatch(text)
         if found is not None and ".git" not in path.split("/"):
             counts[_shown(path)] = int(text)
-    if not counts and result.exit_code > 1 and "\0" not in result.output:  # else some file could not be read
+    if not counts and result.exit_code > 1 and "\0" not in result.output:  # otherwise one file could not be read
         raise ToolMistake(_engine_error(result, query))
     return dict(sorted(counts.items()))
 
 
-async def matching_lines(slot: Slot, query: Query, files: Sequence[str], context: int, most: int) -> list[Match]:
+async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], context: int, most: int) -> list[Match]:
     """The matching lines of these files, at most `most` per file, in order of path and line."""
     engine = await _ripgrep(slot)
     argv = _rg(engine, query) if engine else _grep(query)
@@ -104,28 +102,28 @@ def _matches(path: str, lines: dict[int, tuple[bool, str]], context: int) -> Ite
 
 
 def _records(output: str) -> Iterator[tuple[str, str]]:
-    """Pairs of a file name and the line printed for it. Names end at a NUL byte, so one may hold line ends.
+    """Pairs of a file name and the line printed for it. Names end at a NUL byte, so they may hold line ends.
 
-    Linear in time whatever is printed: the programs in a slot are its agent's to replace.
+    Takes linear time whatever is printed: an agent may replace the programs of its slot.
     """
     path, *rest = output.split("\0")
     for part in rest:
         text, _, following = part.partition("\n")
         yield path, text
-        path = following.removeprefix("--\n")  # what stands between groups of context lines
+        path = following.removeprefix("--\n")  # the separator of groups of context lines
 
 
-def _rg(engine: str, query: Query) -> list[str]:
+def _rg(engine: str, query: SearchQuery) -> list[str]:
     scope = ["--hidden", "--no-ignore", "--no-messages", "--no-config", "--encoding=none"]
     form = ["--null", "--no-heading", "--with-filename", "--color=never", "--engine=auto"]
     return [engine, *scope, *form, *(["--no-unicode"] if query.pattern.isascii() else [])]
 
 
-def _grep(query: Query) -> list[str]:
+def _grep(query: SearchQuery) -> list[str]:
     return ["grep", "--perl-regexp", "--null", "--with-filename", "--color=never", "--no-messages", "-I"]
 
 
-async def _run(slot: Slot, argv: list[str], query: Query) -> ExecutionResult:
+async def _run(slot: Slot, argv: list[str], query: SearchQuery) -> ExecutionResult:
     locale = "C" if query.pattern.isascii() else "C.UTF-8"
     result = await slot.execute(
         argv, env={"LC_ALL": locale}, timeout_s=query.timeout_s, max_output_bytes=MAX_LISTING_BYTES
@@ -156,9 +154,9 @@ def _check_pattern(pattern: str) -> None:
         raise ToolMistake("The search goes line by line, so a pattern cannot match a line end; search for one line.")
 
 
-def _engine_error(result: ExecutionResult, query: Query) -> str:
-    said = result.output.strip().rpartition("\n")[2][:300]  # both engines say last what is wrong
-    if not said:  # they were told to keep quiet about files
+def _engine_error(result: ExecutionResult, query: SearchQuery) -> str:
+    said = result.output.strip().rpartition("\n")[2][:300]  # both report the error last
+    if not said:  # messages about files are suppressed
         return f"{query.root} cannot be read"
     return (
         f"The pattern cannot be used: {said}. To mean characters such as ( [ * + ? literally, put a backslash before."
@@ -166,7 +164,7 @@ def _engine_error(result: ExecutionResult, query: Query) -> str:
 
 
 async def _ripgrep(slot: Slot) -> str | None:
-    """Where ripgrep is in the slot. Looking costs less than a failing command."""
+    """The path of ripgrep in the slot, or None. Looking costs less than a failing command."""
     for path in RIPGREP_PATHS:
         if await slot.stat(path) is not None:
             return path
@@ -174,7 +172,7 @@ async def _ripgrep(slot: Slot) -> str | None:
 
 
 def _safe(path: str) -> str:
-    """A path that no program takes for an option."""
+    """The path in a form that no program takes for an option."""
     return f"./{path}" if path.startswith("-") else path
 
 

@@ -1,18 +1,40 @@
-"""The `session_search` tool: search earlier conversations (`tools/memory/past_conversations.py`).
+"""The `session_search` tool and the earlier conversations that it searches: files of one folder, each a JSON object
+`palaestra.session/1`, written when a conversation has ended.
 
-It shows what was said and does not have a model sum it up: the same question gets the same answer, at no cost. Rollouts
-have none unless their environment says so: the agent loop answers the call itself there.
+It shows excerpts and does not summarise. Without a folder (`Sessions`), the agent loop answers the call itself.
+
+Invariants: a file is replaced whole; a search reads at most the newest `MAX_SESSIONS` files of the folder, up to
+`MAX_SESSION_BYTES` each; equal folders and queries give equal answers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 
-from palaestra.core.types import JSON
-from palaestra.tools.memory.past_conversations import Found, Sessions
+import msgspec
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.io.atomic_file import replaced
+from palaestra.core.types import JSON, Message
+from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+
+SESSION_SCHEMA = "palaestra.session/1"
+MAX_SESSIONS = 1000
+MAX_SESSION_BYTES = 8 << 20
+EXCERPT_CHARS = 400
+EXCERPTS = 3
+_YEAR_9999_S = 253_370_764_800
+"""The latest start that can be shown."""
+_WORD = re.compile(r"\w+")
+_NAME = re.compile(r"[\w.-]{1,128}")
 
 SCHEMA = ToolSchema(
     name="session_search",
@@ -21,21 +43,89 @@ SCHEMA = ToolSchema(
         "it when the user speaks of something from before, or when you may have done the like already."
     ),
     parameters={
-        "query": {"type": "string", "description": "What to look for: words that were said."},
-        "role_filter": {
-            "type": "string",
-            "description": "Only messages of these roles, separated by commas: user, assistant, tool.",
-        },
-        "limit": {
-            "type": "integer",
-            "minimum": 1,
-            "maximum": 20,
-            "default": 3,
-            "description": "How many conversations, at most.",
-        },
+        "query": parameters.text("What to look for: words that were said."),
+        "role_filter": parameters.text("Only messages of these roles, separated by commas: user, assistant, tool."),
+        "limit": parameters.integer("How many conversations, at most.", {"minimum": 1, "maximum": 20, "default": 3}),
     },
     required=("query",),
 )
+
+
+class Session(msgspec.Struct, kw_only=True):
+    """One conversation. `started_at` is in seconds since the epoch."""
+
+    schema: str = SESSION_SCHEMA
+    session_id: str
+    started_at: float
+    messages: list[Message]
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionMatch:
+    """One conversation that matches, with its best excerpts: role, and text around the words."""
+
+    session: Session
+    excerpts: list[dict[str, str]]
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """The conversations of one folder; None if none are kept. `current` is the one that asks; it is not searched.
+
+    Methods block. A file that cannot be read as a session is left out of searches.
+    """
+
+    folder: Path | None = None
+    current: str = ""
+
+    def save(self, session: Session) -> Path:
+        """Write a conversation. Raises `OSError`, and `ConfigError` for an id that is not a file name."""
+        if self.folder is None:
+            raise ConfigError("there is no folder for sessions")
+        if _NAME.fullmatch(session.session_id) is None or session.session_id.startswith("."):
+            raise ConfigError(f"session id {session.session_id!r}: use letters, digits, - and _ (128 at most)")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{session.session_id}.json"
+        with replaced(path) as file:
+            file.write(msgspec.json.encode(session))
+        return path
+
+    def search(self, query: str, roles: Collection[str] = (), limit: int = 3) -> list[SessionMatch]:
+        """The conversations that contain words of `query`, best first; only messages of `roles` count, if given.
+
+        A word that few conversations contain weighs more (as in BM25), and repetitions add little.
+        """
+        words = list(dict.fromkeys(_words(query)))
+        texts = [(session, _texts(session, roles)) for session in self._newest()]
+        counted = [
+            (session, said, Counter(word for _, text in said for word in _words(text))) for session, said in texts
+        ]
+        weights = {word: _rarity(sum(word in count for _, _, count in counted), len(counted)) for word in words}
+        found = []
+        for session, said, count in counted:
+            score = sum(weights[word] * count[word] / (count[word] + 1.2) for word in words)
+            if score > 0:
+                found.append(SessionMatch(session, _excerpts(said, words), round(score, 6)))
+        best = sorted(found, key=lambda each: (-each.score, -each.session.started_at, each.session.session_id))
+        return best[:limit]
+
+    def _newest(self) -> Iterator[Session]:
+        if self.folder is None or not self.folder.is_dir():
+            return
+        files = [path for path in self.folder.glob("*.json") if path.stem != self.current and not path.is_symlink()]
+        sized = [(path.stat(), path) for path in files if path.is_file()]
+        sized.sort(key=lambda each: (-each[0].st_mtime_ns, each[1].name))
+        for status, path in sized[:MAX_SESSIONS]:
+            if status.st_size > MAX_SESSION_BYTES:
+                continue
+            try:
+                session = msgspec.json.decode(path.read_bytes(), type=Session)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OSError):
+                continue
+            if session.schema == SESSION_SCHEMA and 0 <= session.started_at < _YEAR_9999_S:
+                yield session
 
 
 async def run_session_search(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
@@ -50,10 +140,47 @@ async def run_session_search(arguments: Mapping[str, JSON], run: ToolRun) -> Too
     return {"query": arguments["query"], "results": [_shown(each) for each in found], "count": len(found)}
 
 
-def _shown(found: Found) -> dict[str, JSON]:
-    started = datetime.fromtimestamp(found.started_at, UTC).isoformat(timespec="seconds")
-    shown: dict[str, JSON] = {"session_id": found.session_id, "started_at": started}
-    return shown | ({"title": found.title} if found.title else {}) | {"excerpts": found.excerpts}
+def _shown(match: SessionMatch) -> dict[str, JSON]:
+    session = match.session
+    started = datetime.fromtimestamp(session.started_at, UTC).isoformat(timespec="seconds")
+    shown: dict[str, JSON] = {"session_id": session.session_id, "started_at": started}
+    return shown | ({"title": session.title} if session.title else {}) | {"excerpts": match.excerpts}
+
+
+def _texts(session: Session, roles: Collection[str]) -> list[tuple[str, str]]:
+    said = ((str(message.get("role") or ""), _text(message.get("content"))) for message in session.messages)
+    return [(role, text) for role, text in said if text and role != "system" and (not roles or role in roles)]
+
+
+def _text(content: JSON) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else ()
+    return "\n".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
+
+
+def _words(text: str) -> list[str]:
+    return [word.casefold() for word in _WORD.findall(text)]
+
+
+def _rarity(having: int, of: int) -> float:
+    return math.log(1 + (of - having + 0.5) / (having + 0.5))
+
+
+def _excerpts(said: Sequence[tuple[str, str]], words: Sequence[str]) -> list[dict[str, str]]:
+    """The messages with most of the words, in their order, cut to around the first of these."""
+    scored = [(len(set(words) & set(_words(text))), place) for place, (_, text) in enumerate(said)]
+    best = sorted(sorted((-score, place) for score, place in scored if score)[:EXCERPTS], key=lambda each: each[1])
+    return [{"role": said[place][0], "text": _around(said[place][1], words)} for _, place in best]
+
+
+def _around(text: str, words: Sequence[str]) -> str:
+    if len(text) <= EXCERPT_CHARS:
+        return text
+    at = next((match.start() for match in _WORD.finditer(text) if match[0].casefold() in words), 0)
+    start = min(max(0, at - EXCERPT_CHARS // 3), len(text) - EXCERPT_CHARS)
+    cut = text[start : start + EXCERPT_CHARS]
+    return f"{'…' if start else ''}{cut}{'…' if start + EXCERPT_CHARS < len(text) else ''}"
 
 
 SESSION_SEARCH = FunctionTool(schema=SCHEMA, run=run_session_search, toolset="session_search", touches_world=True)

@@ -1,7 +1,7 @@
-"""Does a file that was just written still parse? Answered by parsing alone: nothing from a slot is ever executed.
+"""Whether a file that was just written parses. Nothing from a slot is ever executed.
 
-Not a linter. Python is checked with this interpreter's grammar, which may be older or newer than the slot's; the answer
-names the version. Size and depth are bounded because the text comes from a model and is parsed outside the slot.
+Python is checked with this interpreter's grammar, which may differ from the slot's; the answer names the version. Size
+and depth are bounded because the text comes from a model and is parsed outside the slot.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Callable, Mapping
 import yaml
 
 MAX_CHECKED_CHARS = 128 << 10
-"""Longer files are not checked: parsing holds up the event loop (about 1 ms per kilobyte at worst)."""
+"""Longer files are not checked: parsing blocks the event loop (about 1 ms per kilobyte at worst)."""
 _MAX_DEPTH = 100
-"""Of a YAML file: what it costs to read a token grows with it."""
+"""Of a YAML file: the cost of a token grows with the depth."""
 _MAX_DOTS = 1000
-"""In a line of a TOML file: a key of very many parts takes minutes to read."""
+"""In a line of a TOML file: a key of very many parts takes minutes to parse."""
 
 
 def check_syntax(path: str, text: str) -> str | None:
-    """ "ok", what is wrong and where, or None when files of this kind are not checked."""
+    """ "ok", or what is wrong and where; None if files of this kind are not checked."""
     kind = posixpath.splitext(path)[1].lower()
     check = _CHECKS.get(kind)
     if check is None:
@@ -41,14 +41,14 @@ def check_syntax(path: str, text: str) -> str | None:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else "?"
         return f"YAML: line {line}: {error.problem}"
-    except (ValueError, yaml.YAMLError) as error:  # JSON and TOML say the place themselves
+    except (ValueError, yaml.YAMLError) as error:  # JSON and TOML name the place themselves
         return f"{kind[1:].upper()}: {error}"
     return "ok"
 
 
 def _python(text: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an odd escape in the model's file is no warning of ours
+        warnings.simplefilter("ignore")  # about the model's file, not about this program
         ast.parse(text)
 
 

@@ -1,9 +1,8 @@
-"""The `terminal` tool: one shell command in the rollout's slot, run to its end or its time limit.
+"""The `terminal` tool: one shell command in the rollout's slot, run to its end or time limit, or started in the
+background for the `process` tool.
 
-Commands that go on in the background are started by `terminal_background.py`, which has their parameters too.
-
-Invariant (S5): the reply is bounded whatever a command prints and tells the true total. Where the middle was cut out
-a file in the slot holds all of it, or its first megabytes, and the reply says how much. A command is never run twice.
+Invariant (S5): the reply is bounded whatever a command prints, and has the true total. If the middle was cut out, a
+file in the slot holds all output, or its first megabytes, and the reply says how much. A command is never run twice.
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ from collections.abc import Mapping
 
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
+from palaestra.processes.registry import ProcessRegistry
+from palaestra.processes.session import Watch
 from palaestra.sandbox.slot import WORKSPACE, ExecutionResult, Slot
-from palaestra.tools.builtin import terminal_background
+from palaestra.tools import parameters
 from palaestra.tools.builtin.text_files import in_full, reason
 from palaestra.tools.human.approval import Approvals
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
@@ -24,10 +25,31 @@ MAX_OUTPUT_CHARS = 50_000
 """How much output a reply holds, head and tail together."""
 HEAD_CHARS = 20_000
 MAX_KEPT_BYTES = 2 << 20
-"""How much output is captured; what a reply cannot hold of it is written to a file in the slot."""
+"""How much output is captured; what exceeds the reply is written to a file in the slot."""
 MAX_COMMAND_BYTES = (128 << 10) - 1
-"""What Linux takes as one argument of a program."""
+"""The longest argument of a program on Linux."""
 SPILL_DIR = "/tmp/terminal-output"  # noqa: S108 - a path inside the slot, which nobody else shares
+
+MIN_CHECK_INTERVAL_S = 30.0
+
+_BACKGROUND: Mapping[str, JSON] = {
+    "background": parameters.flag(
+        "Start the command and return at once with a session_id for the process tool: for servers, watchers and "
+        "long jobs. It runs until it ends, is killed or the task is over; timeout does not apply."
+    ),
+    "pty": parameters.flag("With background: give it a terminal of 30x120, for programs that want one."),
+    "check_interval": parameters.integer(
+        "With background: report new output so often, in seconds, 30 at least.", {"minimum": 1}
+    ),
+    "notify_on_complete": parameters.flag("With background: report its end."),
+    "watch_patterns": {
+        "type": "array",
+        "items": {"type": "string", "minLength": 1},
+        "maxItems": 16,
+        "description": "With background: report output lines that contain one of these texts. For rare signals.",
+    },
+}
+"""Parameters for background commands. Their reports come with the next reply of the process tool."""
 
 SCHEMA = ToolSchema(
     name="terminal",
@@ -40,31 +62,25 @@ SCHEMA = ToolSchema(
         "read_file, patch and search_files where you have them."
     ),
     parameters={
-        "command": {"type": "string", "description": "The command line, passed to bash -c as it is."},
-        "timeout": {
-            "type": "integer",
-            "description": (
-                "Time limit in seconds, 1 to 600. At the limit the command and everything it started is killed and the "
-                "output up to then is returned with exit code 124. Leave it out for the usual limit."
-            ),
-        },
-        "workdir": {
-            "type": "string",
-            "description": f"Directory to run in, absolute or relative to {WORKSPACE}, which is the default.",
-        },
-        **terminal_background.PARAMETERS,
+        "command": parameters.text("The command line, passed to bash -c as it is."),
+        "timeout": parameters.integer(
+            "Time limit in seconds, 1 to 600. At the limit the command and everything it started is killed and the "
+            "output up to then is returned with exit code 124. Leave it out for the usual limit."
+        ),
+        "workdir": parameters.text(f"Directory to run in, absolute or relative to {WORKSPACE}, which is the default."),
+        **_BACKGROUND,
     },
     required=("command",),
 )
 
 
 def clamp_timeout(timeout_s: float) -> float:
-    """A time limit in seconds within what any call may ask for."""
+    """The time limit in seconds, within the bounds of any call."""
     return float(min(max(timeout_s, MIN_TIMEOUT_S), MAX_TIMEOUT_S))
 
 
 def check_command(command: str, most_bytes: int | None = None) -> None:
-    """Raises `ToolMistake` for a command line that no program can be given."""
+    """Raises `ToolMistake` for a command line that cannot be passed to a program."""
     try:
         size = len(command.encode("utf-8", "surrogateescape"))
     except UnicodeEncodeError:
@@ -79,13 +95,15 @@ def check_command(command: str, most_bytes: int | None = None) -> None:
 
 
 async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Run `command`; the reply has `output`, `exit_code` and `error` (null unless something stopped the command)."""
+    """Run `command`; the reply has `output`, `exit_code` and `error` (null unless the command was stopped)."""
     check_command(arguments["command"], MAX_COMMAND_BYTES)
     if (refusal := await run.state(Approvals).refusal(arguments["command"], run.task_id)) is not None:
         return {**_reply("", -1, refusal), "status": "blocked"}
     if arguments.get("background"):
-        return await terminal_background.start(arguments, run)
-    misplaced = [name for name in terminal_background.ONLY_WITH_BACKGROUND if arguments.get(name)]
+        return await _start(arguments, run)
+    misplaced = [
+        name for name in ("pty", "check_interval", "notify_on_complete", "watch_patterns") if arguments.get(name)
+    ]
     if misplaced:
         raise ToolMistake(f"{misplaced[0]} needs background=true; nothing was run")
     timeout_s = clamp_timeout(arguments.get("timeout", run.timeout_s))
@@ -104,8 +122,41 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
     return await reply_to(slot, result, timeout_s)
 
 
+async def _start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    """Start `command` as a session of the task: its `session_id`, or why it was not started."""
+    slot = await run.slot()
+    workdir = await in_full(slot, arguments.get("workdir") or WORKSPACE)
+    interval_s = arguments.get("check_interval")
+    watch = Watch(
+        patterns=tuple(arguments.get("watch_patterns", ())),
+        interval_s=None if interval_s is None else max(float(interval_s), MIN_CHECK_INTERVAL_S),
+        on_exit=bool(arguments.get("notify_on_complete")),
+    )
+    try:
+        session = await run.state(ProcessRegistry).spawn(
+            slot,
+            arguments["command"],
+            task_id=run.task_id,
+            cwd=workdir,
+            use_pty=bool(arguments.get("pty")),
+            watch=watch,
+        )
+    except InfraError:
+        raise
+    except BlockingIOError as error:
+        return _reply("", -1, f"Nothing was started: {error.strerror}.")
+    except (FileNotFoundError, NotADirectoryError):
+        return _reply("", 1, f"workdir {workdir} is not a directory; nothing was started. Name one that is, such as /")
+    except OSError as error:
+        return _reply("", 1, f"Nothing was started in {workdir}: {reason(error)}")
+    extra: dict[str, JSON] = {"session_id": session.id, "pid": session.status.pid}
+    if interval_s is not None and interval_s < MIN_CHECK_INTERVAL_S:
+        extra["check_interval_note"] = f"check_interval was raised to {MIN_CHECK_INTERVAL_S:g}s."
+    return {**_reply("Background process started", 0, None), **extra}
+
+
 async def reply_to(slot: Slot, result: ExecutionResult, timeout_s: float) -> dict[str, JSON]:
-    """What the model reads of a command that has run: bounded, with true totals."""
+    """The reply of a command that has run: bounded, with true totals."""
     kept = None
     if result.metadata.get("truncated"):
         names = ("output_total_bytes", "full_output_path", "full_output_bytes")
@@ -115,9 +166,9 @@ async def reply_to(slot: Slot, result: ExecutionResult, timeout_s: float) -> dic
 
 
 async def bounded(slot: Slot, text: str, kept: Mapping[str, JSON] | None) -> tuple[str, dict[str, JSON]]:
-    """Output as a reply holds it, and what the reply says about output that was cut.
+    """The output for a reply, and the keys that describe a cut.
 
-    `kept` is what there is to say where `text` is not all of it: `output_total_bytes`, and where the rest is.
+    `kept` is given if `text` is incomplete: `output_total_bytes`, and where the rest is.
     """
     if kept is not None:
         return cut(text, f"{kept['output_total_bytes']} bytes"), dict(kept)
@@ -131,14 +182,14 @@ async def bounded(slot: Slot, text: str, kept: Mapping[str, JSON] | None) -> tup
 
 
 def cut(text: str, total: str) -> str:
-    """Head and tail of an output, `MAX_OUTPUT_CHARS` together, with a line between that says what is missing."""
+    """Head and tail of an output, `MAX_OUTPUT_CHARS` together, with a line between that marks the cut."""
     note = f"\n... [OUTPUT CUT HERE: this is the beginning and the end of {total}] ...\n"
     tail = MAX_OUTPUT_CHARS - HEAD_CHARS - len(note)
     return text[:HEAD_CHARS] + note + text[-tail:]
 
 
 async def _spill(slot: Slot, text: str) -> str | None:
-    """Write the whole output into the slot, under a name that derives from it (D2). None when that is not possible."""
+    """Write the whole output into the slot, under a name derived from it (D2). None if that fails."""
     data = text.encode("utf-8", "replace")
     path = f"{SPILL_DIR}/{hashlib.sha256(data).hexdigest()[:12]}.txt"
     try:

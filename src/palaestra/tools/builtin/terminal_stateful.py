@@ -1,9 +1,7 @@
-"""The `terminal_stateful` tool: commands in one shell of the rollout, where what one leaves is there for the next.
+"""The `terminal_stateful` tool: commands in one shell of the rollout, which keeps directory, variables and functions.
 
-Not for interactive programs: a command has no terminal and no input, here as in `terminal`.
-
-Invariant: there is one such shell per rollout, and its commands run one after the other. When the shell had to be
-started anew, the reply says so, since directory, variables and functions are gone then.
+A command has no terminal and no input, as in `terminal`. Invariant: there is one such shell per rollout, and its
+commands run one after the other. If the shell was restarted, the reply says so, because its state is lost.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from collections.abc import Mapping
 
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import WORKSPACE, Shell, Slot
+from palaestra.tools import parameters
 from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, check_command, clamp_timeout, reply_to
 from palaestra.tools.human.approval import Approvals
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
@@ -27,21 +26,18 @@ SCHEMA = ToolSchema(
         "the reply says shell_restarted: the next command starts in a new shell."
     ),
     parameters={
-        "command": {"type": "string", "description": "The command line, as one would type it."},
-        "timeout": {
-            "type": "integer",
-            "description": (
-                "Time limit in seconds, 1 to 600. At the limit the command is stopped and the output up to then is "
-                "returned with exit code 124; the shell goes on where it can. Leave it out for the usual limit."
-            ),
-        },
+        "command": parameters.text("The command line, as one would type it."),
+        "timeout": parameters.integer(
+            "Time limit in seconds, 1 to 600. At the limit the command is stopped and the output up to then is "
+            "returned with exit code 124; the shell goes on where it can. Leave it out for the usual limit."
+        ),
     },
     required=("command",),
 )
 
 
 class StatefulShell:
-    """A rollout's one shell, opened when it is first asked for."""
+    """A rollout's one shell, opened on first use."""
 
     def __init__(self) -> None:
         self._opening = asyncio.Lock()
@@ -56,7 +52,7 @@ class StatefulShell:
 
 
 async def run_terminal_stateful(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Run `command`; the reply is that of `terminal`, and `shell_restarted` where that happened."""
+    """Run `command`; the reply is that of `terminal`, with `shell_restarted` if that happened."""
     check_command(arguments["command"])
     timeout_s = clamp_timeout(arguments.get("timeout", run.timeout_s))
     if (refusal := await run.state(Approvals).refusal(arguments["command"], run.task_id)) is not None:

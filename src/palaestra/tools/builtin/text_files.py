@@ -1,9 +1,7 @@
-"""Files in a slot as text: decoding that loses nothing, and errors that a model can act on.
+"""Files in a slot as text: lossless decoding, and errors that a model can act on. A file is held in memory whole.
 
-Not for large data: a file is held in memory whole, within the limit below.
-
-Invariant: `decode` then `encode` gives back the same bytes, whatever the encoding, line ends or byte order mark; so an
-edit changes what it names and nothing else.
+Invariant: `decode` then `encode` returns the same bytes, whatever the encoding, line ends or byte order mark; so an
+edit changes nothing else.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ from palaestra.sandbox.slot import WORKSPACE, FileInfo, Slot
 from palaestra.tools.tool import ToolMistake
 
 MAX_TEXT_BYTES = 16 << 20
-"""The largest file that the file tools open; larger ones are work for the terminal."""
+"""The largest file that the file tools open."""
 KINDS = {"dir": "a directory", "other": "a device, pipe or socket", "file": "a file", "symlink": "a link"}
 _SNIFFED_BYTES = 8192
 _SHOWN_CHARS = 100
 _MOST_COMPARED = 500
-"""How many names of a directory are compared with one that is not there; it holds up the event loop."""
+"""How many names of a directory are compared with a missing one; the comparison blocks the event loop."""
 _BOM = "\ufeff"
 
 
@@ -31,7 +29,7 @@ _BOM = "\ufeff"
 class TextFile:
     """A file's text with `\\n` line ends and no byte order mark; bytes that are not UTF-8 are kept as surrogates.
 
-    `mode` are its permission bits, None where they are not known (behind a symlink) or the file is new.
+    `mode` has its permission bits; None if they are unknown (behind a symlink) or the file is new.
     """
 
     text: str
@@ -50,7 +48,7 @@ class TextFile:
 
 
 def decode(data: bytes) -> TextFile:
-    """Bytes as text. Line ends are translated only where all of them are CRLF, so that they can be put back."""
+    """Bytes as text. Line ends are translated only if all are CRLF, so that they can be restored."""
     text = data.decode("utf-8", "surrogateescape")
     bom = text.startswith(_BOM)
     text = text.removeprefix(_BOM)
@@ -69,7 +67,7 @@ def in_slot(path: str) -> str:
 
 
 async def read_text_file(slot: Slot, path: str) -> TextFile:
-    """A text file of the slot. Raises `ToolMistake` for anything that is not one."""
+    """A text file of the slot. Raises `ToolMistake` for anything else."""
     info = await file_info(slot, path)
     data = await read_file_bytes(slot, path, info)
     if is_binary(data):
@@ -82,7 +80,7 @@ async def read_text_file(slot: Slot, path: str) -> TextFile:
 
 
 async def in_full(slot: Slot, path: str) -> str:
-    """The path with a leading `~` as a shell of the slot means it: models write paths as they do in commands."""
+    """The path with a leading `~` expanded as by a shell of the slot: models write paths as in commands."""
     if path != "~" and not path.startswith("~/"):
         return path
     home = await slot.execute('printf %s "$HOME"')
@@ -90,7 +88,7 @@ async def in_full(slot: Slot, path: str) -> str:
 
 
 async def file_info(slot: Slot, path: str) -> FileInfo | None:
-    """What is at a path, links not followed; None when there is nothing. Raises `ToolMistake` for what is no path."""
+    """The file information of a path, links not followed, or None. Raises `ToolMistake` for an invalid path."""
     _check_name(path)
     try:
         return await slot.stat(path)
@@ -101,7 +99,7 @@ async def file_info(slot: Slot, path: str) -> FileInfo | None:
 
 
 async def write_file_bytes(slot: Slot, path: str, data: bytes, mode: int | None = None) -> None:
-    """Write a file of the slot. Raises `ToolMistake` when that is not possible."""
+    """Write a file of the slot. Raises `ToolMistake` if that fails."""
     _check_name(path)
     try:
         await slot.write_bytes(path, data, mode=mode)
@@ -112,7 +110,7 @@ async def write_file_bytes(slot: Slot, path: str, data: bytes, mode: int | None 
 
 
 async def remove_file(slot: Slot, path: str) -> None:
-    """Remove a file of the slot. Raises `ToolMistake` when that is not possible."""
+    """Remove a file of the slot. Raises `ToolMistake` if that fails."""
     try:
         await slot.remove(path)
     except InfraError:
@@ -122,7 +120,7 @@ async def remove_file(slot: Slot, path: str) -> None:
 
 
 async def read_file_bytes(slot: Slot, path: str, info: FileInfo | None, *, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """A file of the slot, of which `stat` said `info`. Raises `ToolMistake` for what is none or too large."""
+    """A file of the slot with this `stat` result. Raises `ToolMistake` if it is not a file or is too large."""
     if info is not None and info.kind == "dir":
         raise ToolMistake(f"{path} is a directory; list it with search_files (target files) or ls")
     if info is not None and info.kind == "other":
@@ -142,7 +140,7 @@ async def read_file_bytes(slot: Slot, path: str, info: FileInfo | None, *, most_
 
 
 async def not_found(slot: Slot, path: str) -> ToolMistake:
-    """The mistake of naming a file that is not there, with names that are."""
+    """The mistake of naming a file that does not exist, with similar names."""
     parent, name = posixpath.split(in_slot(path))
     try:
         entries = [posixpath.basename(info.path) for info in await slot.list_dir(parent)]
@@ -152,7 +150,7 @@ async def not_found(slot: Slot, path: str) -> ToolMistake:
         return ToolMistake(f"{path} does not exist, and neither does its directory {parent}")
     by_folded = {entry[:_SHOWN_CHARS].casefold(): entry for entry in sorted(entries)}
     wanted, known = name[:_SHOWN_CHARS].casefold(), sorted(by_folded)
-    first = max(0, bisect_left(known, wanted) - _MOST_COMPARED // 2)  # in a large directory, those that begin alike
+    first = max(0, bisect_left(known, wanted) - _MOST_COMPARED // 2)  # in a large directory, the names that begin alike
     close = difflib.get_close_matches(wanted, known[first : first + _MOST_COMPARED], n=5, cutoff=0.6)
     similar = [posixpath.join(posixpath.dirname(path), by_folded[folded]) for folded in close]
     hint = f". Did you mean {', '.join(similar)}?" if similar else ""
@@ -164,7 +162,7 @@ def _short(path: str) -> str:
 
 
 def reason(error: OSError) -> str:
-    """One line that says what the system said."""
+    """The system's message in one line."""
     return error.strerror or str(error) or type(error).__name__
 
 

@@ -1,10 +1,9 @@
 """The `tmux` tool: one terminal of the rollout, for programs that draw on a screen and wait for keys.
 
-No tmux runs: the terminal is the slot's, the screen is emulated here. For commands whose output is enough there are
-`terminal` and `terminal_stateful`.
+No tmux runs: the terminal is the slot's, and the screen is emulated here.
 
-Invariant: there is one such terminal per rollout. What a reply shows is the screen as it was when nothing had been
-written for a moment, or when the time was over; `still_running` tells of a command that was waited for in vain.
+Invariant: there is one such terminal per rollout. A reply shows the screen once nothing was written for a moment, or
+when the time was over; `still_running` reports a command that had not ended by then.
 """
 
 from __future__ import annotations
@@ -19,16 +18,17 @@ from palaestra.processes import output
 from palaestra.processes.session import MAX_OUTPUT_CHARS
 from palaestra.sandbox.slot import TerminalSize
 from palaestra.sandbox.terminal.terminal import ScreenShot, Terminal
+from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 ROWS, COLUMNS = 40, 160
 DEFAULT_MAX_WAIT_S, MIN_QUIET_S, LONGEST_WAIT_S = 10.0, 0.1, 30.0
 MIN_TYPING_S = 1.0
-"""How long a program may take at least to read what is typed."""
+"""The least time that a program has to read what is typed."""
 DEFAULT_STREAM_BYTES = 20_000
 
 _ENVIRONMENT = {"PROMPT_COMMAND": r"printf '\e]133;D;%s\a' $?"}
-"""Before every prompt the shell says that a command has ended, and how, in a sequence that no screen shows.
+"""Before every prompt the shell writes a sequence that no screen shows, with the exit code of the last command.
 
 The sequence is that of semantic prompts: https://gitlab.freedesktop.org/Per_Bothner/specifications/blob/master/proposals/semantic-prompts.md
 """
@@ -43,11 +43,7 @@ SCHEMA = ToolSchema(
         "screen; stream gives what was written since the last stream; stop ends it and all that runs in it."
     ),
     parameters={
-        "action": {
-            "type": "string",
-            "enum": ["start", "send_keys", "capture", "stream", "stop"],
-            "description": "What to do.",
-        },
+        "action": parameters.choice("What to do.", ["start", "send_keys", "capture", "stream", "stop"]),
         "keys": {
             "type": ["string", "array"],
             "items": {"type": "string"},
@@ -56,11 +52,9 @@ SCHEMA = ToolSchema(
                 'A command is sent as ["make", "Enter"].'
             ),
         },
-        "block": {
-            "type": "boolean",
-            "description": "For send_keys: wait until the command has ended and the shell is back, max_wait_s at most.",
-            "default": False,
-        },
+        "block": parameters.flag(
+            "For send_keys: wait until the command has ended and the shell is back, max_wait_s at most."
+        ),
         "min_wait_s": {
             "type": "number",
             "minimum": 0,
@@ -71,31 +65,23 @@ SCHEMA = ToolSchema(
             "minimum": 0,
             "description": f"For send_keys: show the screen then in any case. Default {DEFAULT_MAX_WAIT_S:g}.",
         },
-        "pane_width": {"type": "integer", "minimum": 20, "maximum": 500, "description": "For start: columns."},
-        "pane_height": {"type": "integer", "minimum": 10, "maximum": 200, "description": "For start: rows."},
-        "capture_entire": {
-            "type": "boolean",
-            "description": "For capture: the kept output in plain lines instead of the screen.",
-            "default": False,
-        },
-        "reset": {
-            "type": "boolean",
-            "description": "For start: end the terminal that is open and open another. For stream: from the beginning.",
-            "default": False,
-        },
-        "max_bytes": {
-            "type": "integer",
-            "minimum": 1,
-            "maximum": MAX_OUTPUT_CHARS,
-            "description": f"For stream: how much at most. Default {DEFAULT_STREAM_BYTES}.",
-        },
+        "pane_width": parameters.integer("For start: columns.", {"minimum": 20, "maximum": 500}),
+        "pane_height": parameters.integer("For start: rows.", {"minimum": 10, "maximum": 200}),
+        "capture_entire": parameters.flag("For capture: the kept output in plain lines instead of the screen."),
+        "reset": parameters.flag(
+            "For start: end the terminal that is open and open another. For stream: from the beginning."
+        ),
+        "max_bytes": parameters.integer(
+            f"For stream: how much at most. Default {DEFAULT_STREAM_BYTES}.",
+            {"minimum": 1, "maximum": MAX_OUTPUT_CHARS},
+        ),
     },
     required=("action",),
 )
 
 
 class Pane:
-    """A rollout's one terminal. Calls wait for each other."""
+    """A rollout's one terminal. Calls run one after the other."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
@@ -103,7 +89,7 @@ class Pane:
         self.cursor = 0
 
     def open(self) -> Terminal:
-        """The terminal. Raises `ToolMistake` where none is open."""
+        """The terminal. Raises `ToolMistake` if none is open."""
         if self.terminal is None:
             raise ToolMistake("No terminal is open; start opens one")
         return self.terminal
@@ -189,7 +175,7 @@ async def _stop(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> Tool
 
 
 async def _command_ended(terminal: Terminal, cursor: int, patience_s: float) -> int | None:
-    """Wait until the shell says after `cursor` that a command has ended: its exit code. None: not in time, or never."""
+    """Wait for the end of a command after `cursor`. Returns its exit code, or None if it did not end in time."""
     deadline = asyncio.get_running_loop().time() + patience_s
     seen = b""
     while (left := deadline - asyncio.get_running_loop().time()) > 0:

@@ -1,9 +1,7 @@
-"""The `todo` tool: a list of the steps of a task, which the agent keeps for itself.
+"""The `todo` tool: a list of the steps of a task. It belongs to one rollout, and needs no slot.
 
-Not for anything outside the conversation: the list belongs to one rollout, needs no slot and ends with it. Parameters
-and reply are the contract's.
-
-Invariant: every reply is the whole list after the call; a call that is refused changes nothing.
+Parameters and reply are the contract's. Invariant: every reply is the whole list after the call; a refused call changes
+nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from palaestra.core.types import JSON
+from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 STATES = ("pending", "in_progress", "completed", "cancelled")
@@ -30,27 +29,23 @@ SCHEMA = ToolSchema(
             "items": {
                 "type": "object",
                 "properties": {
-                    "id": {"type": "string", "description": "A short name that stays the same, such as 1."},
-                    "content": {"type": "string", "description": "What is to be done."},
-                    "status": {"type": "string", "enum": list(STATES), "description": "How far it is."},
+                    "id": parameters.text("A short name that stays the same, such as 1."),
+                    "content": parameters.text("What is to be done."),
+                    "status": parameters.choice("How far it is.", list(STATES)),
                 },
                 "required": ["id", "content", "status"],
             },
         },
-        "merge": {
-            "type": "boolean",
-            "description": (
-                "true: change the steps that have these ids and add the others at the end. false: the steps given are "
-                "the whole new list."
-            ),
-            "default": False,
-        },
+        "merge": parameters.flag(
+            "true: change the steps that have these ids and add the others at the end. false: the steps given are "
+            "the whole new list."
+        ),
     },
 )
 
 
 class TodoList:
-    """The steps of one rollout, in their order."""
+    """The steps of one rollout, in order."""
 
     def __init__(self) -> None:
         self._steps: dict[str, dict[str, JSON]] = {}
@@ -66,14 +61,14 @@ class TodoList:
         self._steps = {**self._steps, **given} if merge else given
 
     def read(self) -> dict[str, JSON]:
-        """All steps, and how many there are of each state."""
+        """All steps, and the count of each state."""
         steps = [dict(step) for step in self._steps.values()]
         counts = {state: sum(step["status"] == state for step in steps) for state in STATES}
         return {"todos": steps, "summary": {"total": len(steps), **counts}}
 
 
 async def run_todo(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Write the list where `todos` are given, and show it."""
+    """Write the list if `todos` are given, and show it."""
     steps = run.state(TodoList)
     if "todos" in arguments:
         steps.write(arguments["todos"], merge=bool(arguments.get("merge", False)))

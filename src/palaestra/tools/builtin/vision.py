@@ -1,42 +1,61 @@
-"""The `vision_analyze` tool: a question about an image, put to a model that sees.
+"""The `vision_analyze` tool: a question about an image, answered by a model that accepts images.
 
-The image is a file in the slot, a data URL, or an http(s) address. Parameters and reply are the contract's.
+The image is a file in the slot, a data URL, or an http(s) address. Parameters and reply are the contract's. The model
+is any server with chat completions: one user message with a text part and an `image_url` part that holds a data URL
+(https://platform.openai.com/docs/guides/images-vision), so the server fetches nothing itself.
 
-Invariant: what is sent was recognised as an image by its bytes and is no larger than the settings allow; an address is
-fetched as pages are, so private networks are out of reach.
+Invariant: only bytes that are recognised as an image, and no more than the settings allow, are sent. An address is
+fetched as pages are, so private networks are out of reach. The settings choose the model, never the calling model.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
+from urllib.parse import unquote_to_bytes
 
+from palaestra.core.errors import ToolUnavailable
 from palaestra.core.types import JSON
+from palaestra.tools import parameters
 from palaestra.tools.builtin.text_files import file_info, in_full, read_file_bytes
-from palaestra.tools.net.host_policy import Reachable
+from palaestra.tools.net.host_policy import AddressPolicy
+from palaestra.tools.net.json_client import JsonServer
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
-from palaestra.tools.vision.ask_model import look, vision_problem
-from palaestra.tools.vision.image_format import Image, from_data_url, recognised
-from palaestra.tools.web.fetch import Unreadable, fetch
+from palaestra.tools.web.fetch import PageUnreadable, fetch
+
+TYPES = ("image/png", "image/jpeg", "image/gif", "image/webp")
+"""The types that chat servers take."""
 
 SCHEMA = ToolSchema(
     name="vision_analyze",
     description="Look at an image and answer a question about it.",
     parameters={
-        "image_url": {
-            "type": "string",
-            "description": "Where the image is: a path of a file, an http(s) address, or a data URL.",
-        },
-        "question": {"type": "string", "description": "What to find out about the image."},
+        "image_url": parameters.text("Where the image is: a path of a file, an http(s) address, or a data URL."),
+        "question": parameters.text("What to find out about the image."),
     },
     required=("image_url", "question"),
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image and its type. It is not decoded here: the model server refuses a broken one."""
+
+    data: bytes
+    type: str
+
+    def data_url(self) -> str:
+        """The image as chat servers take it (RFC 2397)."""
+        return f"data:{self.type};base64,{base64.b64encode(self.data).decode()}"
+
+
 def vision_tool(settings: ToolSettings) -> Tool:
-    """The tool, told whom to ask."""
+    """The tool with these settings."""
     return FunctionTool(
         SCHEMA,
         partial(_run, settings),
@@ -48,15 +67,61 @@ def vision_tool(settings: ToolSettings) -> Tool:
     )
 
 
-async def _run(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+def vision_problem(settings: ToolSettings) -> str | None:
+    """Why no image can be looked at, with the remedy, or None."""
+    if settings.vision_base_url is None:
+        return (
+            "no model that looks at images is configured: set vision_base_url (--env.vision_base_url "
+            "http://HOST/v1), vision_model and, where it asks for one, vision_api_key"
+        )
+    return None
+
+
+async def look(settings: ToolSettings, image: Image, question: str) -> dict[str, JSON]:
+    """The model's `analysis` and `usage`. Raises `ToolMistake`, or `ToolUnavailable` if it does not answer."""
     if (reason := vision_problem(settings)) is not None:
-        raise ToolMistake(f"vision_analyze cannot be used here: {reason}")
+        raise ToolMistake(reason)
+    base_url = (settings.vision_base_url or "").rstrip("/")
+    server = JsonServer(
+        "the model that looks at images",
+        base_url if base_url.endswith("/v1") else f"{base_url}/v1",
+        "vision_api_key",
+        {"Authorization": f"Bearer {settings.vision_api_key}"} if settings.vision_api_key else {},
+        settings.lane(),
+        try_timeout_s=settings.vision_timeout_s,
+    )
+    content: list[JSON] = [
+        {"type": "text", "text": question},
+        {"type": "image_url", "image_url": {"url": image.data_url()}},
+    ]
+    request = {
+        "model": settings.vision_model,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": settings.vision_max_tokens,
+    }
+    reply = await server.post("chat/completions", request)
+    try:
+        choice = reply["choices"][0]
+        text, reason = choice["message"]["content"], choice.get("finish_reason")
+    except (LookupError, TypeError, AttributeError):
+        raise server.malformed(reply) from None
+    if not isinstance(text, str) or not text.strip():
+        raise ToolUnavailable(f"the model that looks at images said nothing (finish_reason {reason!r})")
+    answer: dict[str, JSON] = {"analysis": text}
+    if reason == "length":
+        answer["cut"] = "the answer ended at its limit of tokens"
+    if isinstance(reply.get("usage"), dict):
+        answer["usage"] = {name: value for name, value in reply["usage"].items() if isinstance(value, int)}
+    return answer
+
+
+async def _run(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     image = await _image(settings, arguments["image_url"], run)
     return {"success": True, **await look(settings, image, arguments["question"])}
 
 
 async def _key(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> JSON:
-    """A path alone does not say what the model saw: the file's hash does."""
+    """For a path, the file's hash is part of what decides the reply."""
     where = arguments["image_url"]
     if where.startswith(("http://", "https://", "data:")):
         return arguments
@@ -68,24 +133,61 @@ async def _key(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolR
 
 
 async def _image(settings: ToolSettings, where: str, run: ToolRun) -> Image:
+    most = settings.vision_max_image_bytes
     if where.startswith("data:"):
-        return from_data_url(where, settings.vision_max_image_bytes)
-    if where.startswith(("http://", "https://")):
-        return await _fetched(settings, where)
-    return await _read(settings, where, run)
+        return _from_data_url(where, most)
+    if not where.startswith(("http://", "https://")):
+        return await _read(settings, where, run)
+    try:
+        found = await fetch(where, AddressPolicy(settings.web_allow), max_bytes=most + 1)
+    except PageUnreadable as error:
+        raise ToolMistake(f"{where} cannot be fetched: {error}") from None
+    return _recognised(found.body, most, where)
 
 
 async def _read(settings: ToolSettings, path: str, run: ToolRun) -> Image:
     slot, most = await run.slot(), settings.vision_max_image_bytes
     path = await in_full(slot, path)
     data = await read_file_bytes(slot, path, await file_info(slot, path), most_bytes=most)
-    return recognised(data, most, path)
+    return _recognised(data, most, path)
 
 
-async def _fetched(settings: ToolSettings, url: str) -> Image:
-    most = settings.vision_max_image_bytes
+def _from_data_url(url: str, most_bytes: int) -> Image:
+    """The image that is written out in a data URL. Raises `ToolMistake`."""
+    head, comma, body = url.partition(",")
+    if not comma:
+        raise ToolMistake("This data URL has no comma, so it holds no data")
+    if len(body) > 4 * most_bytes:
+        raise ToolMistake(f"This data URL holds more than the {most_bytes} bytes that an image may have")
     try:
-        found = await fetch(url, Reachable(settings.web_allow), max_bytes=most + 1)
-    except Unreadable as error:
-        raise ToolMistake(f"{url} cannot be fetched: {error}") from None
-    return recognised(found.body, most, url)
+        data = unquote_to_bytes(body)
+        if head.lower().endswith(";base64"):
+            data = base64.b64decode(b"".join(data.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ToolMistake(f"This data URL is not base64: {error}") from None
+    return _recognised(data, most_bytes, "the data URL")
+
+
+def _recognised(data: bytes, most_bytes: int, name: str) -> Image:
+    """The image that these bytes are. Raises `ToolMistake` for other data, and for too much."""
+    if len(data) > most_bytes:
+        raise ToolMistake(f"{name} has {len(data)} bytes, more than the {most_bytes} that an image may have")
+    if not data:
+        raise ToolMistake(f"{name} is empty")
+    kind = _kind(data)
+    if kind is None:
+        raise ToolMistake(f"{name} is not an image of a known type ({', '.join(TYPES)}); it begins with {data[:12]!r}")
+    return Image(data, kind)
+
+
+def _kind(data: bytes) -> str | None:
+    """The type by its magic bytes (https://mimesniff.spec.whatwg.org/#matching-an-image-type-pattern)."""
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "image/png"
+    if data.startswith(b"\xff\xd8\xff"):
+        return "image/jpeg"
+    if data.startswith((b"GIF87a", b"GIF89a")):
+        return "image/gif"
+    if data[:4] == b"RIFF" and data[8:14] == b"WEBPVP":
+        return "image/webp"
+    return None

@@ -1,9 +1,6 @@
-"""The `web_search` and `web_extract` tools.
+"""The `web_search` and `web_extract` tools. Names and parameters are the contract's.
 
-Whom they ask is `web/providers`; which addresses may be read is `web/addresses.py`. Names and parameters are the
-contract's. Not for pages that need clicks or scripts: that is a browser's work.
-
-Invariant: a reply is bounded, says what was cut and how to get it, and is nobody's summary.
+Invariant: a reply is bounded, reports what was cut and how to get it, and is never a summary.
 """
 
 from __future__ import annotations
@@ -12,12 +9,20 @@ from collections.abc import Mapping
 from functools import partial
 
 from palaestra.core.types import JSON
-from palaestra.tools.net.host_policy import Reachable
+from palaestra.tools import parameters
+from palaestra.tools.net.host_policy import AddressPolicy
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra.tools.web.page_text import Fetcher, Screened
-from palaestra.tools.web.provider import Page, PageReader, Searcher
-from palaestra.tools.web.providers.select import Choice, choose_reader, choose_searcher, reader, searcher
+from palaestra.tools.web.providers import (
+    PageReader,
+    Searcher,
+    WebPage,
+    choose_reader,
+    choose_searcher,
+    reader,
+    searcher,
+)
 
 MAX_RESULTS = 20
 MAX_PAGES = 5
@@ -33,14 +38,8 @@ SEARCH_SCHEMA = ToolSchema(
         "with web_extract."
     ),
     parameters={
-        "query": {"type": "string", "description": "What to search for.", "minLength": 1},
-        "limit": {
-            "type": "integer",
-            "description": "How many results, at most.",
-            "default": 5,
-            "minimum": 1,
-            "maximum": MAX_RESULTS,
-        },
+        "query": parameters.text("What to search for.", minLength=1),
+        "limit": parameters.integer("How many results, at most.", default=5, minimum=1, maximum=MAX_RESULTS),
     },
     required=("query",),
 )
@@ -60,27 +59,20 @@ EXTRACT_SCHEMA = ToolSchema(
             "minItems": 1,
             "maxItems": MAX_PAGES,
         },
-        "offset": {
-            "type": "integer",
-            "description": "Where to begin in each page, in characters.",
-            "default": 0,
-            "minimum": 0,
-        },
+        "offset": parameters.integer("Where to begin in each page, in characters.", default=0, minimum=0),
     },
     required=("urls",),
 )
 
 
 def web_tools(settings: ToolSettings) -> tuple[FunctionTool, ...]:
-    """Both tools as a configuration has them; one that lacks something says what. Raises `ConfigError`."""
+    """Both tools with these settings; a tool that lacks something reports what. Raises `ConfigError`."""
     asked, read = choose_searcher(settings), choose_reader(settings)
 
     async def search(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-        _refuse_without(asked, SEARCH_SCHEMA)
         return await run_search(searcher(asked.name, settings), arguments)
 
     async def extract(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-        _refuse_without(read, EXTRACT_SCHEMA)
         return await run_extract(page_reader(read.name, settings), arguments)
 
     shared = partial(FunctionTool, toolset="web", parallel_safe=True, touches_world=True)
@@ -91,11 +83,11 @@ def web_tools(settings: ToolSettings) -> tuple[FunctionTool, ...]:
 
 
 def page_reader(name: str, settings: ToolSettings) -> PageReader:
-    """This machine, or a provider; one's own server of a provider is asked only for what this machine might read."""
-    reachable = Reachable(settings.web_allow)
+    """This machine, or a provider. A user's own server is asked only for pages that this machine may read."""
+    policy = AddressPolicy(settings.web_allow)
     if name == "fetch":
-        return Fetcher(reachable, settings.lane())
-    return Screened(reader(name, settings), reachable) if name in settings.web_urls else reader(name, settings)
+        return Fetcher(policy, settings.lane())
+    return Screened(reader(name, settings), policy) if name in settings.web_urls else reader(name, settings)
 
 
 async def run_search(provider: Searcher, arguments: Mapping[str, JSON]) -> ToolReply:
@@ -117,8 +109,8 @@ async def run_search(provider: Searcher, arguments: Mapping[str, JSON]) -> ToolR
 
 
 async def run_extract(pages: PageReader, arguments: Mapping[str, JSON]) -> ToolReply:
-    """`results`: for each address its `title` and `content` or its `error`, with `total_chars` and a `hint` where it is
-    cut; and an `error` of the whole where no page could be read."""
+    """`results`: for each address its `title` and `content` or its `error`, with `total_chars` and a `hint` if it is
+    cut; and an `error` of the whole if no page could be read."""
     urls, offset = [str(url) for url in arguments["urls"]], int(arguments.get("offset", 0))
     results = [shown(page, offset) for page in await pages.read(urls)]
     if all("error" in each for each in results):
@@ -126,14 +118,8 @@ async def run_extract(pages: PageReader, arguments: Mapping[str, JSON]) -> ToolR
     return {"results": results}
 
 
-def _refuse_without(choice: Choice, schema: ToolSchema) -> None:
-    """Code may call what no model is shown."""
-    if choice.missing is not None:
-        raise ToolMistake(f"{schema.name} cannot be used here: {choice.missing}")
-
-
-def shown(page: Page, offset: int, most: int = MAX_PAGE_CHARS, way: str = "") -> dict[str, JSON]:
-    """A page from an offset on, `most` characters of it, or its error; `way` says how to go on where it is cut."""
+def shown(page: WebPage, offset: int, most: int = MAX_PAGE_CHARS, way: str = "") -> dict[str, JSON]:
+    """`most` characters of a page from an offset on, or its error. `way` says how to continue if it is cut."""
     if page.error:
         return {"url": page.url, "error": page.error}
     total = len(page.content)

@@ -1,9 +1,7 @@
-"""The `web_crawl` tool: the pages of a site, from one on.
+"""The `web_crawl` tool: the pages of a site, from one on. Name and parameters are the contract's, with bounds added.
 
-Only for who names its toolset: `web_search` and `web_extract` say more for fewer pages. Names and parameters are the
-contract's, with bounds besides. Nothing is summarised: `instructions` only decide which links are followed first.
-
-Invariant: a reply is bounded, and says what was cut or left out and how to get it.
+It is available on request only, because `web_search` and `web_extract` tell more with fewer pages. `instructions` only
+decide which links are followed first. Invariant: a reply is bounded, and reports what was cut or left out.
 """
 
 from __future__ import annotations
@@ -11,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from palaestra.core.types import JSON
+from palaestra.tools import parameters
 from palaestra.tools.builtin.web import shown
-from palaestra.tools.net.host_policy import Reachable
+from palaestra.tools.net.host_policy import AddressPolicy
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, ToolReply, ToolRun, ToolSchema
 from palaestra.tools.web.crawl import Crawled, Crawler
 from palaestra.tools.web.page_text import Fetcher
-from palaestra.tools.web.providers.select import choose_reader
+from palaestra.tools.web.providers import choose_reader
 
 MAX_PAGES, MAX_DEPTH = 20, 3
 PAGE_CHARS = 3_000
@@ -31,32 +30,21 @@ SCHEMA = ToolSchema(
         f"{PAGE_CHARS} characters are shown; read one whole with web_extract."
     ),
     parameters={
-        "url": {"type": "string", "description": "The address of the page to begin with.", "minLength": 1},
-        "instructions": {
-            "type": "string",
-            "description": "What to look for, in words that its links may have: those with most of them come first.",
-        },
-        "limit": {
-            "type": "integer",
-            "description": "How many pages, at most.",
-            "default": 10,
-            "minimum": 1,
-            "maximum": MAX_PAGES,
-        },
-        "depth": {
-            "type": "integer",
-            "description": "How many links away from the first page.",
-            "default": 2,
-            "minimum": 1,
-            "maximum": MAX_DEPTH,
-        },
+        "url": parameters.text("The address of the page to begin with.", minLength=1),
+        "instructions": parameters.text(
+            "What to look for, in words that its links may have: those with most of them come first."
+        ),
+        "limit": parameters.integer("How many pages, at most.", default=10, minimum=1, maximum=MAX_PAGES),
+        "depth": parameters.integer(
+            "How many links away from the first page.", default=2, minimum=1, maximum=MAX_DEPTH
+        ),
     },
     required=("url",),
 )
 
 
 def web_crawl_tool(settings: ToolSettings, time_s: float = TIME_S) -> FunctionTool:
-    """The tool as a configuration has it; it says what it lacks. Raises `ConfigError`."""
+    """The tool with these settings; it reports what it lacks. Raises `ConfigError`."""
 
     def missing() -> str | None:
         if settings.web_extract_provider != "fetch":
@@ -64,9 +52,7 @@ def web_crawl_tool(settings: ToolSettings, time_s: float = TIME_S) -> FunctionTo
         return choose_reader(settings).missing
 
     async def run(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-        if (reason := missing()) is not None:
-            return {"error": f"web_crawl cannot be used here: {reason}"}
-        fetcher = Fetcher(Reachable(settings.web_allow), settings.lane())
+        fetcher = Fetcher(AddressPolicy(settings.web_allow), settings.lane())
         crawler = Crawler(fetcher, int(arguments.get("limit", 10)), int(arguments.get("depth", 2)), time_s)
         return _reply(await crawler.crawl(str(arguments["url"]), str(arguments.get("instructions") or "")), time_s)
 
@@ -74,7 +60,7 @@ def web_crawl_tool(settings: ToolSettings, time_s: float = TIME_S) -> FunctionTo
 
 
 def _reply(crawled: Crawled, time_s: float) -> dict[str, JSON]:
-    """`results`, as those of web_extract; `links_left` not followed; a `note` where the time was over."""
+    """`results` as those of web_extract, `links_left` not followed, and a `note` if the time was over."""
     results = [shown(page, 0, PAGE_CHARS, "read it whole with web_extract") for page in crawled.pages]
     reply: dict[str, JSON] = {"results": results, "links_left": crawled.left}
     if crawled.over:

@@ -1,11 +1,11 @@
-"""Asking a person before a dangerous command, for interactive use: what is asked about, and how.
+"""Ask a person before a dangerous command, for interactive use.
 
-Not a security boundary: slots are. The patterns know how people and models usually write what destroys work; a command
-that is put together at run time, a script, an interpreter's own calls, keys sent to `tmux` and input for a background
-process pass unseen. Who must not trust an agent gives it a slot with nothing in it to lose.
+Not a security boundary: slots are. The patterns match how people and models usually write what destroys work; commands
+assembled at run time, scripts, an interpreter's own calls, keys sent to `tmux` and input of background processes pass
+unseen. If you do not trust an agent, give it a slot with nothing to lose.
 
-Rollouts have nobody to ask, so nothing is asked: without an `ask`, every command runs. Invariant: a command that was
-denied is not run, and a yes holds for what the person was shown: this command, or for the session its kinds of danger.
+Without an `ask`, as in rollouts, every command runs. Invariant: a denied command is not run, and an approval holds for
+what the person was shown: this command, or for the session its kinds of danger.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from enum import StrEnum
 from typing import TypeAlias
 
 
-class Answer(StrEnum):
-    """What a person may say."""
+class ApprovalAnswer(StrEnum):
+    """The answers of a person."""
 
     ONCE = "once"
     SESSION = "session"
@@ -27,18 +27,18 @@ class Answer(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A command that wants a yes. `dangers` are its kinds of danger, as a person reads them."""
+class ApprovalRequest:
+    """A command to approve. `dangers` are its kinds of danger, for a person to read."""
 
     command: str
     dangers: Sequence[str]
     task_id: str
 
 
-Ask: TypeAlias = Callable[[Request], Awaitable[Answer]]
+Ask: TypeAlias = Callable[[ApprovalRequest], Awaitable[ApprovalAnswer]]
 
 _START = r"(?:^|[;&|(`\n]|\$\(|\b(?:sudo|exec|xargs|env|nohup|time|then|do|else)\s)\s{0,20}(?:/[\w./-]{0,100}/)?"
-"""Where a program's name stands: at the beginning of a command, perhaps behind another program that starts it."""
+"""The position of a program's name: at the start of a command, perhaps after another program that starts it."""
 
 _GIT = r"\bgit\s+(?:-\S+\s+(?:[^-\s]\S*\s+)?){0,4}?"
 """`git` with options before its command."""
@@ -63,37 +63,37 @@ _DANGERS: Sequence[tuple[str, str]] = (
     ("starts processes without end", r":\s*\(\s*\)\s*\{\s*:\s*\|\s*:"),
     ("drops scheduled work", _START + r"crontab\s+(?:\S+\s+){0,20}?-r\b"),
 )
-"""Kinds of danger, each with how it is usually written. The table in docs/tools.md is made to match."""
+"""Kinds of danger, each with how it is usually written. Keep the table in docs/tools.md equal."""
 
 _COMPILED = [(danger, re.compile(pattern)) for danger, pattern in _DANGERS]
 _MOST_CHARS = 20_000
 
 
 def dangers(command: str) -> list[str]:
-    """The kinds of danger in a command line, each once. Only its first 20,000 characters are looked at."""
+    """The kinds of danger in the first 20,000 characters of a command line, each once."""
     text = command[:_MOST_CHARS].replace("\\\n", " ")
     return list(dict.fromkeys(danger for danger, pattern in _COMPILED if pattern.search(text)))
 
 
 @dataclass(slots=True)
 class Approvals:
-    """Who is asked on behalf of one agent, and what has been allowed for the session. One question at a time."""
+    """Asks on behalf of one agent, one question at a time; `allowed` is what was allowed for the session."""
 
     ask: Ask | None = None
     allowed: set[str] = field(default_factory=set)
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def refusal(self, command: str, task_id: str) -> str | None:
-        """Why the command must not run, or None when it may."""
+        """Why the command must not run, or None."""
         if self.ask is None:
             return None
         async with self._asking:
             found = [danger for danger in dangers(command) if danger not in self.allowed]
             if not found:
                 return None
-            answer = await self.ask(Request(command, found, task_id))
-        if answer is Answer.SESSION:
+            answer = await self.ask(ApprovalRequest(command, found, task_id))
+        if answer is ApprovalAnswer.SESSION:
             self.allowed.update(found)
-        if answer in (Answer.ONCE, Answer.SESSION):
+        if answer in (ApprovalAnswer.ONCE, ApprovalAnswer.SESSION):
             return None
         return f"The user did not allow this command ({'; '.join(found)}); nothing was run. Find another way, or ask."

@@ -1,11 +1,11 @@
-"""A person at a terminal, who is asked: before dangerous commands (`Approvals`), and what is meant (`clarify`).
+"""Questions to a person at a terminal: before dangerous commands (`Approvals`), and those of `clarify`.
 
     person = TerminalPerson()
     ToolSession(shared=[Approvals(person.approve), User(person.answer)])
 
-Not a user interface: it takes the terminal for one question at a time and gives it back as it was. Invariants: no
-answer, an interrupt (Ctrl-C) and the end of input (Ctrl-D) are never a yes, and what was typed before the question is
-no answer to it; what a model wrote is shown whole, with its control characters spelled out, so it cannot pass for ours.
+It uses the terminal for one question at a time and restores it. Invariants: no answer, an interrupt (Ctrl-C), the end
+of input (Ctrl-D) and anything typed before the question are never a yes; a model's text is shown whole, with its
+control characters spelled out, so it cannot imitate the prompt.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from pathlib import Path
 from typing import TypeVar
 
 from palaestra.core.errors import ConfigError
-from palaestra.tools.human.approval import Answer, Request
+from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 
 T = TypeVar("T")
 
 _ANSWERS = {
-    **dict.fromkeys(("y", "yes", "once"), Answer.ONCE),
-    **dict.fromkeys(("s", "session"), Answer.SESSION),
-    **dict.fromkeys(("", "n", "no", "deny"), Answer.DENY),
+    **dict.fromkeys(("y", "yes", "once"), ApprovalAnswer.ONCE),
+    **dict.fromkeys(("s", "session"), ApprovalAnswer.SESSION),
+    **dict.fromkeys(("", "n", "no", "deny"), ApprovalAnswer.DENY),
 }
 _INTERRUPT = b"\x03"
 
 
 class TerminalPerson:
-    """Whoever sits at `terminal`, by default the one that the process was started from.
+    """The person at `terminal`, by default the one that the process was started from.
 
-    A question waits `timeout_s` seconds for its answer; then it is refused. Raises `ConfigError` where there is no
-    terminal.
+    A question without an answer after `timeout_s` seconds is refused. Raises `ConfigError` if there is no terminal.
     """
 
     def __init__(self, terminal: str | Path = "/dev/tty", *, timeout_s: float = 300.0) -> None:
@@ -51,14 +50,14 @@ class TerminalPerson:
                 "answer by code: Approvals(ask), User(ask)"
             ) from None
 
-    async def approve(self, request: Request) -> Answer:
-        """Whether a command may run: what `Approvals` asks."""
+    async def approve(self, request: ApprovalRequest) -> ApprovalAnswer:
+        """Whether a command may run: the `ask` of `Approvals`."""
         what = f"A command of task {_plain(request.task_id)} {', '.join(request.dangers)}:\n{_quoted(request.command)}"
         prompt = "Run it? y: this time, s: this kind from now on, n: no [n] "
-        return await self._ask(what, prompt, lambda line: _ANSWERS.get(line.lower()), Answer.DENY)
+        return await self._ask(what, prompt, lambda line: _ANSWERS.get(line.lower()), ApprovalAnswer.DENY)
 
     async def answer(self, question: str, choices: Sequence[str]) -> str | None:
-        """What the person says to a question, one of the choices or not; None: nothing. What `clarify` asks."""
+        """The answer to a question, one of the choices or not, or None: the `ask` of a `User`."""
         offered = "".join(f"\n  {number}: {_plain(choice)}" for number, choice in enumerate(choices, 1))
 
         def understood(line: str) -> str | None:
@@ -69,7 +68,7 @@ class TerminalPerson:
         return await self._ask(f"A question:\n{_quoted(question)}{offered}", prompt, understood, None)
 
     async def _ask(self, what: str, prompt: str, understood: Callable[[str], T | None], refused: T) -> T:
-        """What the first line means that means something; `refused` where none comes."""
+        """The meaning of the first line that is understood; `refused` if none is."""
         async with self._asking:
             with contextlib.suppress(OSError, termios.error), self._opened() as terminal, _line_by_line(terminal):
                 try:
@@ -84,9 +83,9 @@ class TerminalPerson:
                             if (answer := understood(line.strip())) is not None:
                                 return answer
                 except TimeoutError:
-                    termios.tcflush(terminal, termios.TCIFLUSH)  # half an answer is no input for others
+                    termios.tcflush(terminal, termios.TCIFLUSH)  # half an answer must not be read by others
                     os.write(terminal, f"\nNo answer in {self._timeout_s:g} s.\n".encode())
-            return refused  # also where somebody hung up
+            return refused  # also after a hang-up
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
@@ -99,7 +98,7 @@ class TerminalPerson:
 
 @contextlib.contextmanager
 def _line_by_line(terminal: int) -> Iterator[None]:
-    """For as long as the block runs, the terminal gives what is typed from now on, line by line, and Ctrl-C too."""
+    """While the block runs, the terminal passes on each line that is typed from now on, and Ctrl-C."""
     before = termios.tcgetattr(terminal)
     termios.tcsetattr(terminal, termios.TCSANOW, _asking_mode(before))
     try:
@@ -110,7 +109,7 @@ def _line_by_line(terminal: int) -> Iterator[None]:
 
 
 def _asking_mode(mode: list[int | list[bytes | int]]) -> list[int | list[bytes | int]]:
-    """The mode of a terminal in which it gives a line at its end, and at Ctrl-C, which interrupts nobody."""
+    """The terminal mode that passes on a line at its end, and at Ctrl-C, which interrupts no process."""
     iflag, oflag, cflag, lflag, ispeed, ospeed, characters = mode
     assert isinstance(iflag, int)
     assert isinstance(lflag, int)
@@ -157,5 +156,5 @@ def _quoted(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """The text with everything spelled out that could move the cursor, or show in another order."""
+    """The text with everything spelled out that could move the cursor or change the order of display."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

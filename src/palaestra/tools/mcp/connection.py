@@ -1,14 +1,10 @@
-"""What a server that is a command writes to stderr: its last words, and the sign that it has ended.
+"""One session with an MCP server: opened, used by concurrent calls, closed. The only user of the package `mcp`.
 
-Invariant: reading never blocks the loop, and no more than a few kilobytes are kept, however much is written.
+A server that is a command runs on this machine, outside every slot, with the rights of whoever runs palaestra;
+`supervised_command.py` ends it with us, and `StderrTail` keeps the end of what it writes to stderr.
 
-One session with an MCP server: opened, used by many calls at once, closed. The only user of the package `mcp`.
-
-Not for opening another one when it ends (`server.py`). A server that is a command runs on this machine, outside of
-every slot, with the rights of whoever runs palaestra, behind a leash (`leash.py`) that ends it with us.
-
-Invariant: a task of the session's own enters and leaves the package's scopes, so whoever is cancelled while it waits
-for a server leaves no process behind; what goes wrong is a `ToolServerError` that names the server.
+Invariant: a task of the session's own enters and leaves the package's scopes, so that a cancelled caller leaves no
+process behind; an error is a `ToolServerError` that names the server.
 """
 
 from __future__ import annotations
@@ -38,8 +34,8 @@ if TYPE_CHECKING:
 _TAIL_BYTES = 4096
 
 
-class Tail:
-    """The last few kilobytes that a server wrote to stderr, and whether all who could write there are gone."""
+class StderrTail:
+    """The last kilobytes of a server's stderr, read without blocking; `ended` once no process can write there."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -49,7 +45,7 @@ class Tail:
         self._at_end = asyncio.Event()
 
     def opened(self) -> TextIO:
-        """The end for the server to write to."""
+        """The end that the server writes to."""
         self._reading, writing = os.pipe()
         os.set_blocking(self._reading, False)
         asyncio.get_running_loop().add_reader(self._reading, self._read)
@@ -57,13 +53,13 @@ class Tail:
         return self._writing
 
     def let_go(self) -> None:
-        """Close our copy of the server's end: from now on its last copy is the server's."""
+        """Close our copy of the server's end, so that the end of the server is seen."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.close()
 
     async def settled(self, wait_s: float = 1.0) -> None:
-        """Wait a moment for the last words of a server that has ended."""
+        """Wait a moment for the last output of a server that has ended."""
         self.let_go()
         if self._reading is not None:
             with contextlib.suppress(TimeoutError):
@@ -71,7 +67,7 @@ class Tail:
                     await self._at_end.wait()
 
     def text(self) -> str:
-        """The last words."""
+        """The last output."""
         return self._data.decode(errors="replace").strip()
 
     def close(self) -> None:
@@ -101,15 +97,15 @@ _CLOSE_S = 15.0
 _LEASH = str(Path(__file__).with_name("supervised_command.py"))
 _MOST_PAGES = 100
 _SESSION_GONE = "Session terminated"
-"""How the package tells that an HTTP server knows the session no more; it has not looked at the call then."""
+"""The package's error for a session that an HTTP server has forgotten; it did not look at the call."""
 
 
 class NotCarriedOut(ToolServerUnavailable):
-    """The session had ended before the call was taken: to send it once more does nothing twice."""
+    """The session had ended before the call was taken, so it may be sent again."""
 
 
 class Connection:
-    """A live session. Made by `opened`; `aclose` is idempotent."""
+    """A live session. Created by `opened`; `aclose` is idempotent."""
 
     def __init__(self, name: str, config: MCPServerConfig) -> None:
         self.name = name
@@ -117,7 +113,7 @@ class Connection:
         self._client: Client | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
-        self._stderr = Tail()
+        self._stderr = StderrTail()
         self._task: asyncio.Task[None] | None = None
         self._told_of_change = False
         self._status = 200
@@ -126,7 +122,7 @@ class Connection:
     async def opened(cls, name: str, config: MCPServerConfig) -> Connection:
         """A session that is ready for calls; `config` has its variables replaced.
 
-        Raises `ConfigError` where the extra is not installed, `ToolServerUnavailable` and `ToolServerRefused`.
+        Raises `ConfigError` if the extra is not installed, `ToolServerUnavailable` and `ToolServerRefused`.
         """
         await _need_extra(name)
         connection = cls(name, config)
@@ -176,10 +172,10 @@ class Connection:
         raise ToolServerReplyError(f"MCP server '{self.name}' lists its tools without end")
 
     async def call(self, tool: str, arguments: Mapping[str, JSON]) -> CallToolResult:
-        """One call. Cancelling it tells the server.
+        """One call. Cancelling it notifies the server.
 
-        Raises `TimeoutError` after the configured time, `ServerSaid` for what the server answers as an error of the
-        call, `NotCarriedOut` and `ToolServerUnavailable` when the session has ended.
+        Raises `TimeoutError` after the configured time, `ServerSaid` for an error that the server returns,
+        `NotCarriedOut` and `ToolServerUnavailable` if the session has ended.
         """
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
@@ -198,7 +194,7 @@ class Connection:
                     f"not: {error}{self._said()}"
                 ) from None
             raise ServerSaid(error.message) from None
-        except RuntimeError as error:  # structured content that is not what the tool's own output schema promises
+        except RuntimeError as error:  # structured content that does not fit the tool's output schema
             raise ServerSaid(str(error)) from None
         except ValueError as error:  # the package's models refuse the reply
             raise ToolServerReplyError(
@@ -206,7 +202,7 @@ class Connection:
             ) from None
 
     async def aclose(self) -> None:
-        """End the session and, where it is a command, the server with all that it started."""
+        """End the session, and a server that is a command with all that it started."""
         self._stop.set()
         task = self._task
         if task is None or task is asyncio.current_task():
@@ -218,7 +214,7 @@ class Connection:
             if not task.done():
                 task.cancel()
                 logger.warning("MCP server '%s' did not end in %g s", self.name, _CLOSE_S)
-        finally:  # whoever is cancelled here leaves the session to end by itself
+        finally:  # also if cancelled: the session then ends by itself
             self._stderr.close()
 
     def _session(self) -> Client:
@@ -227,7 +223,7 @@ class Connection:
         return self._client
 
     async def _hold(self) -> None:
-        """Enter the session, say that it is ready, wait for the end, leave it."""
+        """Enter the session, report that it is ready, wait for the end, leave it."""
         from mcp import Client
         from mcp.types import Implementation
 
@@ -285,11 +281,11 @@ class Connection:
         return streamable_http_client(url, http_client=await stack.enter_async_context(client))
 
     async def _note_status(self, response: httpx2.Response) -> None:
-        """The package's errors do not tell it."""
+        """Keep the status, which the package's errors lack."""
         self._status = response.status_code
 
     async def _hear(self, message: object) -> None:
-        """What the server says unasked. Its tools stay those that the run began with, and that is said once."""
+        """Handle notifications. A run keeps the tools that it began with, and warns once if they change."""
         method = getattr(message, "method", "")
         if method == "notifications/tools/list_changed" and not self._told_of_change:
             self._told_of_change = True
@@ -297,17 +293,17 @@ class Connection:
         await asyncio.sleep(0)
 
     def _said(self) -> str:
-        """The end of what the server wrote to stderr, for a message."""
+        """The end of the server's stderr, for a message."""
         text = self._stderr.text()
         return f"; its last words:\n{text}" if text else ""
 
 
 class ServerSaid(ValueError):
-    """The server answered a call with an error of its own: the model can read it."""
+    """The server answered a call with an error, which the model reads."""
 
 
 async def _need_extra(name: str) -> None:
-    """Import the package: that takes a second, which the loop must not stand still."""
+    """Import the package in a thread: that takes a second."""
     try:
         await asyncio.to_thread(import_module, "mcp")
     except ImportError:
@@ -315,7 +311,7 @@ async def _need_extra(name: str) -> None:
 
 
 def _first(error: BaseException) -> BaseException:
-    """What went wrong, out of the groups that task groups make of it."""
+    """The first error inside groups of errors."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

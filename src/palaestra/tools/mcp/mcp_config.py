@@ -1,13 +1,12 @@
-"""What an MCP server can be told: `MCPServerConfig`, in the shape in which other programs keep `mcpServers`.
+"""Settings of MCP servers: `MCPServerConfig`, in the shape in which other programs keep `mcpServers`.
 
     mcpServers:
       files: {command: npx, args: [-y, "@modelcontextprotocol/server-filesystem", /data]}
       tickets: {url: "https://tickets.example.org/mcp", headers: {Authorization: "Bearer ${TICKETS_TOKEN}"}}
 
-`${NAME}` and `${NAME:-default}` stand for environment variables. They are replaced where a server is opened, with the
-variables that the command line or a session has handed over (`take_variables`), so that a run records the name and
-never the value.
-Durations are seconds, sizes bytes.
+`${NAME}` and `${NAME:-default}` stand for environment variables. They are replaced when a server is opened, with the
+variables that the command line or a session hands over (`take_variables`), so that a run records the name and never the
+value. Durations are in seconds.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from pydantic import Field, PrivateAttr, field_serializer, model_validator
 
 from palaestra.core.config import Settings
 from palaestra.core.errors import ConfigError
+from palaestra.core.literals import read_yaml
 from palaestra.core.types import JSON
-from palaestra.core.yaml_reader import read_yaml
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
@@ -85,7 +84,7 @@ class MCPServerConfig(Settings):
 
     @field_serializer("env", "headers")
     def _without_values(self, values: dict[str, str]) -> dict[str, str]:
-        """What a record may hold: names, and values that only name a variable."""
+        """For records: names, and values that only name a variable."""
         return {name: value if _VARIABLE.search(value) else _HIDDEN for name, value in values.items()}
 
     def __repr_args__(self) -> Iterable[tuple[str | None, JSON]]:
@@ -107,7 +106,7 @@ class MCPServerConfig(Settings):
                 )
 
     def resolved(self) -> MCPServerConfig:
-        """The same with every variable replaced by its value. Raises `ConfigError` for one that nobody handed over."""
+        """A copy with every variable replaced. Raises `ConfigError` for one that was not handed over."""
         return self.model_copy(
             update={
                 "command": self._value(self.command) if self.command else None,
@@ -136,7 +135,7 @@ class MCPServerConfig(Settings):
 
 
 def read_servers(path: Path) -> dict[str, JSON]:
-    """The servers of a JSON or YAML file, by name and as they are written. Raises `ConfigError`."""
+    """The servers of a JSON or YAML file by name, unchecked. Raises `ConfigError`."""
     try:
         content = read_yaml(path.read_text(encoding="utf-8"))  # JSON is YAML too
     except OSError as error:
@@ -149,10 +148,7 @@ def read_servers(path: Path) -> dict[str, JSON]:
 def servers_of(
     told: str | Path | Mapping[str, JSON], variables: Mapping[str, str] | None = None
 ) -> dict[str, MCPServerConfig]:
-    """The servers of a file, or as such a file would tell them, with the variables they refer to.
-
-    Raises `ConfigError`, also for a variable that is not among them.
-    """
+    """The servers of a file, or of its content, with their variables. Raises `ConfigError`, also for a missing one."""
     written = _by_name(told, "mcp") if isinstance(told, Mapping) else read_servers(Path(told))
     servers = configured(written)
     checked_names(servers)
@@ -169,7 +165,7 @@ def _by_name(content: JSON, where: str) -> dict[str, JSON]:
 
 
 def configured(servers: Mapping[str, Mapping[str, JSON]]) -> dict[str, MCPServerConfig]:
-    """The servers as they are written, checked. Raises `ConfigError` with the server's name."""
+    """The servers, checked. Raises `ConfigError` with the server's name."""
     made: dict[str, MCPServerConfig] = {}
     for name, written in servers.items():
         try:
@@ -180,7 +176,7 @@ def configured(servers: Mapping[str, Mapping[str, JSON]]) -> dict[str, MCPServer
 
 
 def hand_over(environ: Mapping[str, str], servers: Mapping[str, MCPServerConfig]) -> None:
-    """Give every server that is used the variables it refers to. Raises `ConfigError` for one that is not set."""
+    """Give every enabled server the variables it refers to. Raises `ConfigError` for a missing one."""
     for name, server in servers.items():
         if server.used:
             try:
@@ -190,7 +186,7 @@ def hand_over(environ: Mapping[str, str], servers: Mapping[str, MCPServerConfig]
 
 
 def checked_names(servers: Mapping[str, MCPServerConfig]) -> None:
-    """Raises `ConfigError` for a name of a server that no tool's name could hold."""
+    """Raises `ConfigError` for a server name that a tool's name could not contain."""
     for name in servers:
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{name!r} cannot be a server's name: letters, digits, - _ . and 40 of them at most")

@@ -1,16 +1,17 @@
-"""One MCP server of a run, through as many sessions as it takes, and its tools as ours.
+"""One MCP server of a run, over as many sessions as it takes, and its tools as tools of ours.
 
-Its tools are listed once, when it is first opened: all rollouts of a run have the same. A session that has ended is
-opened anew by the next call, once per call. Calls of one server run at the same time, over one session.
+Its tools are listed once, when it is first opened, so all rollouts of a run have the same. A session that has ended is
+reopened by the next call, once per call. Calls run concurrently over one session. A result becomes bounded text;
+images, sound and files are named with their type and size.
 
-Invariant: no call is sent twice that the server may have carried out, unless the server says that doing it twice is the
-same as once.
+Invariant: a call that the server may have carried out is not sent again, unless the server declares it idempotent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from palaestra.tools.mcp.mcp_config import MCPServerConfig
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 if TYPE_CHECKING:
-    from mcp.types import CallToolResult
+    from mcp.types import BlobResourceContents, CallToolResult, ContentBlock, TextResourceContents
     from mcp.types import Tool as ServersTool
 
     from palaestra.tools.mcp.connection import Connection
@@ -34,20 +35,20 @@ _MOST_NAME = 64
 
 
 def toolset_of(server: str) -> str:
-    """The toolset that a server's tools make."""
+    """The toolset of a server's tools."""
     return TOOLSET_PREFIX + server
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A tool as the server knows it; `again` when calling it twice is as good as once."""
+    """A tool as the server names it; `again` if it may be called twice."""
 
     name: str
     again: bool
 
 
 class MCPServer:
-    """A server by its name in the settings. `open` it before its `tools` are asked for; `aclose` is idempotent."""
+    """A server by its name in the settings. Call `open` before using `tools`; `aclose` is idempotent."""
 
     def __init__(self, name: str, config: MCPServerConfig) -> None:
         self.name = name
@@ -66,30 +67,29 @@ class MCPServer:
         self.tools = tuple(self._made(tool, name) for tool, name in zip(chosen, names, strict=True))
 
     async def aclose(self) -> None:
-        """End the session. Calls that are under way raise `ToolServerUnavailable`."""
+        """End the session. Running calls raise `ToolServerUnavailable`."""
         self._closed = True
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.aclose()
 
     async def call(self, known: _Known, arguments: Mapping[str, JSON]) -> ToolReply:
-        """Call a tool. Raises `ToolMistake` for what the model can mend, else `ToolServerError`."""
+        """Call a tool. Raises `ToolMistake` for an error that the model can fix, else `ToolServerError`."""
         from palaestra.tools.mcp.connection import NotCarriedOut, ServerSaid
-        from palaestra.tools.mcp.result_text import bounded, reply_to
 
         most = self._config.max_reply_chars
         try:
             result = await self._called(known, arguments, NotCarriedOut)
         except ServerSaid as said:
-            raise ToolMistake(bounded(str(said), most)) from None
+            raise ToolMistake(_bounded(str(said), most)) from None
         except TimeoutError:
             raise ToolMistake(f"The tool did not answer within {self._config.timeout:g} s.") from None
-        return reply_to(result, most)
+        return _reply(result, most)
 
     async def _called(
         self, known: _Known, arguments: Mapping[str, JSON], not_carried_out: type[ToolServerUnavailable]
     ) -> CallToolResult:
-        """The result of a call, sent once more over a new session where that does nothing twice."""
+        """The result of a call, sent again over a new session if that cannot carry it out twice."""
         connection = await self._session()
         try:
             return await connection.call(known.name, arguments)
@@ -99,7 +99,7 @@ class MCPServer:
         return await (await self._session(instead_of=connection)).call(known.name, arguments)
 
     async def _session(self, instead_of: Connection | None = None) -> Connection:
-        """The live session, opened if there is none, or only one that somebody has just found ended."""
+        """The live session, opened if there is none but `instead_of`, which has just ended."""
         from palaestra.tools.mcp.connection import Connection
 
         async with self._opening:
@@ -143,7 +143,7 @@ class MCPServer:
 
 
 def recorded_tool(server: str, schema: ToolSchema) -> FunctionTool:
-    """A tool of a server as a record tells of it: for runs whose world is that record."""
+    """A tool of a server with a recorded schema, for runs that replay that recording."""
 
     async def run(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         raise ToolServerUnavailable(f"MCP server '{server}' is not open: {schema.name} is known from a record alone")
@@ -153,7 +153,7 @@ def recorded_tool(server: str, schema: ToolSchema) -> FunctionTool:
 
 
 def owner_of(tool: str, servers: Iterable[str]) -> str | None:
-    """Which of the servers has a tool of this name, as `tool_names` makes them."""
+    """The server with a tool of this name, as `tool_names` makes them."""
     found = [server for server in servers if tool.startswith(f"mcp_{_plain(server)}_")]
     return max(found, key=len, default=None)
 
@@ -163,15 +163,15 @@ def schema_of(name: str, tool: ServersTool) -> ToolSchema:
     given = dict(tool.input_schema)
     parameters, required = given.pop("properties", None) or {}, given.pop("required", None) or ()
     given.pop("type", None)
-    given.pop("$schema", None)  # of no use to a model; the keywords mean the same without it
+    given.pop("$schema", None)  # of no use to a model
     given.pop("title", None)
     return ToolSchema(name, (tool.description or tool.title or "").strip(), parameters, tuple(required), keywords=given)
 
 
 def tool_names(server: str, tools: Sequence[str]) -> list[str]:
-    """`mcp_<server>_<tool>` for each, with only the characters that model servers take, and no two alike.
+    """`mcp_<server>_<tool>` for each, unique and with only the characters that model servers accept.
 
-    Where that would be too long or would not tell two apart, it ends in a part of the original name's hash.
+    A name that would be too long or ambiguous ends in a part of the original name's hash.
     """
     plain = [f"mcp_{_plain(server)}_{_plain(tool)}" for tool in tools]
     return [
@@ -189,9 +189,74 @@ def _hash(text: str) -> str:
 
 
 def _problem(schema: ToolSchema) -> str | None:
-    """Why no call could be checked against the schema, or None."""
+    """Why the schema cannot check calls, or None."""
     try:
         compiled(schema)
     except ConfigError as error:
         return str(error)
     return None
+
+
+def _reply(result: CallToolResult, most_chars: int) -> dict[str, JSON]:
+    """`{"output": …}`, with `structured` content unless the text has it, and `output_total_chars` if it was cut.
+
+    Raises `ToolMistake` with the same text for a result that is an error.
+    """
+    text = "\n".join(_shown(block) for block in result.content)
+    if result.is_error:
+        raise ToolMistake(_bounded(text, most_chars) or "The tool reported an error without saying which.")
+    reply: dict[str, JSON] = {"output": _bounded(text, most_chars)}
+    if len(text) > most_chars:
+        reply["output_total_chars"] = len(text)
+    structured = result.structured_content
+    if structured is not None and not _says(text, structured):
+        written = json.dumps(structured, ensure_ascii=False)
+        fits = len(written) <= most_chars
+        reply["structured"] = structured if fits else _bounded(written, most_chars)
+    return reply
+
+
+def _bounded(text: str, most_chars: int) -> str:
+    """The beginning and the end of a long text, with a line between that says how much is missing."""
+    if len(text) <= most_chars:
+        return text
+    head = most_chars // 2
+    tail = most_chars - head
+    return f"{text[:head]}\n... ({len(text) - most_chars} characters left out) ...\n{text[-tail:]}"
+
+
+def _says(text: str, structured: JSON) -> bool:
+    """Whether the text equals the structured content: servers send both for clients that know only one."""
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError):
+        said = text
+    return bool(said == structured or (isinstance(structured, dict) and structured == {"result": said}))
+
+
+def _shown(block: ContentBlock) -> str:
+    from mcp import types
+
+    match block:
+        case types.TextContent():
+            return block.text
+        case types.ImageContent() | types.AudioContent():
+            return f"[{block.type}: {block.mime_type}, {_decoded_bytes(block.data)} bytes, not shown]"
+        case types.ResourceLink():
+            about = ", ".join(each for each in (block.name, block.mime_type, block.description) if each)
+            return f"[resource {block.uri}: {about}]"
+        case types.EmbeddedResource():
+            return _shown_resource(block.resource)
+
+
+def _shown_resource(resource: TextResourceContents | BlobResourceContents) -> str:
+    from mcp import types
+
+    if isinstance(resource, types.TextResourceContents):
+        return f"[resource {resource.uri}]\n{resource.text}"
+    kind = resource.mime_type or "binary"
+    return f"[resource {resource.uri}: {kind}, {_decoded_bytes(resource.blob)} bytes, not shown]"
+
+
+def _decoded_bytes(base64_text: str) -> int:
+    return len(base64_text) * 3 // 4 - base64_text[-2:].count("=")

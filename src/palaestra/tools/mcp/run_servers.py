@@ -1,26 +1,35 @@
-"""The MCP servers of one run: opened together, offered as toolsets, closed together.
+"""Several MCP servers: `MCPServers` for a run, opened together at its start, and `ServersOnDemand` for a session, each
+started by the first call that needs one of its tools.
 
-Invariant: after `aclose`, however `open` went, no server that was started here is left.
+Invariant: after `aclose`, however opening went, no server that was started here is left.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from palaestra.core.errors import PalaestraError
+from palaestra.core.cancel_scope import Ending
+from palaestra.core.errors import InfraError, PalaestraError, ToolServerUnavailable
 from palaestra.core.types import JSON
 from palaestra.tools.mcp.mcp_config import MCPServerConfig, checked_names
 from palaestra.tools.mcp.mcp_server import MCPServer, owner_of, recorded_tool, toolset_of
 from palaestra.tools.registry.entry_points import Installed
+from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolSchema
+
+logger = logging.getLogger(__name__)
+
+HAND_ON = frozenset({"delegate_task", "execute_code"})
+"""Tools that call all others, and so need every server."""
 
 
 class MCPServers:
     """Servers by name. An async context manager; without servers it does nothing and loads nothing.
 
-    `without` are toolsets that nobody will have, so that their servers need not run. With `forgiving` a server that
-    cannot be had is a toolset that says why it is empty, whether it is required or not.
+    `without` are disabled toolsets, whose servers need not run. With `forgiving` a server that cannot be opened, even a
+    required one, is a toolset that reports why it is empty.
     """
 
     def __init__(
@@ -54,7 +63,7 @@ class MCPServers:
         *,
         without: Collection[str] = (),
     ) -> MCPServers:
-        """The servers as a record tells of them: tools with the schemas of `definitions`, and nothing to open."""
+        """The servers of a recording: tools with the schemas of `definitions`, and nothing to open."""
         servers = cls(configs, without=without)
         known: dict[str, list[FunctionTool]] = {name: [] for name in servers._configs}
         for definition in definitions:
@@ -66,7 +75,7 @@ class MCPServers:
         return servers
 
     async def open(self) -> None:
-        """Open all servers at once and list their tools. Raises what the first required one raised that failed."""
+        """Open all servers concurrently and list their tools. Raises the error of the first failed required one."""
         if self._recorded is not None:
             return
         for name, config in self._configs.items():
@@ -89,11 +98,11 @@ class MCPServers:
         return [tool for server in self._servers.values() for tool in server.tools]
 
     def toolsets(self) -> list[str]:
-        """The toolsets that the servers make, in the order of the settings."""
+        """The servers' toolsets, in the order of the settings."""
         return [toolset_of(name) for name in self._configs]
 
     def installed(self) -> tuple[Installed, ...]:
-        """What the servers offer, as packages offer theirs."""
+        """The servers' tools, in the form of installed packages."""
         if self._recorded is not None:
             recorded = self._recorded.items()
             return tuple(Installed(toolset_of(name), f"MCP server {name}", tuple(tools)) for name, tools in recorded)
@@ -101,3 +110,49 @@ class MCPServers:
             Installed(toolset_of(name), f"MCP server {name}", server.tools, self._problems.get(name))
             for name, server in self._servers.items()
         )
+
+
+class ServersOnDemand:
+    """Servers by name. A server that starts registers its tools in `registry`, where they stay."""
+
+    def __init__(self, configs: Mapping[str, MCPServerConfig], registry: ToolRegistry) -> None:
+        self._required = {name: config.required for name, config in configs.items() if config.used}
+        self._servers = {name: MCPServer(name, configs[name]) for name in self._required}
+        self._registry = registry
+        self._started: set[str] = set()
+        self._starting = {name: asyncio.Lock() for name in self._required}
+        self._ending = Ending()
+
+    async def for_call(self, tool: str) -> None:
+        """Start the servers that a call of this tool needs. Raises as `start` does."""
+        if tool in HAND_ON:
+            await self.all()
+        elif (owner := owner_of(tool, self._servers)) is not None:
+            await self.start(owner)
+
+    async def all(self) -> None:
+        """Start every server. Raises the first required one's error; others that fail are logged."""
+        ended = await asyncio.gather(*map(self.start, self._servers), return_exceptions=True)
+        for name, error in zip(self._servers, ended, strict=True):
+            if error is None:
+                continue
+            if self._required[name] or not isinstance(error, InfraError):
+                raise error
+            logger.warning("going on without %s", error)
+
+    async def start(self, name: str) -> None:
+        """Start one, once. Raises `ConfigError` and `ToolServerError`; the next call tries again."""
+        closed = ToolServerUnavailable(f"The session was closed while MCP server '{name}' was being started")
+        async with self._ending.block(closed), self._starting[name]:
+            if name in self._started:
+                return
+            server = self._servers[name]
+            await server.open()
+            for tool in server.tools:
+                self._registry.register(tool)
+            self._started.add(name)
+
+    async def aclose(self) -> None:
+        """End all servers. Idempotent."""
+        await self._ending.end()
+        await asyncio.gather(*(server.aclose() for server in self._servers.values()))

@@ -1,10 +1,10 @@
-"""Runs one command, and ends everything that it started when whoever asked for it is gone, even by SIGKILL.
+"""Runs one command, and ends everything that it started once the caller is gone, even by SIGKILL.
 
-    python -I -S leash.py PARENT_PID COMMAND [ARGUMENT …]
+    python -I -S supervised_command.py PARENT_PID COMMAND [ARGUMENT …]
 
-Standard library only: it is run by its path, in a process of its own between us and an MCP server. Input and output are
-the server's. Invariant: when this process ends by itself, no descendant of it lives; the kernel ends the server with it
-when it is killed. A descendant that the server moved out of its process group survives only the kill of all three.
+Standard library only: it runs by its path, in a process between us and an MCP server. Input and output are the
+server's. Invariant: when this process ends by itself, no descendant of it lives; if it is killed, the kernel ends the
+server. A descendant that the server moved out of its process group survives only the kill of all three.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def main(argv: list[str]) -> int:
     libc.prctl(_PDEATHSIG, signal.SIGTERM)
     libc.prctl(_SUBREAPER, 1)
     if os.getppid() != int(argv[0]):
-        return 0  # whoever asked died before it could be watched
+        return 0  # the caller died before it could be watched
     child = os.fork()
     if child == 0:
         _become(libc, argv[1:])
     for descriptor in (0, 1):
-        os.close(descriptor)  # the server's alone: its end must be seen, and ours must not hide it
+        os.close(descriptor)  # only the server holds them, so that its end is seen
     status = None
     while status is None:
         if signal.sigwait(signals) == signal.SIGCHLD:
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 
 def _become(libc: ctypes.CDLL, command: list[str]) -> None:
-    """Become the command, to be killed with the leash."""
+    """Become the command, to be killed with this process."""
     libc.prctl(_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
     try:
@@ -58,7 +58,7 @@ def _become(libc: ctypes.CDLL, command: list[str]) -> None:
 
 
 def _reaped(child: int) -> int | None:
-    """Take away what has ended; the command's exit code, once it is among that."""
+    """Reap ended children. Returns the command's exit code once it has ended."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -72,7 +72,7 @@ def _reaped(child: int) -> int | None:
 
 
 def _ended(child: int, deadline: float) -> int | None:
-    """The command's exit code, or None when it has not ended by the deadline."""
+    """The command's exit code, or None if it has not ended by the deadline."""
     status = _reaped(child)
     while status is None and (left := deadline - time.monotonic()) > 0:
         signal.sigtimedwait({signal.SIGCHLD}, left)

@@ -1,20 +1,14 @@
-"""Which addresses a call of a model may reach: public ones, and those that the configuration allows.
+"""Which hosts a tool on this machine may reach for a model: `AddressPolicy` for web tools, `HostPolicy` for browsers.
 
-A model names hosts; what counts is the address that is connected to. The check is made where the socket is made, so a
-name that resolves to something else a moment later, or a redirect, is checked like any other.
+A model names hosts; what counts is the address that is connected to. `AddressPolicy` checks it where the socket is
+made, so a name that resolves to something else later, or a redirect, is checked too. It refuses loopback, private,
+link-local (cloud metadata), shared, reserved and multicast addresses, also inside IPv6 ones (mapped, NAT64; the tunnels
+6to4 and Teredo are never used). The behaviour of public servers is not covered.
 
-Covered: loopback, private, link-local (cloud metadata), shared, reserved and multicast addresses, also where an IPv6
-address carries an IPv4 one (mapped, NAT64; the tunnels 6to4 and Teredo are not used at all). Not covered: what a public
-server does with a request.
-
-Which hosts a tool that runs on this machine may reach: `Reach`, for the browser and whatever else fetches pages.
-
-Not for slots, whose network is theirs (`sandbox`), though names, lists and the addresses of cloud metadata are judged
-by the same rules. Does no I/O: who connects asks `refusal` before the look-up and `address_refusal` for each address
-found, and then connects to the address that was judged, not to the name again.
-
-Invariant: cloud metadata is refused whatever the lists say. Loopback, private and other addresses that the internet
-does not route are refused unless the allow-list names the address itself (or `localhost`, for the loopback).
+`HostPolicy` has lists and does no I/O: call `refusal` before the look-up and `address_refusal` for each address found,
+and connect to that address, not to the name. Invariant: cloud metadata is refused whatever the lists say; other
+addresses that the internet does not route only if the allow-list does not name the address itself (or `localhost`).
+Slots have their own network, but the same rules (`sandbox`).
 """
 
 from __future__ import annotations
@@ -35,15 +29,15 @@ IPNetwork: TypeAlias = IPv4Network | IPv6Network
 _NAT64 = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
 
 _REFUSAL = "it is at a private or reserved address, which web tools do not reach"
-"""The same for all addresses of a name, so that one error is left of them. It does not tell what a name stands for."""
+"""The same for all addresses of a name, so that one error remains, and it does not reveal the address."""
 
 
 class PrivateAddress(PermissionError):
-    """The address that a name stands for is not to be reached."""
+    """The address of a name must not be reached."""
 
 
-class Reachable:
-    """The addresses that may be connected to. `allowed` are private ones that may be all the same."""
+class AddressPolicy:
+    """The addresses that may be connected to: public ones, and the private ones of `allowed`."""
 
     def __init__(self, allowed: Iterable[str] = ()) -> None:
         self._allowed: list[IPNetwork] = []
@@ -76,7 +70,7 @@ class Reachable:
 
 
 def _carried(address: IPAddress) -> IPAddress:
-    """The IPv4 address that an IPv6 one stands for, where it does: what is reached is that."""
+    """The IPv4 address inside an IPv6 one, which is then the target, else the address itself."""
     if isinstance(address, IPv4Address):
         return address
     if any(address in network for network in _NAT64):
@@ -84,15 +78,15 @@ def _carried(address: IPAddress) -> IPAddress:
     return address.ipv4_mapped or address
 
 
-class Reach:
-    """Lists of hosts in the form of `AllowList`, `*:*` by default. Raises ValueError for an entry without meaning."""
+class HostPolicy:
+    """Lists of hosts in the form of `AllowList`, `*:*` by default. Raises ValueError for an invalid entry."""
 
     def __init__(self, allowed: Iterable[str] = ("*:*",), blocked: Iterable[str] = ()) -> None:
         self._allowed = tuple(allowlist.parse(entry) for entry in allowed)
         self._blocked = tuple(allowlist.parse(entry) for entry in blocked)
 
     def refusal(self, host: str, port: int) -> str | None:
-        """Why a host, as it was asked for, may not be reached; None where it may be looked up."""
+        """Why a host must not be reached, or None if it may be looked up."""
         try:
             host = allowlist.normal(host)
         except ValueError as error:
@@ -111,14 +105,14 @@ class Reach:
         return None
 
     def address_refusal(self, host: str, port: int, address: Address) -> str | None:
-        """Why an address, found for an allowed host or written as one, may not be connected to; None where it may."""
+        """Why an address, found for an allowed host or written as one, must not be connected to, or None."""
         if allowlist.is_metadata(address):
             return f"{_as(host, address)} answers questions about the machine and is never reached"
         if any(_covers(rule, str(address), port) for rule in self._blocked):
             return f"{_as(host, address)} is on the list of blocked hosts"
         if self._names(str(address), port) or (address.is_loopback and _is_localhost(host) and self._names(host, port)):
             return None
-        if not Reachable().covers(address):
+        if not AddressPolicy().covers(address):
             return f"{_as(host, address)} belongs to this machine or to a private network, and is not open"
         if allowlist.literal(host) is not None and not any(
             rule.name == "*" and rule.covers("x", port) for rule in self._allowed
@@ -127,7 +121,7 @@ class Reach:
         return None
 
     def _names(self, host: str, port: int) -> bool:
-        """Whether the allow-list names exactly this host or a range that it lies in."""
+        """Whether the allow-list names this host or a range that contains it."""
         return any(rule.name != "*" and _covers(rule, host, port) for rule in self._allowed)
 
 
@@ -140,7 +134,7 @@ def _is_localhost(host: str) -> bool:
 
 
 def _covers(rule: allowlist.Rule, host: str, port: int) -> bool:
-    """A range is every spelling of its addresses: version 4 may be written inside version 6."""
+    """A range covers every spelling of its addresses: version 4 may be written inside version 6."""
     address = allowlist.literal(host)
     if rule.range is None or not isinstance(address, ipaddress.IPv6Address):
         return rule.covers(host, port)

@@ -1,10 +1,8 @@
-"""Asking a server whose address the user configured, for tools: JSON over HTTP, tried again, with typed errors.
+"""JSON over HTTP, with retries and typed errors, to a server that the user configured for a tool.
 
-Not for addresses that a model names (`web/fetching.py` refuses private ones), and not for the agent's own model server
-(`inference/http/transport.py`).
-
-Invariant: every failure is either the model's mistake, which it reads (`ToolMistake`), or `ToolUnavailable`, which no
-reward comes of. No key is ever in a message.
+Addresses that a model names go through `web/fetch.py`, which refuses private ones; the agent's model server has
+`inference/http/transport.py`. Invariant: every failure is the model's mistake, which it reads (`ToolMistake`), or
+`ToolUnavailable`, an infrastructure failure. No key is ever in a message.
 """
 
 from __future__ import annotations
@@ -19,11 +17,10 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.clock import Clock, SystemClock, take_turn
 from palaestra.core.errors import ToolUnavailable
-from palaestra.core.retry import RETRIED_STATUSES, Passing, RetryPolicy, persist, retry_after_s
+from palaestra.core.retry import RETRIED_STATUSES, RetryPolicy, TransientFailure, persist, retry_after_s
 from palaestra.core.types import JSON
-from palaestra.core.uncharged_time import take_turn
 from palaestra.tools.tool import ToolMistake
 
 logger = logging.getLogger(__name__)
@@ -38,10 +35,10 @@ _HEADERS = {"Accept": "application/json"}
 
 
 @dataclass(slots=True)
-class Server:
-    """A provider's server. `key` names the setting to look at when it refuses the caller.
+class JsonServer:
+    """A provider's server. `key` names the setting to check if it refuses the caller; `headers` carry the key itself.
 
-    `lane` bounds how many requests are under way at once; `headers` carry the key.
+    `lane` bounds concurrent requests.
     """
 
     name: str
@@ -59,7 +56,7 @@ class Server:
         return await self._ask("GET", (URL(self.base_url) / path.lstrip("/")).with_query(query), None)
 
     async def post(self, path: str, payload: JSON) -> JSON:
-        """The JSON reply to a POST. Raises `ToolMistake` for what was asked, `ToolUnavailable` for all else."""
+        """The JSON reply to a POST. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
         return await self._ask("POST", URL(self.base_url) / path.lstrip("/"), msgspec.json.encode(payload))
 
     async def _ask(self, method: str, url: URL, body: bytes | None) -> JSON:
@@ -68,12 +65,12 @@ class Server:
         async def send(tries: int, left_s: float) -> JSON:
             try:
                 status, told, retry_after = await self._send(method, url, body, min(left_s, self.try_timeout_s))
-            except (aiohttp.ClientError, OSError) as error:  # a time-out is an OSError too
+            except (aiohttp.ClientError, OSError) as error:  # a timeout is an OSError too
                 why = str(error) or type(error).__name__
-                raise Passing(self._down(f"cannot be reached ({why}), tried {_times(tries)}")) from error
+                raise TransientFailure(self._down(f"cannot be reached ({why}), tried {_times(tries)}")) from error
             if status in RETRIED_STATUSES:
                 problem = self._down(f"answers HTTP {status}, tried {_times(tries)}: {_said(told)}")
-                raise Passing(problem, retry_after_s(retry_after, clock.wall()))
+                raise TransientFailure(problem, retry_after_s(retry_after, clock.wall()))
             return self._accepted(status, told)
 
         def again(wait_s: float, problem: Exception) -> None:
@@ -117,12 +114,12 @@ class Server:
         return ToolUnavailable(f"{self.name} at {URL(self.base_url).origin()} {what}")
 
     def malformed(self, told: JSON) -> ToolUnavailable:
-        """The error for a reply of another shape than the provider promises."""
+        """The error for a reply of an unexpected shape."""
         return self._down(f"answers in another shape than it promises: {_said(msgspec.json.encode(told))}")
 
 
-def rows(server: Server, told: JSON, *path: str) -> list[dict[str, JSON]]:
-    """The list of objects at `path` of a reply; empty where a provider leaves it out. Raises `ToolUnavailable`."""
+def rows(server: JsonServer, told: JSON, *path: str) -> list[dict[str, JSON]]:
+    """The list of objects at `path` of a reply; empty if it is missing. Raises `ToolUnavailable`."""
     value = told
     for name in path:
         if not isinstance(value, dict):
@@ -136,7 +133,7 @@ def rows(server: Server, told: JSON, *path: str) -> list[dict[str, JSON]]:
 
 
 def text(row: Mapping[str, JSON], *names: str) -> str:
-    """The first of these fields that holds text, as one line-broken string; empty where none does."""
+    """The first of these fields that holds text, or the empty string."""
     return next((str(row[name]) for name in names if isinstance(row.get(name), str) and row[name]), "")
 
 

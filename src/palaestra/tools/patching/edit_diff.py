@@ -12,15 +12,15 @@ Opcode: TypeAlias = tuple[Literal["replace", "delete", "insert", "equal"], int, 
 MAX_DIFF_CHARS = 20_000
 """How much of a diff a reply carries."""
 _MAX_EXACT_LINES, _MAX_COMPARED_LINES = 1_000, 50_000
-"""Up to how many lines (of both texts) the changed part is compared exactly, and at all."""
+"""The most lines (of both texts) of a changed part that is compared exactly, and that is compared at all."""
 _MAX_LOOKED_AT = 5_000_000
-"""How many pairs of equal lines the comparison may look at; what is left then counts as replaced."""
+"""How many pairs of equal lines the comparison may look at; the rest counts as replaced."""
 _MOSTLY_SAME = 0.75
 _CONTEXT = 3
 
 
 def unified_diff(before: str | None, after: str | None, path: str) -> str:
-    """How `path` changed, in git's notation; None stands for no file. Cut beyond `MAX_DIFF_CHARS`, visibly."""
+    """The change of `path` in git's notation; None stands for no file. Cut visibly after `MAX_DIFF_CHARS`."""
     old_name = "/dev/null" if before is None else f"a/{path.lstrip('/')}"
     new_name = "/dev/null" if after is None else f"b/{path.lstrip('/')}"
     old, new = _lines(before), _lines(after)
@@ -35,7 +35,7 @@ def unified_diff(before: str | None, after: str | None, path: str) -> str:
 
 
 def _lines(text: str | None) -> list[str]:
-    """Lines with their ends; split at line feeds alone, as every other tool counts them."""
+    """Lines with their ends, split at line feeds alone, as other tools count them."""
     if not text:
         return []
     lines = [line + "\n" for line in text.split("\n")]
@@ -58,10 +58,10 @@ def _hunks(old: list[str], new: list[str]) -> Iterator[str]:
 
 
 class _Trimmed(difflib.SequenceMatcher[str]):
-    """A comparison that spends its time on the part that changed: an equal head and tail are set aside first."""
+    """A comparison of the changed part alone: an equal head and tail are set aside first."""
 
     b2j: dict[str, list[int]]
-    """Where each line is that does not recur too often; documented, though not in the type stubs."""
+    """The places of each line that does not recur too often; documented, but not in the type stubs."""
 
     def __init__(self, old: list[str], new: list[str]) -> None:
         self._head = _common(old, new)
@@ -77,7 +77,7 @@ class _Trimmed(difflib.SequenceMatcher[str]):
         self._left = _MAX_LOOKED_AT
 
     def _line_by_line(self) -> list[Opcode]:
-        """The script of an edit that changed a few of very many lines and moved none; none where it is not plain."""
+        """The script of an edit that changed a few of very many lines and moved none; empty for other edits."""
         old, new = self._inner
         if len(old) != len(new) or len(old) + len(new) <= _MAX_EXACT_LINES:
             return []
@@ -95,14 +95,14 @@ class _Trimmed(difflib.SequenceMatcher[str]):
     def find_longest_match(
         self, alo: int = 0, ahi: int | None = None, blo: int = 0, bhi: int | None = None
     ) -> difflib.Match:
-        """As long as there is time for it: lines that recur would take hours otherwise."""
+        """Stops after `_MAX_LOOKED_AT` pairs: lines that recur often would take hours."""
         self._left -= self._pairs[-1 if ahi is None else ahi] - self._pairs[alo]
         if self._left < 0:
             return difflib.Match(alo, blo, 0)
         return super().find_longest_match(alo, ahi, blo, bhi)
 
     def get_opcodes(self) -> list[Opcode]:
-        """The edit script of the whole texts; beyond the limit the changed part is one replacement."""
+        """The edit script of the whole texts; a changed part beyond the limit is one replacement."""
         old_end, new_end = (size - self._tail for size in self._sizes)
         if self._too_large:
             inner: list[Opcode] = [("replace", self._head, old_end, self._head, new_end)]

@@ -1,8 +1,8 @@
-"""Find the text that a model meant to replace, although it wrote it down a little differently.
+"""Find the text that a model meant to replace, although it wrote it a little differently.
 
-Not for guessing: strategies from exact to loose are tried in order, the first that finds anything decides, and if it
-finds more than one place, overlapping ones too, the answer is `Ambiguous`, never a looser try and never the first hit.
-The strategy that matched is part of the result. Files whose line ends are all CRLF are normalised by the caller.
+Strategies from exact to loose are tried in order, and the first that finds anything decides. If it finds more than one
+place, also overlapping ones, the answer is `Ambiguous`, never a looser try and never the first hit. The caller
+normalises files whose line ends are all CRLF.
 
 Invariant: text outside the replaced spans is returned unchanged, character for character.
 """
@@ -16,25 +16,24 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from palaestra.tools.patching.reindent import Reindent, carriage_return
-from palaestra.tools.patching.suggest import nearest, places
+from palaestra.tools.patching.lines import Reindent, carriage_return, nearest, places
 
 BLOCK_SIMILARITY = 0.8
-"""How alike the inner lines of a block must be when only its first and last line match exactly."""
+"""How alike the inner lines of a block must be if only its first and last line match exactly."""
 _MAX_BLOCK_LINES, _MAX_COMPARED_PAIRS = 100_000, 10_000_000
-"""Up to how many lines, and pairs of letters, such blocks are looked at: more are never a certain place."""
+"""The most lines, and pairs of letters, of such blocks that are compared."""
 _MAX_LINES_LOOKED_AT = 2_000_000
-"""Up to how many lines, of all places together, are compared by their depth."""
+"""The most lines, of all places together, that are compared by their depth."""
 _MOST_NAMED = 10
-"""How many places are named to a model that did not say which it meant."""
+"""How many places an `Ambiguous` error names."""
 
 
 class NoMatch(ValueError):
-    """The text is not there in any form; the message shows the nearest lines."""
+    """The text was not found in any form; the message shows the nearest lines."""
 
 
 class Ambiguous(ValueError):
-    """The text is there more than once; the message names the lines."""
+    """The text was found more than once; the message names the lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,8 @@ class Replacement:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Characters `[start, end)` of the file and what goes there."""
+class EditSpan:
+    """Characters `[start, end)` of the file and their replacement."""
 
     start: int
     end: int
@@ -58,12 +57,12 @@ class Span:
 def replace(text: str, old: str, new: str, *, replace_all: bool = False) -> Replacement:
     """`text` with `old` replaced by `new`. Raises `NoMatch` or `Ambiguous`; `old` must not be empty."""
     if not old.strip():
-        strategies: tuple[tuple[str, Strategy], ...] = STRATEGIES[:1]  # blank text has no features to be fuzzy about
+        strategies: tuple[tuple[str, Strategy], ...] = STRATEGIES[:1]  # blank text has nothing to match loosely
     else:
         strategies = STRATEGIES
     for name, strategy in strategies:
         every = replace_all and name != "block_anchor"
-        # Of those that make it ambiguous, no more are looked for than are named: they may be millions.
+        # There may be millions of ambiguous places: only as many are looked for as the error names.
         spans = list(itertools.islice(strategy(text, old, new, every), None if every else _MOST_NAMED + 1))
         if not spans:
             continue
@@ -73,18 +72,18 @@ def replace(text: str, old: str, new: str, *, replace_all: bool = False) -> Repl
     raise NoMatch(f"old_string was not found. {nearest(text, old)}")
 
 
-Strategy: TypeAlias = Callable[[str, str, str, bool], Iterable[Span]]
-"""`strategy(text, old, new, apart)`: the places, in order. `apart`: only those that begin where the one before has
-ended, for replacing all; otherwise overlapping ones too."""
+Strategy: TypeAlias = Callable[[str, str, str, bool], Iterable[EditSpan]]
+"""`strategy(text, old, new, apart)`: the places, in order. With `apart`, only those that begin after the end of the one
+before, for replacing all; otherwise also overlapping ones."""
 
 
-def _exact(text: str, old: str, new: str, apart: bool) -> Iterator[Span]:
+def _exact(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
     for start in _found(text, old, len(old) if apart else 1):
-        yield Span(start, start + len(old), new)
+        yield EditSpan(start, start + len(old), new)
 
 
 def _found(text: str, wanted: str, step: int) -> Iterator[int]:
-    """Where `wanted` begins, looking on `step` characters behind each place."""
+    """The places where `wanted` begins, continuing `step` characters after each."""
     at = text.find(wanted)
     while at >= 0:
         yield at
@@ -92,9 +91,9 @@ def _found(text: str, wanted: str, step: int) -> Iterator[int]:
 
 
 def _by_lines(same: Callable[[str], str], *, reindent: bool) -> Strategy:
-    """Whole lines that are equal after `same`. With `reindent` the new text takes over the file's indentation."""
+    """Whole lines that are equal after `same`. With `reindent` the new text gets the file's indentation."""
 
-    def strategy(text: str, old: str, new: str, apart: bool) -> Iterator[Span]:
+    def strategy(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
         wanted, ends_line = _split(old)
         keys = [same(line) for line in wanted]
         for window in _windows(text, keys, same, apart):
@@ -104,8 +103,8 @@ def _by_lines(same: Callable[[str], str], *, reindent: bool) -> Strategy:
     return strategy
 
 
-def _indentation(text: str, old: str, new: str, apart: bool) -> Iterator[Span]:
-    """The same lines at another depth: equal once the common indentation is taken from both."""
+def _indentation(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
+    """The same lines at another depth: equal without their common indentation."""
     wanted, ends_line = _split(old)
     dedented = _dedent(wanted)
     keys = [line.strip() for line in wanted]
@@ -113,15 +112,15 @@ def _indentation(text: str, old: str, new: str, apart: bool) -> Iterator[Span]:
         yield window.span(Reindent.between(wanted, window.lines).apply(new), ends_line)
 
 
-def _blank_edges(text: str, old: str, new: str, apart: bool) -> Iterable[Span]:
-    """Superfluous blank lines before or after the text, taken from old and new alike."""
+def _blank_edges(text: str, old: str, new: str, apart: bool) -> Iterable[EditSpan]:
+    """Superfluous blank lines before or after the text, removed from old and new alike."""
     begins, ends = old.startswith("\n"), old.endswith("\n")
     if not (begins or ends):
         return ()
     return _of_lines(text, old.strip("\n"), new.strip("\n"), apart, begins=begins, ends=ends)
 
 
-def _line_numbers(text: str, old: str, new: str, apart: bool) -> Iterable[Span]:
+def _line_numbers(text: str, old: str, new: str, apart: bool) -> Iterable[EditSpan]:
     """Whole lines copied together with the `12|` prefixes of read_file."""
     bare_old, bare_new = _without_numbers(old), _without_numbers(new)
     if bare_old is None or not bare_old.strip():
@@ -129,22 +128,24 @@ def _line_numbers(text: str, old: str, new: str, apart: bool) -> Iterable[Span]:
     return _of_lines(text, bare_old, new if bare_new is None else bare_new, apart, ends=not bare_old.endswith("\n"))
 
 
-def _of_lines(text: str, old: str, new: str, apart: bool, *, begins: bool = True, ends: bool = True) -> Iterator[Span]:
-    """Where `old` is and, as is asked for, `begins` with a line and `ends` with one."""
+def _of_lines(
+    text: str, old: str, new: str, apart: bool, *, begins: bool = True, ends: bool = True
+) -> Iterator[EditSpan]:
+    """The places of `old` that begin (`begins`) and end (`ends`) with a whole line."""
     wanted = "\n" * begins + old + "\n" * ends
     for at in _found(f"\n{text}\n", wanted, len(old) if apart else 1):
         start = at + begins - 1
-        yield Span(start, start + len(old), new)
+        yield EditSpan(start, start + len(old), new)
 
 
-def _escapes(text: str, old: str, new: str, apart: bool) -> Iterable[Span]:
-    """Text escaped once too often: a backslash and n where a line end was meant. Both texts are unescaped alike."""
+def _escapes(text: str, old: str, new: str, apart: bool) -> Iterable[EditSpan]:
+    """Text escaped once too often, with a backslash and n for a line end. Both texts are unescaped alike."""
     bare = _unescape(old)
     return _exact(text, bare, _unescape(new), apart) if bare != old and bare.strip() else ()
 
 
-def _block_anchor(text: str, old: str, new: str, apart: bool) -> list[Span]:
-    """First and last line match, the lines between are as many and nearly the same."""
+def _block_anchor(text: str, old: str, new: str, apart: bool) -> list[EditSpan]:
+    """The first and last line match; the lines between are as many and nearly the same."""
     wanted, ends_line = _split(old)
     if len(wanted) < 3:
         return []
@@ -167,20 +168,20 @@ def _block_anchor(text: str, old: str, new: str, apart: bool) -> list[Span]:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Consecutive whole lines of the file; `start` is the offset of the first, `end` that after the last's text."""
+    """Consecutive whole lines of the file; `start` is the offset of the first, `end` that after the last."""
 
     lines: list[str]
     start: int
     end: int
     text_length: int
 
-    def span(self, new: str, ends_line: bool) -> Span:
-        """The window as a span; the line end after it belongs to it when the model's text ended with one."""
+    def span(self, new: str, ends_line: bool) -> EditSpan:
+        """The window as a span, with the line end after it if the model's text ended with one."""
         takes_end = ends_line and self.end < self.text_length
         new = new if takes_end or not ends_line else new.removesuffix("\n")
         if end := carriage_return(self.lines):
             new = new.replace("\r\n", "\n").replace("\n", f"{end}\n") + ("" if takes_end else end)
-        return Span(self.start, self.end + takes_end, new)
+        return EditSpan(self.start, self.end + takes_end, new)
 
 
 def _windows(
@@ -190,7 +191,7 @@ def _windows(
     apart: bool,
     fits: Callable[[list[str]], bool] | None = None,
 ) -> Iterator[_Window]:
-    """Windows whose lines equal `keys` after `same`, and that `fit`; where too many would be asked, none."""
+    """Windows whose lines equal `keys` after `same`, and that `fit`; none if too many lines would be compared."""
     lines = text.split("\n")
     starts = places([same(line) for line in lines], keys)
     if fits is not None and len(starts) * len(keys) > _MAX_LINES_LOOKED_AT:
@@ -203,7 +204,7 @@ def _windows(
 
 
 def _located(text: str, lines: list[str], size: int) -> Callable[[int], _Window]:
-    """The window of so many lines that begins with a line."""
+    """A function from the index of a line to the window of `size` lines that begins there."""
     offsets = [0]
     for line in lines:
         offsets.append(offsets[-1] + len(line) + 1)
@@ -211,7 +212,7 @@ def _located(text: str, lines: list[str], size: int) -> Callable[[int], _Window]
 
 
 def _split(old: str) -> tuple[list[str], bool]:
-    """The lines of a model's text, and whether it ended with a line end."""
+    """The lines of a model's text, and whether it ends with a line end."""
     lines = old.split("\n")
     ends_line = len(lines) > 1 and lines[-1] == ""
     return (lines[:-1] if ends_line else lines), ends_line
@@ -240,7 +241,7 @@ _NUMBERED = re.compile(r" *(\d+)\|(.*)", re.DOTALL)
 
 
 def _without_numbers(text: str) -> str | None:
-    """The text without `12|` prefixes when every line has one and they count up, else None."""
+    """The text without `12|` prefixes if every line has one and they count up, else None."""
     lines, ends_line = _split(text)
     matches = [_NUMBERED.fullmatch(line) for line in lines]
     parts = [(int(match[1]), match[2]) for match in matches if match is not None]
@@ -258,17 +259,17 @@ def _unescape(text: str) -> str:
 
 
 def _unlike(a: list[str], b: list[str]) -> list[tuple[str, str]]:
-    """The pairs of lines at equal places that differ, as far as they are compared."""
+    """The pairs of lines at equal places that differ, cut to what is compared."""
     return [(x[:500], y[:500]) for x, y in zip(a, b, strict=True) if x != y]
 
 
 def _similarity(unlike: list[tuple[str, str]], count: int) -> float:
-    """Mean likeness of `count` pairs of lines, 0 to 1, of which these are the ones that differ."""
+    """The mean similarity of `count` pairs of lines, 0 to 1, of which these are the ones that differ."""
     ratios = [difflib.SequenceMatcher(None, x, y, autojunk=False).ratio() for x, y in unlike]
     return (count - len(unlike) + sum(ratios)) / count
 
 
-def _apply(text: str, spans: list[Span]) -> str:
+def _apply(text: str, spans: list[EditSpan]) -> str:
     parts, at = [], 0
     for span in spans:
         parts += [text[at : span.start], span.new]
@@ -276,7 +277,7 @@ def _apply(text: str, spans: list[Span]) -> str:
     return "".join([*parts, text[at:]])
 
 
-def _ambiguous(text: str, spans: list[Span], strategy: str) -> str:
+def _ambiguous(text: str, spans: list[EditSpan], strategy: str) -> str:
     numbers = [str(text.count("\n", 0, span.start) + 1) for span in spans[:_MOST_NAMED]]
     count, more = (f"more than {_MOST_NAMED}", ", …") if len(spans) > _MOST_NAMED else (str(len(spans)), "")
     return (

@@ -1,35 +1,114 @@
-"""Our end of a program's channel: frames in, answers out, over the input and output of a background process.
+"""Tool calls of `execute_code`'s programs: the module that they import, and the host's end of their channel.
 
-Not for deciding what a call may do. What the frames are is told in `supervisor.py`.
+`module_text` writes the module `palaestra_tools` into the slot, with one function per tool of the agent, named and
+parametrised like it; any Python from 3.7 on runs it. `ProgramChannel` reads the program's frames from the output of a
+background process and writes answers to its input; `program_supervisor.py`, which runs in the slot, describes them.
 
-Invariant: whatever comes from the slot, which the program can write to as it likes, is bounded here and never trusted:
-what is no frame ends the program.
+Invariant: whatever comes from the slot is bounded and checked here, because the program can write there as it likes;
+anything that is not a frame ends the program. A call itself is checked where it is run.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import keyword
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 from palaestra.sandbox.slot import Process
 from palaestra.sandbox.slotd.exec.output import Capture
+from palaestra.tools.tool import ToolSchema
 
+MODULE = "palaestra_tools"
 MAX_REQUEST_BYTES = 8 << 20
-"""How long one call may be; a longer one is read to its end and refused."""
+"""The longest call; a longer one is read to its end and refused."""
 
 _FRAME_BYTES = 32768
 _HEADER_BYTES = 16
 _KINDS = b"ocCe"
 
-Answer = Callable[[bytes | None], Awaitable[bytes]]
+AnswerCall = Callable[[bytes | None], Awaitable[bytes]]
 """Answers one request; None stands for one that is too long."""
+
+_HEAD = '''\
+"""The tools of this agent as functions. A call gives what the tool replies: a dict, or text.
+
+What a tool refuses or fails at is in its reply under "error", as when it is called directly. RuntimeError is raised
+where no call can be made any more.
+"""
+
+import json as _json
+import os as _os
+import socket as _socket
+import struct as _struct
+import threading as _threading
+
+_LEFT_OUT = object()
+_turn = _threading.Lock()
+_channel = _socket.socket(fileno=int(_os.environ.pop("PALAESTRA_TOOLS_FD")))
+_channel.set_inheritable(False)
+_owner = _os.getpid()
+
+
+def _exactly(count):
+    data = bytearray()
+    while len(data) < count:
+        more = _channel.recv(min(count - len(data), 1 << 16))
+        if not more:
+            raise RuntimeError("the tools cannot be reached any more")
+        data += more
+    return bytes(data)
+
+
+def _call(name, arguments):
+    if _os.getpid() != _owner:
+        raise RuntimeError("tools can be called by the program itself, not by processes that it has started")
+    given = {key: value for key, value in arguments.items() if value is not _LEFT_OUT}
+    request = _json.dumps({"tool": name, "arguments": given}).encode()
+    with _turn:
+        _channel.sendall(_struct.pack("!I", len(request)) + request)
+        reply = _json.loads(_exactly(_struct.unpack("!I", _exactly(4))[0]).decode())
+    if "refused" in reply:
+        raise RuntimeError(reply["refused"])
+    return reply["reply"]
+'''
+
+
+def module_text(schemas: Iterable[ToolSchema]) -> str:
+    """The source of the module. `call_tool(name, arguments)` calls a tool whose name no function can have."""
+    functions = [_function(schema) for schema in schemas if _usable(schema.name)]
+    any_tool = 'def call_tool(name, arguments=None):\n    """Call a tool by its name."""\n'
+    return "\n\n".join([_HEAD, f"{any_tool}    return _call(name, dict(arguments or {{}}))\n", *functions])
+
+
+def _function(schema: ToolSchema) -> str:
+    """One function: required parameters first, then the others; `**others` takes names that no parameter can have."""
+    names = [name for name in schema.parameters if _usable(name)]
+    required = [name for name in names if name in schema.required]
+    optional = [f"{name}=_LEFT_OUT" for name in names if name not in schema.required]
+    others = ["**others"] if len(names) < len(schema.parameters) else []
+    given = ", ".join(f"{name!r}: {name}" for name in names)
+    more = ", **others" if others else ""
+    return (
+        f"def {schema.name}({', '.join([*required, *optional, *others])}):\n"
+        f"    {_documentation(schema)!r}\n"
+        f"    return _call({schema.name!r}, dict({{{given}}}{more}))\n"
+    )
+
+
+def _documentation(schema: ToolSchema) -> str:
+    told = (f"{name}: {each.get('description', '')}" for name, each in schema.parameters.items())
+    return "\n".join([schema.description, "", *told])
+
+
+def _usable(name: str) -> bool:
+    return name.isascii() and name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")
 
 
 class BrokenChannel(Exception):
-    """What came is no frame. The message says what it was."""
+    """Something that is not a frame arrived; the message names it."""
 
 
-class Channel:
-    """The channel of one program. `output` is what the program has printed so far."""
+class ProgramChannel:
+    """The channel of one program. `output` holds the program's output so far."""
 
     def __init__(self, process: Process, max_output_bytes: int) -> None:
         self._process = process
@@ -37,8 +116,8 @@ class Channel:
         self._too_long = False
         self.output = Capture(max_output_bytes)
 
-    async def serve(self, answer: Answer) -> int | None:
-        """Carry until the program has ended: its exit status, None where its supervisor ended without telling.
+    async def serve(self, answer: AnswerCall) -> int | None:
+        """Serve until the program has ended. Returns its exit status, or None if its supervisor ended without one.
 
         Raises `BrokenChannel`, and what `answer` and the slot raise.
         """
@@ -55,7 +134,7 @@ class Channel:
                     self._request, self._too_long = bytearray(), False
             try:
                 await self._process.write(b"%d\n" % len(reply) + reply)
-            except BrokenPipeError:  # it was killed from inside; what it left in the output is still to be read
+            except BrokenPipeError:  # it was killed from inside; its remaining output is still read
                 continue
         return None
 
@@ -76,7 +155,7 @@ class Channel:
 
 
 def _first(buffer: bytearray) -> tuple[bytes, bytes] | None:
-    """Take the first frame out of the buffer; None while it is not there whole."""
+    """Take the first frame out of the buffer; None while it is incomplete."""
     line, newline, _ = buffer[:_HEADER_BYTES].partition(b"\n")
     if not newline:
         if len(buffer) >= _HEADER_BYTES:

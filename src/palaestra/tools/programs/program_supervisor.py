@@ -1,16 +1,16 @@
-"""Runs one program inside a slot and carries what it prints and asks for to its host. Standard library only.
+"""Runs one program inside a slot and sends its output and its calls to the host. Standard library only.
 
     python3 -I -S supervisor.py FOLDER
 
-This file is not imported here: its text is written into the slot and runs on the slot's own Python, 3.7 or newer. The
-program is `FOLDER/program.py`; it reaches this process by a socket pair that it inherits, and this process reaches the
-host by its own standard input and output. So there is no address that anybody else could connect to.
+This file is not imported: its text is written into the slot and runs on the slot's own Python, 3.7 or newer. The
+program is `FOLDER/program.py`. It reaches this process by an inherited socket pair, and this process reaches the host
+by its standard input and output, so there is no address that others could connect to.
 
-To the host go frames: a letter (`o` output, `c` a part of a request, `C` its last part, `e` the end), the payload's
-length, a newline, the payload. The host answers each but the last with a length, a newline and that many bytes before
+Frames to the host: a letter (`o` output, `c` a part of a request, `C` its last part, `e` the end), the length of the
+payload, a newline, the payload. The host answers each but the last with a length, a newline and that many bytes before
 the next one is sent: `C` with the reply, the others with nothing. So a program that prints waits for its reader.
 
-Invariant: what the program had printed when it asked, or ended, is sent before its request, or its end.
+Invariant: the program's output is sent before a request that follows it, and before the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import struct
 import sys
 
 FRAME_BYTES = 32768
-"""How much one frame carries at most."""
+"""The longest payload of a frame."""
 
 
 class Host:
@@ -38,7 +38,7 @@ class Host:
             os.dup2(nothing, standard)
 
     def say(self, kind: bytes, payload: bytes) -> bytes:
-        """Send one frame and return what it is answered with."""
+        """Send one frame and return the host's answer."""
         self.tell(kind, payload)
         line = self._in.readline()
         if not line:
@@ -52,7 +52,7 @@ class Host:
             data = data[os.write(self._out, data) :]
 
 
-class Program:
+class ChildProgram:
     """The program as a child process, with its output and its requests."""
 
     def __init__(self, folder: str) -> None:
@@ -80,7 +80,7 @@ class Program:
         os.execve(sys.executable, [sys.executable, os.path.join(folder, "program.py")], environment)  # noqa: S606
 
     def serve(self, host: Host) -> int:
-        """Carry until the program has ended; its exit status as a shell tells it."""
+        """Serve until the program has ended. Returns its exit status as a shell reports it."""
         asking = self.requests.fileno()
         sources = [self.output, asking, self._woken]
         while True:
@@ -97,7 +97,7 @@ class Program:
                 sources.remove(asking)
 
     def _print(self, host: Host) -> bool:
-        """Send what is in the pipe, but no more than it can hold at a time. False at its end."""
+        """Send the content of the pipe, up to its capacity. False at its end."""
         for _ in range(64):
             try:
                 data = os.read(self.output, FRAME_BYTES)
@@ -111,7 +111,7 @@ class Program:
         return True
 
     def _ask(self, host: Host) -> bool:
-        """Carry one request to the host and its reply back. False when the program has closed its end."""
+        """Send one request to the host and its reply back. False if the program has closed its end."""
         try:
             length = self._exactly(4)
             if length is None:
@@ -144,5 +144,5 @@ class Program:
 
 if __name__ == "__main__":
     HOST = Host()
-    STATUS = Program(sys.argv[1]).serve(HOST)
+    STATUS = ChildProgram(sys.argv[1]).serve(HOST)
     HOST.tell(b"e", str(STATUS).encode())

@@ -1,23 +1,73 @@
-"""What can be asked about all tools at once, in the shapes of the contract: names, toolsets, availability.
-
-Not for choosing the tools of a rollout (`registry.py`). Everything is worked out when it is asked for, from the tools
-of the package and of installed packages; nothing here can be changed by a caller.
+"""All known tools, of this package and of installed ones: their names, toolsets and availability, in the contract's
+shapes. `build.py` chooses the tools of a rollout.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from palaestra.core.types import JSON
-from palaestra.tools.registry.entry_points import Installed
-from palaestra.tools.registry.registry import all_tools, builtin_tools, usable_packages
-from palaestra.tools.registry.toolsets import TOOL_ALIASES, TOOLSETS, resolve_toolsets
+from palaestra.tools.builtin.browser import browser_tools
+from palaestra.tools.builtin.clarify import CLARIFY
+from palaestra.tools.builtin.delegate_task import DELEGATE_TASK
+from palaestra.tools.builtin.execute_code import EXECUTE_CODE
+from palaestra.tools.builtin.file_tools import READ_FILE, WRITE_FILE
+from palaestra.tools.builtin.memory import MEMORY
+from palaestra.tools.builtin.patch import PATCH
+from palaestra.tools.builtin.process import PROCESS
+from palaestra.tools.builtin.search import SEARCH_FILES
+from palaestra.tools.builtin.session_search import SESSION_SEARCH
+from palaestra.tools.builtin.terminal import TERMINAL
+from palaestra.tools.builtin.terminal_stateful import TERMINAL_STATEFUL
+from palaestra.tools.builtin.tmux import TMUX
+from palaestra.tools.builtin.todo import TODO
+from palaestra.tools.builtin.vision import vision_tool
+from palaestra.tools.builtin.web import web_tools
+from palaestra.tools.builtin.web_crawl import web_crawl_tool
+from palaestra.tools.registry.entry_points import Installed, installed_tools
+from palaestra.tools.registry.toolsets import ALIASES, TOOL_ALIASES, TOOLSETS, resolve_toolsets
+from palaestra.tools.registry.unavailable import ASSISTANT, MODELS, TRAINING
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import Tool
 
 logger = logging.getLogger(__name__)
+
+
+def builtin_tools(settings: ToolSettings | None = None) -> tuple[Tool, ...]:
+    """All tools of the package, in the order in which models see them. Without the `settings` they need, some are
+    missing and report it."""
+    settings = settings or ToolSettings()
+    files = (READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES)
+    here = (TERMINAL, PROCESS, *files, TODO, TERMINAL_STATEFUL, TMUX, EXECUTE_CODE, DELEGATE_TASK)
+    people = (CLARIFY, MEMORY, SESSION_SEARCH)
+    eyes = (*browser_tools(settings), vision_tool(settings))
+    web = (*web_tools(settings), web_crawl_tool(settings))
+    return (*here, *people, *web, *eyes, *MODELS, *ASSISTANT, *TRAINING)
+
+
+def all_tools(settings: ToolSettings | None = None, others: Iterable[Installed] | None = None) -> list[Tool]:
+    """Every tool of the package, then those of others (`usable_packages`), missing ones included."""
+    return [*builtin_tools(settings), *(tool for each in usable_packages(others) for tool in each.tools)]
+
+
+def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed]:
+    """What other packages offer, by default through entry points. A package whose names are taken offers nothing, and
+    its `problem` says so."""
+    taken = {tool.name for tool in builtin_tools()}
+    kept: list[Installed] = []
+    for each in installed_tools() if others is None else others:
+        clashes = [f"tool '{tool.name}'" for tool in each.tools if tool.name in taken]
+        if each.toolset in TOOLSETS or each.toolset in ALIASES:
+            clashes = [f"toolset '{each.toolset}'"]
+        if clashes:
+            problem = f"{each.origin} brings the {clashes[0]}, which there is already"
+            each = Installed(each.toolset, each.origin, problem=problem)
+        taken.update(tool.name for tool in each.tools)
+        kept.append(each)
+    return kept
+
 
 TOOL_TO_TOOLSET_MAP: Mapping[str, str] = MappingProxyType({tool.name: tool.toolset for tool in builtin_tools()})
 """The toolset that each tool of the package belongs to."""
@@ -29,12 +79,12 @@ TOOLSET_REQUIREMENTS: Mapping[str, Mapping[str, JSON]] = MappingProxyType(
 
 
 def get_all_tool_names() -> list[str]:
-    """All tools that are known here, those that are missing too."""
+    """All known tools, missing ones included."""
     return [tool.name for tool in all_tools()]
 
 
 def get_toolset_for_tool(tool_name: str) -> str | None:
-    """The toolset a tool belongs to; None for a name that no tool has. Other names of a tool count."""
+    """The toolset of a tool, by any of its names; None for an unknown name."""
     name = TOOL_ALIASES.get(tool_name, tool_name)
     return next((tool.toolset for tool in all_tools() if tool.name == name), None)
 
@@ -42,19 +92,15 @@ def get_toolset_for_tool(tool_name: str) -> str | None:
 def get_available_toolsets(
     settings: ToolSettings | None = None, others: Iterable[Installed] | None = None
 ) -> dict[str, dict[str, JSON]]:
-    """Each toolset: `available` (has at least one tool that works here), `tools`, `description`, `missing`.
-
-    `missing` has the tools that do not work here, with the reason; `settings` are what the tools are told, `others` by
-    default what packages offer.
-    """
+    """Each toolset: `available` (at least one tool works here), `tools`, `description`, and `missing` tools with the
+    reason. `others` are by default what packages offer."""
     known = {tool.name: tool for tool in all_tools(settings, others)}
-    return {
-        name: _toolset(description, [known[tool] for tool in tools])
-        for name, description, tools in (
-            *_builtin(),
-            *((e.toolset, _about(e), _names(e)) for e in usable_packages(others)),
-        )
-    }
+    builtin = ((name, toolset.description, resolve_toolsets([name])) for name, toolset in TOOLSETS.items())
+    offered = (
+        (each.toolset, each.problem or f"Tools of {each.origin}", [tool.name for tool in each.tools])
+        for each in usable_packages(others)
+    )
+    return {name: _toolset(text, [known[tool] for tool in tools]) for name, text, tools in (*builtin, *offered)}
 
 
 def check_toolset_requirements() -> dict[str, bool]:
@@ -63,10 +109,7 @@ def check_toolset_requirements() -> dict[str, bool]:
 
 
 def check_tool_availability(quiet: bool = False) -> tuple[list[str], list[dict[str, JSON]]]:
-    """The toolsets that are available, and for each other one `name`, `env_vars`, `tools` and the `missing` reasons.
-
-    Unless `quiet`, the latter are logged.
-    """
+    """The available toolsets, and `name`, `env_vars`, `tools` and `missing` of the others, logged unless `quiet`."""
     toolsets = get_available_toolsets()
     unavailable = [
         {"name": name, "env_vars": [], "tools": each["tools"], "missing": each["missing"]}
@@ -88,16 +131,3 @@ def _toolset(description: str, tools: list[Tool]) -> dict[str, JSON]:
         "missing": missing,
         "requirements": [],
     }
-
-
-def _builtin() -> Iterator[tuple[str, str, list[str]]]:
-    for name, toolset in TOOLSETS.items():
-        yield name, toolset.description, resolve_toolsets([name])
-
-
-def _about(offered: Installed) -> str:
-    return offered.problem or f"Tools of {offered.origin}"
-
-
-def _names(offered: Installed) -> list[str]:
-    return [tool.name for tool in offered.tools]

@@ -1,10 +1,8 @@
-"""Random draws of toolsets: the named distributions, as data, and how one draw is made.
+"""Random draws of toolsets: the named distributions, as data, and one draw.
 
-Not for what a toolset holds (`toolsets.py`). Names and numbers are the contract's: for each toolset the chance, in
-percent, that a draw has it. The chances are independent of each other and need not add up to anything.
-
-Invariant: a draw depends on the distribution and on the generator that it is given, and on nothing else. A run gives
-each group a generator of its own, so the rollouts of a group share one draw, and a resumed run makes the same ones.
+Names and numbers are the contract's: for each toolset the chance, in percent, that a draw has it. The chances are
+independent of each other. Invariant: a draw depends only on the distribution and the generator. A run gives each group
+a generator of its own, so the rollouts of a group share one draw, and a resumed run makes the same draws.
 """
 
 from __future__ import annotations
@@ -27,35 +25,26 @@ class Distribution:
     chances: Mapping[str, int]
 
 
+# fmt: off
 DISTRIBUTIONS: Mapping[str, Distribution] = {
     "default": Distribution(
         "Everything, always",
-        {"web": 100, "vision": 100, "image_gen": 100, "terminal": 100, "file": 100, "moa": 100, "browser": 100},
-    ),
+        {"web": 100, "vision": 100, "image_gen": 100, "terminal": 100, "file": 100, "moa": 100, "browser": 100}),
     "image_gen": Distribution(
-        "Mostly making and looking at images",
-        {"image_gen": 90, "vision": 90, "web": 55, "terminal": 45, "moa": 10},
-    ),
+        "Mostly making and looking at images", {"image_gen": 90, "vision": 90, "web": 55, "terminal": 45, "moa": 10}),
     "research": Distribution(
         "Reading the web, with images and second opinions",
-        {"web": 90, "browser": 70, "vision": 50, "moa": 40, "terminal": 10},
-    ),
+        {"web": 90, "browser": 70, "vision": 50, "moa": 40, "terminal": 10}),
     "science": Distribution(
         "Web, terminal and files, often with a browser",
-        {"web": 94, "terminal": 94, "file": 94, "vision": 65, "browser": 50, "image_gen": 15, "moa": 10},
-    ),
+        {"web": 94, "terminal": 94, "file": 94, "vision": 65, "browser": 50, "image_gen": 15, "moa": 10}),
     "development": Distribution(
-        "Terminal and files, now and then the web",
-        {"terminal": 80, "file": 80, "moa": 60, "web": 30, "vision": 10},
-    ),
+        "Terminal and files, now and then the web", {"terminal": 80, "file": 80, "moa": 60, "web": 30, "vision": 10}),
     "safe": Distribution(
-        "No terminal and no files",
-        {"web": 80, "browser": 70, "vision": 60, "image_gen": 60, "moa": 50},
-    ),
+        "No terminal and no files", {"web": 80, "browser": 70, "vision": 60, "image_gen": 60, "moa": 50}),
     "balanced": Distribution(
         "Each toolset every other time",
-        {"web": 50, "vision": 50, "image_gen": 50, "terminal": 50, "file": 50, "moa": 50, "browser": 50},
-    ),
+        {"web": 50, "vision": 50, "image_gen": 50, "terminal": 50, "file": 50, "moa": 50, "browser": 50}),
     "minimal": Distribution("The web alone", {"web": 100}),
     "terminal_only": Distribution("Terminal and files", {"terminal": 100, "file": 100}),
     "terminal_web": Distribution("Terminal, files and the web", {"terminal": 100, "file": 100, "web": 100}),
@@ -64,17 +53,15 @@ DISTRIBUTIONS: Mapping[str, Distribution] = {
     "browser_use": Distribution("A browser, mostly with search and images", {"browser": 100, "web": 80, "vision": 70}),
     "browser_only": Distribution("A browser alone", {"browser": 100}),
     "browser_tasks": Distribution(
-        "A browser, now and then images or a terminal", {"browser": 97, "vision": 12, "terminal": 15}
-    ),
+        "A browser, now and then images or a terminal", {"browser": 97, "vision": 12, "terminal": 15}),
     "terminal_tasks": Distribution(
         "Terminal, files and web, often with a browser",
-        {"terminal": 97, "file": 97, "web": 97, "browser": 75, "vision": 50, "image_gen": 10},
-    ),
+        {"terminal": 97, "file": 97, "web": 97, "browser": 75, "vision": 50, "image_gen": 10}),
     "mixed_tasks": Distribution(
         "Browser, terminal and files, now and then more",
-        {"browser": 92, "terminal": 92, "file": 92, "web": 35, "vision": 15, "image_gen": 15},
-    ),
+        {"browser": 92, "terminal": 92, "file": 92, "web": 35, "vision": 15, "image_gen": 15}),
 }
+# fmt: on
 
 
 def find_distribution(name: str) -> Distribution:
@@ -91,7 +78,7 @@ def find_distribution(name: str) -> Distribution:
 def sample_toolsets_from_distribution(distribution_name: str, rng: random.Random | None = None) -> list[str]:
     """One draw: each toolset by its own chance; if none came up, the likeliest (of equals the first).
 
-    Without `rng` every call is a fresh draw that nothing can repeat. Raises `ConfigError` for an unknown name.
+    Without `rng` a draw cannot be repeated. Raises `ConfigError` for an unknown name.
     """
     chances = find_distribution(distribution_name).chances
     rng = rng if rng is not None else random.Random()
@@ -100,7 +87,7 @@ def sample_toolsets_from_distribution(distribution_name: str, rng: random.Random
 
 
 def get_distribution(name: str) -> dict[str, JSON] | None:
-    """`{"description", "toolsets": {name: percent}}`, the caller's own copy, or None when there is none."""
+    """`{"description", "toolsets": {name: percent}}` as a copy, or None for an unknown name."""
     return list_distributions().get(name)
 
 

@@ -3,10 +3,8 @@
     [project.entry-points."palaestra.tools"]
     weather = "weather_package.tools:TOOLS"
 
-The entry point's name is the toolset, its value a tool, a list of tools, or a function without parameters that gives
-one of these. Not for tools of the package itself and not for those that an environment brings along.
-
-Invariant: a package that cannot be loaded breaks nothing but itself. Its toolset is known and says why it is empty.
+The entry point's name is the toolset, its value a tool, a list of tools, or a function without parameters that returns
+one of these. Invariant: a package that cannot be loaded breaks nothing else; its toolset is known, with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ GROUP = "palaestra.tools"
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """What one entry point offers. `problem` is set, and there are no tools, where it could not be loaded."""
+    """What one entry point offers. If it could not be loaded, `problem` is set and there are no tools."""
 
     toolset: str
     origin: str
@@ -33,14 +31,14 @@ class Installed:
 
 @functools.cache
 def installed_tools() -> tuple[Installed, ...]:
-    """What the installed packages offer, by name. Looked up once per process: packages do not change under it."""
+    """The offers of installed packages, by name. Looked up once per process."""
     return tuple(
         load(point) for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))
     )
 
 
 def load(point: EntryPoint) -> Installed:
-    """Load one entry point. Never raises: what is wrong is in `problem`."""
+    """Load one entry point. Never raises: an error is in `problem`."""
     origin = f"{point.dist.name} ({point.value})" if point.dist is not None else point.value
     try:
         return Installed(point.name, origin, _tools(point.load()))

@@ -1,10 +1,7 @@
-"""The named groups of tools, as data, and how a choice of groups becomes a list of tool names.
+"""The named groups of tools, as data, and the tool names of a choice of groups. Names and members are the contract's.
 
-Not for building tools (`registry.py`) and not for random draws of toolsets (`distributions.py`). Names and members are
-the contract's; a tool that was renamed over time answers to all of its names.
-
-Invariant: `enabled` is applied first, then `disabled`. Disabling a toolset takes away what it lists itself; what it
-only includes goes too when it is a pure bundle, so disabling one toolset never strips a tool that another one owns.
+Invariant: `enabled` is applied first, then `disabled`. Disabling a toolset removes the tools that it lists itself, and
+included ones only if it is a pure bundle, so disabling one toolset never strips a tool that another one owns.
 """
 
 from __future__ import annotations
@@ -24,60 +21,22 @@ class Toolset:
     tools: tuple[str, ...] = ()
     includes: tuple[str, ...] = ()
     on_request: bool = False
-    """Only for who asks for it by name: what would stand beside another tool for the same thing, or needs somebody (a
-    user, a place for notes) who is not there unless it was arranged."""
+    """Only available by name: it duplicates another tool, or needs something arranged (a user, a folder for notes)."""
 
 
-_BROWSER = tuple(
-    f"browser_{action}"
-    for action in [
-        "navigate",
-        "snapshot",
-        "click",
-        "type",
-        "scroll",
-        "back",
-        "press",
-        "close",
-        "get_images",
-        "vision",
-        "console",
-    ]
+# fmt: off
+_BROWSER = tuple(f"browser_{action}" for action in (
+    "navigate", "snapshot", "click", "type", "scroll", "back", "press", "close", "get_images", "vision", "console",
+))
+_TRAINING = tuple(f"rl_{action}" for action in (
+    "list_environments", "select_environment", "get_current_config", "edit_config", "start_training", "check_status",
+    "stop_training", "get_results", "list_runs", "test_inference",
+))
+_CORE = (
+    "terminal", "file", "web", "vision", "image_gen", "moa", "skills", "browser", "tts", "todo", "memory",
+    "session_search", "clarify", "code_execution", "delegation", "cronjob", "messaging",
 )
-_TRAINING = tuple(
-    f"rl_{action}"
-    for action in [
-        "list_environments",
-        "select_environment",
-        "get_current_config",
-        "edit_config",
-        "start_training",
-        "check_status",
-        "stop_training",
-        "get_results",
-        "list_runs",
-        "test_inference",
-    ]
-)
-_CORE = [
-    "terminal",
-    "file",
-    "web",
-    "vision",
-    "image_gen",
-    "moa",
-    "skills",
-    "browser",
-    "tts",
-    "todo",
-    "memory",
-    "session_search",
-    "clarify",
-    "code_execution",
-    "delegation",
-    "cronjob",
-    "messaging",
-]
+# fmt: on
 
 TOOLSETS: Mapping[str, Toolset] = {
     "terminal": Toolset("Run shell commands in the workspace and manage processes", ("terminal", "process")),
@@ -109,7 +68,7 @@ TOOLSETS: Mapping[str, Toolset] = {
     "debugging": Toolset("Terminal, files and the web", includes=("terminal", "file", "web")),
     "safe": Toolset("What needs no terminal", includes=("web", "vision", "image_gen", "moa")),
     **{
-        f"hermes-{where}": Toolset(f"What an assistant has {how}", includes=tuple(_CORE))
+        f"hermes-{where}": Toolset(f"What an assistant has {how}", includes=_CORE)
         for where, how in {
             "cli": "at the command line",
             "telegram": "in Telegram",
@@ -142,7 +101,7 @@ TOOL_ALIASES: Mapping[str, str] = {
     "todo_list": "todo",
     "cronjob_manage": "cronjob",
 }
-"""Other names that callers in code may use for a tool. A model's call by such a name is an unknown tool."""
+"""Other names that code may use for a tool. A model's call by such a name is an unknown tool."""
 
 
 def resolve_toolsets(
@@ -150,12 +109,10 @@ def resolve_toolsets(
     disabled: Iterable[str] | None = None,
     toolsets: Mapping[str, Toolset] = TOOLSETS,
 ) -> list[str]:
-    """The tool names of the enabled toolsets (None: of all) without those of the disabled, each once, in table order.
-
-    None leaves out those that are there on request. Raises `ConfigError` for an unknown toolset, with the nearest name.
-    """
+    """The tool names of the enabled toolsets (None: of all that are not on request) without those of the disabled, each
+    once, in table order. Raises `ConfigError` for an unknown toolset, with the nearest name."""
     chosen: set[str] = set()
-    if enabled is None:  # of each its own tools: what a bundle includes has a line of its own
+    if enabled is None:  # their own tools: what a bundle includes has a line of its own
         chosen.update(*(toolset.tools for toolset in toolsets.values() if not toolset.on_request))
     else:
         chosen.update(*(_members(name, toolsets) for name in _known(enabled, toolsets)))
@@ -182,7 +139,7 @@ def _canonical(name: str, toolsets: Mapping[str, Toolset]) -> str:
 
 
 def _members(name: str, toolsets: Mapping[str, Toolset], above: frozenset[str] = frozenset()) -> set[str]:
-    """Own tools and those of all includes; a toolset that includes itself in a circle counts once."""
+    """Own tools and those of all includes; an inclusion in a circle counts once."""
     toolset = toolsets[name]
     inner = [included for included in toolset.includes if included not in above]
     return set(toolset.tools).union(*(_members(included, toolsets, above | {name}) for included in inner))

@@ -1,22 +1,22 @@
-"""Run tool calls for many trajectories at once: `ToolExecutor`, the contract's front door to tools in slots.
+"""Run tool calls for many trajectories: `ToolExecutor`, the contract's entry to tools in slots.
 
-Not the agent loop's way to tools, which is one `SlotTools` per rollout. This is for code that names trajectories by id
-and lets the executor lease, keep and give back their slots.
+For code that names trajectories by id and lets the executor lease, keep and return their slots. The agent loop uses one
+`ToolRuntime` per rollout instead.
 
 Invariant: calls of one trajectory run one at a time in the order they were made; calls of different trajectories never
-wait for each other. A trajectory keeps one slot from its first call to its release. What a call may do (network,
-isolation) comes from the configuration, never from the model's arguments. External tools run at the tool server, where
-the configuration names one, and never take a slot.
+wait for each other. A trajectory keeps one slot from its first call to its release. The configuration decides on
+network and isolation, never the model's arguments. External tools run at the tool server, if the
+configuration names one, and take no slot.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -26,12 +26,11 @@ from palaestra.core.types import JSON, AllowList, Network
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import ProcessSession
 from palaestra.sandbox.slot import Rung, Slot, SlotSource, SlotSpec
+from palaestra.tools.builtin.delegate_task import Assignment, Delegation, SubagentReport, Work
 from palaestra.tools.builtin.terminal import clamp_timeout
 from palaestra.tools.call_text import ToolCall, ToolResult, result_of
 from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.runtime.bound_tools import SlotTools
-from palaestra.tools.runtime.delegation import Assignment, Delegation, DelegationSource, Report
-from palaestra.tools.runtime.recorded_calls import World, Worlds
+from palaestra.tools.runtime.runtime import ToolMiddleware, ToolRecordings, ToolRuntime
 from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.serving import artifacts
 from palaestra.tools.serving.payloads import (
@@ -43,35 +42,45 @@ from palaestra.tools.serving.payloads import (
     ArtifactReadResponsePayload,
 )
 from palaestra.tools.serving.tool_server_client import ToolServerLink
-from palaestra.tools.tool import ToolReply
-
-logger = logging.getLogger(__name__)
+from palaestra.tools.tool import ToolOutcome
 
 POLICY_ARGUMENTS = frozenset({"allow_network", "require_sandbox", "require_stateful_sandbox"})
-"""Argument names that are dropped from every call: they are the configuration's to decide."""
+"""Arguments that are dropped from every call: the configuration decides them."""
 _KEPT_LATENCIES = 1024
 
 
 class ToolExecutorConfig(BaseModel):
-    """What every call of an executor may do. Field names and defaults are the contract's."""
+    """The permissions of an executor's calls. Field names and defaults are the contract's."""
 
     model_config = ConfigDict(extra="forbid")
 
     batch_window_ms: int = 20
-    """Accepted for old configurations; calls are sent one by one, at once."""
+    """Accepted for old configurations; each call is sent immediately."""
     max_batch_size: int = 200
     """Accepted for old configurations, like `batch_window_ms`."""
     allow_network: bool = True
-    """Whether slots have a network. The contract's default is yes."""
+    """Whether slots have a network."""
     require_sandbox: bool = False
-    """Refuse slots that are isolated less well than rung userns."""
+    """Refuse slots below isolation level userns."""
     require_stateful_sandbox: bool = False
     """The same as `require_sandbox`: stateful shells live in the same slots."""
     tool_server_url: str | None = None
     """Where external tools run: an address of `palaestra serve tools`, `inprocess` for a server without a socket, or
-    None for where the executor is."""
+    None for this process."""
     tool_server_token: str | None = None
     """The bearer token of that server."""
+
+
+class DelegationSource(Protocol):
+    """Does the work of `delegate_task` for the trajectories of a `ToolExecutor`, whose agents are elsewhere."""
+
+    def work(self, tools: ToolRuntime) -> Work:
+        """The work function of the trajectory with these tools."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close connections. Later work opens them again. Idempotent."""
+        ...
 
 
 @dataclass(slots=True)
@@ -84,14 +93,15 @@ class ExecutorStats:
 
 
 class ToolExecutor:
-    """Binds tool calls to trajectories' slots. An async context manager; `close` gives every slot back.
+    """Binds tool calls to trajectories' slots. An async context manager; `close` returns every slot.
 
-    `backend` (or `pool`, the same) hands out the slots. `spec` is what they are made from; the configuration
-    decides its network. `shared` are objects that the tools of all trajectories have together, such as `Approvals`.
-    `delegates` do the work of `delegate_task`; they are closed with the executor.
-    `world` answers for the tools that touch the world, at a tool server too: it records their replies, or has them
-    recorded (`open_world`); it is its owner's to close. A trajectory that was released and comes back is another one
-    there, `NAME#2`.
+    `backend` (or `pool`, the same) hands out the slots, made from `spec` with the configured network. `shared` are
+    objects that the tools of all trajectories share, such as `Approvals`. `delegates` do the work of `delegate_task`
+    and are closed with the executor. `world` records the answers of tools that touch the world, or gives recorded ones
+    (`open_world`); its owner closes it. A trajectory that was released and comes back is recorded as `NAME#2`.
+
+    `registry` has the tools that calls find. A tool that is registered there later is found from then on.
+    `trajectories` are those that have made a call and were not released.
     """
 
     def __init__(
@@ -104,56 +114,51 @@ class ToolExecutor:
         spec: SlotSpec | None = None,
         shared: Iterable[object] = (),
         delegates: DelegationSource | None = None,
-        world: Worlds | None = None,
+        world: ToolRecordings | None = None,
     ) -> None:
         source = backend if backend is not None else pool
         if source is None:
             raise ConfigError("ToolExecutor needs backend= or pool=: what hands out its slots")
-        self._source = source
-        self._tools = tools if tools is not None else ToolRegistry()
-        self._config = config or ToolExecutorConfig()
+        self.config = config or ToolExecutorConfig()
+        self.registry = tools if tools is not None else ToolRegistry()
+        if world is not None and world.replayed and not self.registry.replayed:
+            self.registry = self.registry.with_tools(replayed=True)
         self._link: ToolServerLink | None = None
-        if self._config.tool_server_url is not None:
-            self._link = ToolServerLink(self._config.tool_server_url, self._config.tool_server_token)
-            served = self._link.served(self._tools.tools())
-            self._tools = ToolRegistry(served, self._tools.missing, self._tools.settings, self._tools.shared)
-        self._spec = _with_network(spec or SlotSpec(), self._config.allow_network)
-        self._lent = tuple(shared)
-        self._delegates = delegates
-        self._worlds = world
-        self._lives: Counter[str] = Counter()
+        if self.config.tool_server_url is not None:
+            self._link = ToolServerLink(self.config.tool_server_url, self.config.tool_server_token)
+            self.registry = self.registry.with_tools(self._link.served(self.registry.tools()))
         self._own = States()
-        self._shared = self._tools.shared if self._tools.shared is not None else self._own
-        self._bindings: dict[str, _Binding] = {}
+        self.shared = self.registry.shared if self.registry.shared is not None else self._own
+        self.source = source
+        self.spec = _with_network(spec or SlotSpec(), self.config.allow_network)
+        self.lent = tuple(shared)
+        self.delegates = delegates
+        self.stats = ExecutorStats(0, 0, deque(maxlen=_KEPT_LATENCIES))
+        self._world = world
+        self._lives: Counter[str] = Counter()
+        self.trajectories: dict[str, TrajectoryTools] = {}
         self._in_flight = 0
         self._closed = False
-        self.stats = ExecutorStats(0, 0, deque(maxlen=_KEPT_LATENCIES))
-
-    @property
-    def registry(self) -> ToolRegistry:
-        """The tools that calls find. One that is registered while the executor is at work is found from then on."""
-        return self._tools
 
     async def start(self) -> None:
-        """Nothing to do: calls are dispatched by the tasks that make them. Kept for the contract."""
+        """Do nothing: the tasks that make calls run them. Kept for the contract."""
 
-    async def __aenter__(self) -> ToolExecutor:
-        await self.start()
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def queue_size(self) -> int:
-        """Calls that are running or waiting for a slot or for their turn."""
+        """Calls that run or wait for a slot or their turn."""
         return self._in_flight
 
     async def execute(self, trajectory_id: str, call: ToolCall, timeout_s: float | None = None) -> ToolResult:
         """Run one call in the trajectory's slot. Cancelling it kills the command.
 
-        The time limit is `timeout_s`, else the call's own `timeout`, within 1 to 600 seconds: commands and external
-        tools end with it, other tools of one's own are told it (`run.timeout_s`). Mistakes of the model and failures of
-        a tool are results; the world's failure raises `InfraError`.
+        The time limit is `timeout_s`, else the call's own `timeout`, within 1 to 600 seconds. Commands and external
+        tools end with it; other tools read it (`run.timeout_s`). Mistakes of the model and failures of a tool are
+        results. Raises `InfraError`.
         """
         started = time.monotonic()
         self.stats.total_requests += 1
@@ -169,188 +174,139 @@ class ToolExecutor:
             self.stats.latencies_s.append(time.monotonic() - started)
 
     async def _execute(self, trajectory_id: str, call: ToolCall, timeout_s: float | None) -> ToolResult:
-        if call.error:
-            return ToolResult(False, error=call.error, uniq_id=call.uniq_id)
-        name = self._tools.known_as(call.name)
-        if self._tools.get(name) is None:
-            why = self._tools.missing.get(name)
+        name = self.registry.known_as(call.name)
+        error = call.error
+        if not error and self.registry.get(name) is None:
+            why = self.registry.missing.get(name)
             error = f"Unknown tool: {call.name}" if why is None else f"{name} cannot be used here: {why}"
+        if error:
             return ToolResult(False, error=error, uniq_id=call.uniq_id)
         arguments: Mapping[str, JSON] | str = call.arguments
-        if timeout_s is not None:
-            timeout_s = clamp_timeout(timeout_s)
-        if isinstance(arguments, Mapping):  # others are refused as a model's are, or are its JSON text
+        if isinstance(arguments, Mapping):  # anything else is refused, or is JSON text
             decided = POLICY_ARGUMENTS if timeout_s is None else POLICY_ARGUMENTS | {"timeout"}
             arguments = {key: value for key, value in arguments.items() if key not in decided}
-        return result_of(await self.reply(trajectory_id, name, arguments, timeout_s), call.uniq_id)
-
-    async def reply(
-        self,
-        trajectory_id: str,
-        name: str,
-        arguments: Mapping[str, JSON] | str,
-        timeout_s: float | None = None,
-    ) -> ToolReply:
-        """Run one call as `execute` does, without its statistics, and return what the tool replied."""
-        return await self._binding(trajectory_id).run(name, arguments, timeout_s)
+        limit_s = None if timeout_s is None else clamp_timeout(timeout_s)
+        outcome = await self.trajectory(trajectory_id).call(name, arguments, limit_s)
+        return result_of(outcome.reply, call.uniq_id)
 
     async def read_artifact(self, request: ArtifactReadRequestPayload) -> ArtifactReadResponsePayload:
-        """A file of the trajectory's workspace. What cannot be read is a response with `error`."""
+        """A file of the trajectory's workspace; if it cannot be read, the response has an `error`."""
         work = artifacts.read(self.slot_of(request.trajectory_id), request)
-        return await artifacts.told(work, ArtifactReadResponsePayload)
+        return await artifacts.or_error(work, ArtifactReadResponsePayload)
 
     async def list_artifacts(self, request: ArtifactListRequestPayload) -> ArtifactListResponsePayload:
-        """What lies in a directory of the trajectory's workspace."""
+        """The entries of a directory of the trajectory's workspace."""
         work = artifacts.entries(self.slot_of(request.trajectory_id), request)
-        return await artifacts.told(work, ArtifactListResponsePayload)
+        return await artifacts.or_error(work, ArtifactListResponsePayload)
 
     async def archive_artifacts(self, request: ArtifactArchiveRequestPayload) -> ArtifactArchiveResponsePayload:
         """A file or directory of the trajectory's workspace as a compressed tar file."""
         work = artifacts.archive(self.slot_of(request.trajectory_id), request)
-        return await artifacts.told(work, ArtifactArchiveResponsePayload)
+        return await artifacts.or_error(work, ArtifactArchiveResponsePayload)
 
     def slot_of(self, trajectory_id: str) -> Slot | None:
         """The slot that the trajectory has now; None before its first call that needs one."""
-        binding = self._bindings.get(trajectory_id)
-        return None if binding is None else binding.slot
+        known = self.trajectories.get(trajectory_id)
+        return None if known is None else known.slot
 
-    def take_up(self, slot: Slot) -> None:
-        """Make a slot that was there before, as in a service, the one of its trajectory."""
-        self._binding(slot.trajectory_id).slot = slot
-
-    def tools_of(self, trajectory_id: str) -> SlotTools:
-        """The trajectory's tools as the executor binds them: for an agent of its own that calls them beside it.
-
-        Calls through these do not wait for the trajectory's others, and have no part in the statistics.
-        """
-        return self._binding(trajectory_id).tools
-
-    def delegation(self, tools: SlotTools) -> Delegation:
-        """Who does work for a trajectory that has these tools."""
-        if self._delegates is None:
-            return Delegation(missing="no model server was given for sub-agents (delegates=)")
-        return Delegation(self._delegates.work(tools))
-
-    async def spawn(self, trajectory_id: str, command: str, **options: JSON) -> ProcessSession:
-        """Start a background process in the trajectory's slot; `options` and errors are `ProcessRegistry.spawn`'s."""
-        return await self._binding(trajectory_id).spawn(command, options)
-
-    def _binding(self, trajectory_id: str) -> _Binding:
+    def trajectory(self, trajectory_id: str) -> TrajectoryTools:
+        """A trajectory by its id, new or known. Raises `StaleLease` if the executor is closed."""
         if self._closed:
             raise StaleLease(f"The executor is closed; trajectory {trajectory_id} cannot make further calls")
-        if trajectory_id not in self._bindings:
-            self._bindings[trajectory_id] = _Binding(
-                self, self._tools, trajectory_id, shared=self._shared, lent=self._lent, world=self._world(trajectory_id)
-            )
-        return self._bindings[trajectory_id]
-
-    def _world(self, trajectory_id: str) -> World | None:
-        if self._worlds is None:
-            return None
-        self._lives[trajectory_id] += 1
-        life = self._lives[trajectory_id]
-        return self._worlds.rollout(trajectory_id if life == 1 else f"{trajectory_id}#{life}")
+        known = self.trajectories.get(trajectory_id)
+        if known is None:
+            middleware = []
+            if self._world is not None:
+                self._lives[trajectory_id] += 1
+                life = self._lives[trajectory_id]
+                middleware.append(self._world.rollout(trajectory_id if life == 1 else f"{trajectory_id}#{life}"))
+            known = self.trajectories[trajectory_id] = TrajectoryTools(self, trajectory_id, middleware)
+        return known
 
     async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = False) -> None:
-        """Give the trajectory's slot back. Its unfinished calls raise `StaleLease`; a later call gets a new slot.
+        """Return the trajectory's slot. Its unfinished calls raise `StaleLease`; a later call gets a new slot.
 
-        `reset_workspace` is the contract's: a slot that was given back is never handed out again as it was.
+        `reset_workspace` is the contract's; it has no effect, because no returned slot is ever reused as it was.
         """
-        binding = self._bindings.pop(trajectory_id, None)
-        if binding is not None:
-            await binding.release()
-
-    async def is_busy(self, trajectory_id: str) -> bool:
-        """Whether a background process of the trajectory runs."""
-        binding = self._bindings.get(trajectory_id)
-        return binding is not None and await binding.is_busy()
+        known = self.trajectories.pop(trajectory_id, None)
+        if known is not None:
+            await known.release()
 
     async def close(self) -> None:
-        """Give all slots back. Unfinished calls raise `StaleLease`. Idempotent."""
+        """Return all slots. Unfinished calls raise `StaleLease`. Idempotent."""
         self._closed = True
-        while self._bindings:
-            await self.release_trajectory(next(iter(self._bindings)))
+        while self.trajectories:
+            await self.release_trajectory(next(iter(self.trajectories)))
         if self._link is not None:
             await self._link.aclose()
-        if self._delegates is not None:
-            await self._delegates.aclose()
+        if self.delegates is not None:
+            await self.delegates.aclose()
         await self._own.aclose()
 
     async def lease(self, trajectory_id: str) -> Slot:
-        """A fresh slot that meets the configuration."""
-        slot = await self._source.acquire(trajectory_id, spec=self._spec)
-        wanted = self._config.require_sandbox or self._config.require_stateful_sandbox
-        if wanted and slot.rung < Rung.USERNS:
-            await self._source.release(slot)
+        """A fresh slot that meets the configuration. Raises `IsolationUnavailable`."""
+        slot = await self.source.acquire(trajectory_id, spec=self.spec)
+        if (self.config.require_sandbox or self.config.require_stateful_sandbox) and slot.rung < Rung.USERNS:
+            await self.source.release(slot)
             raise IsolationUnavailable(
                 f"require_sandbox asks for rung userns or better, but this slot has rung {slot.rung.label}"
             )
         return slot
 
-    async def give_back(self, slot: Slot) -> None:
-        """End a lease."""
-        await self._source.release(slot)
 
+class TrajectoryTools:
+    """One trajectory: its `tools`, its `slot` once it has one, and the order of its calls.
 
-class _Binding:
-    """One trajectory: its tools, its slot once it has one, and the turn order of its calls."""
+    An agent of one's own may call `tools` directly: such calls do not wait for the trajectory's others and are not
+    counted in the statistics.
+    """
 
-    def __init__(
-        self,
-        executor: ToolExecutor,
-        tools: ToolRegistry,
-        trajectory_id: str,
-        *,
-        shared: States,
-        lent: Iterable[object] = (),
-        world: World | None = None,
-    ) -> None:
+    def __init__(self, executor: ToolExecutor, trajectory_id: str, middleware: Sequence[ToolMiddleware]) -> None:
+        self.tools = tools = ToolRuntime(
+            executor.registry, self.lease, trajectory_id, middleware=middleware, shared=executor.shared
+        )
+        self.slot: Slot | None = None
         self._executor = executor
         self._trajectory_id = trajectory_id
         self._delegated = Ending()
-        self.tools = SlotTools(tools, self._lease, trajectory_id, shared=shared, world=world)
-        for thing in (*lent, self._delegation(executor.delegation(self.tools))):
-            self.tools.share(thing)
         self._turn = asyncio.Lock()  # asyncio locks are first come, first served
-        self.slot: Slot | None = None
         self._released = False
+        for thing in executor.lent:
+            tools.share(thing)
+        if executor.delegates is None:
+            tools.share(Delegation(missing="no model server was given for sub-agents (delegates=)"))
+        else:
+            tools.share(Delegation(self._ending(executor.delegates.work(tools))))
 
-    async def run(self, name: str, arguments: Mapping[str, JSON] | str, timeout_s: float | None) -> ToolReply:
+    async def call(self, name: str, arguments: Mapping[str, JSON] | str, timeout_s: float | None = None) -> ToolOutcome:
+        """Run one call after those before it. Raises `PalaestraError`, `StaleLease` if it was released."""
         async with self._turn:
             self._check()
-            tool = self.tools.registry.get(name)
-            limit_s = timeout_s if tool is not None and tool.schema.external else None  # others end their own commands
-            try:
-                async with asyncio.timeout(limit_s) as limit:
-                    return await self.tools.reply(name, arguments, timeout_s=timeout_s)
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                return {"error": f"The tool did not answer within {limit_s:g} s."}
+            return await self.tools.call(name, arguments, timeout_s=timeout_s)
 
-    async def spawn(self, command: str, options: Mapping[str, JSON]) -> ProcessSession:
+    async def spawn(self, command: str, **options: JSON) -> ProcessSession:
+        """Start a background process in the slot; `options` and errors are `ProcessRegistry.spawn`'s."""
         async with self._turn:
             self._check()
-            registry, slot = self.tools.state(ProcessRegistry), await self.tools.slot()
-            return await registry.spawn(slot, command, task_id=self._trajectory_id, **options)
+            slot = await self.tools.slot()
+            return await self.tools.state(ProcessRegistry).spawn(slot, command, task_id=self._trajectory_id, **options)
 
     async def is_busy(self) -> bool:
+        """Whether a background process of the trajectory runs."""
         return await self.tools.state(ProcessRegistry).has_active_processes(self._trajectory_id)
 
-    def _delegation(self, given: Delegation) -> Delegation:
-        """The same, whose work ends with the trajectory: it may wait long for a model, where nothing else ends it."""
-        done = given.work
-        if done is None:
-            return given
-
-        async def work(assignments: Sequence[Assignment]) -> list[Report]:
-            released = StaleLease(f"Trajectory {self._trajectory_id} was released while sub-agents worked for it")
-            async with self._delegated.block(released):
-                return await done(assignments)
-
-        return Delegation(work)
+    async def lease(self) -> Slot:
+        """The trajectory's slot, acquired if it has none."""
+        if self.slot is None:
+            slot = await self._executor.lease(self._trajectory_id)
+            if self._released:  # while this call waited for a slot
+                await self._executor.source.release(slot)
+                self._check()
+            self.slot = slot
+        return self.slot
 
     async def release(self) -> None:
+        """End the delegated work and the tools, then return the slot."""
         self._released = True
         await self._delegated.end()
         slot, self.slot = self.slot, None
@@ -358,17 +314,17 @@ class _Binding:
             await self.tools.aclose()
         finally:
             if slot is not None:
-                await self._executor.give_back(slot)
+                await self._executor.source.release(slot)
 
-    async def _lease(self) -> Slot:
-        if self.slot is not None:  # taken up
-            return self.slot
-        slot = await self._executor.lease(self._trajectory_id)
-        if self._released:  # while this call waited for a slot
-            await self._executor.give_back(slot)
-            self._check()
-        self.slot = slot
-        return slot
+    def _ending(self, done: Work) -> Work:
+        """The same work, which ends with the trajectory: it may wait long for a model."""
+
+        async def work(assignments: Sequence[Assignment]) -> list[SubagentReport]:
+            released = StaleLease(f"Trajectory {self._trajectory_id} was released while sub-agents worked for it")
+            async with self._delegated.block(released):
+                return await done(assignments)
+
+        return work
 
     def _check(self) -> None:
         if self._released:
@@ -377,5 +333,5 @@ class _Binding:
 
 def _with_network(spec: SlotSpec, allow: bool) -> SlotSpec:
     if allow and isinstance(spec.network, AllowList):
-        return spec  # what a call may do is never more than what the slot was made for
+        return spec  # a call may never do more than the slot was made for
     return replace(spec, network=Network.ON if allow else Network.OFF)

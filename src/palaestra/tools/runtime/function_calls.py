@@ -3,13 +3,14 @@
     reply = handle_function_call("terminal", {"command": "ls"}, task_id="t1")   # JSON text
     cleanup_vm("t1")
 
-Each task id has a slot of its own on this machine, made on its first call and kept until it is cleaned up. Rollouts do
-not use this: they have a slot of their run's pool. A `ToolSession` is the same without sharing it with the process.
+Each task id has a slot of its own on this machine, created by its first call and kept until it is cleaned up. Rollouts
+do not use this: they have a slot of their run's pool. A `ToolSession` is the same for code that does not share it with
+the process.
 
-Invariants: nothing starts before the first call; calls of one task run in order, calls of different tasks together;
-when the process ends, however it ends, no slot stays behind, unless the session was given a backend whose slots are
-meant to stay (`LocalBackend(service=…)`): the next session with that one has them again, with what runs in them. The
-calls are synchronous and run on a loop of their own, so they work anywhere; on a running loop they block it, and
+Invariants: nothing starts before the first call; calls of one task run in order, calls of different tasks concurrently;
+when the process ends, however it ends, no slot is left, except those of a backend whose slots stay
+(`LocalBackend(service=…)`): the next session with that backend has them again, with what runs in them. The calls are
+synchronous and run on a loop of their own, so they work anywhere; on a running loop they block it, and
 `handle_function_call_async` does not.
 """
 
@@ -19,14 +20,15 @@ import asyncio
 import atexit
 import contextlib
 import threading
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
-from palaestra.core.clock import Clock
+from pydantic import Field
+
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.types import JSON
@@ -36,14 +38,13 @@ from palaestra.processes.session import ProcessSession
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Backend, Lasting, Slot, SlotSpec, Snapshot
-from palaestra.tools.arguments import InvalidArguments, parse_arguments
-from palaestra.tools.mcp.lazy_servers import ServersOnDemand
+from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.mcp.mcp_config import servers_of
-from palaestra.tools.registry.registry import ToolRegistry, chosen_tools, unrestricted
-from palaestra.tools.runtime.bound_tools import reply_text
-from palaestra.tools.runtime.delegation import DelegationSource
-from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
-from palaestra.tools.runtime.recorded_calls import Worlds
+from palaestra.tools.mcp.run_servers import ServersOnDemand
+from palaestra.tools.registry.build import chosen_tools, unrestricted
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.runtime.executor import DelegationSource, ToolExecutor, ToolExecutorConfig
+from palaestra.tools.runtime.runtime import ToolRecordings
 from palaestra.tools.runtime.ttl import Leases
 from palaestra.tools.settings import ToolSettings
 
@@ -56,25 +57,31 @@ DEFAULT_TASK = "default"
 _CLOSE_S = 30.0
 
 
+class ToolSessionConfig(ToolExecutorConfig):
+    """The permissions of a session's calls, the lifetime of its slots, and its MCP servers."""
+
+    idle_s: float | None = None
+    """Seconds after a task's last call until its slot is ended, unless a call or a background process of the task still
+    runs. Its next call then raises `StaleLease` until the task is released: it must not mistake an empty workspace for
+    its own. None: slots stay."""
+    checkpoint_path: Path | None = None
+    """A file that lets the session after this one find the background processes, with a backend whose slots stay."""
+    mcp: str | Path | dict[str, JSON] | None = None
+    """MCP servers: a file of them, or the content of such a file. Each is started by the first call of one of its
+    tools, or of a tool that calls others, and ends with the session."""
+    variables: dict[str, str] = Field(default_factory=dict, repr=False, exclude=True)
+    """What `${NAME}` in `mcp` stands for."""
+
+
 class ToolSession:
     """A pool of slots by task id, with its own event loop in a thread. Close it, or use it in a `with` statement.
 
-    `registry` has every tool by default, those that are missing with their reason, and those that need a key with the
-    ones of `settings`. `config` says what calls may do; its default, the contract's, is a network and the best
-    isolation there is. `shared` are objects that the tools of all tasks have together: `Approvals`, `Notes`.
-    `delegates` do the work of `delegate_task`. `mcp` are MCP servers: a file of them, or what such a file would say;
-    `variables` are what `${NAME}` in it stands for. Each is started by the first call of one of its tools, or of one
-    that hands all tools on, and ends with the session.
-
-    With `idle_s`, a task's slot is ended so many seconds after its last call, unless a call or a background process of
-    the task still runs. Its next call then raises `StaleLease`, until the task is released: it must not take an empty
-    workspace for its own.
-
-    `checkpoint_path` is a file that says which background process is which, for the session after this one: with a
-    backend whose slots stay. Closing leaves such slots; `release` ends them. `told` has what background processes tell.
-
-    `world` records what the tools were told that touch the world, or answers from a recording: see `open_world`. It is
-    closed with the session.
+    `registry` has every tool by default; those that need a key get it from `settings`, and a tool that is missing
+    answers with the reason. `config` defaults to the contract's: a network, and the best isolation there is. `shared`
+    are objects that the tools of all tasks share: `Approvals`, `Notes`. `delegates` do the work of `delegate_task`.
+    `world` records the answers of tools that touch the world, or gives recorded ones (see `open_world`), and is closed
+    with the session. Closing leaves the slots of a backend whose slots stay; `release` ends them. `told` has the
+    notifications of background processes.
     """
 
     def __init__(
@@ -86,36 +93,33 @@ class ToolSession:
         settings: ToolSettings | None = None,
         shared: Iterable[object] = (),
         delegates: DelegationSource | None = None,
-        idle_s: float | None = None,
-        clock: Clock | None = None,
-        checkpoint_path: Path | None = None,
-        world: Worlds | None = None,
-        mcp: str | Path | Mapping[str, JSON] | None = None,
-        variables: Mapping[str, str] | None = None,
+        world: ToolRecordings | None = None,
     ) -> None:
-        self._leases = None if idle_s is None else Leases(idle_s, clock)
-        self._sweeping: Future[None] | None = None
+        own = config if isinstance(config, ToolSessionConfig) else ToolSessionConfig()
         self._lasting = _lasting(backend)
-        if checkpoint_path is not None and self._lasting is None:
+        if own.checkpoint_path is not None and self._lasting is None:
             raise ConfigError("checkpoint_path needs a backend whose slots stay, such as LocalBackend(service='NAME')")
         self.told = Told()
-        self._processes = ProcessRegistry(checkpoint_path=checkpoint_path, told=self.told)
-        self._taking_up = asyncio.Lock()
-        self._taken_up: int | None = None if self._lasting is not None else 0
+        self._leases = None if own.idle_s is None else Leases(own.idle_s)
+        self._sweeping: Future[None] | None = None
+        self._processes = ProcessRegistry(checkpoint_path=own.checkpoint_path, told=self.told)
+        self._recovering = asyncio.Lock()
+        self._recovered: int | None = None if self._lasting is not None else 0
         self._slots = _TaskSlots(backend or LocalBackend())
-        tools = unrestricted(settings=settings) if registry is None else registry.copy()
         self._world = world
+        replayed = world is not None and world.replayed
+        tools = unrestricted(settings=settings, replayed=replayed) if registry is None else registry.with_tools()
         lent = (*shared, self._processes)
         self._executor = ToolExecutor(self._slots, tools, config, shared=lent, delegates=delegates, world=world)
         self._registry = self._executor.registry
-        self._servers = ServersOnDemand(servers_of(mcp or {}, variables), self._registry)
+        self._servers = ServersOnDemand(servers_of(own.mcp or {}, own.variables), self._registry)
         self._left_out = () if delegates is not None else ("delegate_task",)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tool-session", daemon=True)
         self._starting = threading.Lock()
         self._closed = False
 
-    def __enter__(self) -> ToolSession:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -126,7 +130,7 @@ class ToolSession:
     ) -> str:
         """Run one call in its task's slot and return the JSON text that a model would read.
 
-        Mistakes and failures of a tool are replies. Raises `InfraError` when the world failed.
+        Mistakes and failures of a tool are replies. Raises `InfraError`.
         """
         return self._wait(self._reply(name, arguments, task_id or DEFAULT_TASK))
 
@@ -139,43 +143,33 @@ class ToolSession:
     def definitions(
         self, enabled_toolsets: Iterable[str] | None = None, disabled_toolsets: Iterable[str] | None = None
     ) -> list[dict[str, JSON]]:
-        """What a model is shown of the tools that work here, in OpenAI's form, with those of the MCP servers.
+        """The OpenAI definitions of the tools that work here, with those of the MCP servers, all of which it starts.
 
-        Toolsets are chosen as by `get_tool_definitions`; a server's is `mcp-NAME`. Starts all servers. Raises
-        `ConfigError` for an unknown toolset, `ToolServerError` for a server that cannot be had and is required.
+        Toolsets are chosen as by `get_tool_definitions`; a server's is `mcp-NAME`. Raises `ConfigError` for an unknown
+        toolset, `ToolServerError` for a required server that cannot be started.
         """
         return self._wait(self._definitions(enabled_toolsets, disabled_toolsets))
-
-    async def definitions_async(
-        self, enabled_toolsets: Iterable[str] | None = None, disabled_toolsets: Iterable[str] | None = None
-    ) -> list[dict[str, JSON]]:
-        """`definitions`, to be awaited."""
-        return await asyncio.wrap_future(self._post(self._definitions(enabled_toolsets, disabled_toolsets)))
 
     def spawn(self, task_id: str, command: str, **options: JSON) -> ProcessSession:
         """Start a background process in the task's slot; `options` and errors are `ProcessRegistry.spawn`'s."""
         return self._wait(self._spawn(task_id, command, options))
 
     def recover(self) -> int:
-        """Take up the slots that stayed from a former session, as the first call does; how many background processes
-        were found again.
+        """Take over the slots that an earlier session left, as the first call does: how many processes were found.
 
         Raises `ConfigError` for a checkpoint that cannot be read, `SandboxError` while another process has the slots.
         """
-        return self._wait(self._take_up())
+        return self._wait(self._recover())
 
     def override(self, task_id: str, overrides: Mapping[str, JSON]) -> None:
-        """What the task's slot is made from (`IMAGES`) and where its commands start (`cwd`), from its next slot on.
-
-        Raises `ConfigError` for a key that means nothing here.
-        """
+        """Set the image (`IMAGES`) and the directory (`cwd`) of the task's next slot. Raises `ConfigError`."""
         for key in overrides:
             if key not in OVERRIDES:
                 raise ConfigError(f"{key!r} cannot be overridden for a task.{nearest(key, OVERRIDES)}")
         self._slots.overrides[task_id] = dict(overrides)
 
     def clear_override(self, task_id: str) -> None:
-        """Forget them again."""
+        """Forget a task's overrides."""
         self._slots.overrides.pop(task_id, None)
 
     def release(self, task_id: str) -> None:
@@ -210,39 +204,38 @@ class ToolSession:
     async def _reply(self, name: str, arguments: Mapping[str, JSON] | str, task_id: str) -> str:
         name = self._registry.known_as(name)
         cwd = self._slots.overrides.get(task_id, {}).get("cwd")
-        if cwd is not None and name == "terminal" and (tool := self._registry.get(name)) is not None:
+        if cwd is not None and name == "terminal" and self._registry.get(name) is not None:
             with contextlib.suppress(InvalidArguments):  # the call will be refused for them
-                arguments = {"workdir": cwd, **parse_arguments(arguments, tool.schema)}
-        await self._take_up()
+                arguments = {"workdir": cwd, **self._registry.argument_schema(name).parse(arguments)}
+        await self._recover()
         with self._in_use(task_id):
             await self._servers.for_call(name)
-            return reply_text(await self._executor.reply(task_id, name, arguments))
+            return (await self._executor.trajectory(task_id).call(name, arguments)).text
 
     async def _spawn(self, task_id: str, command: str, options: Mapping[str, JSON]) -> ProcessSession:
-        await self._take_up()
+        await self._recover()
         with self._in_use(task_id):
-            return await self._executor.spawn(task_id, command, **options)
+            return await self._executor.trajectory(task_id).spawn(command, **options)
 
-    async def _take_up(self) -> int:
+    async def _recover(self) -> int:
         """Once: the slots that stayed, each for its task, and the processes in them."""
-        async with self._taking_up:
-            if self._lasting is not None and self._taken_up is None:
+        async with self._recovering:
+            if self._lasting is not None and self._recovered is None:
                 await self._slots.start()
                 slots = self._lasting.leases()
-                self._taken_up = await self._processes.recover_from_checkpoint(slots)
+                self._recovered = await self._processes.recover_from_checkpoint(slots)
                 for slot in slots:
                     self._slots.take_up(slot)
-                    self._executor.take_up(slot)
-                    if self._leases is not None:
-                        with self._leases.in_use(slot.trajectory_id):
-                            pass  # its time begins now
-            return self._taken_up or 0
+                    self._executor.trajectory(slot.trajectory_id).slot = slot
+                    with self._in_use(slot.trajectory_id):
+                        pass  # its idle time begins now
+            return self._recovered or 0
 
     def _in_use(self, task_id: str) -> AbstractContextManager[None]:
         return nullcontext() if self._leases is None else self._leases.in_use(task_id)
 
     async def _release(self, task_id: str) -> None:
-        await self._take_up()
+        await self._recover()
         if self._leases is not None:
             self._leases.end(task_id)
         await self._end_task(task_id)
@@ -251,8 +244,12 @@ class ToolSession:
         await self._executor.release_trajectory(task_id)
         self._processes.forget(task_id)
 
+    async def _is_busy(self, task_id: str) -> bool:
+        known = self._executor.trajectories.get(task_id)
+        return known is not None and await known.is_busy()
+
     async def _holders(self) -> list[str]:
-        await self._take_up()
+        await self._recover()
         return [str(each["trajectory_id"]) for each in self._slots.get_status()["holders"]]
 
     async def _end(self) -> None:
@@ -269,7 +266,7 @@ class ToolSession:
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # an interrupted caller leaves no command behind
+            future.cancel()  # an interrupted caller leaves no command running
             raise
 
     def _post(self, work: Coroutine[object, object, T]) -> Future[T]:
@@ -280,13 +277,13 @@ class ToolSession:
             if not self._thread.is_alive():
                 self._thread.start()
                 if self._leases is not None:
-                    sweeping = self._leases.sweep(self._end_task, self._executor.is_busy)
+                    sweeping = self._leases.sweep(self._end_task, self._is_busy)
                     self._sweeping = asyncio.run_coroutine_threadsafe(sweeping, self._loop)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
 def _lasting(backend: object) -> Lasting | None:
-    """The backend, where its slots stay."""
+    """The backend, if its slots stay."""
     return backend if isinstance(backend, Lasting) and backend.stays else None
 
 
@@ -310,14 +307,18 @@ class _TaskSlots(SlotPool):
         spec: SlotSpec | None = None,
         snapshot: Snapshot | None = None,
         timeout_s: float | None = None,
+        admitted: Callable[[], None] | None = None,
     ) -> Slot:
         async with self._first:
             await self.start()
+        return await super().acquire(
+            trajectory_id, spec=spec, snapshot=snapshot, timeout_s=timeout_s, admitted=admitted
+        )
+
+    async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
         chosen = self.overrides.get(trajectory_id, {})
         image = next((chosen[key] for key in IMAGES if chosen.get(key)), None)
-        if image is not None:
-            spec = replace(spec or SlotSpec(), image=str(image))
-        return await super().acquire(trajectory_id, spec=spec, snapshot=snapshot, timeout_s=timeout_s)
+        return await super().make(replace(spec, image=str(image)) if image else spec, trajectory_id, snapshot)
 
 
 _own: ToolSession | None = None
@@ -325,7 +326,7 @@ _choosing = threading.Lock()
 
 
 def default_session() -> ToolSession:
-    """The process's own session: what `use_session` was given, else a plain one, made on first use.
+    """The process's own session: the one given to `use_session`, else a plain one, created on first use.
 
     It is closed when the interpreter ends.
     """
@@ -338,7 +339,7 @@ def default_session() -> ToolSession:
 
 
 def use_session(session: ToolSession) -> None:
-    """Make this the process's own: `handle_function_call`, `process_registry` and what belongs to them work through it.
+    """Make this the process's own: `handle_function_call`, `process_registry` and their kin work through it.
 
     The one before it is closed. Its slots end with that, unless they stay.
     """
@@ -374,9 +375,9 @@ async def handle_function_call_async(
 
 
 def register_task_env_overrides(task_id: str, overrides: Mapping[str, JSON]) -> None:
-    """Say what the slot of a task is made from (`docker_image`, …) and where its commands start (`cwd`).
+    """Set the image of a task's slot (`docker_image`, …) and where its commands start (`cwd`).
 
-    Counts for the slots of `handle_function_call`. Images are paths, as in `SlotSpec`. Raises `ConfigError`.
+    For the slots of `handle_function_call`. Images are paths, as in `SlotSpec`. Raises `ConfigError`.
     """
     default_session().override(task_id, overrides)
 
@@ -392,7 +393,7 @@ def cleanup_vm(task_id: str) -> None:
 
 
 def cleanup_all_environments() -> int:
-    """End the slots of all tasks; how many there were."""
+    """End the slots of all tasks. Returns how many there were."""
     tasks = default_session().tasks()
     for task_id in tasks:
         cleanup_vm(task_id)

@@ -1,15 +1,12 @@
-"""What happened inside a tool call: the calls that a program made. Records, no I/O.
+"""The calls that programs made inside tool calls. Records, no I/O.
 
-The model sees of them only what the program printed. What a rollout did is more than that, so whoever runs the rollout
-takes them from here after each turn (`Inside.taken`) and puts them into its record.
-
-Invariant: a text that is kept here is bounded, and says what was left out.
+The model sees only a program's output. The rollout takes the calls into its record after each turn
+(`InnerCalls.taken`). Invariant: kept texts are bounded, and mark a cut.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from palaestra.core.types import JSON
@@ -20,7 +17,7 @@ KEPT_CHARS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class InnerCall:
-    """One call that a program made, in the turn of that number. `arguments` and `reply` are JSON texts, as kept."""
+    """One call that a program made, in the turn of that number. `arguments` and `reply` are JSON texts, bounded."""
 
     tool: str
     arguments: str
@@ -29,24 +26,23 @@ class InnerCall:
 
 
 @dataclass(slots=True)
-class Inside:
-    """What has happened inside the calls of one rollout since somebody took it."""
+class InnerCalls:
+    """The calls of one rollout since they were last taken."""
 
     calls: list[InnerCall] = field(default_factory=list)
 
-    def called(self, tool: str, arguments: JSON, reply: Mapping[str, JSON] | str) -> None:
-        """Keep one call."""
-        text = reply if isinstance(reply, str) else json.dumps(dict(reply), ensure_ascii=False)
-        self.calls.append(InnerCall(tool, kept(json.dumps(arguments, ensure_ascii=False)), kept(text)))
+    def called(self, tool: str, arguments: JSON, reply: str) -> None:
+        """Keep one call and the text of its reply."""
+        self.calls.append(InnerCall(tool, _kept(json.dumps(arguments, ensure_ascii=False)), _kept(reply)))
 
     def taken(self, turn: int) -> list[InnerCall]:
-        """The calls so far, which were made in that turn and are not kept here any longer."""
+        """The calls so far, marked with the turn that made them. They are not kept any longer."""
         calls, self.calls = self.calls, []
         return [replace(call, turn=turn) for call in calls]
 
 
-def kept(text: str) -> str:
-    """A text as it is recorded: encodable, and cut in its middle where it is too long."""
+def _kept(text: str) -> str:
+    """The text as it is recorded: encodable, and cut in its middle if it is too long."""
     text = text.encode("utf-8", "replace").decode()
     if len(text) <= KEPT_CHARS:
         return text

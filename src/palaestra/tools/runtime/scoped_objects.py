@@ -1,9 +1,6 @@
-"""Objects that outlive a call: `States`, one object per type, for a rollout (`ToolRun.state`) or for a run (`shared`).
+"""Objects that outlive a call: `States` holds one object per type, for a rollout (`ToolRun.state`) or a run (`shared`).
 
-Whoever makes a `States` closes it: a run for all its rollouts, an executor for its trajectories, a binding for its one.
-
-Invariant: objects are made when first asked for and closed in the reverse order, each once, whatever a close raises.
-Nothing here starts by itself.
+Invariant: objects are created on first use and closed in reverse order, each once, even if a close raises.
 """
 
 from __future__ import annotations
@@ -18,26 +15,26 @@ T = TypeVar("T")
 
 
 class States:
-    """One object per type. `aclose` closes those that have an `aclose`."""
+    """One object per type. Whoever creates it calls `aclose`, which closes the objects that have an `aclose`."""
 
     def __init__(self) -> None:
         self._held: dict[type, object] = {}
-        self._lent: tuple[type, ...] = ()
+        self._lent: set[type] = set()
 
     def get(self, kind: type[T]) -> T:
-        """The one object of this type, made without arguments when first asked for."""
+        """The one object of this type, created without arguments on first use."""
         found = self._held.get(kind)
         if not isinstance(found, kind):
             found = self._held[kind] = kind()
         return found
 
     def put(self, thing: object) -> None:
-        """Make this the one object of its type. It is its owner's to close, not this one's."""
+        """Make this the one object of its type. Its owner closes it."""
         self._held[type(thing)] = thing
-        self._lent = (*self._lent, type(thing))
+        self._lent.add(type(thing))
 
     async def aclose(self) -> None:
-        """Close everything, the newest first. What a close raises is logged. Idempotent."""
+        """Close everything, the newest first, and log what a close raises. Idempotent."""
         while self._held:
             kind, thing = self._held.popitem()
             close = getattr(thing, "aclose", None)

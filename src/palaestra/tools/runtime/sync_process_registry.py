@@ -1,15 +1,14 @@
-"""`process_registry`: background processes by session id for synchronous code, in the shape of the contract.
+"""`process_registry`: background processes by session id for synchronous code, as the contract has it.
 
     session = process_registry.spawn_local("python -m http.server", task_id="t1")
     process_registry.poll(session.id)
 
-For code written to the contract: reward functions, scripts around `handle_function_call`. It finds the registries that
-live in this process (each rollout has one, and so has the session of `handle_function_call`) and asks the one that has
-the session. What the replies are stands in `processes/actions.py`.
+For reward functions and scripts around `handle_function_call`. It finds the registries that live in this process (one
+per rollout, and that of `handle_function_call`'s session) and asks the one that has the session.
 
-Invariant: a call runs on the loop that its registry belongs to, and blocks nobody else. It works in threads, in code
-without a loop, and in reward functions and hooks, which are bridged; in any other task of a running loop it raises
-`RuntimeError` and names the method of `ProcessRegistry` to await.
+Invariant: a call runs on the loop of its registry and blocks nothing else. It works in threads, in code without a loop,
+and in reward functions and hooks, which are bridged; in any other task of a running loop it raises `RuntimeError` and
+names the method of `ProcessRegistry` to await.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ import asyncio
 import contextlib
 import queue
 from collections.abc import Callable, Coroutine, Mapping
-from typing import TypeAlias, TypeVar
+from functools import partial
+from typing import Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 from palaestra.core.errors import SlotLost, StaleLease
@@ -30,8 +30,8 @@ from palaestra.processes.session import ProcessSession, Watch
 from palaestra.sandbox.slot import WORKSPACE, Slot
 from palaestra.tools.runtime.function_calls import DEFAULT_TASK, default_session
 
+P = ParamSpec("P")
 T = TypeVar("T")
-Asking: TypeAlias = Callable[[ProcessRegistry], Coroutine[object, object, T]]
 
 
 class SharedProcesses:
@@ -51,9 +51,9 @@ class SharedProcesses:
         *,
         watch: Watch | None = None,
     ) -> ProcessSession:
-        """Start a command line in the slot that `handle_function_call` has for the task, made where there is none.
+        """Start a command line in the slot that `handle_function_call` has for the task, made if there is none.
 
-        Raises BlockingIOError when too many of the task run, and what `Slot.spawn` and leasing a slot raise.
+        Raises BlockingIOError when too many processes of the task run, and what `Slot.spawn` and leasing a slot raise.
         """
         options = {"session_key": session_key, "env": env_vars, "use_pty": use_pty, "watch": watch}
         return default_session().spawn(task_id or DEFAULT_TASK, command, cwd=cwd or WORKSPACE, **options)
@@ -69,136 +69,143 @@ class SharedProcesses:
         *,
         watch: Watch | None = None,
     ) -> ProcessSession:
-        """Start a command line in a slot that somebody has, of any backend, as a session of `task_id`, else of whoever
-        leased the slot. It ends with the slot.
+        """Start a command line in a slot of any backend, as a session of `task_id`, else of the slot's trajectory. The
+        process ends with the slot.
 
-        A slot that does not say its `loop`, as local ones do, must be of the loop that runs a bridged function. Raises
-        TimeoutError when nobody has said in `timeout` seconds that it started, and what `ProcessRegistry.spawn` raises.
+        A slot without a `loop` must belong to the loop that runs a bridged function. Raises TimeoutError if it has not
+        started after `timeout` seconds, and what `ProcessRegistry.spawn` raises.
         """
         registry = self._of_slots.get(env)
         if registry is None:
             registry = self._of_slots[env] = ProcessRegistry(told=default_session().told)
 
         async def spawn() -> ProcessSession:
+            task, where = task_id or env.trajectory_id, cwd or WORKSPACE
             async with asyncio.timeout(timeout):
-                return await registry.spawn(
-                    env, command, task_id=task_id or env.trajectory_id, cwd=cwd or WORKSPACE, session_key=session_key,
-                    watch=watch,
-                )  # fmt: skip
+                return await registry.spawn(env, command, task_id=task, cwd=where, session_key=session_key, watch=watch)
 
         loop = getattr(env, "loop", None) or running_loop()
         if loop is None:
-            raise RuntimeError(f"{env!r} does not say which loop it is of: await ProcessRegistry.spawn there instead")
+            raise RuntimeError(f"{env!r} does not name its loop: await ProcessRegistry.spawn there instead")
         return _wait_on(loop, spawn, "ProcessRegistry.spawn")
 
     def recover_from_checkpoint(self) -> int:
-        """Take up what a former process left, where this one's session keeps slots (`use_session`): how many processes
-        were found again. 0 where nothing stays.
+        """Take over the processes of an earlier session, if this one keeps slots (`use_session`). Returns their number.
 
-        A process is found again only where its slot still has it, with the same pid and start; all others are known as
-        lost, and nothing is ever signalled for them. Raises `ConfigError` for a checkpoint that cannot be read.
+        A process is found only if its slot still has it with the same pid and start; all others are recorded as lost
+        and never signalled. Raises `ConfigError` for a checkpoint that cannot be read.
         """
         return default_session().recover()
 
     @property
     def completion_queue(self) -> queue.Queue[Reply]:
-        """What watched processes of `handle_function_call`, `spawn_local` and `spawn_via_env` tell. See `Told`."""
+        """What watched processes of `handle_function_call` and the methods here report; see `Told`."""
         return default_session().told.completion_queue
 
     @property
     def pending_watchers(self) -> list[Reply]:
-        """The watched sessions whose output is to be reported from time to time, until somebody takes them out."""
+        """The watched sessions whose output is to be reported at intervals, until they are taken out."""
         return default_session().told.pending_watchers
 
     def get(self, session_id: str) -> ProcessSession | None:
-        """The session of that id; None where no registry has it."""
+        """The session of that id, or None."""
         found = self._find(session_id)
         return None if found is None else found.get(session_id)
 
     def poll(self, session_id: str, since: int | None = None) -> Reply:
-        """How it is, with the end of its output, or with what it wrote after the cursor `since`."""
-        return self._ask(session_id, "poll", lambda registry: registry.poll(session_id, since))
+        """Its state, with the end of its output, or the output after the cursor `since`."""
+        return self._ask(ProcessRegistry.poll, session_id, since)
 
     def read_log(self, session_id: str, offset: int = 0, limit: int = 200) -> Reply:
         """Lines of its output: the last `limit` ones, or `limit` ones after `offset`."""
-        return self._ask(session_id, "read_log", lambda registry: registry.read_log(session_id, offset, limit))
+        return self._ask(ProcessRegistry.read_log, session_id, offset, limit)
 
     def wait(self, session_id: str, timeout: float | None = None) -> Reply:
-        """Until it has ended, or `timeout` seconds are over, 180 at most."""
-        return self._ask(session_id, "wait", lambda registry: registry.wait(session_id, timeout))
+        """Wait until it has ended, for `timeout` seconds, at most 180."""
+        return self._ask(ProcessRegistry.wait, session_id, timeout)
 
     def kill_process(self, session_id: str) -> Reply:
         """End it and all that it has started."""
-        return self._ask(session_id, "kill_process", lambda registry: registry.kill_process(session_id))
+        return self._ask(ProcessRegistry.kill_process, session_id)
 
     def write_stdin(self, session_id: str, data: str, *, end: bool = False) -> Reply:
         """Write to its input as it is, and close that if this is the `end`."""
-        return self._ask(session_id, "write_stdin", lambda registry: registry.write_stdin(session_id, data, end=end))
+        return self._ask(ProcessRegistry.write_stdin, session_id, data, end=end)
 
     def submit_stdin(self, session_id: str, data: str, *, end: bool = False) -> Reply:
         """Write a line to its input, and close that if this is the `end`."""
-        return self._ask(session_id, "submit_stdin", lambda registry: registry.submit_stdin(session_id, data, end=end))
+        return self._ask(ProcessRegistry.submit_stdin, session_id, data, end=end)
 
     def list_sessions(self, task_id: str | None = None) -> list[Reply]:
         """All sessions of the task, or all there are."""
-        return [each for listed in self._each("list_sessions", lambda r: r.list_sessions(task_id)) for each in listed]
+        return [each for listed in self._each(ProcessRegistry.list_sessions, task_id) for each in listed]
 
     def has_active_processes(self, task_id: str | None = None) -> bool:
         """Whether any process of the task runs."""
-        return any(self._each("has_active_processes", lambda registry: registry.has_active_processes(task_id)))
+        return any(self._each(ProcessRegistry.has_active_processes, task_id))
 
     def has_active_for_session(self, session_key: str, max_age_s: float | None = None) -> bool:
         """Whether any process of that conversation runs, so that it must not be reset; older ones do not count."""
-        asked = self._each("has_active_for_session", lambda r: r.has_active_for_session(session_key, max_age_s))
-        return any(asked)
+        return any(self._each(ProcessRegistry.has_active_for_session, session_key, max_age_s))
 
     def interrupt(self, task_id: str | None = None, session_key: str | None = None) -> int:
-        """End the waits for processes of that task and that conversation, and nobody else's; how many there were."""
+        """End the waits for processes of that task and that conversation, and no others. Returns how many."""
 
         async def interrupt(registry: ProcessRegistry) -> int:
             return registry.interrupt(task_id=task_id, session_key=session_key)
 
-        return sum(self._each("interrupt", interrupt))
+        return sum(self._each(interrupt))
 
     def kill_all(self, task_id: str | None = None) -> int:
-        """End every process of the task, or all there are; how many ran."""
-        return sum(self._each("kill_all", lambda registry: registry.kill_all(task_id)))
+        """End every process of the task, or all there are. Returns how many ran."""
+        return sum(self._each(ProcessRegistry.kill_all, task_id))
 
     def _find(self, session_id: str) -> ProcessRegistry | None:
-        """The registry that has the session; of several, as of a run and its repetition, the one that began last."""
+        """The registry that has the session; of several (a run and its repetition) the one that began last."""
         having = [(session.started_at, each) for each in living() if (session := each.get(session_id)) is not None]
         return max(having, key=lambda pair: pair[0])[1] if having else None
 
-    def _ask(self, session_id: str, method: str, ask: Asking[Reply]) -> Reply:
+    def _ask(
+        self,
+        method: Callable[Concatenate[ProcessRegistry, str, P], Coroutine[object, object, Reply]],
+        session_id: str,
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> Reply:
         registry = self._find(session_id)
         if registry is None:
             return not_found(session_id)
         try:
-            return _wait(registry, ask, method)
+            return _wait(registry, partial(method, registry, session_id, *args, **options), method.__name__)
         except (SlotLost, StaleLease) as error:
             return {"session_id": session_id, "status": "lost", "error": f"It ended with its slot: {error}."}
 
-    def _each(self, method: str, ask: Asking[T]) -> list[T]:
-        """What each registry says; one whose slot has ended has nothing to say any more."""
-        said = []
+    def _each(
+        self,
+        method: Callable[Concatenate[ProcessRegistry, P], Coroutine[object, object, T]],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> list[T]:
+        """The answer of each registry; one whose slot has ended gives none."""
+        answers = []
         for registry in living():
             with contextlib.suppress(SlotLost, StaleLease):
-                said.append(_wait(registry, ask, method))
-        return said
+                answers.append(_wait(registry, partial(method, registry, *args, **options), method.__name__))
+        return answers
 
 
 process_registry = SharedProcesses()
 """The contract's global."""
 
 
-def _wait(registry: ProcessRegistry, ask: Asking[T], method: str) -> T:
-    """Ask on the registry's own loop."""
+def _wait(registry: ProcessRegistry, work: Callable[[], Coroutine[object, object, T]], method: str) -> T:
+    """Run on the registry's own loop."""
     assert registry.loop is not None  # it has had a session, or `living` would not name it
-    return _wait_on(registry.loop, lambda: ask(registry), f"ProcessRegistry.{method}")
+    return _wait_on(registry.loop, work, f"ProcessRegistry.{method}")
 
 
 def _wait_on(loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[object, object, T]], twin: str) -> T:
-    """Do something on a loop, also from a bridged function that runs on another one."""
+    """Run on a loop, also from a bridged function that runs on another one."""
     here = running_loop()
 
     async def done() -> T:

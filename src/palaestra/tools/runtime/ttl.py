@@ -1,8 +1,7 @@
-"""Who is using something by trajectory, and since when nobody has: so that what an abandoned client held comes free.
+"""TTL tracker: expires trajectories whose client has gone away, so that their owner can free their resources.
 
-Not for holding it: whoever holds it is told what to end. Invariant: what is in use never expires, and what has expired
-stays refused until it is ended by name, so that no client takes a new workspace for its old one. One whose calls all
-came to nothing has nothing to lose and is only forgotten.
+Invariant: a trajectory in use never expires, and an expired one is refused until it is ended by name, so that no client
+mistakes a new workspace for its old one. A trajectory whose calls all failed has nothing to lose and is forgotten.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from palaestra.core.errors import StaleLease
 logger = logging.getLogger(__name__)
 
 Busy: TypeAlias = Callable[[str], Awaitable[bool]]
-"""Whether something of a trajectory goes on without a call: a process in the background."""
+"""Whether a trajectory is active without a call: it has a background process."""
 
 _MOST_EXPIRED = 10_000
 """How many expired trajectories are remembered."""
@@ -45,7 +44,7 @@ class Leases:
         if trajectory_id in self._expired:
             raise StaleLease(
                 f"trajectory {trajectory_id} made no call for {self.ttl_s:g} s, so what it had was given to others: "
-                "release it, then call again to begin anew"
+                "release it, then call again to start over"
             )
         self._calls[trajectory_id] = self._calls.get(trajectory_id, 0) + 1
         self._used[trajectory_id] = self._clock.monotonic()
@@ -65,15 +64,8 @@ class Leases:
         self._worked.discard(trajectory_id)
         self._expired.pop(trajectory_id, None)
 
-    def expire(self) -> list[str]:
-        """Take away the trajectories whose time is over, and say which."""
-        over = self._overdue()
-        for name in over:
-            self._take(name)
-        return over
-
     async def sweep(self, release: Callable[[str], Awaitable[None]], busy: Busy | None = None) -> None:
-        """Expire what is over, again and again until cancelled, and `release` each; what is `busy` is left its time."""
+        """Expire and `release` trajectories until cancelled; one that is `busy` gets more time."""
         while True:
             await self._clock.sleep(self.ttl_s / 4)
             for name in self._overdue():
@@ -81,7 +73,7 @@ class Leases:
                     if name in self._used:
                         self._used[name] = self._clock.monotonic()
                     continue
-                if name not in self._overdue():  # called for meanwhile
+                if name not in self._overdue():  # used meanwhile
                     continue
                 self._take(name)
                 logger.warning("trajectory %s made no call for %g s and is released", name, self.ttl_s)

@@ -1,7 +1,7 @@
-"""Files of a trajectory's workspace for whoever asks from outside: read, listed, archived, byte for byte.
+"""Files of a trajectory's workspace for callers outside: read, listed, archived, byte for byte.
 
-Through the slot's file calls, never its shell. Invariant: nothing outside of the workspace is told of, whatever links
-in it lead to; what cannot be given raises one of the builtin errors, each of which has its HTTP status (`status_of`).
+Through the slot's file calls, never its shell. Invariant: nothing outside the workspace is revealed, wherever links in
+it lead; failures raise builtin errors, each of which has its HTTP status (`status_of`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ async def entries(slot: Slot | None, request: ArtifactListRequestPayload) -> Art
 async def archive(slot: Slot | None, request: ArtifactArchiveRequestPayload) -> ArtifactArchiveResponsePayload:
     """A file or directory as a tar file; names in it are relative to the directory. Links are kept as links.
 
-    One that would be larger than `max_bytes`, or have more than `max_entries`, is refused: half an archive is none.
+    An archive of more than `max_bytes` or `max_entries` is refused.
     """
     path, info = await _found(slot, request.trajectory_id, request.path)
     assert slot is not None
@@ -113,18 +113,18 @@ async def archive(slot: Slot | None, request: ArtifactArchiveRequestPayload) -> 
     )
 
 
-async def told(work: Awaitable[ResponseT], response: type[ResponseT]) -> ResponseT:
-    """The response that some work comes to; what cannot be given is one with `error`. Raises `InfraError`."""
+async def or_error(work: Awaitable[ResponseT], response: type[ResponseT]) -> ResponseT:
+    """The response of this work; if it fails, one with `error`. Raises `InfraError`."""
     try:
         return await work
     except InfraError:
         raise
     except (OSError, ValueError) as error:
-        return response(success=False, error=said(error))
+        return response(success=False, error=message(error))
 
 
 def status_of(error: OSError | ValueError) -> int:
-    """The HTTP status of what cannot be given: 403 outside, 404 not there, 413 too large, 400 anything else."""
+    """The HTTP status of a failure: 403 outside, 404 not there, 413 too large, 400 anything else."""
     match error:
         case PermissionError():
             return 403
@@ -135,15 +135,15 @@ def status_of(error: OSError | ValueError) -> int:
     return 400
 
 
-def said(error: OSError | ValueError) -> str:
-    """The error for a response."""
+def message(error: OSError | ValueError) -> str:
+    """The text of an error for a response."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
 
 
 async def _found(slot: Slot | None, trajectory_id: str, path: str) -> tuple[str, FileInfo]:
-    """What a path of the workspace leads to, links followed as long as they stay in it."""
+    """The target of a path of the workspace; links are followed as long as they stay in it."""
     if slot is None:
         raise FileNotFoundError(
             errno.ENOENT, f"trajectory {trajectory_id} has no workspace: nothing has run in it yet", path
@@ -173,7 +173,7 @@ async def _stat(slot: Slot, path: str, asked: str) -> FileInfo:
 
 
 def _parts(path: str, asked: str) -> list[str]:
-    """The names below the workspace that a path goes through. Raises PermissionError for one that leads out of it."""
+    """The names below the workspace that a path goes through. Raises PermissionError if it leads out of it."""
     whole = posixpath.normpath(posixpath.join(WORKSPACE, path))
     if whole != WORKSPACE and not whole.startswith(f"{WORKSPACE}/"):
         raise PermissionError(errno.EACCES, "outside of the workspace", asked)
@@ -185,7 +185,7 @@ def _relative(path: str) -> str:
 
 
 async def _walk(slot: Slot, path: str, *, recursive: bool) -> AsyncIterator[FileInfo]:
-    """What lies below a directory, however deep, each directory before its entries."""
+    """The entries below a directory, at any depth, each directory before its entries."""
     trail = [iter(await slot.list_dir(path))]
     while trail:
         each = next(trail[-1], None)

@@ -1,10 +1,10 @@
-"""The executor service: slots and tools for whoever names trajectories over HTTP. `palaestra serve executor`.
+"""The executor service: slots and tools for programs that name trajectories over HTTP. `palaestra serve executor`.
 
 The contract's routes over one `ToolExecutor` and one pool: POST /execute, /release, /artifacts/{read,list,archive}; GET
-/, /health, /status. Not for deciding what a call may do: the executor's configuration does.
+/, /health, /status. The executor's configuration sets the permissions of calls.
 
-Invariants: a trajectory whose client is gone is released after its lease, and is refused from then on, so that nobody
-takes a fresh workspace for the old one; what is draining takes no new trajectory and finishes what it has taken.
+Invariants: a trajectory whose client is gone is released after its lease and refused from then on, so that no client
+mistakes a fresh workspace for its old one; a draining service takes no new calls and finishes those it has taken.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from palaestra.sandbox.slot import Slot
 from palaestra.tools.runtime.executor import ToolExecutor
 from palaestra.tools.runtime.ttl import Leases
 from palaestra.tools.serving import artifacts
-from palaestra.tools.serving.http_common import MOST_REQUEST_BYTES, Refusal, beside, read, route
+from palaestra.tools.serving.http_common import Handle, RequestRefused, application, read, running
 from palaestra.tools.serving.payloads import (
     ArtifactArchiveRequestPayload,
     ArtifactArchiveResponsePayload,
@@ -43,12 +43,11 @@ from palaestra.tools.serving.payloads import (
 DEFAULT_LEASE_S = 1800.0
 DEFAULT_DRAIN_S = 60.0
 
-
 RequestT = TypeVar("RequestT", ArtifactReadRequestPayload, ArtifactListRequestPayload, ArtifactArchiveRequestPayload)
 
 
 class ExecutorService:
-    """The routes. `token` is what callers must send, None lets everybody call."""
+    """The routes. `token` is what callers must send; None accepts every caller."""
 
     def __init__(
         self,
@@ -70,28 +69,28 @@ class ExecutorService:
 
     def app(self) -> web.Application:
         """The web application."""
-        app = web.Application(client_max_size=MOST_REQUEST_BYTES)
-        for path, answer in {"/": self._root, "/health": self._health, "/status": self._status}.items():
-            route(app, "GET", path, self._token, answer)
-        for path, handle in {
+        posts = {
             "/execute": self._execute,
             "/release": self._release,
-            "/artifacts/read": self._read,
-            "/artifacts/list": self._list,
-            "/artifacts/archive": self._archive,
-        }.items():
-            route(app, "POST", path, self._token, handle)
-        return app
+            "/artifacts/read": self._artifact(ArtifactReadRequestPayload, artifacts.read, ArtifactReadResponsePayload),
+            "/artifacts/list": self._artifact(
+                ArtifactListRequestPayload, artifacts.entries, ArtifactListResponsePayload
+            ),
+            "/artifacts/archive": self._artifact(
+                ArtifactArchiveRequestPayload, artifacts.archive, ArtifactArchiveResponsePayload
+            ),
+        }
+        return application(self._token, {"/": self._root, "/health": self._health, "/status": self._status}, posts)
 
     @asynccontextmanager
     async def serving(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-        """Listen for as long as the block runs; gives the URL. Raises `ConfigError`."""
+        """Listen for as long as the block runs; yields the URL. Raises `ConfigError`."""
         sweeping = self.leases.sweep(self._executor.release_trajectory)
-        async with beside(sweeping), listening(self.app(), host, port, handler_cancellation=True) as url:
+        async with running(sweeping), listening(self.app(), host, port, handler_cancellation=True) as url:
             yield url
 
     async def drain(self, patience_s: float = DEFAULT_DRAIN_S) -> int:
-        """Refuse new calls and wait for those under way: how many were left when the patience was over."""
+        """Refuse new calls and wait for the running ones. Returns how many were left when the time was over."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
@@ -100,9 +99,9 @@ class ExecutorService:
 
     @contextlib.contextmanager
     def _call(self, trajectory_id: str) -> Iterator[None]:
-        """For the time of a call. Raises `Refusal` while draining, `StaleLease` for an expired trajectory."""
+        """Raises `RequestRefused` while draining, `StaleLease` for an expired trajectory."""
         if self._draining:
-            raise Refusal(503, "the service is ending and takes no more calls", "Draining")
+            raise RequestRefused(503, "the service is ending and takes no more calls", "Draining")
         with self.leases.in_use(trajectory_id):
             self._in_flight += 1
             self._idle.clear()
@@ -118,7 +117,7 @@ class ExecutorService:
 
     async def _health(self, body: bytes) -> JSON:
         if self._draining:
-            raise Refusal(503, "the service is ending", "Draining")
+            raise RequestRefused(503, "the service is ending", "Draining")
         return {"status": "ok"}
 
     async def _status(self, body: bytes) -> JSON:
@@ -146,31 +145,24 @@ class ExecutorService:
         await self._executor.release_trajectory(request.trajectory_id, request.reset_workspace)
         return {"status": "ok"}
 
-    async def _read(self, body: bytes) -> JSON:
-        request = read(body, ArtifactReadRequestPayload)
-        return await self._told(request, artifacts.read, ArtifactReadResponsePayload)
-
-    async def _list(self, body: bytes) -> JSON:
-        request = read(body, ArtifactListRequestPayload)
-        return await self._told(request, artifacts.entries, ArtifactListResponsePayload)
-
-    async def _archive(self, body: bytes) -> JSON:
-        request = read(body, ArtifactArchiveRequestPayload)
-        return await self._told(request, artifacts.archive, ArtifactArchiveResponsePayload)
-
-    async def _told(
+    def _artifact(
         self,
-        request: RequestT,
+        model: type[RequestT],
         work: Callable[[Slot | None, RequestT], Awaitable[BaseModel]],
         response: Callable[..., BaseModel],
-    ) -> JSON:
-        """The artifact, or a refusal with its status and the contract's body."""
-        with self._call(request.trajectory_id):
-            try:
-                return await work(self._executor.slot_of(request.trajectory_id), request)
-            except InfraError:
-                raise
-            except (OSError, ValueError) as error:
-                failed = response(success=False, error=artifacts.said(error)).model_dump()
-                detail = failed.pop("error")
-                raise Refusal(artifacts.status_of(error), detail, detail, **failed) from None
+    ) -> Handle:
+        """Handles a request for an artifact; a failure has its status and the contract's body."""
+
+        async def handle(body: bytes) -> JSON:
+            request = read(body, model)
+            with self._call(request.trajectory_id):
+                try:
+                    return await work(self._executor.slot_of(request.trajectory_id), request)
+                except InfraError:
+                    raise
+                except (OSError, ValueError) as error:
+                    failed = response(success=False, error=artifacts.message(error)).model_dump()
+                    detail = failed.pop("error")
+                    raise RequestRefused(artifacts.status_of(error), detail, detail, **failed) from None
+
+        return handle

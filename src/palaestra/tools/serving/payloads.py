@@ -1,6 +1,6 @@
 """The bodies of the tool server and of the executor service. Names, fields and defaults are the contract's.
 
-Unknown fields are left out rather than refused: clients of other versions send more. Sizes are bytes, times seconds.
+Unknown fields are ignored, because clients of other versions send more. Sizes are in bytes, times in seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ToolCallPayload(BaseModel):
 
 
 class ToolResultPayload(BaseModel):
-    """What came of a call."""
+    """The result of a call."""
 
     success: bool
     output: str = ""
@@ -61,7 +61,7 @@ class ToolExecutorReleaseRequest(BaseModel):
 
 
 class ToolServerExecuteRequest(BaseModel):
-    """A call of an external tool. `slot_id` and `container_addr` are the contract's; no tool here looks at them."""
+    """A call of an external tool. `slot_id` and `container_addr` are the contract's and have no effect."""
 
     trajectory_id: str | None = None
     tool: ToolCallPayload
@@ -71,7 +71,7 @@ class ToolServerExecuteRequest(BaseModel):
 
 
 class ToolServerResultPayload(ToolResultPayload):
-    """What came of it; `reply` is what the tool replied, for a caller that shows it to a model."""
+    """Its result; `reply` is the tool's own, for a caller that shows it to a model."""
 
     reply: JSON = None
 
@@ -102,7 +102,7 @@ class ArtifactReadResponsePayload(BaseModel):
 
 
 class ArtifactListRequestPayload(BaseModel):
-    """What lies in a directory of a trajectory's workspace."""
+    """The entries of a directory of a trajectory's workspace."""
 
     trajectory_id: str = Field(min_length=1)
     path: str = "."

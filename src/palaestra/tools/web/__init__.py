@@ -1,1 +1,1 @@
-"""The web for tools: `base` is what a provider is, `providers` has a file for each, `reading` does without them."""
+"""Web pages and searches for tools: `fetch`, `page_text` and `crawl` read pages from here, `providers` ask others."""

@@ -1,11 +1,9 @@
-"""Reading a site from one page on: its links are followed within the host, and within a bound on everything.
+"""Read a site from one page on, following its links within the host, with bounds on everything.
 
-What is read and how is `reading.py`'s; which addresses may be reached is `addresses.py`'s, for every page anew. What a
-site asks crawlers to leave alone (robots.txt, RFC 9309) is left alone. Not for scripts and forms: that is a browser's
-work.
+Pages are read by `page_text.py`, each from an address that `host_policy.py` allows. robots.txt (RFC 9309) is honoured.
 
-Invariant: equal sites give equal pages in the same order, as long as the time is not over, and then that is said. The
-nearest pages come first, and of them those whose links have most of the wanted words.
+Invariant: equal sites give equal pages in the same order unless the time is over, which is reported. The nearest pages
+come first, and of them those whose links have most of the wanted words.
 """
 
 from __future__ import annotations
@@ -19,31 +17,31 @@ from urllib.robotparser import RobotFileParser
 
 from yarl import URL
 
-from palaestra.tools.web.fetch import Fetched, Unreadable, fetch
+from palaestra.tools.web.fetch import Fetched, PageUnreadable, fetch
 from palaestra.tools.web.page_text import HTML, Fetcher, as_text, decoded
-from palaestra.tools.web.provider import Page
+from palaestra.tools.web.providers import WebPage
 
 AGENT = "Palaestra"
 AT_ONCE = 4
-"""Pages of one site that are under way at a time."""
+"""Pages of one site that are read concurrently."""
 MAX_LINKS = 1000
-"""How many links of one page are looked at."""
+"""How many links of one page are considered."""
 MAX_ROBOTS_BYTES = 500 << 10
 _WORD = re.compile(r"\w+")
 
 
 @dataclass(slots=True)
 class Crawled:
-    """`pages` as they were read, `left` links of the site that were not followed, `over` whether the time was."""
+    """`pages` in the order they were read; `left` links were not followed; `over` if the time was over."""
 
-    pages: list[Page] = field(default_factory=list)
+    pages: list[WebPage] = field(default_factory=list)
     left: int = 0
     over: bool = False
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Link:
-    """One that waits; the least comes first. `missing` are the wanted words that it does not have."""
+    """A waiting link; the least comes first. `missing` counts the wanted words that it lacks."""
 
     depth: int
     missing: int
@@ -53,8 +51,8 @@ class _Link:
 
 @dataclass(frozen=True, slots=True)
 class Crawler:
-    """Reads a site with `fetcher`: `limit` pages at most, those that could not be read among them, up to `depth` links
-    away from the first, in `time_s` seconds."""
+    """Reads a site with `fetcher`: at most `limit` pages, unreadable ones included, up to `depth` links away from the
+    first, in `time_s` seconds."""
 
     fetcher: Fetcher
     limit: int
@@ -62,7 +60,7 @@ class Crawler:
     time_s: float
 
     async def crawl(self, url: str, wanted: str = "") -> Crawled:
-        """The pages from this one on; `wanted` is a text with words to look for in links."""
+        """Read from this page on; `wanted` is a text with words to look for in links."""
         crawled = Crawled()
         try:
             async with asyncio.timeout(self.time_s):
@@ -74,28 +72,28 @@ class Crawler:
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """What came of one link: the page, where it lay in the end (None for one that could not be had), and of each of its
-    links the address and the words."""
+    """The result of one link: the page, its address after redirects (None if it could not be fetched), and the address
+    and words of each of its links."""
 
-    page: Page
+    page: WebPage
     place: str | None = None
     links: Sequence[tuple[str, str]] = ()
 
 
 class _Walk:
-    """One crawl under way. A page is in the reply once, whichever of its addresses links lead to."""
+    """One running crawl. A page is in the result once, whichever of its addresses links lead to."""
 
     def __init__(self, crawler: Crawler, crawled: Crawled, words: frozenset[str]) -> None:
         self._crawler, self._crawled, self._words = crawler, crawled, words
         self._waiting: list[_Link] = []
         self._seen: set[str] = set()
         self._read: set[str] = set()
-        """Where the pages lay that were read, after redirects."""
+        """The addresses of read pages, after redirects."""
         self._site: URL | None = None
         self._robots = RobotFileParser()
 
     async def go(self, url: str) -> None:
-        """From the first page, which may lead elsewhere: the site is where it is in the end."""
+        """Start with the first page. Its address after redirects defines the site."""
         first = await self._visit(url)
         self._take(first)
         if self._site is None:
@@ -110,7 +108,7 @@ class _Walk:
                 self._note(visit.links, link.depth + 1)
 
     def _next(self, most: int) -> list[_Link]:
-        """The links that come next; those to a page that was read by another address are dropped."""
+        """The next links; those to a page that was read by another address are dropped."""
         self._waiting = sorted(link for link in self._waiting if link.url not in self._read)
         batch, self._waiting = self._waiting[:most], self._waiting[most:]
         self._crawled.left = len(self._waiting)
@@ -127,22 +125,22 @@ class _Walk:
         place = None
         try:
             async with self._crawler.fetcher.lane:
-                fetched = await fetch(url, self._crawler.fetcher.reachable)
+                fetched = await fetch(url, self._crawler.fetcher.policy)
                 self._stay(URL(fetched.url))
                 place = _plain(URL(fetched.url))
                 return _Visit(await as_text(url, fetched), place, await asyncio.to_thread(_links, fetched))
-        except Unreadable as why:
-            return _Visit(Page(url, error=str(why)), place)
+        except PageUnreadable as why:
+            return _Visit(WebPage(url, error=str(why)), place)
 
     def _stay(self, url: URL) -> None:
-        """The first page says which site it is. Raises `Unreadable` for one of another."""
+        """The first page defines the site. Raises `PageUnreadable` for a page of another site."""
         if self._site is None:
             self._site = url
         elif url.origin() != self._site.origin():
-            raise Unreadable(f"it leads to another site, {url.origin()}")
+            raise PageUnreadable(f"it leads to another site, {url.origin()}")
 
     def _note(self, links: Sequence[tuple[str, str]], depth: int) -> None:
-        """What of a page's links is to be read too."""
+        """Queue the links of a page that are to be read."""
         for url, text in links if depth <= self._crawler.depth else ():
             if self._site is None or URL(url).origin() != self._site.origin() or url in self._seen | self._read:
                 continue
@@ -153,20 +151,18 @@ class _Walk:
         self._crawled.left = len(self._waiting)
 
     async def _ask_robots(self, site: URL) -> None:
-        """A site that does not answer, or has none, allows everything."""
-        reachable = self._crawler.fetcher.reachable
+        """A site without robots.txt, or that does not answer, allows everything."""
+        policy = self._crawler.fetcher.policy
         try:
-            rules = await fetch(
-                str(site.origin() / "robots.txt"), reachable, max_bytes=MAX_ROBOTS_BYTES, timeout_s=10.0
-            )
-        except Unreadable:
+            rules = await fetch(str(site.origin() / "robots.txt"), policy, max_bytes=MAX_ROBOTS_BYTES, timeout_s=10.0)
+        except PageUnreadable:
             self._robots.parse([])
         else:
             self._robots.parse(rules.body.decode("utf-8", "replace").splitlines())
 
 
 def _links(fetched: Fetched) -> list[tuple[str, str]]:
-    """Where the links of an HTML page lead, each place once, without its fragment, and the words of the link."""
+    """The targets of an HTML page's links, each once and without its fragment, and the text of the link."""
     if fetched.content_type.lower() not in HTML:
         return []
     html = importlib.import_module("lxml.html")

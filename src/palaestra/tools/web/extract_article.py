@@ -1,12 +1,11 @@
 """The title and the main text of an HTML page, as Markdown, by trafilatura (extra `web`).
 
-Finding the main text of a page can cost a minute of a processor for each megabyte of HTML, and whoever wrote the page
-decides that. So a large page is read in a process of its own, with a limit on its time and memory; what it does not
-manage is read as plain text, which is cheap.
+Finding the main text can cost a minute of CPU time per megabyte of HTML, and the author of the page controls that. So a
+large page is read in a process of its own with a limit on time and memory; if it reaches the limit, all text is used.
 
-    python -m palaestra.tools.web.extract_article URL < page.html      # what the process is: JSON to stdout
+    python -m palaestra.tools.web.extract_article URL < page.html      # that process: JSON to stdout
 
-Invariant: equal pages give equal text, as long as the limits are not reached; where they are, the note says so.
+Invariant: equal pages give equal text unless a limit is reached, and then the note says so.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MAX_MEMORY_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class Article:
-    """What was found. `note` says that it is all text of the page and not its main one."""
+    """The text of a page. `note` is set if it is all text and not the main one."""
 
     title: str
     text: str
@@ -33,7 +32,7 @@ class Article:
 
 
 async def read_article(source: str, url: str, *, limit_s: float = LIMIT_S) -> Article:
-    """The article of a page; its text is empty where it has none. A large page costs a process."""
+    """The article of a page; its text may be empty. A large page is read in a process."""
     if len(source) <= LARGE_CHARS:
         return await asyncio.to_thread(find_article, source, url)
     found = await _apart(source, url, limit_s)
@@ -44,7 +43,7 @@ async def read_article(source: str, url: str, *, limit_s: float = LIMIT_S) -> Ar
 
 
 def find_article(source: str, url: str) -> Article:
-    """The article of a page. The caller sees to it that this ends."""
+    """The article of a page. May take very long: the caller must limit it."""
     title, everything = all_text(source)
     extracted = importlib.import_module("trafilatura").extract(
         source, url=url, output_format="markdown", include_links=True, include_tables=True, include_comments=False
@@ -53,7 +52,7 @@ def find_article(source: str, url: str) -> Article:
 
 
 def all_text(source: str) -> tuple[str, str]:
-    """The title, and all text that a reader would see, without finding out what matters."""
+    """The title, and all text that a reader would see."""
     html = importlib.import_module("lxml.html")
     try:
         tree = html.document_fromstring(source.encode("utf-8", "replace"), parser=html.HTMLParser(encoding="utf-8"))
@@ -67,7 +66,7 @@ def all_text(source: str) -> tuple[str, str]:
 
 
 async def _apart(source: str, url: str, limit_s: float) -> Article | None:
-    """`find_article` in a process of its own; None where it did not manage within its limits."""
+    """`find_article` in a process of its own; None if it reached a limit."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", __name__, url),
         stdin=asyncio.subprocess.PIPE,

@@ -1,9 +1,8 @@
-"""Fetching what a model names: one GET with a bound on everything, and never from a private address.
+"""Fetch a page that a model names: one GET with bounds on everything, and never from a private address.
 
-Not for turning it into text (`reading.py`). A page that cannot be had is `Unreadable`, whose message the model reads:
-pages are missing, slow or forbidden every day, and that is nobody's failure.
-
-Invariant: no request is sent to an address that was not checked; what was cut off is said.
+A page that cannot be fetched raises `PageUnreadable`, whose message the model reads: missing, slow or forbidden pages
+are not infrastructure failures. Invariant: no request is sent to an address that was not checked; `cut` marks a
+body that is incomplete.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import aiohttp
 from aiohttp.client_exceptions import ClientConnectorDNSError
 from yarl import URL
 
-from palaestra.tools.net.host_policy import PrivateAddress, Reachable
+from palaestra.tools.net.host_policy import AddressPolicy, PrivateAddress
 
 MAX_BYTES = 3 << 20
 MAX_REDIRECTS = 5
@@ -30,13 +29,13 @@ _HEADERS = {
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
-class Unreadable(ValueError):
-    """Why a page could not be had, for the model."""
+class PageUnreadable(ValueError):
+    """Why a page could not be read, for the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What lay at an address. `url` is where it was in the end, `cut` says that `body` is only its beginning."""
+    """A fetched document. `url` is its address after redirects; if `cut`, `body` is only its beginning."""
 
     url: str
     content_type: str
@@ -45,39 +44,41 @@ class Fetched:
     cut: bool = False
 
 
-async def fetch(url: str, reachable: Reachable, *, max_bytes: int = MAX_BYTES, timeout_s: float = TIMEOUT_S) -> Fetched:
-    """What lies at the address, after redirects. Raises `Unreadable`."""
+async def fetch(
+    url: str, policy: AddressPolicy, *, max_bytes: int = MAX_BYTES, timeout_s: float = TIMEOUT_S
+) -> Fetched:
+    """What lies at the address, after redirects. Raises `PageUnreadable`."""
     try:
         async with asyncio.timeout(timeout_s):
-            return await _follow(_checked(url), reachable, max_bytes)
+            return await _follow(_checked(url), policy, max_bytes)
     except TimeoutError:
-        raise Unreadable(f"no answer within {timeout_s:g} s") from None
+        raise PageUnreadable(f"no answer within {timeout_s:g} s") from None
     except aiohttp.ClientConnectorError as error:
         if isinstance(error.os_error, PrivateAddress):
-            raise Unreadable(str(error.os_error)) from None
+            raise PageUnreadable(str(error.os_error)) from None
         what = "no such host" if isinstance(error, ClientConnectorDNSError) else "cannot connect"
-        raise Unreadable(f"{what}: {error.host}") from None
+        raise PageUnreadable(f"{what}: {error.host}") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        if isinstance(error, Unreadable):
+        if isinstance(error, PageUnreadable):
             raise
-        raise Unreadable(f"the connection failed: {str(error) or type(error).__name__}") from None
+        raise PageUnreadable(f"the connection failed: {str(error) or type(error).__name__}") from None
 
 
-async def screen(url: str, reachable: Reachable) -> None:
-    """Look at what the address resolves to, without a request. Raises `Unreadable` where any of it is private."""
+async def screen(url: str, policy: AddressPolicy) -> None:
+    """Resolve the address without a request. Raises `PageUnreadable` if any result is private."""
     parsed = _checked(url)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
         for info in found:
-            reachable.check(str(info[4][0]))
+            policy.check(str(info[4][0]))
     except PrivateAddress as private:
-        raise Unreadable(str(private)) from None
+        raise PageUnreadable(str(private)) from None
     except OSError:
-        raise Unreadable(f"no such host: {parsed.host}") from None
+        raise PageUnreadable(f"no such host: {parsed.host}") from None
 
 
-async def _follow(url: URL, reachable: Reachable, max_bytes: int) -> Fetched:
-    connector = aiohttp.TCPConnector(socket_factory=reachable.socket, force_close=True)
+async def _follow(url: URL, policy: AddressPolicy, max_bytes: int) -> Fetched:
+    connector = aiohttp.TCPConnector(socket_factory=policy.socket, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, headers=_HEADERS, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
@@ -88,12 +89,12 @@ async def _follow(url: URL, reachable: Reachable, max_bytes: int) -> Fetched:
                 if reply.status not in _REDIRECTS or where is None:
                     return await _taken(reply, max_bytes)
                 url = _checked(str(url.join(URL(where))))
-    raise Unreadable(f"it redirects more than {MAX_REDIRECTS} times")
+    raise PageUnreadable(f"it redirects more than {MAX_REDIRECTS} times")
 
 
 async def _taken(reply: aiohttp.ClientResponse, max_bytes: int) -> Fetched:
     if reply.status >= 400:
-        raise Unreadable(f"the page answers HTTP {reply.status} {reply.reason or ''}".rstrip())
+        raise PageUnreadable(f"the page answers HTTP {reply.status} {reply.reason or ''}".rstrip())
     body, cut = bytearray(), False
     async for chunk in reply.content.iter_any():
         body += chunk
@@ -102,20 +103,20 @@ async def _taken(reply: aiohttp.ClientResponse, max_bytes: int) -> Fetched:
             cut = True
             break
     if cut:
-        reply.close()  # the rest is not waited for
+        reply.close()  # do not wait for the rest
     return Fetched(str(reply.url), reply.content_type, reply.charset, bytes(body), cut)
 
 
 def _checked(url: str) -> URL:
-    """The address, if it is one that web pages have."""
+    """The parsed address. Raises `PageUnreadable` unless it is http or https without a user."""
     try:
         parsed = URL(url.strip())
     except ValueError:
-        raise Unreadable("it is no address of a page") from None
+        raise PageUnreadable("it is no address of a page") from None
     if parsed.scheme not in ("http", "https"):
-        raise Unreadable(f"only http and https addresses are read, not {parsed.scheme or 'one without a scheme'}")
+        raise PageUnreadable(f"only http and https addresses are read, not {parsed.scheme or 'one without a scheme'}")
     if not parsed.host:
-        raise Unreadable("it names no host")
+        raise PageUnreadable("it names no host")
     if parsed.user is not None or parsed.password is not None:
-        raise Unreadable("addresses with a user or a password are not read")
+        raise PageUnreadable("addresses with a user or a password are not read")
     return parsed

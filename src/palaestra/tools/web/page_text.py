@@ -1,7 +1,6 @@
-"""From what was fetched to text: pages by their article, plain text as it is; all else is refused.
+"""From a fetched document to text: pages by their article, plain text as it is; anything else is refused.
 
-Not for bounding what a model reads (`builtin/web.py`). Invariant: nothing is summarised or guessed: equal bytes give
-equal text.
+`builtin/web.py` bounds the text. Invariant: nothing is summarised or guessed; equal bytes give equal text.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from palaestra.tools.net.host_policy import Reachable
+from palaestra.tools.net.host_policy import AddressPolicy
 from palaestra.tools.web.extract_article import read_article
-from palaestra.tools.web.fetch import Fetched, Unreadable, fetch, screen
-from palaestra.tools.web.provider import Page, PageReader
+from palaestra.tools.web.fetch import Fetched, PageUnreadable, fetch, screen
+from palaestra.tools.web.providers import PageReader, WebPage
 
 HTML = frozenset({"text/html", "application/xhtml+xml"})
 _TEXT = frozenset(
@@ -34,63 +33,65 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Fetcher:
-    """Reads pages from this machine. `lane` bounds how many are under way at once."""
+    """Reads pages from this machine. `lane` bounds how many are read concurrently."""
 
-    reachable: Reachable
+    policy: AddressPolicy
     lane: asyncio.Semaphore
 
-    async def read(self, urls: Sequence[str]) -> list[Page]:
+    async def read(self, urls: Sequence[str]) -> list[WebPage]:
         return await asyncio.gather(*(self._page(url) for url in urls))
 
-    async def _page(self, url: str) -> Page:
+    async def _page(self, url: str) -> WebPage:
         try:
             async with self.lane:
-                return await as_text(url, await fetch(url, self.reachable))
-        except Unreadable as why:
-            return Page(url, error=str(why))
+                return await as_text(url, await fetch(url, self.policy))
+        except PageUnreadable as why:
+            return WebPage(url, error=str(why))
 
 
 @dataclass(frozen=True, slots=True)
 class Screened:
-    """A provider that runs on the user's own machines: what this machine must not reach, it is not asked to."""
+    """A provider on the user's own machines: it is not asked for pages that this machine must not reach."""
 
     pages: PageReader
-    reachable: Reachable
+    policy: AddressPolicy
 
-    async def read(self, urls: Sequence[str]) -> list[Page]:
+    async def read(self, urls: Sequence[str]) -> list[WebPage]:
         refused = {url: why for url in urls if (why := await self._why_not(url))}
         asked = [url for url in urls if url not in refused]
         read = iter(await self.pages.read(asked) if asked else [])
-        return [Page(url, error=refused[url]) if url in refused else next(read) for url in urls]
+        return [WebPage(url, error=refused[url]) if url in refused else next(read) for url in urls]
 
     async def _why_not(self, url: str) -> str:
         try:
-            await screen(url, self.reachable)
-        except Unreadable as why:
+            await screen(url, self.policy)
+        except PageUnreadable as why:
             return str(why)
         return ""
 
 
-async def as_text(url: str, fetched: Fetched) -> Page:
-    """The page as text. Raises `Unreadable` for what has none."""
+async def as_text(url: str, fetched: Fetched) -> WebPage:
+    """The document as text. Raises `PageUnreadable` if it has none."""
     kind = fetched.content_type.lower()
     if kind in _REFUSED or fetched.body.startswith(b"%PDF-"):
-        raise Unreadable(_REFUSED.get(kind, _REFUSED["application/pdf"]))
+        raise PageUnreadable(_REFUSED.get(kind, _REFUSED["application/pdf"]))
     if kind in _UNTYPED and b"\0" not in fetched.body[:4096]:
         kind = "text/plain"
     note = f"only its first {len(fetched.body)} bytes were read" if fetched.cut else ""
     if kind in HTML:
         article = await read_article(decoded(fetched), fetched.url)
         if not article.text:
-            raise Unreadable("the page has no text of its own; it may be made by scripts, which only a browser runs")
-        return Page(url, article.title, article.text, note="; ".join(filter(None, (note, article.note))))
+            raise PageUnreadable(
+                "the page has no text of its own; it may be made by scripts, which only a browser runs"
+            )
+        return WebPage(url, article.title, article.text, note="; ".join(filter(None, (note, article.note))))
     if kind.startswith("text/") or kind in _TEXT or kind.endswith(("+json", "+xml")):
-        return Page(url, content=_pretty(kind, decoded(fetched)), note=note)
-    raise Unreadable(f"it is {kind or 'of no known kind'}, which has no text")
+        return WebPage(url, content=_pretty(kind, decoded(fetched)), note=note)
+    raise PageUnreadable(f"it is {kind or 'of no known kind'}, which has no text")
 
 
 def decoded(fetched: Fetched) -> str:
-    """The text by the charset that was declared, else UTF-8; what does not decode is marked."""
+    """The text in the declared charset, else UTF-8; invalid bytes are marked."""
     body, charset = fetched.body, fetched.charset
     if charset is None and fetched.content_type.lower() in HTML:
         charset = _declared(body)
@@ -102,13 +103,13 @@ def decoded(fetched: Fetched) -> str:
 
 
 def _declared(body: bytes) -> str | None:
-    """The charset that the head of a page names (HTML Standard, 4.2.5.4: within its first 1024 bytes)."""
+    """The charset in the head of a page (HTML Standard, 4.2.5.4: within its first 1024 bytes)."""
     found = _CHARSET.search(body[:1024])
     return found.group(1).decode("ascii") if found is not None else None
 
 
 def _pretty(kind: str, text: str) -> str:
-    """JSON in one line is hard to read and to cut; anything else stays as it is."""
+    """Indent JSON of one line, which is hard to read and to cut."""
     if not kind.endswith("json") or "\n" in text.strip():
         return text
     try:

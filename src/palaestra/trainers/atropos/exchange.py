@@ -1,38 +1,75 @@
-"""What a trajectory server knows: its trainer, its environments, and the groups that wait. No I/O.
+"""The state of a trajectory server: its trainer, its environments, and the groups that wait. No I/O.
 
-Everything that changes it is an event, and `apply` is the only thing that changes it: what was recorded and is applied
-again in the same order gives the same exchange. The other methods decide, and return the event or raise `Refusal`.
+Every change is an event, and only `apply` changes the state: the same events in the same order give the same exchange.
+The other methods decide, and return the event or raise `RequestRefusal`.
 
-Invariants: a group is in a batch once, and groups of a batch sum to the registered batch size exactly; a delivery that
-came before is not taken again. Who was heard of when is not part of the record.
+Invariants: a group is in a batch once, and the groups of a batch sum to the registered batch size exactly; a repeated
+delivery is not accepted again. When an environment was last heard of is not part of the record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TypeAlias
 
 import msgspec
 
-from palaestra.trainers.atropos.batch_packing import exact, whole
-from palaestra.trainers.atropos.server_events import (
-    AnyEvent,
-    BatchTaken,
-    DataReset,
-    EnvDisconnected,
-    EnvRegistered,
-    GroupReceived,
-    TrainerRegistered,
-    TrainerStarted,
-)
-from palaestra.trainers.atropos.wire import EnvRegistration, Refusal, Registration, ScoredData
+from palaestra.trainers.atropos.wire import EnvRegistration, EnvStatus, Registration, RequestRefusal, ScoredData
 
 MIN_ENV_WEIGHT = 0.01
-"""The least share of the work that an environment is told it has, so that none starves."""
+"""The least share of the work reported to an environment, so that none starves."""
 
 SILENT_S = 120.0
-"""After so many seconds without a word, an environment no longer counts for weights and allocations."""
+"""After this many seconds without a request, an environment no longer counts for weights and allocations."""
+
+
+class ServerEvent(msgspec.Struct, tag_field="event", kw_only=True, omit_defaults=True):
+    """A change of the state. Events are written to the store as they are."""
+
+
+class TrainerRegistered(ServerEvent, tag="trainer"):
+    """A trainer registered."""
+
+    registration: Registration
+
+
+class TrainerStarted(ServerEvent, tag="start"):
+    """The trainer requested its first batch: environments may register from now on."""
+
+
+class EnvRegistered(ServerEvent, tag="env"):
+    """An environment registered."""
+
+    registration: EnvRegistration
+
+
+class EnvDisconnected(ServerEvent, tag="disconnect"):
+    """An environment ended."""
+
+    env_id: int
+
+
+class GroupReceived(ServerEvent, tag="group", kw_only=True):
+    """`group` is the JSON of a checked `ScoredData` without its `delivery_id`; `sequences` is its number of rows."""
+
+    sequences: int
+    env_id: int | None = None
+    delivery_id: str | None = None
+    group: msgspec.Raw
+
+
+class BatchTaken(ServerEvent, tag="batch"):
+    """The groups with these serial numbers went to the trainer, in this order."""
+
+    serials: list[int]
+
+
+class DataReset(ServerEvent, tag="reset"):
+    """Everything was forgotten."""
+
+
+AnyEvent = TrainerRegistered | TrainerStarted | EnvRegistered | EnvDisconnected | GroupReceived | BatchTaken | DataReset
 
 
 class Env(msgspec.Struct):
@@ -44,7 +81,7 @@ class Env(msgspec.Struct):
     heard_s: float = 0.0
 
 
-class Waiting(msgspec.Struct):
+class WaitingGroup(msgspec.Struct):
     """A group that waits for the trainer, or for others to make up a whole group with."""
 
     serial: int
@@ -53,13 +90,13 @@ class Waiting(msgspec.Struct):
     body: bytes
 
 
-Kind: TypeAlias = tuple[str, int]
-"""What environments are alike in whose short groups are put together: the name they asked for and their group size. An
-environment that is started again has another id, and its groups go on where those of its former life wait."""
+_EnvKind: TypeAlias = tuple[str, int]
+"""Requested name and group size. Short groups of environments of one kind are combined: a restarted environment has a
+new id, and its groups join those of its former process."""
 
 
 class Exchange:
-    """The state. `most_groups` and `most_bytes` bound what may wait; clock readings are the caller's."""
+    """The state. `most_groups` and `most_bytes` limit how much may wait; clock readings are the caller's."""
 
     def __init__(self, *, most_groups: int = 10_000, most_bytes: int = 2 << 30) -> None:
         self.most_groups = most_groups
@@ -71,18 +108,18 @@ class Exchange:
         self.started = False
         self.step = 0
         self.envs: list[Env] = []
-        self.queue: list[Waiting] = []
-        self.buffers: dict[Kind, list[Waiting]] = {}
+        self.queue: list[WaitingGroup] = []
+        self.buffers: dict[_EnvKind, list[WaitingGroup]] = {}
         self.latest: bytes | None = None
         self.bytes_waiting = 0
         self._received = 0
         self._deliveries: set[str] = set()
 
     def apply(self, event: AnyEvent, now_s: float = 0.0) -> None:
-        """Take the event over."""
+        """Change the state by an event."""
         match event:
             case TrainerRegistered(registration=registration):
-                if self.trainer is None or _begins_elsewhere(registration, self.trainer):
+                if self.trainer is None or _counts_from(registration) != _counts_from(self.trainer):
                     self.trainer, self.step = registration, registration.starting_step
             case TrainerStarted():
                 self.started = True
@@ -99,31 +136,31 @@ class Exchange:
                 self._forget()
 
     def _take(self, serials: set[int]) -> None:
-        """Let groups go. Those in a buffer are from a store of a version that put short groups together otherwise."""
+        """Remove groups. Those in a buffer are from the store of a version that combined short groups differently."""
         for waiting in (self.queue, *self.buffers.values()):
             self.bytes_waiting -= sum(len(each.body) for each in waiting if each.serial in serials)
             waiting[:] = [each for each in waiting if each.serial not in serials]
         self.step += 1
 
     def _receive(self, event: GroupReceived) -> None:
-        waiting = Waiting(self._received, event.env_id, event.sequences, bytes(event.group))
+        waiting = WaitingGroup(self._received, event.env_id, event.sequences, bytes(event.group))
         self._received += 1
         self.bytes_waiting += len(waiting.body)
         if event.delivery_id is not None:
             self._deliveries.add(event.delivery_id)
         self.latest = waiting.body
-        kind = self._short_of(event)
+        kind = self._short_kind(event)
         if kind is None:
             self.queue.append(waiting)
             return
         buffer = self.buffers.setdefault(kind, [])
         buffer.append(waiting)
-        places = whole([each.sequences for each in buffer], kind[1]) or []
+        places = combined([each.sequences for each in buffer], kind[1]) or []
         self.queue += [buffer[place] for place in places]
         self.buffers[kind] = [each for place, each in enumerate(buffer) if place not in set(places)]
 
-    def _short_of(self, event: GroupReceived) -> Kind | None:
-        """The kind of the group's environment, where the group has fewer sequences than that registered."""
+    def _short_kind(self, event: GroupReceived) -> _EnvKind | None:
+        """The kind of the environment if the group has fewer sequences than that registered."""
         if event.env_id is None:
             return None
         registration = self.envs[event.env_id].registration
@@ -131,105 +168,130 @@ class Exchange:
         return kind if event.sequences < registration.group_size else None
 
     def buffered(self, event: GroupReceived) -> int | None:
-        """How many sequences wait beside a short group to make up a whole one; None for a group that is whole."""
-        kind = self._short_of(event)
+        """How many sequences wait with a short group to make up a whole one; None for a whole group."""
+        kind = self._short_kind(event)
         return None if kind is None else sum(each.sequences for each in self.buffers[kind])
 
     def register(self, registration: Registration) -> TrainerRegistered:
-        """A trainer, one more process of it, or the trainer started again, which says so by another `starting_step` or
-        `num_steps`: steps are counted from there. Raises `Refusal` (409) when it wants other batches than the first.
+        """A trainer, another process of it, or a restarted one, which has another `starting_step` or `num_steps`:
+        steps are counted from there. Raises `RequestRefusal` (409) if its batches differ from the first one's.
         """
         if registration.batch_size < 1 or registration.max_token_len < 1:
             field = "batch_size" if registration.batch_size < 1 else "max_token_len"
-            raise Refusal(422, f"{field}: must be at least 1", field=field)
+            raise RequestRefusal(422, f"{field}: must be at least 1", field=field)
         for field in ("batch_size", "max_token_len") if self.trainer is not None else ():
             was, now = getattr(self.trainer, field), getattr(registration, field)
             if was != now:
                 detail = f"{field}: a trainer is registered with {was}, not {now}; GET /reset_data forgets it"
-                raise Refusal(409, detail, field=field)
+                raise RequestRefusal(409, detail, field=field)
         return TrainerRegistered(registration=registration)
 
     def register_env(self, registration: EnvRegistration, now_s: float) -> EnvRegistered | None:
-        """An environment; None while there is no trainer that has started. Raises `Refusal`: 422, or 503 while others
-        hold what it wants of a batch, as its own former life does until it counts as silent."""
+        """An environment; None until a trainer has started. Raises `RequestRefusal`: 422, or 503 while others hold the
+        share of a batch that it needs, as its own former process does until it counts as silent."""
         share = registration.min_batch_allocation
         if registration.group_size < 1:
-            raise Refusal(422, "group_size: must be at least 1", field="group_size")
+            raise RequestRefusal(422, "group_size: must be at least 1", field="group_size")
         if share is not None and not 0 <= share <= 1:
-            raise Refusal(422, f"min_batch_allocation: {share} is no share of a batch", field="min_batch_allocation")
+            detail = f"min_batch_allocation: {share} is not between 0 and 1"
+            raise RequestRefusal(422, detail, field="min_batch_allocation")
         if self.trainer is None or not self.started:
             return None
         if registration.group_size > self.trainer.batch_size:
             detail = f"group_size: {registration.group_size} never fits a batch of {self.trainer.batch_size} sequences"
-            raise Refusal(422, detail, field="group_size")
-        if share is not None and round(share + self.allocated(now_s), 6) > 1:
+            raise RequestRefusal(422, detail, field="group_size")
+        if share is not None and round(share + self._allocated(now_s), 6) > 1:
             holders = ", ".join(env.name for env in self._holders(now_s))
-            left = f"{1 - self.allocated(now_s):.3f} is left while {holders} hold the rest"
+            left = f"{1 - self._allocated(now_s):.3f} is left while {holders} hold the rest"
             detail = f"min_batch_allocation: {share} of a batch, of which {left}"
-            raise Refusal(503, detail, field="min_batch_allocation", retry_s=5.0)
+            raise RequestRefusal(503, detail, field="min_batch_allocation", retry_s=5.0)
         return EnvRegistered(registration=registration)
 
     def disconnect(self, env_id: int) -> EnvDisconnected:
-        """The environment has ended. Raises `Refusal` (404)."""
+        """The environment has ended. Raises `RequestRefusal` (404)."""
         self.env(env_id)
         return EnvDisconnected(env_id=env_id)
 
     def env(self, env_id: int) -> Env:
-        """The environment of this id. Raises `Refusal` (404)."""
+        """The environment with this id. Raises `RequestRefusal` (404)."""
         if not 0 <= env_id < len(self.envs):
-            raise Refusal(404, f"env_id: no environment has registered as {env_id}; register again", field="env_id")
+            detail = f"env_id: no environment has registered as {env_id}; register again"
+            raise RequestRefusal(404, detail, field="env_id")
         return self.envs[env_id]
 
     def receive(self, data: ScoredData) -> GroupReceived | None:
-        """A group; None where its delivery came before. Raises `Refusal`: 404, 422, 429 or 503."""
+        """A group; None if its delivery was accepted before. Raises `RequestRefusal`: 404, 422, 429 or 503."""
         if self.trainer is None:
-            raise Refusal(503, "no trainer has registered, so nobody would take this group", retry_s=5.0)
+            raise RequestRefusal(503, "no trainer has registered, so this group would go to none", retry_s=5.0)
         if data.delivery_id is not None and data.delivery_id in self._deliveries:
             return None
         if data.env_id is not None:
             self.env(data.env_id)
         self._check_size(data, self.trainer)
-        count = self.groups_waiting
+        count = len(self.queue) + sum(map(len, self.buffers.values()))
         if count >= self.most_groups or self.bytes_waiting >= self.most_bytes:
             bound = f"{self.most_groups} groups or {self.most_bytes >> 20} MiB"
-            detail = f"{count} groups ({self.bytes_waiting >> 20} MiB) wait for the trainer and the bound is {bound}"
-            raise Refusal(429, detail, retry_s=2.0)
+            detail = f"{count} groups ({self.bytes_waiting >> 20} MiB) wait for the trainer and the limit is {bound}"
+            raise RequestRefusal(429, detail, retry_s=2.0)
         fields = msgspec.structs.asdict(data)
         delivery_id = fields.pop("delivery_id")
         group = msgspec.Raw(msgspec.json.encode(fields))
         return GroupReceived(sequences=len(data.tokens), env_id=data.env_id, delivery_id=delivery_id, group=group)
 
     def _check_size(self, data: ScoredData, trainer: Registration) -> None:
-        """A group that could never leave again is not let in."""
+        """Refuse a group that could never leave again."""
         if len(data.tokens) > trainer.batch_size:
             detail = f"tokens: {len(data.tokens)} sequences never fit a batch of {trainer.batch_size}"
-            raise Refusal(422, detail, field="tokens")
+            raise RequestRefusal(422, detail, field="tokens")
         for number, tokens in enumerate(data.tokens):
             if len(tokens) > trainer.max_token_len:
                 detail = f"tokens[{number}]: {len(tokens)} tokens, and the trainer takes {trainer.max_token_len}"
-                raise Refusal(422, detail, field=f"tokens[{number}]")
+                raise RequestRefusal(422, detail, field=f"tokens[{number}]")
 
-    @property
-    def groups_waiting(self) -> int:
-        """In the queue and in the buffers."""
-        return len(self.queue) + sum(map(len, self.buffers.values()))
-
-    def batch(self, now_s: float) -> list[Waiting] | None:
-        """The groups of the next batch; None while they do not make one up. Raises `Refusal` (503)."""
+    def batch(self, now_s: float) -> list[WaitingGroup] | None:
+        """The groups of the next batch; None while they do not make one up. Raises `RequestRefusal` (503)."""
         if self.trainer is None:
-            raise Refusal(503, "no trainer has registered: POST /register comes first", retry_s=5.0)
+            raise RequestRefusal(503, "no trainer has registered: POST /register comes first", retry_s=5.0)
         chosen = self._promised(self.trainer.batch_size, now_s)
-        return None if chosen is None else self._filled_up(chosen, self.trainer.batch_size)
+        return None if chosen is None else self._filled(chosen, self.trainer.batch_size)
 
-    def starving(self, now_s: float) -> bool:
+    def status(self, env_id: int, now_s: float) -> EnvStatus:
+        """The queues and the share of an environment, from which it decides when to begin a group.
+
+        Sizes count its own groups and those of others that no minimum holds for them. Source of the meaning:
+        `/status-env` of atroposlib 0.4, without its packing of others' groups. Raises `RequestRefusal` (404).
+        """
+        own = self.env(env_id)
+        work = {id(env): env.registration.max_token_length * max(0.0, env.registration.weight) for env in self.envs}
+        total = sum(work[id(env)] for env in self.envs if self._alive(env, now_s))
+        sequences: dict[int | None, int] = {}
+        for each in self.queue:
+            sequences[each.env_id] = sequences.get(each.env_id, 0) + each.sequences
+        batch_size = self.trainer.batch_size if self.trainer else 0
+        others = 0
+        for other, count in sequences.items():
+            least = 0.0 if other is None else self.envs[other].registration.min_batch_allocation or 0.0
+            others += 0 if other == env_id else max(0, count - int(batch_size * least))
+        unit, mine = own.registration.group_size, sequences.get(env_id, 0)
+        return EnvStatus(
+            current_step=self.step,
+            queue_size=(mine + others) // unit,
+            unallocated_fraction=max(0.0, 1.0 - self._allocated(now_s)),
+            self_queue_size=mine // unit,
+            max_group_size=max((each.sequences for each in self.queue), default=1),
+            starving=self._starving(now_s),
+            env_weight=min(1.0, max(MIN_ENV_WEIGHT, work[id(own)] / total if total else 0.0)),
+        )
+
+    def _starving(self, now_s: float) -> bool:
         """Whether enough waits for a batch and no choice of it makes one up: only other groups can help."""
         if self.trainer is None or sum(each.sequences for each in self.queue) < self.trainer.batch_size:
             return False
         chosen = self._promised(self.trainer.batch_size, now_s)
-        return chosen is not None and self._filled_up(chosen, self.trainer.batch_size) is None
+        return chosen is not None and self._filled(chosen, self.trainer.batch_size) is None
 
-    def _filled_up(self, chosen: Mapping[int, Waiting], batch_size: int) -> list[Waiting] | None:
-        """These groups, with others of the queue that make up a batch exactly; None where none do."""
+    def _filled(self, chosen: Mapping[int, WaitingGroup], batch_size: int) -> list[WaitingGroup] | None:
+        """These groups, with others of the queue that make up a batch exactly; None if none do."""
         left = batch_size - sum(each.sequences for each in chosen.values())
         others = [each for each in self.queue if each.serial not in chosen]
         places = exact([each.sequences for each in others], left)
@@ -237,17 +299,17 @@ class Exchange:
             return None
         return sorted([*chosen.values(), *(others[place] for place in places)], key=attrgetter("serial"))
 
-    def _promised(self, room: int, now_s: float) -> dict[int, Waiting] | None:
+    def _promised(self, room: int, now_s: float) -> dict[int, WaitingGroup] | None:
         """The oldest groups that meet the environments' minima, by serial number; None while some are lacking.
 
-        Environments take turns, and what no longer fits is left: minima may be of more groups than a batch has room for
-        where these do not fill them exactly.
+        Environments take turns, and groups that no longer fit are left: minima may need more groups than a batch has
+        room for if these do not fill them exactly.
         """
         lacking = dict(self._minima(room, now_s))
         waiting = {env_id: [each for each in self.queue if each.env_id == env_id] for env_id in lacking}
         if any(sum(each.sequences for each in waiting[env_id]) < least for env_id, least in lacking.items()):
             return None
-        chosen: dict[int, Waiting] = {}
+        chosen: dict[int, WaitingGroup] = {}
         while lacking := {env_id: least for env_id, least in lacking.items() if least > 0}:
             for env_id in lacking:
                 each = waiting[env_id].pop(0)
@@ -261,20 +323,54 @@ class Exchange:
         """Each environment's least number of sequences in a batch."""
         for env_id, env in enumerate(self.envs):
             share = env.registration.min_batch_allocation
-            if share is not None and self.alive(env, now_s):
+            if share is not None and self._alive(env, now_s):
                 yield env_id, int(batch_size * share)
 
-    def alive(self, env: Env, now_s: float) -> bool:
-        """Whether the environment takes part: connected, and heard of lately."""
+    def _alive(self, env: Env, now_s: float) -> bool:
         return env.connected and now_s - env.heard_s < SILENT_S
 
-    def allocated(self, now_s: float) -> float:
-        """How much of a batch is promised to environments."""
+    def _allocated(self, now_s: float) -> float:
         return sum(env.registration.min_batch_allocation or 0.0 for env in self._holders(now_s))
 
     def _holders(self, now_s: float) -> list[Env]:
-        return [env for env in self.envs if env.registration.min_batch_allocation and self.alive(env, now_s)]
+        return [env for env in self.envs if env.registration.min_batch_allocation and self._alive(env, now_s)]
 
 
-def _begins_elsewhere(now: Registration, before: Registration) -> bool:
-    return (now.starting_step, now.num_steps) != (before.starting_step, before.num_steps)
+def _counts_from(registration: Registration) -> tuple[int, int]:
+    return registration.starting_step, registration.num_steps
+
+
+def exact(sizes: Sequence[int], target: int) -> list[int] | None:
+    """Places of `sizes` (each at least 1), in order, that sum to `target`; None if no choice does.
+
+    It considers as few as possible, and of several choices takes the one with the oldest entries. Bit `s` of
+    `reached[n]` is set if some of the first n sizes sum to s.
+    """
+    if target <= 0:
+        return [] if target == 0 else None
+    wanted, reached = 1 << target, [1]
+    for size in sizes:
+        reached.append((reached[-1] | reached[-1] << size) & (2 * wanted - 1))
+        if reached[-1] & wanted:
+            return _walk_back(sizes, reached, target)
+    return None
+
+
+def _walk_back(sizes: Sequence[int], reached: Sequence[int], left: int) -> list[int]:
+    taken: list[int] = []
+    for place in range(len(reached) - 2, -1, -1):
+        if not reached[place] >> left & 1:
+            taken.append(place)
+            left -= sizes[place]
+    return taken[::-1]
+
+
+def combined(sizes: Sequence[int], unit: int) -> list[int] | None:
+    """Places of `sizes` that sum to `unit`, else to its smallest possible multiple; None if there is none.
+
+    Of any `unit` sizes some sum to a multiple of it, so fewer than `unit` ever have to wait.
+    """
+    for target in range(unit, sum(sizes) + 1, unit):
+        if (found := exact(sizes, target)) is not None:
+            return found
+    return None

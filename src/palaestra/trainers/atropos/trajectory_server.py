@@ -1,14 +1,12 @@
-"""The trajectory server: the routes of the Atropos API over one `Exchange` and one `Store`.
+"""The trajectory server: the routes of the Atropos API over one `Exchange`, and the store of its events.
 
-Not for deciding anything: `exchange` does. Invariant: what is answered as received is recorded first, and no answer
-tells of something that a restart would forget. It speaks plain HTTP and knows no users: bind it to the loopback or to a
-network of your own.
+Invariants: a group is recorded before it is acknowledged, and no answer reports anything that a restart would forget.
+It speaks plain HTTP without authentication: bind it to the loopback or to a network of your own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -18,26 +16,26 @@ import msgspec
 from aiohttp import web
 
 from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, DiskError
+from palaestra.core.io.append_file import open_lines, writing
 from palaestra.core.io.http_server import listening
 from palaestra.core.types import JSON
-from palaestra.trainers.atropos.event_store import FileStore, NoStore, Store
-from palaestra.trainers.atropos.exchange import Exchange
-from palaestra.trainers.atropos.queue_status import env_status
-from palaestra.trainers.atropos.server_events import AnyEvent, BatchTaken, DataReset, TrainerStarted
+from palaestra.trainers.atropos.exchange import AnyEvent, BatchTaken, DataReset, Exchange, TrainerStarted
 from palaestra.trainers.atropos.wire import (
     EnvIdentifier,
     EnvRegistration,
-    Refusal,
     Registration,
+    RequestRefusal,
     ScoredData,
     read,
     read_scored,
     read_scored_list,
 )
 
+STORE_SCHEMA = "palaestra.trajectories/1"
+
 MOST_REQUEST_BYTES = 512 << 20
-"""Of one request's body, unpacked: sixteen rollouts of a hundred thousand tokens are a tenth of it."""
+"""Of one request's body, unpacked: sixteen rollouts of a hundred thousand tokens take a tenth of it."""
 
 NO_EXAMPLE: dict[str, JSON] = {
     name: []
@@ -46,17 +44,56 @@ NO_EXAMPLE: dict[str, JSON] = {
         *("messages", "images"),
     )
 }
-"""What `/latest_example` answers before there is one."""
+"""The answer of `/latest_example` before there is one."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class TrajectoryServer:
-    """The routes. `app` is the web application; with a store, what was recorded in it is taken up again."""
+class EventStore:
+    """A server's events on disk, one JSON object per line, read again at the next start.
 
-    def __init__(self, exchange: Exchange, store: Store | None = None, *, clock: Clock | None = None) -> None:
+    Invariants: an event whose `commit` returned survives a power cut; one server at a time has the file. Raises
+    `ConfigError` for a file that cannot be written, belongs to another server or has another schema.
+    """
+
+    _events: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open_lines(path, STORE_SCHEMA, mode=0o600, exclusive=True)
+        except DiskError as error:
+            raise ConfigError(f"{error}; name another file") from error
+
+    def restore(self, exchange: Exchange, now_s: float) -> None:
+        """Apply the events to a new exchange, before the first `append`. Raises `ConfigError` for a damaged line."""
+        for number, line in self._file.lines():
+            try:
+                exchange.apply(self._events.decode(line), now_s)
+            except (IndexError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{self.path}: line {number} is damaged: {error}") from None
+
+    def append(self, event: AnyEvent) -> None:
+        """Hand one event to the kernel. Raises `DiskError`, and then nothing of it stays."""
+        self._file.append(msgspec.json.encode(event) + b"\n")
+
+    async def commit(self) -> None:
+        """Return once everything appended is on the disk."""
+        await self._file.commit()
+
+    def close(self) -> None:
+        """Flush and close. Idempotent."""
+        self._file.close()
+
+
+class TrajectoryServer:
+    """The routes. `app` is the web application; without a store a restart forgets everything."""
+
+    def __init__(self, exchange: Exchange, store: EventStore | None = None, *, clock: Clock | None = None) -> None:
         self.exchange = exchange
-        self.store = store or NoStore()
+        self.store = store
         self._clock = clock or SystemClock()
         self._taking = asyncio.Lock()
         self.app = web.Application(client_max_size=MOST_REQUEST_BYTES, middlewares=[_refusing])
@@ -79,16 +116,21 @@ class TrajectoryServer:
         )
 
     def _record(self, event: AnyEvent) -> None:
-        """Keep and apply in one step, so that the record has the order in which things happened."""
-        self.store.append(event)
+        """Store and apply in one step, so that the store has the order of the changes."""
+        if self.store is not None:
+            self.store.append(event)
         self.exchange.apply(event, self._clock.monotonic())
+
+    async def _commit(self) -> None:
+        if self.store is not None:
+            await self.store.commit()
 
     async def _root(self, request: web.Request) -> web.Response:
         return web.json_response({"message": "AtroposLib API", "server": "palaestra"})
 
     async def _register(self, request: web.Request) -> web.Response:
         self._record(self.exchange.register(read(await request.read(), Registration)))
-        await self.store.commit()
+        await self._commit()
         return web.json_response({"uuid": uuid.uuid4().int})
 
     async def _register_env(self, request: web.Request) -> web.Response:
@@ -106,15 +148,15 @@ class TrajectoryServer:
             "checkpoint_interval": trainer.save_checkpoint_interval,
             "num_steps": trainer.num_steps,
         }
-        await self.store.commit()
+        await self._commit()
         return web.json_response(answer)
 
     async def _disconnect_env(self, request: web.Request) -> web.Response:
         try:
             self._record(self.exchange.disconnect(read(await request.read(), EnvIdentifier).env_id))
-        except Refusal as refusal:
+        except RequestRefusal as refusal:
             return web.json_response({"status": "failure", "error": refusal.detail})
-        await self.store.commit()
+        await self._commit()
         return web.json_response({"status": "success"})
 
     async def _info(self, request: web.Request) -> web.Response:
@@ -131,13 +173,9 @@ class TrajectoryServer:
         return web.json_response({"current_step": self.exchange.step, "queue_size": len(self.exchange.queue)})
 
     async def _status_env(self, request: web.Request) -> web.Response:
-        env_id = read(await request.read(), EnvIdentifier).env_id
-        self._hear(env_id)
-        return web.json_response(env_status(self.exchange, env_id, self._clock.monotonic()))
-
-    def _hear(self, env_id: int | None) -> None:
-        if env_id is not None:
-            self.exchange.env(env_id).heard_s = self._clock.monotonic()
+        env_id, now_s = read(await request.read(), EnvIdentifier).env_id, self._clock.monotonic()
+        self.exchange.env(env_id).heard_s = now_s
+        return _json(msgspec.json.encode(self.exchange.status(env_id, now_s)))
 
     async def _batch(self, request: web.Request) -> web.Response:
         async with self._taking:
@@ -146,51 +184,55 @@ class TrajectoryServer:
                 self._record(TrainerStarted())
             if batch is not None:
                 self._record(BatchTaken(serials=[each.serial for each in batch]))
-            await self.store.commit()
+            await self._commit()
         groups = b"null" if batch is None else b"[" + b",".join(each.body for each in batch) + b"]"
-        return web.Response(body=b'{"batch":' + groups + b"}", content_type="application/json")
+        return _json(b'{"batch":' + groups + b"}")
 
     async def _latest_example(self, request: web.Request) -> web.Response:
-        body = self.exchange.latest or json.dumps(NO_EXAMPLE).encode()
-        return web.Response(body=body, content_type="application/json")
+        return _json(self.exchange.latest or msgspec.json.encode(NO_EXAMPLE))
 
     async def _reset_data(self, request: web.Request) -> web.Response:
         self._record(DataReset())
-        await self.store.commit()
+        await self._commit()
         return web.Response(text="Reset successful")
 
     async def _scored_data(self, request: web.Request) -> web.Response:
         (answer,) = self._receive([read_scored(await request.read())])
-        await self.store.commit()
+        await self._commit()
         return web.json_response(answer)
 
     async def _scored_data_list(self, request: web.Request) -> web.Response:
         groups = read_scored_list(await request.read())
         self._receive(groups)
-        await self.store.commit()
+        await self._commit()
         return web.json_response({"status": "received", "groups_processed": len(groups)})
 
     def _receive(self, groups: Sequence[ScoredData]) -> list[dict[str, JSON]]:
-        """Take all groups, or none: the first that is refused comes before any is recorded."""
+        """Accept all groups or none: a refusal is raised before any is recorded."""
         events = [self.exchange.receive(group) for group in groups]
         answers: list[dict[str, JSON]] = []
         for event in events:
             if event is None:
                 answers.append({"status": "received", "duplicate": True})
                 continue
-            self._hear(event.env_id)
+            if event.env_id is not None:
+                self.exchange.env(event.env_id).heard_s = self._clock.monotonic()
             self._record(event)
             left = self.exchange.buffered(event)
             answers.append({"status": "received"} if left is None else {"status": "buffered", "buffer_size": left})
         return answers
 
 
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")
+
+
 @web.middleware
 async def _refusing(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refusals as answers that say why, and what field is to blame."""
+    """Turn refusals into answers with the reason and the field at fault."""
     try:
         return await handler(request)
-    except Refusal as refusal:
+    except RequestRefusal as refusal:
         headers = {"Retry-After": f"{refusal.retry_s:g}"} if refusal.retry_s is not None else {}
         answer = {"detail": refusal.detail, "field": refusal.field}
         return web.json_response(answer, status=refusal.status, headers=headers)
@@ -201,16 +243,6 @@ async def _refusing(request: web.Request, handler: Handler) -> web.StreamRespons
             raise
         answer = {"detail": f"cannot be recorded: {error.strerror or error}", "field": None}
         return web.json_response(answer, status=503, headers={"Retry-After": "5"})
-
-
-def restored(exchange: Exchange, store: FileStore, now_s: float) -> Exchange:
-    """The exchange as the store remembers it. Raises `ConfigError` for a store that is damaged."""
-    for number, event in enumerate(store.events(), 2):
-        try:
-            exchange.apply(event, now_s)
-        except (IndexError, msgspec.MsgspecError) as error:
-            raise ConfigError(f"{store.path}: line {number} does not follow from those before: {error}") from None
-    return exchange
 
 
 @asynccontextmanager
@@ -226,12 +258,12 @@ async def serving(
     """A running server; the value is its address. Port 0 takes a free one. Raises `ConfigError`."""
     clock = clock or SystemClock()
     exchange = Exchange(most_groups=most_groups, most_bytes=most_bytes)
-    kept: Store = NoStore()
-    if store is not None:
-        kept = FileStore(store)
-        restored(exchange, kept, clock.monotonic())
+    kept = None if store is None else EventStore(store)
     try:
+        if kept is not None:
+            kept.restore(exchange, clock.monotonic())
         async with listening(TrajectoryServer(exchange, kept, clock=clock).app, host, port) as url:
             yield url
     finally:
-        kept.close()
+        if kept is not None:
+            kept.close()

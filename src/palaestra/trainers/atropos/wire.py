@@ -1,10 +1,10 @@
-"""The shapes of the trajectory API, and what makes a group fit to train on. No I/O.
+"""The shapes of the trajectory API, and the checks that make a group fit to train on. No I/O.
 
-Not for what a group means to the queue (`exchange`). Invariant: a `ScoredData` that `read_scored` returned has as many
-masks, scores and log-probability rows as token rows, and each row is as long as its tokens.
+Invariant: a `ScoredData` from `read_scored` has as many masks, scores and log-probability rows as token rows, and each
+row is as long as its tokens.
 
-Source of the wire: the routes and models of atroposlib 0.4, which checks no lengths. `delivery_id` is ours: what
-carries the same one is the same group.
+Source of the wire: the routes and models of atroposlib 0.4, which checks no lengths. `delivery_id` is ours: groups with
+the same one are the same group.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from palaestra.core.types import JSON, Message
 T = TypeVar("T")
 
 
-class Refusal(Exception):
-    """A request that the server does not take: its HTTP status, why, and the field that is to blame.
+class RequestRefusal(Exception):
+    """A request that the server refuses: HTTP status, reason, and the field at fault.
 
-    `retry_s` is set where the same request may be taken later.
+    `retry_s` is set if the same request may be accepted later.
     """
 
     def __init__(self, status: int, detail: str, *, field: str | None = None, retry_s: float | None = None) -> None:
@@ -63,11 +63,43 @@ class EnvIdentifier(msgspec.Struct):
     env_id: int
 
 
+class Registered(msgspec.Struct):
+    """The answer of `POST /register-env`. All fields are set if `status` is "success"."""
+
+    status: str
+    env_id: int = -1
+    wandb_name: str | None = None
+    num_steps: int | None = None
+    starting_step: int | None = None
+
+
+class BatchInfo(msgspec.Struct):
+    """The answer of `GET /info`: sequences of a batch and tokens of a sequence; -1 before a trainer has registered."""
+
+    batch_size: int
+    max_token_len: int
+
+
+class EnvStatus(msgspec.Struct, kw_only=True):
+    """The answer of `GET /status-env`. Queue sizes are in groups of the environment that asks.
+
+    `starving` is ours: enough sequences for a batch wait, but no choice of the groups makes one up.
+    """
+
+    current_step: int
+    queue_size: int
+    unallocated_fraction: float = 1.0
+    self_queue_size: int
+    max_group_size: int = 1
+    starving: bool = False
+    env_weight: float
+
+
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ScoredData(msgspec.Struct, kw_only=True):
-    """A group: `tokens[G][T]`, `masks[G][T]` (-100 where nothing is trained), `scores[G]`, and what goes with them.
+    """A group: `tokens[G][T]`, `masks[G][T]` (-100 where nothing is trained), `scores[G]`, and optional fields.
 
     `inference_logprobs[G][T]`, `ref_logprobs[G][T]`; `advantages[G]` of T values or one. An empty list is an absent
     one.
@@ -91,37 +123,37 @@ class ScoredData(msgspec.Struct, kw_only=True):
 
 
 def read(body: bytes, shape: type[T]) -> T:
-    """The body as a `shape`. Numbers may be written as text, as the original takes them. Raises `Refusal` (422)."""
+    """The body as a `shape`. Numbers may be text, as in the original. Raises `RequestRefusal` (422)."""
     try:
         return msgspec.json.decode(body, type=shape, strict=False)
     except msgspec.ValidationError as error:
         place = re.search(r"`\$\.?([^`]*)`$", str(error)) or re.search(r"field `([^`]*)`", str(error))
-        raise Refusal(422, str(error), field=place[1] if place else None) from None
+        raise RequestRefusal(422, str(error), field=place[1] if place else None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refusal(422, f"the body is not JSON: {error}") from None
+        raise RequestRefusal(422, f"the body is not JSON: {error}") from None
 
 
 def read_scored(body: bytes) -> ScoredData:
-    """One group, checked. Raises `Refusal` (422)."""
+    """One checked group. Raises `RequestRefusal` (422)."""
     return checked(read(body, ScoredData))
 
 
 def read_scored_list(body: bytes) -> list[ScoredData]:
-    """Several groups, each checked, or none of them. Raises `Refusal` (422)."""
+    """Several groups, all of them checked. Raises `RequestRefusal` (422)."""
     groups = read(body, list[ScoredData])
     for number, group in enumerate(groups):
         try:
             checked(group)
-        except Refusal as refusal:
+        except RequestRefusal as refusal:
             field = f"[{number}].{refusal.field}"
-            raise Refusal(422, f"group {number} of {len(groups)}: {refusal.detail}", field=field) from None
+            raise RequestRefusal(422, f"group {number} of {len(groups)}: {refusal.detail}", field=field) from None
     return groups
 
 
 def checked(group: ScoredData) -> ScoredData:
-    """The group itself. Raises `Refusal` (422) that names the field whose lengths do not fit the tokens'."""
+    """The group. Raises `RequestRefusal` (422) with the field whose lengths do not fit the tokens'."""
     if not group.tokens:
-        raise Refusal(422, "tokens: a group needs at least one sequence", field="tokens")
+        raise RequestRefusal(422, "tokens: a group needs at least one sequence", field="tokens")
     _same_count(group, "scores", group.scores)
     _same_lengths(group, "masks", group.masks)
     for name, rows in (("inference_logprobs", group.inference_logprobs), ("ref_logprobs", group.ref_logprobs)):
@@ -133,16 +165,15 @@ def checked(group: ScoredData) -> ScoredData:
         if values:
             _same_count(group, name, values)
     for number, messages in enumerate(group.messages or ()):
-        for message in messages:
-            if "role" not in message or "content" not in message:
-                field = f"messages[{number}]"
-                raise Refusal(422, f"{field}: every message needs the keys role and content", field=field)
+        if any("role" not in message or "content" not in message for message in messages):
+            field = f"messages[{number}]"
+            raise RequestRefusal(422, f"{field}: every message needs the keys role and content", field=field)
     return group
 
 
 def _same_count(group: ScoredData, name: str, values: Sequence[object]) -> None:
     if len(values) != len(group.tokens):
-        raise Refusal(422, f"{name}: {len(values)} entries for {len(group.tokens)} sequences", field=name)
+        raise RequestRefusal(422, f"{name}: {len(values)} entries for {len(group.tokens)} sequences", field=name)
 
 
 def _same_lengths(group: ScoredData, name: str, rows: Sequence[Sequence[object]], *, or_one: bool = False) -> None:
@@ -150,4 +181,4 @@ def _same_lengths(group: ScoredData, name: str, rows: Sequence[Sequence[object]]
     for number, (row, tokens) in enumerate(zip(rows, group.tokens, strict=True)):
         if len(row) != len(tokens) and not (or_one and len(row) == 1):
             field = f"{name}[{number}]"
-            raise Refusal(422, f"{field}: {len(row)} values for {len(tokens)} tokens", field=field)
+            raise RequestRefusal(422, f"{field}: {len(row)} values for {len(tokens)} tokens", field=field)

@@ -2,8 +2,8 @@ import textwrap
 
 import pytest
 
+from palaestra.suites.grading.run_tests import FailedTest
 from palaestra.suites.swe.authoring.problem_statement import mentions, problem_statement
-from palaestra.suites.swe.run_tests import Failure
 
 TESTS = textwrap.dedent("""
     import unittest
@@ -59,7 +59,7 @@ def line_of(text: str) -> int:
 
 
 def statement(line: str, message: str, exception: str = "AssertionError", **params: str) -> str:
-    failure = Failure(exception, message, "tests/test_pkg.py", line_of(line), params)
+    failure = FailedTest(exception, message, "tests/test_pkg.py", line_of(line), params)
     return problem_statement("pkg", {"tests/test_pkg.py::t": failure}, {"tests/test_pkg.py": TESTS})
 
 
@@ -125,13 +125,13 @@ def test_unittests_own_assertions() -> None:
 
 
 def test_a_failure_without_a_place_is_told_all_the_same() -> None:
-    text = problem_statement("pkg", {"t": Failure("ValueError", "bad", "", 0)}, {})
+    text = problem_statement("pkg", {"t": FailedTest("ValueError", "bad", "", 0)}, {})
     assert "raises `ValueError: bad`" in text
 
 
 def test_at_most_three_examples_and_the_same_text_each_time() -> None:
     failures = {
-        f"tests/test_pkg.py::test_params[{number}]": Failure(
+        f"tests/test_pkg.py::test_params[{number}]": FailedTest(
             "AssertionError",
             f"assert 0 == {number}",
             "tests/test_pkg.py",

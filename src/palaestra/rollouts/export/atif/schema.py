@@ -1,9 +1,9 @@
-"""The Agent Trajectory Interchange Format as records: what may stand in a document, and `read_document`, which judges.
+"""The Agent Trajectory Interchange Format: its records, and `read_document`, which checks them.
 
 Source: RFC 0001 of the Harbor project and its published models (0.25), versions ATIF-v1.0 to v1.8: later versions only
-added fields, so one set of records reads them all; v1.8 added audio, which `write_version` of v1.7 does not have.
-Not for turning documents into messages (`atif`). It keeps: a key that the format does not know, a step out of order, a
-field on a step it does not belong to and a result of no call are refused, with the place.
+added fields, so one set of records reads them all; v1.8 added audio, which `WRITE_VERSION` v1.7 does not have.
+Invariant: an unknown key, a step out of order, a field on the wrong kind of step and a result without a call are
+rejected, with the place.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ Extra = dict[str, JSON]
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Unknown keys are refused; what was not set is not written."""
+    """Unknown keys are rejected; fields that are not set are not written."""
 
 
-class Source(_Record, kw_only=True):
-    """Where an image or a sound lies. `duration_sec` is for sounds."""
+class AtifSource(_Record, kw_only=True):
+    """Where an image or a sound is. `duration_sec` is for sounds."""
 
     media_type: str
     path: str
     duration_sec: float | None = None
 
 
-class Part(_Record, kw_only=True):
+class AtifPart(_Record, kw_only=True):
     """A part of a message: a text, or an image or a sound by reference."""
 
     type: str
     text: str | None = None
-    source: Source | None = None
+    source: AtifSource | None = None
 
 
-Content = str | list[Part]
+Content = str | list[AtifPart]
 
 
-class ToolCall(_Record, kw_only=True):
+class AtifToolCall(_Record, kw_only=True):
     tool_call_id: str
     function_name: str
     arguments: dict[str, JSON]
@@ -69,7 +69,7 @@ class SubagentRef(_Record, kw_only=True):
     extra: Extra | None = None
 
 
-class Result(_Record, kw_only=True):
+class AtifResult(_Record, kw_only=True):
     source_call_id: str | None = None
     content: Content | None = None
     subagent_trajectory_ref: list[SubagentRef] | None = None
@@ -77,11 +77,11 @@ class Result(_Record, kw_only=True):
 
 
 class Observation(_Record, kw_only=True):
-    results: list[Result]
+    results: list[AtifResult]
 
 
 class Metrics(_Record, kw_only=True):
-    """Of one step. `completion_token_ids[T]` and `logprobs[T]` are what was sampled."""
+    """Of one step. `completion_token_ids[T]` and `logprobs[T]` are the sampled ones."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -93,7 +93,7 @@ class Metrics(_Record, kw_only=True):
     extra: Extra | None = None
 
 
-class Step(_Record, kw_only=True):
+class AtifStep(_Record, kw_only=True):
     step_id: int
     timestamp: str | None = None
     source: str
@@ -101,7 +101,7 @@ class Step(_Record, kw_only=True):
     reasoning_effort: str | float | None = None
     message: Content
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[AtifToolCall] | None = None
     observation: Observation | None = None
     metrics: Metrics | None = None
     is_copied_context: bool | None = None
@@ -109,7 +109,7 @@ class Step(_Record, kw_only=True):
     extra: Extra | None = None
 
 
-class Agent(_Record, kw_only=True):
+class AtifAgent(_Record, kw_only=True):
     name: str
     version: str
     model_name: str | None = None
@@ -132,8 +132,8 @@ class Document(_Record, kw_only=True):
     schema_version: str = msgspec.field(default=READ_VERSIONS[-1])
     session_id: str | None = None
     trajectory_id: str | None = None
-    agent: Agent
-    steps: list[Step]
+    agent: AtifAgent
+    steps: list[AtifStep]
     notes: str | None = None
     final_metrics: FinalMetrics | None = None
     continued_trajectory_ref: str | None = None
@@ -145,7 +145,7 @@ _decoder = msgspec.json.Decoder(Document)
 
 
 def read_document(raw: bytes | str) -> Document:
-    """One document, of any version from 1.0 to 1.8. Raises `ConfigError` that names the first place that is wrong."""
+    """One document, of any version from 1.0 to 1.8. Raises `ConfigError` with the first place that is wrong."""
     try:
         document = _decoder.decode(raw)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -155,7 +155,7 @@ def read_document(raw: bytes | str) -> Document:
 
 
 def check(document: Document) -> None:
-    """Judge what the types alone do not say. Raises `ConfigError`."""
+    """Check the rules that the types do not express. Raises `ConfigError`."""
     problem = next(_problems(document, "$"), "")
     if problem:
         raise ConfigError(f"not an ATIF trajectory: {problem}")
@@ -180,7 +180,7 @@ def _problems(document: Document, at: str) -> Iterator[str]:
         yield from _problems(inner, place)
 
 
-def _step_problems(step: Step, number: int, at: str) -> Iterator[str]:
+def _step_problems(step: AtifStep, number: int, at: str) -> Iterator[str]:
     if step.step_id != number:
         yield f"{at}.step_id is {step.step_id}, not {number}: steps count from 1"
     if step.source not in ("system", "user", "agent"):
@@ -198,7 +198,7 @@ def _step_problems(step: Step, number: int, at: str) -> Iterator[str]:
     for place, result in enumerate(step.observation.results if step.observation else ()):
         where = f"{at}.observation.results[{place}]"
         if result.source_call_id is not None and result.source_call_id not in calls:
-            yield f"{where}.source_call_id {result.source_call_id!r} is no call of this step"
+            yield f"{where}.source_call_id {result.source_call_id!r} is not a call of this step"
         yield from _content_problems(result.content or "", f"{where}.content")
         for ref in result.subagent_trajectory_ref or ():
             if ref.trajectory_id is None and ref.trajectory_path is None:
@@ -217,7 +217,7 @@ def _content_problems(content: Content, at: str) -> Iterator[str]:
         elif part.source is None or part.text is not None:
             yield f"{where} is an {part.type}: it has a source and no text"
         elif audio_type(part.source.media_type) not in types:
-            yield f"{where}.source.media_type {part.source.media_type!r} is no {part.type}"
+            yield f"{where}.source.media_type {part.source.media_type!r} is not an {part.type} type"
         elif (part.source.duration_sec is not None) and (part.type == "image" or part.source.duration_sec < 0):
             yield f"{where}.source.duration_sec does not fit"
 

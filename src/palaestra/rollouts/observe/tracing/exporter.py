@@ -1,7 +1,6 @@
-"""Spans on their way to a collector: OTLP over HTTP, in a thread of the SDK's, in batches.
+"""Sends spans to a collector: OTLP over HTTP, in batches, from a thread of the SDK's.
 
-Not for what is on the spans (`otel`). Invariant: a collector that is slow, absent or full costs spans, one warning and
-at most `GRACE_S` at the end of a run.
+A collector that is slow, absent or full costs spans, one warning and at most `GRACE_S` at the end of a run.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
-from palaestra.rollouts.observe.tracing.spans import NO_TRACING, Tracing
-
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    from palaestra.rollouts.observe.tracing.otel import Spans
 
 EXPORT_S = 5.0
 """How long one batch may take."""
@@ -32,10 +31,10 @@ Note = Callable[[str], None]
 @asynccontextmanager
 async def traced(
     endpoint: str | None, note: Note, *, env: str, model: str, provider: str, run_id: str, content: bool = False
-) -> AsyncIterator[Tracing]:
-    """The tracing of a run whose spans go to `endpoint`; none without one, nor, with a warning, without the extra."""
+) -> AsyncIterator[Spans | None]:
+    """The spans of a run, sent to `endpoint`. None without an endpoint or, with a warning, without the extra `otel`."""
     if endpoint is None:
-        yield NO_TRACING
+        yield None
         return
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -43,12 +42,13 @@ async def traced(
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        from palaestra.rollouts.observe.tracing.otel import OtelTracing
+        from palaestra.rollouts.observe.tracing.otel import Spans
     except ImportError as error:
-        note(f"WARNING: tracing was asked for and is not installed ({error}; pip install 'palaestra[otel]'); going on")
-        yield NO_TRACING
+        missing = f"{error}; pip install 'palaestra[otel]'"
+        note(f"WARNING: tracing was asked for and is not installed ({missing}); continuing without spans")
+        yield None
         return
-    logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # it tells of every batch; we tell once
+    logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # it logs every batch; we report once
     loop = asyncio.get_running_loop()
 
     def lost(text: str) -> None:
@@ -59,9 +59,12 @@ async def traced(
     tracers = TracerProvider(resource=Resource.create({"service.name": "palaestra"}), shutdown_on_exit=False)
     tracers.add_span_processor(BatchSpanProcessor(_warning_once(exporter, endpoint, lost)))
     tracer = tracers.get_tracer("palaestra")
+    spans = Spans(tracer, env=env, model=model, provider=provider, run_id=run_id, content=content)
+    spans.start()
     try:
-        yield OtelTracing(tracer, env=env, model=model, provider=provider, run_id=run_id, content=content)
+        yield spans
     finally:
+        spans.end()
         sending = threading.Thread(target=tracers.shutdown, name="spans", daemon=True)
         sending.start()
         await asyncio.to_thread(sending.join, GRACE_S)
@@ -74,23 +77,23 @@ def traces_url(endpoint: str) -> str:
 
 
 def _warning_once(exporter: SpanExporter, endpoint: str, note: Note) -> SpanExporter:
-    """The exporter, which says the first time that spans are lost."""
+    """The exporter, which warns the first time that spans are lost."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-    class Saying(SpanExporter):
-        told = False
+    class WarningExporter(SpanExporter):
+        warned = False
 
         def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
             try:
                 result = exporter.export(spans)
             except Exception:  # whatever its HTTP client raises, to a run it is a lost batch
                 result = SpanExportResult.FAILURE
-            if result is not SpanExportResult.SUCCESS and not self.told:
-                self.told = True
+            if result is not SpanExportResult.SUCCESS and not self.warned:
+                self.warned = True
                 note(f"WARNING: spans cannot be sent to {endpoint}; they are lost, and the run goes on")
             return result
 
         def shutdown(self) -> None:
             exporter.shutdown()
 
-    return Saying()
+    return WarningExporter()

@@ -1,46 +1,52 @@
-"""Messages in the form that the GenAI conventions give them on spans, as JSON text.
+"""OpenTelemetry spans with the names and attributes of its conventions for generative AI (extra `otel`).
 
-Only for runs that ask for it: what is said here may be anybody's. Source of the form: OpenTelemetry, semantic
-conventions for generative AI, `gen-ai-input-messages.json` and `gen-ai-output-messages.json`.
+A group is a trace of its own, linked to the run's span: one trace for a whole night would be too large to display.
+Texts (prompts, replies, arguments, results) are on spans only when asked for. Attributes without a conventional name
+are under `palaestra.`.
 
-Spans of OpenTelemetry with the names and attributes of its conventions for generative AI (extra `otel`).
-
-A group is a trace of its own, linked to the span of the run: one trace over a night would be too large for anybody to
-show. Texts (prompts, replies, arguments, results) are on no span unless asked for. What the conventions have no name
-for is under `palaestra.`.
-
-Source: OpenTelemetry semantic conventions for generative AI, client and agent spans, status Development, 2026.
+Source: OpenTelemetry semantic conventions for generative AI, client and agent spans, status Development, 2026. Messages
+have the form of `gen-ai-input-messages.json` and `gen-ai-output-messages.json`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 import msgspec
 from opentelemetry.context import Context
-from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer, get_current_span
+from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer, get_current_span, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
-from palaestra.agent.tool_calls import reported_error
-from palaestra.core.types import JSON, Message, Score
-from palaestra.inference.engine import ChatCompletion, ChatServer
-from palaestra.rollouts.export.messages import Said, heard
+from palaestra.core.types import JSON, Message
+from palaestra.inference.engine import ChatCompletion
+from palaestra.rollouts.events import (
+    AttemptDiscarded,
+    Graded,
+    GroupBegun,
+    GroupEnded,
+    Handlers,
+    RolloutBegun,
+    RolloutEnded,
+    StageEntered,
+    StageLeft,
+)
+from palaestra.rollouts.export.messages import ChatMessage, chat_messages
 from palaestra.rollouts.journal.journal import plain
-from palaestra.rollouts.observe.tracing.spans import Tracing
-from palaestra.rollouts.records import Group, Trajectory
-from palaestra.tools.runtime.bound_tools import reply_text
-from palaestra.tools.tool import ToolReply
+from palaestra.rollouts.middleware import Ask, ChatCall, ChatMiddleware
+from palaestra.rollouts.records import Trajectory
+from palaestra.tools.runtime.runtime import CheckedCall, Next, ToolMiddleware
+from palaestra.tools.tool import ToolOutcome
 
 
 def messages_text(messages: Sequence[Message], finish_reason: str | None = None) -> str:
     """The messages as JSON text. With a `finish_reason` they are what a model answered."""
     ended = {} if finish_reason is None else {"finish_reason": finish_reason}
-    return json.dumps([{"role": said.role, "parts": _parts(said)} | ended for said in heard(messages)])
+    return json.dumps([{"role": said.role, "parts": _parts(said)} | ended for said in chat_messages(messages)])
 
 
-def _parts(said: Said) -> list[dict[str, JSON]]:
+def _parts(said: ChatMessage) -> list[dict[str, JSON]]:
     if said.role == "tool":
         return [{"type": "tool_call_response", "id": said.call_id, "response": said.text}]
     parts: list[dict[str, JSON]] = []
@@ -64,8 +70,12 @@ ERROR_TYPE = "error.type"
 _REQUEST = {name: f"gen_ai.request.{name}" for name in ("temperature", "max_tokens", "top_p", "top_k", "seed")}
 
 
-class OtelTracing(Tracing):
-    """Spans of one run. `provider` is what kind of server the model is behind; `content` puts texts on spans."""
+class Spans:
+    """The spans of one run: a subscriber to its events, and middleware for its model and tool calls.
+
+    `provider` is the kind of server that the model is behind; `content` puts texts on spans. `start` opens the run's
+    span, `end` closes whatever is open.
+    """
 
     def __init__(self, tracer: Tracer, *, env: str, model: str, provider: str, run_id: str, content: bool = False):
         self.content = content
@@ -73,29 +83,109 @@ class OtelTracing(Tracing):
         self._tracer = tracer
         self._env = env
         self._run_id = run_id
-        self._links: list[Link] = []
+        self._run: Span | None = None
+        self._open: dict[str, list[tuple[str, Span]]] = {}
+        """The open spans of each group and rollout, outermost first, with their stages; "" is its own span."""
+
+    def start(self) -> None:
+        attributes = {"palaestra.run.id": self._run_id, "palaestra.environment": self._env, MODEL: self.model[MODEL]}
+        self._run = self._tracer.start_span("run", Context(), attributes=attributes)
+
+    def end(self) -> None:
+        for name in list(self._open):
+            self._close(name)
+        if self._run is not None:
+            self._run.end()
+
+    def handlers(self) -> Handlers:
+        return {
+            StageEntered: self._on_stage,
+            StageLeft: self._on_stage_left,
+            GroupBegun: self._on_group,
+            GroupEnded: self._on_group_ended,
+            RolloutBegun: self._on_rollout,
+            Graded: self._on_graded,
+            RolloutEnded: self._on_rollout_ended,
+            AttemptDiscarded: self._on_rollout_ended,
+        }
+
+    def _on_group(self, event: GroupBegun) -> None:
+        group = event.group
+        attributes = {
+            OPERATION: "invoke_workflow",
+            "gen_ai.workflow.name": self._env,
+            "palaestra.run.id": self._run_id,
+            "palaestra.group.id": group.group_id,
+            "palaestra.task.id": group.task_id,
+        }
+        links = [Link(self._run.get_span_context())] if self._run is not None else []
+        self._begin(group.group_id, "", f"invoke_workflow {self._env}", attributes, Context(), links)
+
+    def _on_group_ended(self, event: GroupEnded) -> None:
+        self._close(event.group_id, event.error.partition(":")[0])
+
+    def _on_rollout(self, event: RolloutBegun) -> None:
+        self._close(event.rollout_id)
+        parent = self._context(event.rollout_id.rpartition("/")[0])
+        self._begin(event.rollout_id, "", "rollout", {"palaestra.rollout.id": event.rollout_id}, parent)
+
+    def _on_rollout_ended(self, event: RolloutEnded | AttemptDiscarded) -> None:
+        trajectory = event.trajectory
+        if spans := self._open.get(trajectory.rollout_id):
+            _describe(spans[0][1], trajectory)
+            self._close(trajectory.rollout_id)
+
+    def _on_stage(self, event: StageEntered) -> None:
+        name, stage = event.name, event.stage
+        if stage == "tool":  # has spans of its own
+            return
+        if stage == "agent":
+            agent = {OPERATION: "invoke_agent", "gen_ai.agent.name": self._env, CONVERSATION: name}
+            self._begin(name, stage, f"invoke_agent {self._env}", agent | self.model, self._context(name))
+        else:
+            self._begin(name, stage, stage, {"palaestra.stage": stage}, self._context(name))
+
+    def _on_stage_left(self, event: StageLeft) -> None:
+        spans = self._open.get(event.name, [])
+        for place in reversed(range(len(spans))):
+            if spans[place][0] == event.stage:
+                _end(spans.pop(place)[1], event.error)
+                return
+
+    def _on_graded(self, event: Graded) -> None:
+        told: dict[str, AttributeValue] = {
+            "gen_ai.evaluation.name": "reward",
+            "gen_ai.evaluation.score.value": event.reward,
+        }
+        if spans := self._open.get(event.rollout_id):
+            spans[0][1].add_event("gen_ai.evaluation.result", told)
+
+    def _begin(
+        self, name: str, stage: str, title: str, attributes: Attributes, context: Context, links: Sequence[Link] = ()
+    ) -> None:
+        # a half surrogate pair, as models write them, would cost the whole batch of spans
+        span = self._tracer.start_span(plain(title), context, attributes=plain(attributes), links=links)
+        self._open.setdefault(name, []).append((stage, span))
+
+    def _close(self, name: str, error: str = "") -> None:
+        for place, (_, span) in reversed(list(enumerate(self._open.pop(name, ())))):
+            _end(span, error if place == 0 else "")
+
+    def _context(self, name: str) -> Context:
+        """The context in which a span of this group or rollout opens."""
+        spans = self._open.get(name)
+        return set_span_in_context(spans[-1][1], Context()) if spans else Context()
 
     @contextmanager
-    def span(self, name: str, attributes: Attributes, kind: SpanKind = SpanKind.INTERNAL) -> Iterator[Span]:
-        """A span in the one that is open. An exception that leaves it is named on it by its class alone."""
-        with self._open(name, attributes, kind) as span:
-            yield span
-
-    @contextmanager
-    def _open(
-        self,
-        name: str,
-        attributes: Attributes,
-        kind: SpanKind = SpanKind.INTERNAL,
-        context: Context | None = None,
-        links: Sequence[Link] = (),
-    ) -> Iterator[Span]:
+    def _call(self, rollout_id: str, name: str, attributes: Attributes, kind: SpanKind) -> Iterator[Span]:
+        """A span of a call, within the call that it is part of (`delegate_task`), else within its rollout's stage."""
+        outer, within = get_current_span(), self._context(rollout_id)
+        same = outer.get_span_context().trace_id == get_current_span(within).get_span_context().trace_id
         with self._tracer.start_as_current_span(
-            plain(name),  # a half surrogate pair, as models write them, would cost the whole batch of spans
-            context,
+            plain(name),
+            None if same and outer.is_recording() else within,
             kind=kind,
             attributes=plain(attributes),
-            links=links,
             record_exception=False,
             set_status_on_exception=False,
         ) as span:
@@ -105,95 +195,43 @@ class OtelTracing(Tracing):
                 failed(span, type(error).__name__)
                 raise
 
-    @contextmanager
-    def run(self) -> Iterator[None]:
-        attributes = {"palaestra.run.id": self._run_id, "palaestra.environment": self._env, MODEL: self.model[MODEL]}
-        with self._open("run", attributes) as span:
-            self._links = [Link(span.get_span_context())]
-            yield
+    def tool(self, rollout_id: str) -> ToolMiddleware:
+        """A span over each call of the rollout's agent."""
 
-    @contextmanager
-    def group(self, group: Group) -> Iterator[None]:
-        attributes = {
-            OPERATION: "invoke_workflow",
-            "gen_ai.workflow.name": self._env,
-            "palaestra.run.id": self._run_id,
-            "palaestra.group.id": group.group_id,
-            "palaestra.task.id": group.task_id,
-        }
-        with self._open(f"invoke_workflow {self._env}", attributes, context=Context(), links=self._links) as span:
-            yield
-            if group.error:
-                failed(span, group.error.partition(":")[0])
+        async def traced(call: CheckedCall, then: Next) -> ToolOutcome:
+            if not call.by_agent or call.conversation:
+                return await then(call)
+            attributes = {OPERATION: "execute_tool", "gen_ai.tool.name": call.name, "gen_ai.tool.type": "function"}
+            if self.content:
+                attributes["gen_ai.tool.call.arguments"] = json.dumps(call.arguments)
+            with self._call(rollout_id, f"execute_tool {call.name}", attributes, SpanKind.INTERNAL) as span:
+                outcome = await then(call)
+                if self.content:
+                    span.set_attribute("gen_ai.tool.call.result", plain(outcome.text))
+                if outcome.failed:
+                    failed(span, "tool_error")
+                return outcome
 
-    @contextmanager
-    def rollout(self, rollout_id: str) -> Iterator[Callable[[Trajectory], None]]:
-        with self._open("rollout", {"palaestra.rollout.id": rollout_id}) as span:
-            yield lambda trajectory: _ended(span, trajectory)
+        return traced
 
-    def stage(self, name: str, stage: str) -> AbstractContextManager[None]:
-        if stage == "tool":  # has spans of its own
-            return nullcontext()
-        if stage == "agent":
-            agent = {OPERATION: "invoke_agent", "gen_ai.agent.name": self._env, CONVERSATION: name}
-            return self._stage(f"invoke_agent {self._env}", agent | self.model)
-        return self._stage(stage, {"palaestra.stage": stage})
+    def chat(self, rollout_id: str) -> ChatMiddleware:
+        """A span over each model call of the rollout."""
 
-    @contextmanager
-    def _stage(self, name: str, attributes: Attributes) -> Iterator[None]:
-        with self._open(name, attributes):
-            yield
+        async def traced(call: ChatCall, ask: Ask) -> ChatCompletion:
+            attributes: dict[str, AttributeValue] = {OPERATION: "chat", CONVERSATION: rollout_id, **self.model}
+            numbers = ((name, key, call.request.get(name)) for name, key in _REQUEST.items())
+            attributes |= {key: value for _, key, value in numbers if isinstance(value, int | float)}
+            if self.content:
+                attributes["gen_ai.input.messages"] = messages_text(call.messages)
+            with self._call(rollout_id, f"chat {self.model[MODEL]}", attributes, SpanKind.CLIENT) as span:
+                completion = await ask(call)
+                with suppress(AttributeError, TypeError, ValueError):  # a foreign server may answer in any shape
+                    self._describe_reply(span, completion)
+                return completion
 
-    @contextmanager
-    def tool(self, name: str, arguments: Mapping[str, JSON]) -> Iterator[Callable[[ToolReply], None]]:
-        attributes = {OPERATION: "execute_tool", "gen_ai.tool.name": name, "gen_ai.tool.type": "function"}
-        if self.content:
-            attributes["gen_ai.tool.call.arguments"] = json.dumps(arguments)
-        with self._open(f"execute_tool {name}", attributes) as span:
-            yield lambda reply: self._answered(span, reply_text(reply))
+        return traced
 
-    def _answered(self, span: Span, text: str) -> None:
-        if self.content:
-            span.set_attribute("gen_ai.tool.call.result", plain(text))
-        if reported_error(text):
-            failed(span, "tool_error")
-
-    def graded(self, score: Score) -> None:
-        told: dict[str, AttributeValue] = {
-            "gen_ai.evaluation.name": "reward",
-            "gen_ai.evaluation.score.value": score.reward,
-        }
-        get_current_span().add_event("gen_ai.evaluation.result", told)
-
-    def served(self, server: ChatServer, rollout_id: str) -> ChatServer:
-        return server if isinstance(server, TracedServer) else TracedServer(server, self, rollout_id)
-
-
-class TracedServer:
-    """A chat server with a span over each call. Whatever else it has is the server's own."""
-
-    def __init__(self, server: ChatServer, tracing: OtelTracing, rollout_id: str) -> None:
-        self._server = server
-        self._tracing = tracing
-        self._rollout_id = rollout_id
-
-    def __getattr__(self, name: str) -> JSON:
-        return getattr(self._server, name)
-
-    async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
-        """One reply, as the server's."""
-        tracing = self._tracing
-        attributes: dict[str, AttributeValue] = {OPERATION: "chat", CONVERSATION: self._rollout_id, **tracing.model}
-        asked = {key: request[name] for name, key in _REQUEST.items() if isinstance(request.get(name), int | float)}
-        if tracing.content:
-            attributes["gen_ai.input.messages"] = messages_text(messages)
-        with tracing.span(f"chat {tracing.model[MODEL]}", attributes | asked, SpanKind.CLIENT) as span:
-            completion = await self._server.chat_completion(messages=messages, **request)
-            with suppress(AttributeError, TypeError, ValueError):  # an environment's own server may answer in any shape
-                self._answered(span, completion)
-            return completion
-
-    def _answered(self, span: Span, completion: ChatCompletion) -> None:
+    def _describe_reply(self, span: Span, completion: ChatCompletion) -> None:
         choices, usage = completion.choices, completion.usage
         reasons = [plain(choice.finish_reason or "") for choice in choices]
         span.set_attribute("gen_ai.response.finish_reasons", reasons)
@@ -202,14 +240,20 @@ class TracedServer:
                 span.set_attribute(key, plain(value))
         if usage is not None:
             span.set_attributes({INPUT_TOKENS: usage.prompt_tokens, OUTPUT_TOKENS: usage.completion_tokens})
-        if self._tracing.content:
+        if self.content:
             said = [msgspec.to_builtins(choice.message) for choice in choices]
             reason = (choices[0].finish_reason or "") if choices else ""
             span.set_attribute("gen_ai.output.messages", messages_text(said, reason))
 
 
-def _ended(span: Span, trajectory: Trajectory) -> None:
-    """What came of a rollout."""
+def _end(span: Span, error: str = "") -> None:
+    if error:
+        failed(span, error)
+    span.end()
+
+
+def _describe(span: Span, trajectory: Trajectory) -> None:
+    """Put a rollout's result on its span."""
     attributes: dict[str, AttributeValue] = {
         "palaestra.outcome": trajectory.outcome.value,
         "palaestra.turns": len(trajectory.turns),
@@ -228,6 +272,6 @@ def _ended(span: Span, trajectory: Trajectory) -> None:
 
 
 def failed(span: Span, kind: str) -> None:
-    """Mark a span as one that ended in an error of this kind."""
+    """Mark a span as failed with an error of this kind."""
     span.set_attribute(ERROR_TYPE, kind)
     span.set_status(Status(StatusCode.ERROR))

@@ -1,4 +1,4 @@
-"""All checks, how they are read from a row, and how a list of them is looked at."""
+"""The union of all checks, and the evaluation of a list of checks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from palaestra.sandbox.slot import Slot
-from palaestra.suites.endless_terminals.checks.check import Unreadable
+from palaestra.suites.endless_terminals.checks.base_check import UnreadableFile
 from palaestra.suites.endless_terminals.checks.data_checks import Csv, Ini, Json, JsonLines, Toml, Yaml
 from palaestra.suites.endless_terminals.checks.file_checks import (
     Absent,
@@ -14,13 +14,13 @@ from palaestra.suites.endless_terminals.checks.file_checks import (
     Exists,
     Files,
     Lines,
-    Link,
     Modes,
-    Text,
+    SymbolicLink,
+    TextFile,
 )
-from palaestra.suites.endless_terminals.checks.program_checks import LIVE, Archive, Git, Query, Running, Runs, Serves
+from palaestra.suites.endless_terminals.checks.program_checks import LIVE, Archive, Git, Running, Runs, Serves, SqlQuery
 
-Check: TypeAlias = (
+AnyCheck: TypeAlias = (
     Absent
     | Archive
     | Csv
@@ -32,41 +32,41 @@ Check: TypeAlias = (
     | Json
     | JsonLines
     | Lines
-    | Link
+    | SymbolicLink
     | Modes
-    | Query
+    | SqlQuery
     | Running
     | Runs
     | Serves
-    | Text
+    | TextFile
     | Toml
     | Yaml
 )
 
 
-async def faults(checks: Sequence[Check], slot: Slot) -> list[str]:
-    """What each check finds wrong, in order; an empty string where it holds. Raises `InfraError` for a failing slot."""
+async def faults(checks: Sequence[AnyCheck], slot: Slot) -> list[str]:
+    """The fault of each check in order, empty if it holds. Raises `InfraError` if the slot fails."""
     return [await _fault(check, slot) for check in checks]
 
 
-async def live_faults(checks: Sequence[Check], slot: Slot, sealed: Callable[[], Awaitable[Slot]]) -> list[str]:
-    """The same of a task about running processes: these are looked at in the agent's slot, and then all else in the one
-    that `sealed` gives, which may end the first."""
+async def live_faults(checks: Sequence[AnyCheck], slot: Slot, sealed: Callable[[], Awaitable[Slot]]) -> list[str]:
+    """The faults for a task about running processes: checks of processes use the agent's slot, then all others the slot
+    that `sealed` returns, which may end the first."""
     seen = {number: await _fault(check, slot) for number, check in enumerate(checks) if isinstance(check, LIVE)}
     rest = await sealed() if len(seen) < len(checks) else slot
     return [seen[number] if number in seen else await _fault(check, rest) for number, check in enumerate(checks)]
 
 
-async def first_fault(checks: Sequence[Check], slot: Slot) -> str:
-    """The first thing that is wrong, looking no further; empty where every check holds."""
+async def first_fault(checks: Sequence[AnyCheck], slot: Slot) -> str:
+    """The first fault; empty if every check holds."""
     for check in checks:
         if fault := await _fault(check, slot):
             return fault
     return ""
 
 
-async def _fault(check: Check, slot: Slot) -> str:
+async def _fault(check: AnyCheck, slot: Slot) -> str:
     try:
         return await check.fault(slot)
-    except Unreadable as error:
+    except UnreadableFile as error:
         return str(error)

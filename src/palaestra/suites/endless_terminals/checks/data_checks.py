@@ -1,4 +1,4 @@
-"""Checks of files by what they mean in a format: layout, quoting and the order of keys do not count."""
+"""Checks of files by their parsed content: layout, quoting and the order of keys are ignored."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import io
 import json
 import tomllib
 
+from palaestra.core.literals import read_yaml
 from palaestra.core.types import JSON
-from palaestra.core.yaml_reader import read_yaml
 from palaestra.sandbox.slot import Slot
-from palaestra.suites.endless_terminals.checks.check import BaseCheck, different, read_text, something_else
+from palaestra.suites.endless_terminals.checks.base_check import BaseCheck, different, read_text, something_else
 
 _MOST_YAML = 1 << 16
-"""Characters: reading YAML is slow."""
+"""Characters. Parsing YAML is slow."""
 
 
 def _same(got: JSON, wanted: JSON) -> bool:
-    """Equal as data: 1 is 1.0, but true is not 1."""
+    """Whether values are equal as data: 1 equals 1.0, but true differs from 1."""
     if isinstance(got, bool) or isinstance(wanted, bool):
         return got is wanted
     if isinstance(got, dict) and isinstance(wanted, dict):
@@ -70,12 +70,12 @@ class Csv(BaseCheck, frozen=True):
         try:
             got = [[cell.strip() for cell in row] for row in csv.reader(text, delimiter=self.separator) if row]
         except csv.Error:
-            return f"{self.path} is not in the format that was asked for"
+            return f"{self.path} does not have the requested format"
         return different(self.path, got, self.rows)
 
 
 class Ini(BaseCheck, frozen=True):
-    """An INI file with these sections and values. Names of keys are told apart by case as little as readers do."""
+    """An INI file with these sections and values; the case of keys is ignored, as by most readers."""
 
     sections: dict[str, dict[str, str]]
 
@@ -110,7 +110,7 @@ class Yaml(BaseCheck, frozen=True):
     async def fault(self, slot: Slot) -> str:
         text = await read_text(slot, self.path)
         if len(text) > _MOST_YAML:
-            return f"{self.path} is far larger than it should be"
+            return f"{self.path} is too large"
         try:
             got = read_yaml(text)
         except ValueError:

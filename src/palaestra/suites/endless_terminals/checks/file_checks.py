@@ -1,4 +1,4 @@
-"""Checks of files as the file system has them: text, absence, modes, links, what a directory holds."""
+"""Checks of the file system: text, existence, modes, links, the content of a directory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import posixpath
 
 from palaestra.sandbox.slot import Slot
-from palaestra.suites.endless_terminals.checks.check import (
+from palaestra.suites.endless_terminals.checks.base_check import (
     BaseCheck,
     different,
     look,
@@ -17,8 +17,8 @@ from palaestra.suites.endless_terminals.checks.check import (
 )
 
 
-class Text(BaseCheck, frozen=True):
-    """A file with this text; blanks at the ends of lines and empty lines at the end do not count unless `exact`."""
+class TextFile(BaseCheck, frozen=True, tag="text"):
+    """A file with this text; blanks at line ends and empty lines at the end are ignored unless `exact`."""
 
     text: str
     exact: bool = False
@@ -31,7 +31,7 @@ class Text(BaseCheck, frozen=True):
 
 
 class Lines(BaseCheck, frozen=True):
-    """A file with these lines, blanks around them and empty lines aside."""
+    """A file with these lines, ignoring blanks around them and empty lines."""
 
     lines: list[str]
 
@@ -42,29 +42,29 @@ class Lines(BaseCheck, frozen=True):
 
 
 class Exists(BaseCheck, frozen=True):
-    """Something is there, of this kind: file, dir or symlink."""
+    """An entry of this kind exists: file, dir or symlink."""
 
     kind: str = "file"
 
     async def fault(self, slot: Slot) -> str:
         found = await look(slot, self.path)
         if found is None:
-            return f"{self.path} is not there"
+            return f"{self.path} does not exist"
         return "" if found.kind == self.kind else f"{self.path} is a {found.kind}, not a {self.kind}"
 
 
 class Absent(BaseCheck, frozen=True):
-    """Nothing is there."""
+    """No entry exists."""
 
     async def fault(self, slot: Slot) -> str:
-        return f"{self.path} is there" if await look(slot, self.path) else ""
+        return f"{self.path} exists" if await look(slot, self.path) else ""
 
     def made(self) -> tuple[str, ...]:
         return ()
 
 
 class Modes(BaseCheck, frozen=True):
-    """Files and directories below `path` with these permission bits, written as `stat` does: "640"."""
+    """Files and directories below `path` with these permission bits in octal: "640"."""
 
     modes: dict[str, str]
 
@@ -72,7 +72,7 @@ class Modes(BaseCheck, frozen=True):
         for name, wanted in self.modes.items():
             found = await look(slot, posixpath.join(self.path, name))
             if found is None:
-                return f"{self.path}/{name} is not there"
+                return f"{self.path}/{name} does not exist"
             if found.mode & 0o7777 != int(wanted, 8):
                 return f"{self.path}/{name} has mode {found.mode & 0o7777:o}"
         return ""
@@ -81,8 +81,8 @@ class Modes(BaseCheck, frozen=True):
         return ()
 
 
-class Link(BaseCheck, frozen=True):
-    """A symbolic link that leads to `target`, written as a relative or an absolute path."""
+class SymbolicLink(BaseCheck, frozen=True, tag="link"):
+    """A symbolic link to `target`, as a relative or an absolute path."""
 
     target: str
 
@@ -90,13 +90,13 @@ class Link(BaseCheck, frozen=True):
         code = "answer([os.readlink(asked[0]), os.path.realpath(asked[0]) == os.path.realpath(asked[1])])"
         found = await look(slot, self.path)
         if found is None or found.kind != "symlink":
-            return f"{self.path} is no symbolic link"
+            return f"{self.path} is not a symbolic link"
         link, same = await probe(slot, code, [self.path, self.target], tuple[str, bool])
-        return "" if same else f"{self.path} leads to {link}"
+        return "" if same else f"{self.path} points to {link}"
 
 
 class Files(BaseCheck, frozen=True):
-    """A directory that holds exactly these files, at any depth, with these texts; None leaves a text open."""
+    """A directory that contains exactly these files, at any depth, with these texts; None: any text."""
 
     files: dict[str, str | None]
 
@@ -108,12 +108,12 @@ class Files(BaseCheck, frozen=True):
         got = await probe(slot, code, self.path, list[str])
         if sorted(got) != sorted(self.files):
             extra, missing = sorted(set(got) - set(self.files)), sorted(set(self.files) - set(got))
-            return f"{self.path}: {len(missing)} files are missing, {len(extra)} should not be there {extra[:3]}"
+            return f"{self.path}: {len(missing)} files are missing, {len(extra)} are unexpected {extra[:3]}"
         for name, wanted in self.files.items():
             if wanted is not None:
                 text = await read_text(slot, f"{self.path}/{name}")
                 if plain(text) != plain(wanted):
-                    return f"{self.path}/{name} holds something else"
+                    return f"{self.path}/{name} has other content"
         return ""
 
     def made(self) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ class Files(BaseCheck, frozen=True):
 
 
 class Digests(BaseCheck, frozen=True):
-    """Lines of `sha256sum` for these files as they are, each once, paths relative to the workspace, in any order."""
+    """Lines of `sha256sum` for these files, each once, in any order, with paths relative to the workspace."""
 
     files: list[str]
     algorithm: str = "sha256"
@@ -133,4 +133,4 @@ class Digests(BaseCheck, frozen=True):
         return different(self.path, sorted(got), sorted(wanted))
 
 
-__all__ = ["Absent", "Digests", "Exists", "Files", "Lines", "Link", "Modes", "Text"]
+__all__ = ["Absent", "Digests", "Exists", "Files", "Lines", "Modes", "SymbolicLink", "TextFile"]

@@ -1,6 +1,6 @@
-"""Checks that look with a program of the slot: what a script does, what an archive, a database or a repository holds.
+"""Checks that run a program in the slot: scripts, archives, databases, repositories, running processes.
 
-Programs of an agent run in the grading slot with inputs that it has never seen, and only what they print is compared.
+An agent's programs run in the grading slot with inputs that the agent never saw, and only their output is compared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import WORKSPACE, Slot
-from palaestra.suites.endless_terminals.checks.check import (
+from palaestra.suites.endless_terminals.checks.base_check import (
     TIMEOUT_S,
     BaseCheck,
     different,
@@ -30,7 +30,7 @@ _CASES = "/tmp/cases"  # noqa: S108  in the grading slot
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One call of a program: words after it, standard input and files of its directory, and what it should print."""
+    """One call of a program: arguments, standard input, files of its directory, and the expected output."""
 
     output: str
     arguments: list[str] = []
@@ -40,7 +40,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Runs(BaseCheck, frozen=True):
-    """A program at `path` (`command` starts it) that does this in each case, in a fresh directory."""
+    """A program at `path`, started by `command`, that gives the expected output in each case, in a fresh directory."""
 
     command: list[str]
     cases: list[Case]
@@ -50,13 +50,13 @@ class Runs(BaseCheck, frozen=True):
             place = f"{_CASES}/{self.path}/{number}"
             for name, text in {".keep": "", **case.files}.items():
                 await slot.write_text(f"{place}/{name}", text)
-            quiet = ["sh", "-c", 'exec "$@" 2>/dev/null', "sh"]  # what it says on standard error is its own affair
+            quiet = ["sh", "-c", 'exec "$@" 2>/dev/null', "sh"]  # standard error is not checked
             argv = [*quiet, *self.command, f"{WORKSPACE}/{self.path}", *case.arguments]
             done = await slot.execute(argv, cwd=place, stdin=case.stdin.encode(), timeout_s=TIMEOUT_S, spill=False)
             if done.exit_code != case.exit_code:
                 return f"{self.path}, case {number}: exit code {done.exit_code}"
             if case.exit_code == 0 and plain(done.output) != plain(case.output):
-                return f"{self.path}, case {number}: it prints something else: {done.output[:200]!r}"
+                return f"{self.path}, case {number}: wrong output: {done.output[:200]!r}"
         return ""
 
 
@@ -72,10 +72,10 @@ class Archive(BaseCheck, frozen=True):
             return f"{self.path}: {got}"
         members = {name.removeprefix("./").rstrip("/"): text for name, text in got.items()}
         if sorted(members) != sorted(self.members):
-            return f"{self.path} holds other members: {reprlib.repr(sorted(members))}"
+            return f"{self.path} has other members: {reprlib.repr(sorted(members))}"
         for name, text in self.members.items():
             if plain(members[name]) != plain(text):
-                return f"{self.path}: {name} holds something else"
+                return f"{self.path}: {name} has other content"
         return ""
 
 
@@ -101,8 +101,8 @@ except Exception as error:
 """
 
 
-class Query(BaseCheck, frozen=True):
-    """A SQLite database that answers a query with these rows."""
+class SqlQuery(BaseCheck, frozen=True, tag="query"):
+    """A SQLite database whose query returns these rows."""
 
     sql: str
     rows: list[list[JSON]]
@@ -131,7 +131,7 @@ except Exception as error:
 
 
 class Git(BaseCheck, frozen=True):
-    """A repository in which this git command prints this; nothing that the repository configures is run."""
+    """A repository in which this git command prints `output`; programs that the repository configures do not run."""
 
     arguments: list[str]
     output: str
@@ -142,7 +142,7 @@ class Git(BaseCheck, frozen=True):
         argv = ["git", *(word for value in harmless for word in ("-c", value)), "--no-pager", *self.arguments]
         place = f"{WORKSPACE}/{self.path}"
         if await look(slot, place) is None:
-            return f"{self.path} is not there"
+            return f"{self.path} does not exist"
         done = await slot.execute(["sh", "-c", f"cd {shlex.quote(place)} && {shlex.join(argv)}"], timeout_s=TIMEOUT_S)
         got, wanted = plain(done.output), plain(self.output)
         if not self.ordered:
@@ -154,9 +154,9 @@ class Git(BaseCheck, frozen=True):
 
 
 class Serves(BaseCheck, frozen=True):
-    """A process of the agent's that answers HTTP on this port: the page at `path` of the server holds this text.
+    """A process of the agent that serves this text over HTTP on this port; `path` is the path of the page.
 
-    Looked at in the agent's own slot; so `path` begins with a slash, and nothing is made in the workspace.
+    Checked in the agent's own slot; no file is created.
     """
 
     port: int
@@ -180,7 +180,7 @@ class Serves(BaseCheck, frozen=True):
 
 
 class Running(BaseCheck, frozen=True):
-    """A process lives whose number is in the file at `path`, and its command line holds `word`."""
+    """A running process whose id is in the file at `path` and whose command line contains `word`."""
 
     word: str
 
@@ -188,10 +188,10 @@ class Running(BaseCheck, frozen=True):
         first = (await read_text(slot, self.path)).split()[:1]
         found = await slot.arguments(int(first[0])) if first and _NUMBER.fullmatch(first[0]) else None
         held = found is not None and self.word in " ".join(found).split()
-        return "" if held else f"{self.path} names no such process: {found!r:.200}"
+        return "" if held else f"{self.path} does not contain the id of such a process: {found!r:.200}"
 
 
 LIVE = (Running, Serves)
-"""What can be seen in the agent's own slot alone; seen from outside of it, since all programs there are the agent's."""
+"""Checks that need the agent's own slot. They look from outside, because every program inside may be the agent's."""
 
-__all__ = ["LIVE", "Archive", "Case", "Git", "Query", "Running", "Runs", "Serves"]
+__all__ = ["LIVE", "Archive", "Case", "Git", "Running", "Runs", "Serves", "SqlQuery"]

@@ -1,11 +1,11 @@
-"""Git: repositories begun, branched, merged, searched and repaired. The slot's image must have git."""
+"""Tasks about git repositories. The slot's image must have git."""
 
 from __future__ import annotations
 
-from palaestra.suites.endless_terminals.checks.all_checks import Check
-from palaestra.suites.endless_terminals.checks.file_checks import Absent, Exists, Lines, Text
+from palaestra.suites.endless_terminals.checks.all_checks import AnyCheck
+from palaestra.suites.endless_terminals.checks.file_checks import Absent, Exists, Lines, TextFile
 from palaestra.suites.endless_terminals.checks.program_checks import Git
-from palaestra.suites.endless_terminals.family import Build, Family, Part, Source
+from palaestra.suites.endless_terminals.family import Build, DataFile, Family, TaskPart
 from palaestra.suites.endless_terminals.random_stream import Draw
 from palaestra.suites.endless_terminals.words import PEOPLE
 
@@ -16,13 +16,13 @@ _IDENTITY = (
     "GIT_COMMITTER_NAME=Setup GIT_COMMITTER_EMAIL=setup@example.org "
     "GIT_AUTHOR_DATE='2024-01-01T00:00:00Z' GIT_COMMITTER_DATE='2024-01-01T00:00:00Z'\n"
 )
-"""Who commits in set-ups and solutions: the same commits get the same names everywhere."""
+"""The committer of set-ups and solutions, fixed so that commits have the same names everywhere."""
 
 _TOLD = "Where git wants an identity, any will do."
 
 
 def _begun(folder: str) -> str:
-    """Shell that makes an empty repository with the branch main and enters it."""
+    """Shell that creates an empty repository with the branch main and enters it."""
     return f"{_IDENTITY}mkdir -p {folder}\ncd {folder}\ngit init -q -b main .\n"
 
 
@@ -37,8 +37,8 @@ def _solved(folder: str, shell: str) -> str:
     return f"{_IDENTITY}cd {folder}\n{shell}"
 
 
-def committed(draw: Draw, place: str, given: Source | None) -> Part:
-    """A repository of its own, with a given author, message and ignored files."""
+def committed(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
+    """Create a repository with a given author, message and ignored files."""
     folder = f"{place}/project"
     kept = {f"{word}.txt": draw.prose(2) for word in draw.words(3)}
     junk = {f"{word}.o": "object\n" for word in draw.words(2)}
@@ -63,11 +63,11 @@ def committed(draw: Draw, place: str, given: Source | None) -> Part:
         Git(folder, ["status", "--porcelain"], ""),
         Git(folder, ["check-ignore", *sorted(junk)], "\n".join(sorted(junk))),
     )
-    return Part(ask, solution, checks, {f"{folder}/{name}": text for name, text in {**kept, **junk}.items()})
+    return TaskPart(ask, solution, checks, {f"{folder}/{name}": text for name, text in {**kept, **junk}.items()})
 
 
-def merged(draw: Draw, place: str, given: Source | None) -> Part:
-    """Two branches that changed different files."""
+def merged(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
+    """Merge two branches that changed different files."""
     folder = f"{place}/repo"
     a, b, c, branch = draw.words(4)
     texts = {name: draw.prose(2) for name in (f"{a}.txt", f"{b}.txt", f"{c}.txt")}
@@ -90,15 +90,15 @@ def merged(draw: Draw, place: str, given: Source | None) -> Part:
         folder, f"git checkout -q main\ngit merge -q --no-ff --no-edit {branch}\ngit branch -q -d {branch}\n"
     )
     names = sorted(texts)
-    checks: tuple[Check, ...] = (
+    checks: tuple[AnyCheck, ...] = (
         Git(folder, ["for-each-ref", "--format=%(refname)", "refs/heads"], "refs/heads/main"),
         Git(folder, ["symbolic-ref", "HEAD"], "refs/heads/main"),
         Git(folder, ["log", "--format=%s", "--no-merges", "main"], "First\nSecond\nThird\nFourth", False),
         Git(folder, ["rev-list", "--count", "--merges", "main"], "1"),
         Git(folder, ["ls-tree", "-r", "--name-only", "main"], "\n".join(names)),
         Git(folder, ["status", "--porcelain"], ""),
-        Text(f"{folder}/{a}.txt", changed),
-        Text(f"{folder}/{b}.txt", texts[f"{b}.txt"]),
+        TextFile(f"{folder}/{a}.txt", changed),
+        TextFile(f"{folder}/{b}.txt", texts[f"{b}.txt"]),
     )
     initial = (
         Git(folder, ["rev-list", "--count", "--merges", "main"], "0"),
@@ -106,11 +106,11 @@ def merged(draw: Draw, place: str, given: Source | None) -> Part:
         Exists(f"{folder}/{a}.txt"),
         Absent(f"{folder}/{b}.txt"),
     )
-    return Part(ask, solution, checks, setup=setup, initial=initial)
+    return TaskPart(ask, solution, checks, setup=setup, initial=initial)
 
 
-def tagged(draw: Draw, place: str, given: Source | None) -> Part:
-    """The commit that brought a line in gets a tag; nothing is checked out."""
+def tagged(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
+    """Tag the commit that added a line."""
     folder = f"{place}/repo"
     count, guilty = draw.between(6, 10), draw.between(2, 5)
     word, name, tag, others = draw.fresh(), f"{draw.fresh()}.txt", f"found-{draw.fresh()}", draw.words(9)
@@ -131,11 +131,11 @@ def tagged(draw: Draw, place: str, given: Source | None) -> Part:
         Git(folder, ["status", "--porcelain"], ""),
     )
     initial = (Git(folder, ["tag"], ""),)
-    return Part(ask, solution, checks, setup=setup, initial=initial)
+    return TaskPart(ask, solution, checks, setup=setup, initial=initial)
 
 
-def restored(draw: Draw, place: str, given: Source | None) -> Part:
-    """A file that a commit deleted comes back as it was before, committed."""
+def restored(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
+    """Restore a file that a commit deleted."""
     folder = f"{place}/repo"
     name, other = f"{draw.fresh()}.txt", f"{draw.fresh()}.txt"
     last, message = draw.prose(4), f"Restore {draw.fresh()}"
@@ -158,17 +158,17 @@ def restored(draw: Draw, place: str, given: Source | None) -> Part:
         f"git commit -q -m '{message}'\n",
     )
     checks = (
-        Text(f"{folder}/{name}", last),
+        TextFile(f"{folder}/{name}", last),
         Git(folder, ["show", f"main:{name}"], last),
         Git(folder, ["log", "--format=%s", "main"], f"{message}\nGo on\nTidy up\nChange the file\nAdd the file"),
         Git(folder, ["status", "--porcelain"], ""),
     )
     initial = (Absent(f"{folder}/{name}"), Git(folder, ["rev-list", "--count", "main"], "4"))
-    return Part(ask, solution, checks, setup=setup, initial=initial)
+    return TaskPart(ask, solution, checks, setup=setup, initial=initial)
 
 
-def authored(draw: Draw, place: str, given: Source | None) -> Part:
-    """Who made how many commits, from the history alone."""
+def authored(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
+    """Count the commits of each author."""
     folder, target = f"{place}/repo", f"{place}/{draw.fresh()}.txt"
     people = draw.sample(PEOPLE, 4)
     counts = dict(zip(people, draw.sample(range(1, 7), 4), strict=True))
@@ -188,13 +188,13 @@ def authored(draw: Draw, place: str, given: Source | None) -> Part:
         f"git -c safe.directory='*' -C {folder} log --format=%an main | sort | uniq -c | sort -nr | "
         f"awk '{{print $1, $2}}' > {target}\n"
     )
-    output = Source(target, "lines", lines=tuple(found))
+    output = DataFile(target, "lines", lines=tuple(found))
     initial = (Git(folder, ["rev-list", "--count", "main"], str(sum(counts.values()))),)
-    return Part(ask, solution, (Lines(target, found),), setup=setup, initial=initial, output=output)
+    return TaskPart(ask, solution, (Lines(target, found),), setup=setup, initial=initial, output=output)
 
 
-def untracked(draw: Draw, place: str, given: Source | None) -> Part:
-    """Files that never should have been committed leave the index but not the disk."""
+def untracked(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
+    """Stop tracking files without deleting them."""
     folder, message = f"{place}/repo", f"Ignore {draw.fresh()}"
     kept, secret, cache = f"{draw.fresh()}.txt", f"{draw.fresh()}.env", f"cache/{draw.fresh()}.bin"
     setup = (
@@ -218,12 +218,12 @@ def untracked(draw: Draw, place: str, given: Source | None) -> Part:
         Git(folder, ["ls-tree", "-r", "--name-only", "main"], f".gitignore\n{kept}", False),
         Git(folder, ["log", "--format=%s", "main"], f"{message}\nAll"),
         Git(folder, ["status", "--porcelain"], ""),
-        Text(f"{folder}/{secret}", "secret"),
-        Text(f"{folder}/{cache}", "x"),
+        TextFile(f"{folder}/{secret}", "secret"),
+        TextFile(f"{folder}/{cache}", "x"),
     )
     tracked = Git(folder, ["ls-files"], f"{cache}\n{kept}\n{secret}", False)
     initial = (tracked, Exists(f"{folder}/{secret}"), Exists(f"{folder}/{cache}"))
-    return Part(ask, solution, checks, setup=setup, initial=initial)
+    return TaskPart(ask, solution, checks, setup=setup, initial=initial)
 
 
 def _family(name: str, build: Build) -> Family:

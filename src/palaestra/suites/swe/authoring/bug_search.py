@@ -1,7 +1,7 @@
-"""Finding bugs that tests notice, for packages that no manifest pins yet.
+"""Find bugs that tests detect, for packages that the manifest does not pin.
 
-Candidates are tried in an order given by the hash of their text: the same package gives the same tasks. A bug is kept
-when some tests flip, but not all, and many go on passing; at most two of a kind and one per function, for variety.
+The hash of a candidate's text gives its place in the order, so the same package gives the same tasks. A bug is kept if
+some tests fail and many keep passing. For variety at most two bugs have the same kind, and one is in each function.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from palaestra.core.errors import GraderError, TaskError
+from palaestra.suites.grading.run_tests import Status, TestRun
 from palaestra.suites.swe.authoring.build_rows import BASE_TIMEOUT_S, Repository, flips
 from palaestra.suites.swe.authoring.layout import source_files, test_files
 from palaestra.suites.swe.authoring.manifest import PinnedMutation
-from palaestra.suites.swe.authoring.package_trial import Trial
-from palaestra.suites.swe.mutate import Mutation, apply, find_mutations
-from palaestra.suites.swe.run_tests import Status, TestRun
+from palaestra.suites.swe.authoring.mutations import Mutation, apply, find_mutations
+from palaestra.suites.swe.authoring.package_trial import PackageTrial
 
 MAX_FAIL_TO_PASS = 20
 MIN_PASS_TO_PASS = 5
@@ -28,29 +28,29 @@ _SLOWEST_TEST_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a search gave: the bugs, and the tests that did not behave the same twice."""
+class FoundBugs:
+    """The bugs that were found, and the tests whose outcome differs between two runs."""
 
     mutations: tuple[PinnedMutation, ...]
     flaky: tuple[str, ...]
 
 
-async def steady_base(trial: Trial, tests: Sequence[str]) -> tuple[TestRun, tuple[str, ...]]:
-    """Run the unchanged package twice. Returns the first run and the tests whose two outcomes differ.
+async def steady_base(trial: PackageTrial, tests: Sequence[str]) -> tuple[TestRun, tuple[str, ...]]:
+    """Run the unchanged package twice. Return the first run and the tests whose outcomes differ.
 
-    Raises `TaskError` when hardly anything passes.
+    Raises `TaskError` if too few tests pass.
     """
     first = await trial.run(tests, timeout_s=BASE_TIMEOUT_S)
     second = await trial.run(tests, timeout_s=BASE_TIMEOUT_S)
     names = {*first.statuses, *second.statuses}
     flaky = tuple(sorted(name for name in names if first.statuses.get(name) is not second.statuses.get(name)))
     if sum(status is Status.PASSED for status in first.statuses.values()) <= MIN_PASS_TO_PASS:
-        raise TaskError(f"hardly any test passes in the unchanged package:\n{first.output[-1500:]}")
+        raise TaskError(f"too few tests pass in the unchanged package:\n{first.output[-1500:]}")
     return first, flaky
 
 
 async def find_bugs(
-    trial: Trial,
+    trial: PackageTrial,
     repository: Repository,
     *,
     want: int,
@@ -58,8 +58,8 @@ async def find_bugs(
     modules: Sequence[str] = (),
     max_tries: int = 120,
     progress: Callable[[str], None] = lambda line: None,
-) -> Found:
-    """Try candidates until `want` of them are good, or `max_tries` have been run."""
+) -> FoundBugs:
+    """Try candidates until `want` of them are kept or `max_tries` have run."""
     chosen = tuple(tests) or test_files(repository.files)
     base, flaky = await steady_base(trial, chosen)
     budget_s = 10 + 4 * sum(base.durations_s.values())
@@ -79,11 +79,11 @@ async def find_bugs(
             kept.append(pinned)
             kinds[mutation.kind] += 1
             functions.add((mutation.path, mutation.function))
-    return Found(tuple(sorted(kept, key=lambda mutation: mutation.id)), flaky)
+    return FoundBugs(tuple(sorted(kept, key=lambda mutation: mutation.id)), flaky)
 
 
 def candidates(repository: Repository, modules: Sequence[str] = ()) -> Iterator[Mutation]:
-    """Every mutation of the package's modules, shuffled by the hash of what it is."""
+    """Every mutation of the package's modules, ordered by hash."""
     found = []
     for path in source_files(repository.files):
         if not modules or path in modules:
@@ -95,7 +95,7 @@ def candidates(repository: Repository, modules: Sequence[str] = ()) -> Iterator[
 
 
 async def _try(
-    trial: Trial,
+    trial: PackageTrial,
     repository: Repository,
     mutation: Mutation,
     base: TestRun,
@@ -113,7 +113,7 @@ async def _try(
     if not 1 <= len(found.fail_to_pass) <= MAX_FAIL_TO_PASS or not enough:
         return None
     if not any(name in run.failures and run.failures[name].line for name in found.fail_to_pass):
-        return None  # nothing to describe the failure by
+        return None  # the problem statement would have no failure to describe
     files = _relevant(found.fail_to_pass, found.pass_to_pass)
     data = repository.files[mutation.path].data
     return PinnedMutation(
@@ -130,7 +130,7 @@ async def _try(
 
 
 def _relevant(broken: Sequence[str], passing: Sequence[str]) -> tuple[str, ...]:
-    """The files of the broken tests, and one more whose tests pass, where there is one."""
+    """The files of the broken tests, and one more file whose tests pass."""
     files = {name.split("::", 1)[0] for name in broken}
     others = sorted({name.split("::", 1)[0] for name in passing} - files)
     return tuple(sorted({*files, *others[:_EXTRA_TEST_FILES]}))

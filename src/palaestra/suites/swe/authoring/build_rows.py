@@ -1,7 +1,7 @@
-"""From pinned packages to rows: make the repository, put each bug in, run the tests, describe what fails.
+"""Make a dataset row from a pinned bug: inject it, run the tests, describe what fails.
 
-P2P is limited to `MAX_PASS_TO_PASS` names, chosen by the hash of the name, so that the same tests are named each time;
-all of them come from the test files pinned with the bug: those that notice it, and a few others.
+P2P has at most `MAX_PASS_TO_PASS` names, chosen by their hash so that every build names the same tests. All are in the
+test files that the manifest pins with the bug.
 """
 
 from __future__ import annotations
@@ -12,26 +12,28 @@ from dataclasses import dataclass
 
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
+from palaestra.suites.grading.python_source import SourceEdit, apply_edits
+from palaestra.suites.grading.run_tests import FailedTest, Status, TestRun
+from palaestra.suites.grading.toolchain import Install
 from palaestra.suites.swe import apply_diff
 from palaestra.suites.swe.authoring.manifest import PinnedMutation, PinnedPackage
-from palaestra.suites.swe.authoring.package_trial import Trial
+from palaestra.suites.swe.authoring.package_trial import PackageTrial
 from palaestra.suites.swe.authoring.problem_statement import mentions, problem_statement
 from palaestra.suites.swe.authoring.sdist import SourceFile
-from palaestra.suites.swe.run_tests import Failure, Status, TestRun
-from palaestra.suites.swe.swe_rows import Install, RowKind
+from palaestra.suites.swe.swe_row import RowKind
 
 ROW_SCHEMA = "palaestra.swe-row/1"
 MAX_PASS_TO_PASS = 200
 BASE_TIMEOUT_S = 300.0
 MUTATED_TIMEOUT_S = 60.0
 _CREATED_AT = "2000-01-01T00:00:00+00:00"
-_UNSEEN = Failure("AssertionError", "", "", 0)
+_UNSEEN = FailedTest("AssertionError", "", "", 0)
 _BROKEN = (Status.FAILED, Status.ERROR)
 
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A package as a repository: its files, where its bare repository lies (as rows say it), and its one commit."""
+    """A package as a repository. `repo_path` is its bare repository as rows name it, `commit` its only commit."""
 
     package: PinnedPackage
     files: Mapping[str, SourceFile]
@@ -45,17 +47,17 @@ class Repository:
 
 @dataclass(frozen=True, slots=True)
 class Flips:
-    """What a bug does to the tests: which stop passing (each reported so, none just gone), and which go on."""
+    """The tests that fail with a bug (reported as failed, not missing), and those that keep passing."""
 
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
 
 
 def flips(base: TestRun, mutated: TestRun, flaky: Sequence[str] = ()) -> Flips:
-    """Compare two runs. Raises `TaskError` when the bug made pytest break off: that is no clean task."""
+    """Compare two runs. Raises `TaskError` if pytest did not finish with the bug."""
     stable = [name for name, status in base.statuses.items() if status is Status.PASSED and name not in set(flaky)]
     if not mutated.complete:
-        raise TaskError("the tests do not run to their end with the bug in")
+        raise TaskError("the tests do not finish with the bug")
     here = [name for name in stable if name in mutated.statuses]
     broken = tuple(sorted(name for name in here if mutated.statuses[name] in _BROKEN))
     passing = [name for name in here if mutated.statuses[name] is Status.PASSED]
@@ -63,28 +65,30 @@ def flips(base: TestRun, mutated: TestRun, flaky: Sequence[str] = ()) -> Flips:
 
 
 def apply_pinned(repository: Repository, mutation: PinnedMutation) -> str:
-    """The file with the bug in. Raises `TaskError` when the pinned text is not where it should be."""
+    """The file with the bug. Raises `TaskError` if the file does not contain the pinned text at its place."""
     if mutation.path not in repository.files:
         raise TaskError(f"{mutation.id}: {repository.package.name} has no file {mutation.path}")
     data = repository.files[mutation.path].data
     if data[mutation.start : mutation.end].decode("utf-8", "replace") != mutation.before:
-        raise TaskError(f"{mutation.id}: {mutation.path} does not read {mutation.before!r} at byte {mutation.start}")
-    return (data[: mutation.start] + mutation.replacement.encode() + data[mutation.end :]).decode()
+        raise TaskError(f"{mutation.id}: {mutation.path} does not contain {mutation.before!r} at byte {mutation.start}")
+    return apply_edits(data.decode(), [SourceEdit(mutation.start, mutation.end, mutation.replacement)])
 
 
-async def make_row(trial: Trial, repository: Repository, mutation: PinnedMutation, base: TestRun) -> dict[str, JSON]:
-    """Run the pinned tests with the bug in and write the row. Raises `TaskError` when nothing notices the bug."""
+async def make_row(
+    trial: PackageTrial, repository: Repository, mutation: PinnedMutation, base: TestRun
+) -> dict[str, JSON]:
+    """Run the pinned tests with the bug and make the row. Raises `TaskError` if no test detects the bug."""
     after = apply_pinned(repository, mutation)
     run = await trial.run(mutation.tests, timeout_s=MUTATED_TIMEOUT_S, changed={mutation.path: after})
     within = {name: status for name, status in base.statuses.items() if name.split("::", 1)[0] in set(mutation.tests)}
     found = flips(TestRun(within, complete=True), run, repository.package.flaky)
     if not found.fail_to_pass:
-        raise TaskError(f"{mutation.id}: no test of {', '.join(mutation.tests)} notices the bug here")
+        raise TaskError(f"{mutation.id}: no test of {', '.join(mutation.tests)} detects the bug here")
     return row(repository, mutation, after, found, run)
 
 
 def row(repository: Repository, mutation: PinnedMutation, after: str, found: Flips, run: TestRun) -> dict[str, JSON]:
-    """One row in the SWE-smith schema, with our own columns after it."""
+    """One row in the SWE-smith schema, followed by our own columns."""
     package = repository.package
     failures = {name: run.failures.get(name, _UNSEEN) for name in found.fail_to_pass}
     texts = {

@@ -1,4 +1,4 @@
-"""How the tests of an unpacked package are found and run: from its files alone, nothing is executed."""
+"""Find the tests and modules of an unpacked package by its file names; nothing is executed."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ _NOT_SOURCES = _TEST_DIRECTORIES | {"docs", "doc", "examples", "benchmarks", "be
 
 
 def python_path(paths: Collection[str]) -> tuple[str, ...]:
-    """Where the package's modules are imported from: `src` in that layout, else the root."""
+    """The import path of the package: `src` in that layout, else the root."""
     in_src = any(path.startswith("src/") and path.endswith(".py") for path in paths)
     return ("src",) if in_src else (".",)
 
 
 def test_files(paths: Collection[str]) -> tuple[str, ...]:
-    """Files that pytest would collect by its default names, sorted."""
+    """Files that pytest collects by default, sorted."""
     return tuple(sorted(path for path in paths if is_test_file(path)))
 
 
 def is_test_file(path: str) -> bool:
-    """Whether a file is named like tests: `test_*.py` or `*_test.py`."""
+    """Whether the file name is `test_*.py` or `*_test.py`."""
     name = PurePosixPath(path).name
     return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
 
 
 def source_files(paths: Collection[str]) -> tuple[str, ...]:
-    """Modules of the package itself, where bugs may be put, sorted."""
+    """Modules of the package that may get bugs, sorted."""
     top = python_path(paths)[0]
     found = []
     for path in paths:

@@ -1,7 +1,7 @@
-"""The manifest: which packages, and which bugs in them. With it tasks are rebuilt without any search.
+"""The manifest of packages and their bugs, from which tasks are rebuilt without a search.
 
-A package is pinned by its sdist's sha256, a bug by file, byte span, the text that must stand there, and its
-replacement. Nothing of a package's content is in it but those few replaced characters.
+A package is pinned by the sha256 of its source distribution, a bug by its file, byte span, old text and replacement.
+The manifest contains nothing else of a package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCHEMA = "palaestra.swe-manifest/1"
 
 @dataclass(frozen=True, slots=True)
 class PinnedMutation:
-    """One bug. `tests` are the test files to run; `fail_to_pass` how many of their tests notice it."""
+    """One bug. `tests` are the test files to run, `fail_to_pass` how many of their tests detect it."""
 
     id: str
     path: str
@@ -34,7 +34,7 @@ class PinnedMutation:
 
 @dataclass(frozen=True, slots=True)
 class PinnedPackage:
-    """One release. `requirements` are needed besides those of the manifest, `flaky` tests are never named."""
+    """One release. `requirements` are additional to those of the manifest; rows never name `flaky` tests."""
 
     name: str
     version: str
@@ -48,15 +48,15 @@ class PinnedPackage:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All pinned packages. `requirements` is pytest with what it imports, the same for all of them."""
+    """All pinned packages. `requirements` is pytest with its dependencies, shared by all packages."""
 
     requirements: tuple[str, ...]
     packages: tuple[PinnedPackage, ...]
 
 
 def load_manifest(path: Path | None = None) -> Manifest:
-    """Read a manifest; None is the one that comes with the package. Raises `ConfigError`."""
-    name = path or "the manifest that comes with the package"
+    """Read a manifest; None: the built-in one. Raises `ConfigError`."""
+    name = path or "the built-in manifest"
     try:
         text = path.read_text() if path else resources.files(__package__).joinpath("manifest.json").read_text()
         raw = json.loads(text)
@@ -72,7 +72,7 @@ def load_manifest(path: Path | None = None) -> Manifest:
 
 
 def dump_manifest(manifest: Manifest) -> str:
-    """The manifest as text: one line per bug, so that a review sees one change per line."""
+    """The manifest as text with one line per bug, for readable diffs."""
     head = json.dumps({"schema": SCHEMA, "requirements": list(manifest.requirements)})[:-1]
     packages = ",\n".join(_dump_package(package) for package in manifest.packages)
     return f'{head}, "packages": [\n{packages}\n]}}\n'

@@ -1,7 +1,7 @@
-"""A package's tests in slots: once as it is, and once for every change of it that is tried.
+"""Run a package's tests in slots, unchanged or with some files changed.
 
-The tree is unpacked into one slot, sealed, and every run starts from that snapshot with the network off, through the
-very functions that grade an agent.
+The tree is unpacked into one slot and sealed. Every run starts from that snapshot without network, by the functions
+that grade an agent.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from palaestra.sandbox.slot import WORKSPACE, SlotSource, SlotSpec, Snapshot
+from palaestra.suites.grading.run_tests import TestRun, run_files
+from palaestra.suites.grading.toolchain import Toolchain
 from palaestra.suites.swe.authoring.sdist import SourceFile
-from palaestra.suites.swe.install import Toolchain
-from palaestra.suites.swe.run_tests import TestRun, run_files
 from palaestra.suites.swe.workspace import unpack
 
 REPO_DIR = f"{WORKSPACE}/repo"
 
 
-class Trial:
-    """One package, ready to be tested. Runs may go on at the same time, each in a slot of its own."""
+class PackageTrial:
+    """One package that is ready to test. Concurrent runs each have their own slot."""
 
     def __init__(self, slots: SlotSource, name: str, spec: SlotSpec, snapshot: Snapshot, toolchain: Toolchain) -> None:
         self._slots = slots
@@ -32,7 +32,7 @@ class Trial:
         self._toolchain = toolchain
 
     async def run(self, tests: Sequence[str], *, timeout_s: float, changed: Mapping[str, str] | None = None) -> TestRun:
-        """Run all tests of these files, with some files of the package changed. Raises `InfraError`."""
+        """Run all tests of these files with `changed` files of the package. Raises `InfraError`."""
         slot = await self._slots.acquire(f"build-{self._name}", spec=self._spec, snapshot=self._snapshot)
         try:
             for path, text in (changed or {}).items():
@@ -45,8 +45,8 @@ class Trial:
 @asynccontextmanager
 async def open_trial(
     slots: SlotSource, name: str, files: Mapping[str, SourceFile], toolchain: Toolchain
-) -> AsyncIterator[Trial]:
-    """Prepare the snapshot, and drop it at the end."""
+) -> AsyncIterator[PackageTrial]:
+    """Prepare the snapshot; it is removed when the block ends."""
     spec = SlotSpec(mounts=toolchain.mounts)
     slot = await slots.acquire(f"build-{name}", spec=spec)
     try:
@@ -57,7 +57,7 @@ async def open_trial(
     snapshot = await slots.seal(slot)
     try:
         full_values = (*toolchain.pytest_args, "-o", "verbosity_assertions=2")  # for the problem statements
-        yield Trial(slots, name, spec, snapshot, replace(toolchain, pytest_args=full_values))
+        yield PackageTrial(slots, name, spec, snapshot, replace(toolchain, pytest_args=full_values))
     finally:
         await slots.forget(snapshot)
 

@@ -1,48 +1,55 @@
-"""The problem statement of a task: what a user of the package would report, made from the tests that notice the bug.
+"""Write the problem statement of a task: what a user of the package would report, from the tests that detect the bug.
 
-It shows calls, what they should give and what they give instead. It never names the file, line or code that was
-changed, nor the tests. The same failures give the same text.
+It shows calls, what they should return and what they return instead. It never names the changed file, line or code, nor
+the tests. The same failures give the same text. The syntax trees of test files are read; nothing is executed.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import re
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from palaestra.suites.swe.authoring.assertions import (
-    Claim,
-    called_name,
-    inlined,
-    read_claim,
-    setup_for,
-    statement_at,
-    unexplained,
-)
-from palaestra.suites.swe.run_tests import Failure
+from palaestra.suites.grading.run_tests import FailedTest
 
 MAX_EXAMPLES = 3
 _MAX_VALUE = 400
 _DIFFERS = re.compile(r"\b0x[0-9a-f]{6,}\b|(?<=/tmp/)tmp\w{8}")
-"""Where an object lies in memory, and the names of temporary files: different each time."""
+"""Memory addresses and names of temporary files, which differ between runs."""
 
-_TELLING = {"NameError", "UnboundLocalError", "AttributeError"}
-"""Exceptions whose message can name the very code that is wrong: only their type is told."""
+_REVEALING = {"NameError", "UnboundLocalError", "AttributeError"}
+"""Exceptions whose message can name the wrong code: only their type is shown."""
+MAX_SETUP_LINES = 16
+MAX_HELPER_LINES = 6
+MAX_HELPER_CHARS = 600
+_EQUALITIES = {
+    "assertEqual",
+    "assertEquals",
+    "assertListEqual",
+    "assertDictEqual",
+    "assertSequenceEqual",
+    "assert_equal",
+}
+_MEMBERSHIPS = {"assertIn", "assert_in"}
+_FOREIGN = frozenset(sys.stdlib_module_names) | frozenset(dir(builtins)) | {"self", "pytest"}
+"""Prefixes of called names that do not belong to the package."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """One thing that goes wrong. `open_names` are names in it that nothing explains: the fewer the better."""
+    """One failure. `open_names` counts its names without a definition: the fewer the better."""
 
     title: str
     body: str
     open_names: int
 
 
-def problem_statement(package: str, failures: Mapping[str, Failure], sources: Mapping[str, str]) -> str:
-    """Describe the failures (at least one). They go by node id; `sources` hold the texts of test files."""
+def problem_statement(package: str, failures: Mapping[str, FailedTest], sources: Mapping[str, str]) -> str:
+    """Describe the failures (at least one), given by node id. `sources` maps test files to their texts."""
     examples: dict[str, _Example] = {}
     for node_id in sorted(failures, key=lambda name: (len(name), name)):
         example = _example(failures[node_id], sources.get(failures[node_id].path, ""))
@@ -61,21 +68,21 @@ def _extent(failing: int, shown: int) -> str:
     return f"{also}Everything else works as before and should go on working. Please find the cause and fix it."
 
 
-def _example(failure: Failure, source: str) -> _Example:
+def _example(failure: FailedTest, source: str) -> _Example:
     """A title and a paragraph with code for one failure."""
     module = _parse(source)
-    located = statement_at(module, failure.line)
+    located = _statement_at(module, failure.line)
     if located is None:
         return _Example("unexpected failure", _happens(failure), 1000)
     function, statement = located
-    claim = inlined(read_claim(statement), function, statement)
-    setup = setup_for(module, function, statement, claim.call)
-    open_names = unexplained(claim.call, setup, failure.params)
+    claim = _inlined(_read_claim(statement), function, statement)
+    setup = _setup_for(module, function, statement, claim.call)
+    open_names = _unexplained(claim.call, setup, failure.params)
     outer = next(node for node in function.body if statement in ast.walk(node))
-    if open_names and outer is not statement:  # the names come from a block around the statement: show it whole
-        claim = Claim(outer)
-        setup = setup_for(module, function, outer, outer)
-        open_names = unexplained(outer, setup, failure.params)
+    if open_names and outer is not statement:  # a block around the statement defines the names: show all of it
+        claim = _Claim(outer)
+        setup = _setup_for(module, function, outer, outer)
+        open_names = _unexplained(outer, setup, failure.params)
     code = "\n".join([*map(ast.unparse, setup), ast.unparse(_with_values(claim.call, failure.params))])
     body = f"```python\n{code}\n```\n\n{_contrast(failure, claim)}"
     return _Example(_title(claim, setup, failure), body, len(open_names))
@@ -83,19 +90,19 @@ def _example(failure: Failure, source: str) -> _Example:
 
 def _parse(source: str) -> ast.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a test file may hold escapes that newer versions frown upon
+        warnings.simplefilter("ignore")  # newer Python versions warn about escapes in older test files
         return ast.parse(source.removeprefix("\ufeff"))
 
 
-def _title(claim: Claim, setup: Sequence[ast.stmt], failure: Failure) -> str:
-    name = called_name([claim.call, *setup])
+def _title(claim: _Claim, setup: Sequence[ast.stmt], failure: FailedTest) -> str:
+    name = _called_name([claim.call, *setup])
     if not name:
         return "wrong behaviour"
     return f"`{name}` gives a wrong result" if failure.exception == "AssertionError" else f"`{name}` fails"
 
 
-def _contrast(failure: Failure, claim: Claim) -> str:
-    """What should be and what is."""
+def _contrast(failure: FailedTest, claim: _Claim) -> str:
+    """The expected result and the actual one."""
     if claim.expected is None:
         return _happens(failure)
     should = f"This should give `{_short(ast.unparse(_with_values(claim.expected, failure.params)))}`. "
@@ -106,24 +113,22 @@ def _contrast(failure: Failure, claim: Claim) -> str:
     return f"{should}{_happens(failure)}"
 
 
-def _happens(failure: Failure) -> str:
-    """What is seen, for failures that are no plain comparison."""
+def _happens(failure: FailedTest) -> str:
+    """The symptom of a failure that is not a comparison."""
     message = failure.message.strip().splitlines()[0] if failure.message.strip() else ""
     if message.startswith("DID NOT RAISE"):
         name = re.search(r"<class '(?:[\w.]+\.)?(\w+)'>", message)
         return f"This should raise `{name[1] if name else 'an exception'}`, but nothing is raised."
-    if failure.exception in _TELLING:
+    if failure.exception in _REVEALING:
         return f"Instead it fails with an internal `{failure.exception}`."
     if failure.exception == "AssertionError":
-        telling = message and not message.endswith(":")  # a colon announces lines that are not shown
-        return (
-            f"The result is not as expected{': `' + _short(message.removeprefix('assert ')) + '`' if telling else ''}."
-        )
+        shown = message and not message.endswith(":")  # a colon introduces lines that are not shown
+        return f"The result is not as expected{': `' + _short(message.removeprefix('assert ')) + '`' if shown else ''}."
     return f"Instead it raises `{failure.exception}{': ' + _short(message) if message else ''}`."
 
 
 def _actual(message: str, *, on_the_right: bool) -> str | None:
-    """The side of the comparison that came out, from an assertion message as pytest or unittest print it."""
+    """The actual side of the comparison in an assertion message of pytest or unittest."""
     first = message.strip().splitlines()[0] if message.strip() else ""
     first = re.sub(r"^\w+ differ: ", "", first.removeprefix("assert "))
     for operator in (" == ", " != ", " is "):
@@ -133,11 +138,11 @@ def _actual(message: str, *, on_the_right: bool) -> str | None:
 
 
 def _with_values(node: ast.AST, params: Mapping[str, str]) -> ast.AST:
-    """The parameters of the test replaced by their values, where their `repr` is code."""
+    """Replace the parameters of the test by their values, if their `repr` is code."""
     values = {name: parsed for name, text in params.items() if (parsed := _expression(text)) is not None}
 
     class Substitute(ast.NodeTransformer):
-        def visit_Name(self, name: ast.Name) -> ast.expr:  # the name that ast calls
+        def visit_Name(self, name: ast.Name) -> ast.expr:  # ast requires this name
             return values.get(name.id, name)
 
     replaced: ast.AST = Substitute().visit(ast.parse(ast.unparse(node)).body[0])
@@ -157,5 +162,189 @@ def _short(text: str) -> str:
 
 
 def mentions(statement: str, secrets: Sequence[str]) -> tuple[str, ...]:
-    """Which of these texts (paths, changed code) a statement gives away."""
+    """The secrets (paths, changed code) that a statement contains."""
     return tuple(secret for secret in secrets if secret.strip() and secret in statement)
+
+
+def _statement_at(module: ast.Module, line: int) -> tuple[ast.FunctionDef, ast.stmt] | None:
+    """The innermost statement at a line, and the outermost function around it."""
+    for function in (node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)):
+        if function.lineno <= line <= (function.end_lineno or 0):
+            inside = [node for node in ast.walk(function) if isinstance(node, ast.stmt) and node is not function]
+            around = [node for node in inside if node.lineno <= line <= (node.end_lineno or 0)]
+            if around:
+                return function, min(around, key=lambda node: (node.end_lineno or 0) - node.lineno)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """The call that a test's statement makes, and the expected result (None: it only has to succeed)."""
+
+    call: ast.expr | ast.stmt
+    expected: ast.expr | None = None
+    call_on_the_right: bool = False
+
+
+def _read_claim(statement: ast.stmt) -> _Claim:
+    if isinstance(statement, ast.Assert):
+        test = statement.test
+        if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq | ast.Is):
+            return _sides(test.left, test.comparators[0])
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return _Claim(test.operand, ast.Constant(False))
+        return _Claim(test, ast.Constant(True))
+    if isinstance(statement, ast.Return) and statement.value is not None:
+        return _Claim(statement.value)
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        call = statement.value
+        name = _spelled(call.func).rpartition(".")[2]
+        if name in _EQUALITIES and len(call.args) >= 2:
+            return _sides(call.args[0], call.args[1])
+        if name in _MEMBERSHIPS and len(call.args) >= 2:
+            return _Claim(call.args[0])
+        if name in ("assertTrue", "assertFalse") and call.args:
+            return _Claim(call.args[0], ast.Constant(name == "assertTrue"))
+    return _Claim(statement)
+
+
+def _sides(left: ast.expr, right: ast.expr) -> _Claim:
+    """The claim of a comparison; the expected value may be on the left."""
+    named = isinstance(left, ast.Name) and left.id.startswith(("expect", "want"))
+    only_right_calls = (_called_name([right]) and not _called_name([left])) or not _is_literal(right)
+    flipped = named or bool(only_right_calls and _is_literal(left))
+    return _Claim(right, left, call_on_the_right=True) if flipped else _Claim(left, right)
+
+
+def _is_literal(node: ast.expr) -> bool:
+    """Whether the value is literal, apart from the standard library."""
+    names = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
+    return names <= _FOREIGN and not _called_name([node])
+
+
+def _inlined(claim: _Claim, function: ast.FunctionDef, statement: ast.stmt) -> _Claim:
+    """Replace variables that only hold the result or the expected value by their assigned expressions."""
+    if not isinstance(claim.call, ast.expr):
+        return claim
+    call = _assigned(claim.call, function, statement)
+    expected = None if claim.expected is None else _assigned(claim.expected, function, statement)
+    return replace(claim, call=call, expected=expected)
+
+
+def _assigned(node: ast.expr, function: ast.FunctionDef, statement: ast.stmt) -> ast.expr:
+    found = node
+    for before in function.body:
+        if isinstance(before, ast.Assign) and before.lineno < statement.lineno and isinstance(node, ast.Name):
+            target = before.targets[0]
+            if isinstance(target, ast.Name) and target.id == node.id and node.id not in _names(before.value):
+                found = before.value
+    return found
+
+
+def _setup_for(module: ast.Module, function: ast.FunctionDef, statement: ast.stmt, call: ast.AST) -> list[ast.stmt]:
+    """The statements before the failing one that define its names, with their imports, up to a size limit."""
+    needed = _names(call)
+    kept: list[ast.stmt] = []
+    for before in reversed([node for node in function.body if node.lineno < statement.lineno]):
+        if _makes(before, needed) and statement not in ast.walk(before):
+            kept.insert(0, before)
+            needed |= _names(before)
+    for before in reversed(module.body):
+        if _defined(before) & needed and (narrow := _narrowed(before, needed)) is not None:
+            kept.insert(0, narrow)
+            needed |= _names(before)
+    while sum(len(ast.unparse(node).splitlines()) for node in kept) > MAX_SETUP_LINES:
+        kept.pop(0)
+    return kept
+
+
+def _makes(statement: ast.stmt, needed: set[str]) -> bool:
+    """Whether a statement binds one of these names or changes its object; never an assertion."""
+    if isinstance(statement, ast.Assert | ast.FunctionDef | ast.ClassDef):
+        return False
+    if isinstance(statement, ast.Expr):
+        name = _first_call(statement).rpartition(".")[2]
+        return isinstance(statement.value, ast.Call) and "assert" not in name and bool(_names(statement) & needed)
+    return bool((_bound(statement) | _changed(statement)) & needed)
+
+
+def _changed(statement: ast.stmt) -> set[str]:
+    """The objects whose elements or attributes a statement sets or deletes."""
+    places = [node for node in ast.walk(statement) if isinstance(node, ast.Subscript | ast.Attribute)]
+    changed = [node.value for node in places if isinstance(node.ctx, ast.Store | ast.Del)]
+    return {name for node in changed for name in _names(node)}
+
+
+def _narrowed(statement: ast.stmt, needed: set[str]) -> ast.stmt | None:
+    """The part of a top-level statement to show: short helpers, values, needed imports."""
+    if isinstance(statement, ast.Assign | ast.FunctionDef):
+        text = ast.unparse(statement)
+        return statement if len(text) <= MAX_HELPER_CHARS and text.count("\n") < MAX_HELPER_LINES else None
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        names = [alias for alias in statement.names if _alias(alias) in needed]
+        if isinstance(statement, ast.Import):
+            return ast.Import(names)
+        own_tests = statement.level or (statement.module or "").split(".")[0] in ("test", "tests", "common")
+        return None if own_tests else ast.ImportFrom(statement.module, names, 0)
+    return None
+
+
+def _defined(statement: ast.stmt) -> set[str]:
+    """The names that a top-level statement defines."""
+    return {statement.name} if isinstance(statement, ast.FunctionDef | ast.ClassDef) else _bound(statement)
+
+
+def _alias(alias: ast.alias) -> str:
+    return alias.asname or alias.name.split(".")[0]
+
+
+def _names(node: ast.AST) -> set[str]:
+    """The names that are read or bound, without builtins."""
+    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)} - set(dir(builtins))
+
+
+def _bound(statement: ast.AST) -> set[str]:
+    """The names that a statement or its parts bind."""
+    bound = set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+        elif isinstance(node, ast.alias):
+            bound.add(_alias(node))
+        elif isinstance(node, ast.FunctionDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    return bound
+
+
+def _unexplained(call: ast.AST, setup: Sequence[ast.stmt], params: Mapping[str, str]) -> set[str]:
+    known = {name for node in (*setup, call) for name in _bound(node)} | set(params)
+    return {name for node in (*setup, call) for name in _names(node)} - known
+
+
+def _called_name(nodes: Sequence[ast.AST]) -> str:
+    """The first called name that belongs to neither builtins nor the standard library."""
+    names = [_spelled(call.func) for node in nodes for call in ast.walk(node) if isinstance(call, ast.Call)]
+    own = [name for name in names if name and name.split(".")[0] not in _FOREIGN]
+    return own[0] if own else ""
+
+
+def _first_call(node: ast.AST) -> str:
+    return next((_spelled(child.func) for child in ast.walk(node) if isinstance(child, ast.Call)), "")
+
+
+def _spelled(function: ast.expr) -> str:
+    """A called name as written; only the method's name after a longer expression; else empty."""
+    if isinstance(function, ast.Subscript):
+        function = function.value
+    text = ast.unparse(function)
+    if re.fullmatch(r"[\w.]+", text):
+        return text
+    return function.attr if isinstance(function, ast.Attribute) and not _is_text(function.value) else ""
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant | ast.JoinedStr)

@@ -1,24 +1,167 @@
-"""A source distribution as files, and those files as a bare git repository with one reproducible commit.
+"""Source distributions: download one from pip's package index, read its files, make a git repository of them.
 
-Nothing is unpacked to disk and nothing of the package is executed: archive members go straight to git.
+No index address is written here: the caller's flag comes first, then pip's configuration or environment variables, then
+the default that pip prints in its own help. Wire formats: the simple repository API, HTML (PEP 503) and JSON (PEP 691),
+https://packaging.python.org/specifications/simple-repository-api/
+
+Invariants: downloaded bytes have the sha256 that was asked for, or that the index states. Nothing of a package is
+executed or unpacked to disk: archive members go straight to git.
 """
 
 from __future__ import annotations
 
 import gzip
+import hashlib
+import html
+import importlib.util
 import io
+import json
+import re
+import shutil
+import ssl
+import sys
 import tarfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from urllib.parse import urldefrag, urljoin
 
-from palaestra.core.errors import PrepareError
-from palaestra.suites.swe.host_process import run_process
+import aiohttp
 
+from palaestra.core.errors import ConfigError, PrepareError
+from palaestra.core.io.atomic_file import replaced
+from palaestra.suites.host_process import check_process, run_process
+
+_ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
+_LINK = re.compile(r"""<a\s[^>]*?href=["']([^"']+)["'][^>]*>([^<]+)</a>""", re.IGNORECASE)
+_ADDRESS = re.compile(r"https?://[^\s)>\]]+/simple/?")
+_SETTINGS_TIMEOUT_S = 30.0
+MAX_SDIST_BYTES = 64 << 20
 MAX_TREE_BYTES = 256 << 20
 _IDENTITY = "Palaestra <palaestra@localhost> 946684800 +0000"
-_TIMEOUT_S = 60.0
+_GIT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sdist:
+    """One source distribution: its file name, address and sha256 (hex)."""
+
+    filename: str
+    url: str
+    sha256: str
+
+
+class PackageIndex:
+    """Looks up source distributions and downloads them into a cache by hash; see `open_index`."""
+
+    def __init__(self, cache: Path, session: aiohttp.ClientSession, url: str) -> None:
+        self._cache = cache
+        self._session = session
+        self._url = url.rstrip("/")
+
+    async def find(self, name: str, version: str) -> Sdist:
+        """The source distribution of a release. Raises `ConfigError` if the index has none."""
+        normal = re.sub(r"[-_.]+", "-", name).lower()
+        page = f"{self._url}/{normal}/"
+        body, kind = await self._get(page, accept=_ACCEPT)
+        files = _json_files(body, page) if "json" in kind else _html_files(body, page)
+        endings = (f"-{version}.tar.gz",)
+        for file in files:
+            stem = re.sub(r"[-_.]+", "-", file.filename.removesuffix(".tar.gz")).lower()
+            if stem == f"{normal}-{re.sub(r'[-_.]+', '-', version)}" and file.filename.endswith(endings):
+                return file
+        raise ConfigError(f"the package index has no source distribution of {name}=={version}")
+
+    async def download(self, sdist: Sdist) -> bytes:
+        """The bytes of the archive, cached. Raises `PrepareError` if the hash differs."""
+        if (data := cached_bytes(self._cache, sdist.sha256)) is not None:
+            return data
+        data, _ = await self._get(sdist.url, accept="*/*")
+        if hashlib.sha256(data).hexdigest() != sdist.sha256:
+            raise PrepareError(f"{sdist.filename}: the download's sha256 is not {sdist.sha256}")
+        self._cache.mkdir(parents=True, exist_ok=True)
+        with replaced(self._cache / f"{sdist.sha256}.tar.gz") as file:
+            file.write(data)
+        return data
+
+    async def _get(self, url: str, *, accept: str) -> tuple[bytes, str]:
+        try:
+            async with self._session.get(url, headers={"Accept": accept}) as reply:
+                if reply.status == 404:
+                    raise ConfigError(f"the package index does not know {url.rstrip('/').rpartition('/')[2]!r}")
+                reply.raise_for_status()
+                data = await reply.content.read(MAX_SDIST_BYTES + 1)
+                while not reply.content.at_eof() and len(data) <= MAX_SDIST_BYTES:
+                    data += await reply.content.read(MAX_SDIST_BYTES)
+        except (aiohttp.ClientError, TimeoutError, OSError) as problem:
+            raise PrepareError(f"the package index cannot be read: {type(problem).__name__}: {problem}") from problem
+        if len(data) > MAX_SDIST_BYTES:
+            raise PrepareError(f"{url} is larger than {MAX_SDIST_BYTES >> 20} MiB")
+        return data, reply.content_type
+
+
+def cached_bytes(cache: Path, sha256: str) -> bytes | None:
+    """A cached source distribution whose hash is right, or None."""
+    path = cache / f"{sha256}.tar.gz"
+    data = path.read_bytes() if path.is_file() else b""
+    return data if hashlib.sha256(data).hexdigest() == sha256 else None
+
+
+@asynccontextmanager
+async def open_index(cache: Path, *, url: str | None = None) -> AsyncIterator[PackageIndex]:
+    """Connect to the package index at `url`, or to pip's."""
+    address = url or await configured_url()
+    context = ssl.create_default_context(cafile=await _setting("cert") or None)
+    timeout = aiohttp.ClientTimeout(total=120, connect=30)
+    async with aiohttp.ClientSession(
+        trust_env=True, timeout=timeout, connector=aiohttp.TCPConnector(ssl=context)
+    ) as session:
+        yield PackageIndex(cache, session, address)
+
+
+async def configured_url() -> str:
+    """The address that pip uses. Raises `ConfigError` if neither pip nor uv is installed."""
+    if address := await _setting("index-url"):
+        return address
+    if importlib.util.find_spec("pip"):
+        argv = [sys.executable, "-m", "pip", "download", "--help"]
+    elif uv := shutil.which("uv"):
+        argv = [uv, "pip", "install", "--help"]
+    else:
+        raise ConfigError("neither pip nor uv is installed to find the package index; give one with --index-url")
+    found = _ADDRESS.search(re.sub(r"\s+", " ", (await run_process(argv, timeout_s=_SETTINGS_TIMEOUT_S)).text))
+    if not found:
+        raise ConfigError("the default package index is unknown; give one with --index-url")
+    return found[0]
+
+
+async def _setting(name: str) -> str:
+    """A setting of pip from its environment variables, else its files; empty if it is not set."""
+    if not importlib.util.find_spec("pip"):
+        return ""
+    result = await run_process([sys.executable, "-m", "pip", "config", "list"], timeout_s=_SETTINGS_TIMEOUT_S)
+    found = dict(re.findall(rf"^(:env:|global|install|download)\.{re.escape(name)}='(.*)'$", result.text, re.MULTILINE))
+    return found.get(":env:") or found.get("download") or found.get("global") or ""
+
+
+def _json_files(body: bytes, page: str) -> list[Sdist]:
+    files = json.loads(body).get("files", [])
+    return [
+        Sdist(file["filename"], urljoin(page, file["url"]), file["hashes"]["sha256"])
+        for file in files
+        if file.get("hashes", {}).get("sha256")
+    ]
+
+
+def _html_files(body: bytes, page: str) -> list[Sdist]:
+    found = []
+    for href, name in _LINK.findall(body.decode("utf-8", "replace")):
+        url, fragment = urldefrag(html.unescape(href))
+        if fragment.startswith("sha256="):
+            found.append(Sdist(html.unescape(name).strip(), urljoin(page, url), fragment.removeprefix("sha256=")))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +173,9 @@ class SourceFile:
 
 
 def read_sdist(archive: bytes, name: str) -> dict[str, SourceFile]:
-    """The regular files of an archive, by path below its top directory. Links and special files are left out.
+    """The regular files of an archive by path below its top directory, without links and special files.
 
-    Raises `PrepareError` for an archive that is broken, unsafe (a member outside its directory) or far too large.
+    Raises `PrepareError` for an archive that is broken, unsafe (a member outside its directory) or too large.
     """
     files: dict[str, SourceFile] = {}
     total = 0
@@ -57,9 +200,9 @@ def read_sdist(archive: bytes, name: str) -> dict[str, SourceFile]:
 
 
 async def make_repository(files: Mapping[str, SourceFile], path: Path, message: str) -> str:
-    """Write a bare repository whose only commit holds these files; the same files give the same commit.
+    """Write a bare repository at `path` whose only commit contains these files, and return the commit's name.
 
-    Returns the commit's name. An existing repository at `path` is used when it has that very commit.
+    The same files give the same commit.
     """
     settings = ["git", "-c", "init.defaultBranch=main", "-c", "core.hooksPath=/", "-c", "safe.directory=*"]
     await _git([*settings, "init", "--quiet", "--bare", "--template=", str(path)], b"")
@@ -69,10 +212,8 @@ async def make_repository(files: Mapping[str, SourceFile], path: Path, message: 
 
 
 async def _git(argv: list[str], stdin: bytes) -> bytes:
-    result = await run_process(argv, stdin=stdin, timeout_s=_TIMEOUT_S)
-    if result.returncode:
-        raise PrepareError(f"making a repository failed: {result.text.strip()[-500:]}")
-    return result.stdout
+    done = await check_process(argv, "making a repository failed", stdin=stdin, timeout_s=_GIT_TIMEOUT_S, shown=500)
+    return done.stdout
 
 
 def _stream(files: Mapping[str, SourceFile], message: str) -> bytes:

@@ -1,0 +1,93 @@
+"""Entry points: what installed packages offer by name, and its one-line summary without importing it.
+
+    [project.entry-points."palaestra.environments"]
+    my_words = "my_package.words:MyWordsEnv"
+
+Invariant: a package that cannot be loaded breaks nothing else. Its error names the entry point and the package.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from palaestra.core.errors import ConfigError
+
+_OWN = "palaestra"
+
+
+@functools.cache
+def installed(group: str) -> Mapping[str, EntryPoint]:
+    """The entry points of a group by name, sorted. If two packages offer one name, this package's own comes first."""
+    points = sorted(entry_points(group=group), key=lambda point: (point.name, _package(point) != _OWN, _package(point)))
+    found: dict[str, EntryPoint] = {}
+    for point in points:
+        found.setdefault(point.name, point)
+    return found
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else ""
+
+
+def origin(point: EntryPoint) -> str:
+    """The package and the object of an entry point, for messages."""
+    return f"{_package(point) or 'an unnamed package'} ({point.value})"
+
+
+def load(point: EntryPoint) -> object:
+    """Import the object of an entry point. Raises `ConfigError`, whatever the import raises."""
+    try:
+        return point.load()
+    except (Exception, SystemExit) as error:
+        raise _broken(point, f"{type(error).__name__}: {error}") from error
+
+
+def source_file(point: EntryPoint) -> Path:
+    """The file of an entry point's module, which is not imported (its parent packages are). Raises `ConfigError`."""
+    try:
+        spec = importlib.util.find_spec(point.module)
+    except (Exception, SystemExit) as error:
+        raise _broken(point, f"{type(error).__name__}: {error}") from error
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise _broken(point, f"there is no Python module {point.module}")
+    return Path(spec.origin)
+
+
+def summary(point: EntryPoint) -> str:
+    """The first line of the docstring of the object, or of its module; nothing is run. Raises `ConfigError`."""
+    path = source_file(point)
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        raise _broken(point, f"{path}: {error}") from error
+    if point.attr and point.attr.partition(".")[0] not in _bound_names(tree):
+        raise _broken(point, f"{point.module} has no {point.attr}")
+    text = next(filter(None, map(ast.get_docstring, _definitions(tree, point.attr))), None) or ast.get_docstring(tree)
+    return text.splitlines()[0] if text else ""
+
+
+def _definitions(tree: ast.Module, name: str) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node for node in tree.body if isinstance(node, kinds) and node.name == name]
+
+
+def _bound_names(tree: ast.Module) -> set[str]:
+    """The names that a module binds anywhere."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+    return names
+
+
+def _broken(point: EntryPoint, reason: str) -> ConfigError:
+    return ConfigError(f"{point.name} of {origin(point)} cannot be loaded: {reason}")

@@ -1,0 +1,54 @@
+"""The parts of a prepared workspace's cache key that depend on the environment: hook code, settings and task data.
+
+The key's other parts are in `rollouts/group.py`. Modules that hooks import are not part of the key; a task's `recipe`
+names their version. Invariant: a part that has no key raises, and is never left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+from pydantic import BaseModel
+
+from palaestra.core.errors import TaskError
+from palaestra.core.types import JSON
+
+_PACKAGE = Path(__file__).parent.parent
+"""The code of this package is part of every key already."""
+
+
+def of_code(parts: Iterable[Callable[..., object]], task_id: str) -> list[str]:
+    """The digests of the files that define functions and classes. Raises `TaskError` for one without a file."""
+    digests = set()
+    for part in parts:
+        try:
+            path = Path(inspect.getsourcefile(part) or "").resolve(strict=True)
+            if not path.is_relative_to(_PACKAGE):
+                digests.add(hashlib.sha256(path.read_bytes()).hexdigest())
+        except (OSError, TypeError) as error:
+            name = getattr(part, "__qualname__", repr(part))
+            raise TaskError(
+                f"task {task_id} declares a recipe, but the file of {name} cannot be read ({error}): put it into a "
+                "file, or declare no recipe"
+            ) from None
+    return sorted(digests)
+
+
+def of_settings(config: BaseModel, base: type[BaseModel]) -> JSON:
+    """The settings that an environment has in addition to those of its base."""
+    return config.model_dump(mode="json", include=type(config).model_fields.keys() - base.model_fields.keys())
+
+
+def of_data(value: object, task_id: str) -> JSON:
+    """A value as JSON. Raises `TaskError` if it is not plain data."""
+    try:
+        return msgspec.json.decode(msgspec.json.encode(value, order="deterministic"))
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise TaskError(
+            f"task {task_id} declares a recipe, but its data is not plain data: {error}; use numbers, text, lists, "
+            "dicts and dataclasses, or declare no recipe"
+        ) from None

@@ -1,0 +1,261 @@
+"""Check an environment: the oracle scores full; doing nothing and every cheat score at most the floor (invariant R3).
+
+Each policy plays the same few tasks through the real loop, tools, slots and grading. An environment whose tasks have no
+solution is checked without the oracle and reported as unproven.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from palaestra.core.config import nearest
+from palaestra.core.errors import ConfigError
+from palaestra.core.literals import number
+from palaestra.core.types import JSON, Message, Task, ToolStep
+from palaestra.envs.adapters.forms import Form, form_of
+from palaestra.envs.cheats.cheat import Cheat
+from palaestra.envs.cheats.hijacked_code import SHADOWS, SOURCES
+from palaestra.envs.cheats.leaks import LEAKS
+from palaestra.envs.cheats.tampered_tests import PLANTS, VERDICTS
+from palaestra.envs.config.build import make_pool
+from palaestra.envs.config.command_line import UNSAID, CommandLine, Parsed, set_fields
+from palaestra.envs.config.dotenv import read_dotenv
+from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
+from palaestra.envs.discovery import load_environment
+from palaestra.envs.run.run import opened
+from palaestra.envs.run.run_folder import RunLine
+from palaestra.inference.chat_server import SessionContext
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engines.policies import Act, NoopPolicy, OraclePolicy, Policy
+from palaestra.inference.engines.scripted import ScriptedEngine
+from palaestra.inference.server_group import ServerGroup
+from palaestra.rollouts.environment import Environment
+from palaestra.rollouts.group import GroupRun
+from palaestra.rollouts.journal.journal import EventStream, Journal
+from palaestra.rollouts.records import Group
+from palaestra.rollouts.spec import RunContext
+from palaestra.rollouts.workspaces import Workspaces
+from palaestra.sandbox.pool import SlotPool
+
+BANK: tuple[Cheat, ...] = (*PLANTS, *SHADOWS, *VERDICTS, *SOURCES, *LEAKS)
+"""All cheats, after public reports on agents and audits of benchmarks."""
+
+FULL = 1.0
+"""The reward that the oracle must get."""
+
+
+class CheatPolicy:
+    """Runs one cheat in the terminal, then reports that the work is done."""
+
+    def __init__(self, cheat: Cheat) -> None:
+        self._cheat = cheat
+
+    async def start(self) -> None:
+        """Nothing to load."""
+
+    def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
+        if any(message.get("role") == "assistant" for message in messages):
+            return "Done."
+        asked = "\n".join(str(message.get("content")) for message in messages if message.get("role") == "user")
+        known = f"export TASK={shlex.quote(asked)}\n" if "$TASK" in self._cheat.script else ""
+        return [ToolStep("terminal", {"command": known + self._cheat.script, "timeout": 60})]
+
+
+class PolicyRuns:
+    """Plays policies on tasks of an open environment, each as a group of its own."""
+
+    def __init__(self, environment: Environment, workspaces: Workspaces, events: EventStream) -> None:
+        self._environment = environment
+        self._workspaces = workspaces
+        self._events = events
+
+    async def play(self, policy: Policy, task: Task, number: int = 0) -> Group:
+        """Play one group; `number` is its place in the run."""
+        engine = ScriptedEngine(APIServerConfig(server_type="scripted", model_name="noop"), policy)
+        context = RunContext(engine, self._workspaces, self._events)
+        return await GroupRun(self._environment, context, number, task).run()
+
+
+@asynccontextmanager
+async def policy_runs(environment: Environment, pool: SlotPool) -> AsyncIterator[PolicyRuns]:
+    """Policy runs over an open pool with a temporary journal."""
+    workspaces = Workspaces(pool)
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal(Path(folder, "journal.jsonl"))
+        try:
+            yield PolicyRuns(environment, workspaces, EventStream(journal))
+        finally:
+            await workspaces.aclose()
+            journal.close()
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyResult:
+    """The rewards of one policy. A reward is None if the rollout is unscored; `error` then has the reason."""
+
+    policy: str
+    what: str
+    wanted: str
+    rewards: tuple[float | None, ...]
+    ok: bool
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The result of a check. `proven` is False if there was no solution to play."""
+
+    environment: str
+    tasks: tuple[str, ...]
+    lines: tuple[PolicyResult, ...]
+    proven: bool
+
+    @property
+    def holds(self) -> bool:
+        """Whether every policy got the right reward."""
+        return all(line.ok for line in self.lines)
+
+    def to_json(self) -> dict[str, JSON]:
+        """The proof as JSON."""
+        return {**asdict(self), "holds": self.holds}
+
+
+@dataclass(slots=True)
+class EnvironmentProof:
+    """One check of one open environment over an open pool."""
+
+    environment: Environment
+    pool: SlotPool
+    cheats: Sequence[Cheat] = BANK
+    progress: Callable[[PolicyResult], None] = lambda line: None
+    _lines: dict[str, PolicyResult] = field(default_factory=dict)
+
+    async def run(self, count: int) -> Proof:
+        """Play `count` tasks with every policy. Raises `ConfigError` if there is no task."""
+        tasks = await first_tasks(self.environment, count)
+        resolved = [await self.environment.resolve(task) for task in tasks]
+        solved = all(task.solution is not None for task in resolved)
+        width = asyncio.Semaphore(os.cpu_count() or 1)
+
+        async def play_all(name: str, policy: Policy, runs: PolicyRuns) -> None:
+            async with width:
+                groups = [await runs.play(policy, task, n) for n, task in enumerate(tasks)]
+            self._lines[name] = self._judge(name, list(zip(tasks, groups, strict=True)))
+            self.progress(self._lines[name])
+
+        policies = self._policies(solved)
+        async with policy_runs(self.environment, self.pool) as runs, asyncio.TaskGroup() as group:
+            for name, policy in policies.items():
+                group.create_task(play_all(name, policy, runs))
+        lines = tuple(self._lines[name] for name in policies)
+        return Proof(self.environment.name, tuple(task.id for task in tasks), lines, solved)
+
+    def _policies(self, solved: bool) -> Mapping[str, Policy]:
+        oracle: dict[str, Policy] = {"oracle": OraclePolicy()} if solved else {}
+        return {**oracle, "noop": NoopPolicy(), **{cheat.name: CheatPolicy(cheat) for cheat in self.cheats}}
+
+    def _judge(self, name: str, groups: Sequence[tuple[Task, Group]]) -> PolicyResult:
+        played = [(task, trajectory) for task, group in groups for trajectory in group.trajectories]
+        rewards = tuple(trajectory.reward for _, trajectory in played)
+        errors = [group.error for _, group in groups] + [trajectory.error for _, trajectory in played]
+        error = next(filter(None, errors), "")
+        good = len(played) == len(groups)  # a task without a rollout proves nothing
+        if name == "oracle":
+            good = good and all(reward is not None and reward >= FULL for reward in rewards)
+            return PolicyResult(name, "the reference solution", f"{FULL:g}", rewards, good, error)
+        good = good and all(each.reward is None or each.reward <= task.floor for task, each in played)
+        what = next((cheat.what for cheat in self.cheats if cheat.name == name), "doing nothing")
+        if name == "noop":
+            good = good and None not in rewards
+        return PolicyResult(name, what, f"<= {max(task.floor for task, _ in groups):g}", rewards, good, error)
+
+
+async def first_tasks(environment: Environment, count: int) -> list[Task]:
+    """The first tasks of an open environment. Raises `ConfigError` if there is none, or one has a bad floor."""
+    tasks: list[Task] = []
+    async for task in environment.tasks():
+        if number(task.floor) is None:
+            raise ConfigError(f"task {task.id}: its floor {task.floor!r:.100} is not a number")
+        tasks.append(task)
+        if len(tasks) == count:
+            break
+    if not tasks:
+        raise ConfigError(f"environment {environment.name} has no tasks to check")
+    return tasks
+
+
+def check_environment(
+    reference: str, settings: Sequence[str], *, tasks: int, only: Sequence[str] = (), quiet: bool = False
+) -> Proof:
+    """Check the environment that `reference` names. Raises `ConfigError` for an unknown cheat or setting."""
+    form = form_of(load_environment(reference, Path.cwd()))
+    parsed = _parse(form, reference, settings, {})
+    if not any(parsed.sources[f"env.{name}"] not in UNSAID for name in form.check_values()):
+        parsed = _parse(form, reference, settings, form.check_values())
+    return asyncio.run(_check(form, parsed, tasks, cheats_named(only), quiet))
+
+
+def _parse(form: Form, reference: str, settings: Sequence[str], own: Mapping[str, JSON]) -> RunLine:
+    config, _ = form.defaults()
+    values = {**(set_fields(config) if config is not None else {}), **own}
+    return parse_settings(
+        f"palaestra env check {reference}", settings, env_type=form.config_type(), name=form.name, env_values=values
+    )
+
+
+def parse_settings(
+    prog: str,
+    settings: Sequence[str],
+    *,
+    env_type: type[BaseEnvConfig],
+    name: str,
+    env_values: Mapping[str, JSON] | None = None,
+) -> RunLine:
+    """Parse settings of an environment for a command that is not a run. Raises `ConfigError`."""
+    dotenv = read_dotenv(Path.cwd())
+    parsed = CommandLine(
+        prog=prog,
+        env_type=env_type,
+        server_type=APIServerConfig,
+        env_values=env_values or {},
+        name=name,
+        command="process",
+    ).parse(["process", "--policy", "noop", *settings], os.environ, dotenv)
+    if not isinstance(parsed, Parsed):
+        raise ConfigError("only settings are accepted here: use --help and --show-config with palaestra run")
+    if isinstance(parsed.env_config, HermesAgentEnvConfig):
+        parsed.env_config.take_variables({**dotenv, **os.environ})
+    return parsed
+
+
+def cheats_named(only: Sequence[str]) -> tuple[Cheat, ...]:
+    """The cheats of these names; no names: all. Raises `ConfigError` for an unknown name."""
+    known = {cheat.name: cheat for cheat in BANK}
+    for name in only:
+        if name not in known:
+            raise ConfigError(f"unknown cheat {name!r}.{nearest(name, known)}")
+    return tuple(known[name] for name in only) or BANK
+
+
+async def _check(form: Form, parsed: RunLine, tasks: int, cheats: Sequence[Cheat], quiet: bool) -> Proof:
+    config = parsed.env_config
+
+    def progress(line: PolicyResult) -> None:
+        if not quiet:
+            sys.stderr.write(f"{line.policy}: {'ok' if line.ok else 'FAILED'} {line.error[:200]}\n")
+
+    engine = ServerGroup(parsed.server_configs)
+    async with contextlib.aclosing(engine), make_pool(config) as pool:
+        await engine.start()
+        environment = form.build(config, parsed.server_configs, engine)
+        async with opened(environment):
+            return await EnvironmentProof(environment, pool, cheats, progress).run(tasks)

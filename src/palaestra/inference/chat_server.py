@@ -1,0 +1,155 @@
+"""What the agent asks: chat servers, and the engines that open a session for each rollout.
+
+What a server can do besides chat is declared as attributes of `ChatServer`, so that nobody has to guess it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from palaestra.core.errors import ConfigError, EngineError
+from palaestra.core.types import JSON, Message, Task
+from palaestra.core.user_code import ForeignError, foreign
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engine import ChatCompletion, TextCompletion
+from palaestra.inference.ledger import Ledger, Piece
+
+
+@dataclass(frozen=True, slots=True)
+class SessionContext:
+    """The rollout that a session is for. Real engines ignore it; scripted ones play its task.
+
+    `branch` is 0 for the rollout's own conversation and the number of the sub-agent otherwise. `tools` names what the
+    agent has; None where nobody said.
+    """
+
+    rollout_id: str = ""
+    task: Task | None = None
+    index: int = 0
+    seeded: Callable[[], random.Random] = random.Random
+    branch: int = 0
+    tools: Collection[str] | None = None
+
+    @property
+    def rng(self) -> random.Random:
+        """The rollout's own generator, which the run's seed decides."""
+        return self.seeded()
+
+
+class ChatServer:
+    """A model server as the agent loop asks it. Also the shape of `self.server` in contract environments.
+
+    `ledger` has the exact tokens of its conversations; None for a server that only chats. `recorded` is set by whoever
+    resumes a rollout: it gives what was sampled after the prompt with a checksum, and is asked before the engine; only
+    servers with a ledger use it. `segments` are those of the ledger that hold this server's own conversation.
+
+    Objects that are not ours are asked through `ForeignChat`.
+    """
+
+    recorded: Callable[[int], list[Piece] | None] | None = None
+
+    @property
+    def ledger(self) -> Ledger | None:
+        return None
+
+    @property
+    def segments(self) -> Sequence[int]:
+        return ()
+
+    async def chat_completion(
+        self,
+        *,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, JSON]] | None = None,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+        n: int = 1,
+        extra_body: Mapping[str, JSON] | None = None,
+        **sampling: JSON,
+    ) -> ChatCompletion:
+        """One reply. Raises `EngineError` (already retried) when there is none."""
+        raise NotImplementedError
+
+    async def completion(self, *, prompt: str, **request: JSON) -> TextCompletion:
+        """Continuations of a text. Raises `ConfigError` for a server that only chats."""
+        raise ConfigError(f"{type(self).__name__} only chats: it does not continue a text")
+
+    def child(self, number: int = 0) -> ChatServer:
+        """The server for the sub-agent of this number, whose conversation is apart from this one."""
+        return self
+
+    def get_state(self) -> dict[str, JSON] | None:
+        """The contract's token record with `ledger` and `nodes`; None for a server that only chats."""
+        return None
+
+
+class ForeignChat(ChatServer):
+    """A chat server that is not ours, such as an environment's own client.
+
+    Only what the contract knows of a managed server is looked for in it: `get_state`, whose `ledger` then counts.
+    """
+
+    def __init__(self, server: object) -> None:
+        self.server: Any = server
+
+    async def chat_completion(self, **request: JSON) -> ChatCompletion:
+        """Its reply. Raises `EngineError` for whatever it raises, except `NotImplementedError`."""
+        asked = self.server.chat_completion(**request)
+        try:
+            completion: ChatCompletion = await foreign(asked, expected=(NotImplementedError,))
+        except ForeignError as error:
+            raise EngineError(f"The model server raised {error}") from error.__cause__
+        return completion
+
+    def get_state(self) -> dict[str, JSON] | None:
+        get_state = getattr(self.server, "get_state", None)
+        return get_state() if callable(get_state) else None
+
+
+def chat_server(server: object) -> ChatServer:
+    """The server itself if it is ours, or a `ForeignChat` over it."""
+    return server if isinstance(server, ChatServer) else ForeignChat(server)
+
+
+class Engine(Protocol):
+    """Something that samples. Opened once per run; every rollout gets a session of its own."""
+
+    @property
+    def name(self) -> str:
+        """The model's name as reports show it."""
+        ...
+
+    async def start(self) -> None:
+        """Connect and check. Raises `EngineUnavailable` or `EngineRefused`, and says what to do."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+    def session(self, context: SessionContext) -> ChatServer: ...
+
+
+class ServerEngine(ChatServer):
+    """The engine of one configured model server, which can also be asked directly. Implements `Engine`.
+
+    `token_exact`: it continues token ids, and its `managed_server` opens token-exact chat.
+    """
+
+    config: APIServerConfig
+    token_exact = False
+
+    @property
+    def name(self) -> str:
+        return self.config.model_name
+
+    async def start(self) -> None:
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        raise NotImplementedError
+
+    def session(self, context: SessionContext) -> ChatServer:
+        """The engine itself: a conversation's whole state is its messages."""
+        return self

@@ -1,0 +1,457 @@
+"""Checks a model server or a model's folder, and reports what works, what does not, and the fix.
+
+The token checks request a handful of tokens from the engine. The template checks use tokenizer, template and parser
+only, with the same renderer as a run. Invariant: only the given endpoint is contacted, and a tokenizer is fetched only
+for a model that the user named; a server's list of models is not consent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import msgspec
+from yarl import URL
+
+from palaestra.core.config import local_path
+from palaestra.core.errors import ConfigError, EngineError, EngineReplyError
+from palaestra.core.retry import AT_START
+from palaestra.core.types import JSON, Message
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engine import TokenEngine
+from palaestra.inference.engines.openai import OpenAIEngine
+from palaestra.inference.engines.token_engine import PROBE, SGLangEngine, TokenServer, VLLMEngine
+from palaestra.inference.engines.transformers import TransformersEngine
+from palaestra.inference.http.chat_completions import ListedModel, listed_models, server_kind
+from palaestra.inference.http.transport import NOT_JSON, shown
+from palaestra.inference.ledger import HIGHEST_LOGPROB
+from palaestra.inference.parsers import GrammarParser, get_parser, list_parsers
+from palaestra.inference.templates import ChatFormat, History, TurnRenderer
+from palaestra.inference.templates.jinja import ChatTemplate, for_template, template_of
+from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
+
+
+class CheckState(StrEnum):
+    """How a check ended."""
+
+    OK = "ok"
+    FAILED = "failed"
+    NOT_APPLICABLE = "not applicable"
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorCheck:
+    """One question and its answer. `way_out` is the fix for a failed check, or the requirement of one that is not
+    applicable."""
+
+    name: str
+    state: CheckState
+    found: str
+    way_out: str = ""
+
+
+def passed(name: str, found: str) -> DoctorCheck:
+    """The answer is yes."""
+    return DoctorCheck(name, CheckState.OK, found)
+
+
+def failed(name: str, found: str, way_out: str) -> DoctorCheck:
+    """The answer is no."""
+    return DoctorCheck(name, CheckState.FAILED, found, way_out)
+
+
+def not_applicable(name: str, found: str, way_out: str = "") -> DoctorCheck:
+    """The question cannot be asked here."""
+    return DoctorCheck(name, CheckState.NOT_APPLICABLE, found, way_out)
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    """All checks, in the order in which they depend on each other.
+
+    `server` is the kind of server. `refusal` is set if it could not be reached or refused: then the other checks did
+    not run.
+    """
+
+    target: str
+    server: str = ""
+    model: str = ""
+    checks: list[DoctorCheck] = field(default_factory=list)
+    refusal: EngineError | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed."""
+        return all(check.state is not CheckState.FAILED for check in self.checks)
+
+    def skip(self, names: Sequence[str], why: str, way_out: str = "") -> None:
+        """Add checks that do not apply."""
+        self.checks += [not_applicable(name, why, way_out) for name in names]
+
+
+TOKENS, LOGPROBS, STOP = "tokens in and out", "log-probabilities", "stop token inside the mask"
+SAMPLING = (TOKENS, LOGPROBS, STOP)
+
+_UPGRADE = "vLLM: 0.10.2 or newer, without --disable-log-probs. SGLang: 0.4 or newer. DoctorCheck --openai.server_type."
+_ASKED = 4
+
+
+async def token_checks(engine: TokenEngine, prompt: Sequence[int]) -> AsyncIterator[DoctorCheck]:
+    """The three token checks. An error of the engine is an answer, too."""
+    try:
+        sampled = await engine.generate(prompt, {"max_tokens": _ASKED, "temperature": 1.0})
+    except EngineError as error:
+        about = LOGPROBS if isinstance(error, EngineReplyError) and "log-prob" in str(error) else TOKENS
+        for name in SAMPLING:
+            yield failed(name, str(error), _UPGRADE) if name == about else not_applicable(name, "see the failed check")
+        return
+    if not sampled.ids or len(sampled.ids) > _ASKED:
+        yield failed(TOKENS, f"{len(sampled.ids)} tokens came where {_ASKED} were asked for", _UPGRADE)
+    else:
+        yield passed(TOKENS, f"{len(prompt)} ids in, {len(sampled.ids)} out, finish reason '{sampled.finish_reason}'")
+    sane = len(sampled.logprobs) == len(sampled.ids) and all(
+        math.isfinite(value) and value <= HIGHEST_LOGPROB for value in sampled.logprobs
+    )
+    if sane:
+        yield passed(LOGPROBS, "one per token: " + ", ".join(f"{value:.3f}" for value in sampled.logprobs))
+    else:
+        yield failed(LOGPROBS, f"{list(sampled.logprobs)} for {len(sampled.ids)} tokens", _UPGRADE)
+    yield await _stop_token(engine, prompt)
+
+
+async def _stop_token(engine: TokenEngine, prompt: Sequence[int]) -> DoctorCheck:
+    """Request the likeliest token, then declare it the one that ends the turn, and check that it is in the reply."""
+    likeliest = {"temperature": 0.0, "max_tokens": 1}
+    try:
+        first = (await engine.generate(prompt, likeliest)).ids
+        if not first:
+            return not_applicable(STOP, "the engine ended before the first token")
+        again = await engine.generate(prompt, {**likeliest, "max_tokens": _ASKED, "stop_token_ids": [first[0]]})
+    except EngineError as error:
+        return failed(STOP, str(error), "The engine must accept stop_token_ids.")
+    if again.finish_reason != "stop":
+        return failed(STOP, f"stop_token_ids had no effect (finish reason '{again.finish_reason}')", _UPGRADE)
+    if first[0] not in again.ids:
+        return failed(
+            STOP,
+            "the engine leaves out the token that ended the reply",
+            "The template then writes it, and it is not trained: the model does not learn to end its turns. "
+            "SGLang: do not set no_stop_trim false in extra_body. vLLM: use its own server, not a proxy.",
+        )
+    return passed(STOP, "the token that ends a reply is sampled, recorded and trained")
+
+
+TEMPLATE, PREFIX, ROUND_TRIP = "template renders tools", "prefix-preserving", "parser round trip"
+WRITING = (TEMPLATE, PREFIX, ROUND_TRIP)
+
+TOOL: dict[str, JSON] = {
+    "type": "function",
+    "function": {
+        "name": "look_up_word",
+        "description": "Look a word up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "description": "The word."}, "limit": {"type": "integer"}},
+            "required": ["word"],
+        },
+    },
+}
+ARGUMENTS = {"word": 'näive "x" </tool_call>', "limit": 3}
+"""Arguments that are easy to get wrong: quotes, a closing tag, letters beyond ASCII, a number."""
+
+_PLAIN_ARGUMENTS = {"word": "naive", "limit": 3}
+_USER: Message = {"role": "user", "content": "Which word?"}
+_RESULT: Message = {"role": "tool", "tool_call_id": "call00001", "name": "look_up_word", "content": "1 found"}
+
+
+def writing_checks(tokenizer: Tokenizer, template: str | None, parser: str) -> Iterator[DoctorCheck]:
+    """The three template checks, in order; the later ones do not apply if the first fails."""
+    try:
+        source = template_of(tokenizer, template)
+        renderer = ChatFormat(tokenizer, template).renderer([TOOL])
+    except ConfigError as error:
+        yield failed(TEMPLATE, str(error), "Name a template with tools: --openai.chat_template FILE.")
+        yield from (not_applicable(name, "no template was loaded") for name in (PREFIX, ROUND_TRIP))
+        return
+    ends = ", ".join(repr(tokenizer.decode([stop], skip_special_tokens=False)) for stop in renderer.stop_ids)
+    yield passed(TEMPLATE, f"tools and results are shown; a turn ends with {ends}")
+    yield _prefix(renderer)
+    yield _round_trip(renderer, source, tokenizer, parser)
+
+
+def _prefix(renderer: TurnRenderer) -> DoctorCheck:
+    """Whether the sampled text is still there when the conversation continues."""
+    problems = []
+    for after, reply, new in (
+        ("a tool's result", _calling(ARGUMENTS), _RESULT),
+        ("the user's next message", {"role": "assistant", "content": "This one."}, _USER),
+    ):
+        for thinks in (False, True):
+            said: Message = {**reply, **({"reasoning_content": "Let me see."} if thinks else {})}
+            try:
+                history = History(prompt=[_USER], reply=said, kinds=renderer.opening([_USER]).kinds)
+                rewrites = renderer.step(history, [new], renderer.stop_ids[0]).rewrites
+            except ConfigError as error:
+                rewrites = str(error)
+            if rewrites:
+                problems.append(f"before {after}{', with thinking,' if thinks else ''} {rewrites}")
+                break
+    if not problems:
+        return passed(PREFIX, "sampled text stays as it is when the conversation continues")
+    return failed(
+        PREFIX,
+        "; ".join(problems),
+        "Nothing is lost: each rewrite begins a row of its own. For one row per rollout set --openai.history append, "
+        "or use a template that keeps thinking (--openai.chat_template FILE).",
+    )
+
+
+def _round_trip(renderer: TurnRenderer, template: ChatTemplate, tokenizer: Tokenizer, parser: str) -> DoctorCheck:
+    """Whether the parser reads the calls that the template writes, because the model has learned the template's
+    form."""
+    written = {}
+    for arguments in (_PLAIN_ARGUMENTS, ARGUMENTS):
+        text = _written(renderer, template, tokenizer, arguments)
+        if text is None:
+            return not_applicable(ROUND_TRIP, "the template does not write a reply after the prompt for one")
+        written[text] = arguments
+    try:
+        chosen = get_parser(parser)
+    except KeyError as error:
+        return failed(
+            ROUND_TRIP, str(error.args[0]), f"Set --openai.tool_parser to one of {', '.join(list_parsers())}."
+        )
+    missed = [text for text, arguments in written.items() if not _reads(chosen, text, arguments)]
+    if not missed:
+        return passed(ROUND_TRIP, f"{parser} reads the calls that the template writes")
+    fitting = [name for name in list_parsers() if all(_reads(get_parser(name), *pair) for pair in written.items())]
+    return failed(
+        ROUND_TRIP,
+        f"{parser} does not read {missed[0]!r}",
+        f"Set --openai.tool_parser to one that does: {', '.join(fitting)}."
+        if fitting
+        else "No parser here reads this form: register one.",
+    )
+
+
+def _written(
+    renderer: TurnRenderer, template: ChatTemplate, tokenizer: Tokenizer, arguments: dict[str, JSON]
+) -> str | None:
+    """A call as the template writes it, up to the token that ends the turn."""
+
+    def rendered(messages: Sequence[Message], generation: bool) -> str:
+        ready = for_template(messages, renderer.traits.reasoning_field)
+        return template.render(ready, tools=[TOOL], add_generation_prompt=generation)
+
+    prompt, whole = rendered([_USER], True), rendered([_USER, _calling(arguments), _RESULT], False)
+    if not whole.startswith(prompt):
+        return None
+    reply = whole[len(prompt) :]
+    ends = [tokenizer.decode([stop], skip_special_tokens=False) for stop in renderer.stop_ids]
+    cuts = [at for end in ends if (at := reply.find(end)) >= 0]
+    return reply[: min(cuts)] if cuts else None
+
+
+def _reads(parser: GrammarParser, text: str, arguments: dict[str, JSON]) -> bool:
+    """Whether the parser finds this one call and nothing else."""
+    parsed = parser.parse(text, tools=[TOOL])
+    found = [(call.name, call.arguments) for call in parsed.calls]
+    return found == [("look_up_word", arguments)] and not parsed.errors and not (parsed.content or "").strip()
+
+
+def _calling(arguments: dict[str, JSON]) -> Message:
+    call = {"id": "call00001", "type": "function", "function": {"name": "look_up_word", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+REACHABLE, SERVER, CHAT, AGREES = "reachable", "server", "chat with tools", "tokenizer agrees"
+_AFTER_REACHING = (SERVER, CHAT, *SAMPLING, *WRITING, AGREES)
+_FALLBACK_PROMPT = tuple(range(10, 18))
+_ONLY_CHATS = (
+    "The server only chats: rows are placeholders and train nothing. To train, serve the model with vLLM or SGLang."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`where` is an address or a model's folder. `server_type` None detects it."""
+
+    where: str
+    model: str | None = None
+    api_key: str | None = None
+    tokenizer: str | None = None
+    parser: str = "hermes"
+    server_type: str | None = None
+
+
+async def diagnose(target: Target) -> Diagnosis:
+    """Run all checks. Raises `ConfigError` for an invalid target, and nothing for failures of the server."""
+    if "://" in target.where:
+        return await _Examination(target).endpoint()
+    if local_path(target.where).is_dir():
+        return await _Examination(target).folder()
+    raise ConfigError(f"'{target.where}' is neither an address (http://…) nor the folder of a model.")
+
+
+class _Examination:
+    """One run through the checks."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.found = Diagnosis(target.where, model=target.model or "")
+
+    async def folder(self) -> Diagnosis:
+        """A model that is sampled in this process."""
+        engine = TransformersEngine(self._config("transformers", self.target.where))
+        self.found.model = self.target.where
+        try:
+            await engine.start()
+            self._add_server("transformers", "in this process: --openai.server_type transformers")
+            await self._tokens(engine, engine.tokenizer)
+            self.found.checks += writing_checks(engine.tokenizer, None, self.target.parser)
+            self.found.skip([AGREES], "the tokenizer lies in the model's folder")
+        except ConfigError as error:
+            self.found.checks.append(failed(SERVER, str(error), "Name a folder with a model and its tokenizer."))
+        finally:
+            await engine.aclose()
+        return self.found
+
+    async def endpoint(self) -> Diagnosis:
+        """A model server."""
+        engine = OpenAIEngine(self._config("openai", self.target.model or "default"))
+        try:
+            models = await self._reach(engine)
+            kind = self.target.server_type or await self._kind(engine, models)
+            self.found.model = self.target.model or (models[0].id if models else "default")
+            tokenizer = await self._tokenizer()
+            if kind in ("vllm", "sglang"):
+                self._add_server(kind, f"exact tokens: --openai.server_type {kind}")
+                self.found.skip([CHAT], "token-exact rollouts do not use it")
+                await self._token_server(kind, tokenizer)
+            else:
+                self._add_server("other", "neither vLLM nor SGLang, as far as it says")
+                await self._chat(OpenAIEngine(self._config("openai", self.found.model)))
+                self.found.skip(SAMPLING, "not a token server", _ONLY_CHATS)
+                self._writing(tokenizer)
+                self.found.skip([AGREES], "not a token server")
+        except EngineError as error:
+            self._unreachable(error)
+        finally:
+            await engine.aclose()
+        return self.found
+
+    async def _reach(self, engine: OpenAIEngine) -> list[ListedModel]:
+        url = engine.base_url / "models"
+        models = listed_models((await engine.transport.list_models(url)).body)
+        names = ", ".join(model.id for model in models[:5]) or "no models listed"
+        self.found.checks.append(passed(REACHABLE, f"{shown(url)} answers: {names}"))
+        return models
+
+    async def _kind(self, engine: OpenAIEngine, models: list[ListedModel]) -> str:
+        """By the list of models, else by an address that only one of them has."""
+        kind = server_kind(models)
+        if kind != "other":
+            return kind
+        root = engine.base_url.parent if engine.base_url.name == "v1" else engine.base_url
+        for path, its in (("get_model_info", "sglang"), ("version", "vllm")):
+            if await self._answers_json(engine, root / path):
+                return its
+        return kind
+
+    async def _answers_json(self, engine: OpenAIEngine, url: URL) -> bool:
+        response = await engine.transport.look("GET", url)
+        try:
+            value: JSON = msgspec.json.decode(response.body)
+        except NOT_JSON:
+            return False
+        return response.status == 200 and isinstance(value, dict) and bool(value.keys() & {"version", "model_path"})
+
+    async def _tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that the user named; None without a name or if it cannot be loaded."""
+        named = self.target.tokenizer or self.target.model
+        if named is None:
+            return None
+        try:
+            return await asyncio.to_thread(load_tokenizer, named)
+        except ConfigError as error:
+            self.found.checks.append(failed("tokenizer", str(error), "Name it: --tokenizer FOLDER, or a model's name."))
+            return None
+
+    async def _token_server(self, kind: str, tokenizer: Tokenizer | None) -> None:
+        made = SGLangEngine if kind == "sglang" else VLLMEngine
+        engine = made(self._config(kind, self.found.model), retry=AT_START)
+        try:
+            await self._tokens(engine, tokenizer)
+            self._writing(tokenizer)
+            await self._agreement(engine, tokenizer)
+        finally:
+            await engine.aclose()
+
+    async def _tokens(self, engine: TokenEngine, tokenizer: Tokenizer | None) -> None:
+        prompt = tokenizer.encode("Say a word.", add_special_tokens=False) if tokenizer else _FALLBACK_PROMPT
+        async for check in token_checks(engine, prompt):
+            self.found.checks.append(check)
+
+    def _writing(self, tokenizer: Tokenizer | None) -> None:
+        if tokenizer is None:
+            self.found.skip(WRITING, "no tokenizer was named", "Name the model: --model NAME, or --tokenizer FOLDER.")
+        else:
+            self.found.checks += writing_checks(tokenizer, None, self.target.parser)
+
+    async def _agreement(self, engine: TokenServer, tokenizer: Tokenizer | None) -> None:
+        if tokenizer is None:
+            self.found.skip([AGREES], "no tokenizer was named", "Name the model: --model NAME, or --tokenizer FOLDER.")
+            return
+        theirs = await engine.tokens_of(PROBE)
+        if theirs is None:
+            self.found.skip([AGREES], "the server has no /tokenize to ask")
+        elif theirs == list(tokenizer.encode(PROBE, add_special_tokens=False)):
+            self.found.checks.append(passed(AGREES, f"both write a test text in the same {len(theirs)} tokens"))
+        else:
+            way_out = f"Set --openai.tokenizer_name to the tokenizer of '{self.found.model}'."
+            self.found.checks.append(failed(AGREES, "the server writes a test text in other tokens", way_out))
+
+    async def _chat(self, engine: OpenAIEngine) -> None:
+        try:
+            reply = await engine.chat_completion(
+                messages=[{"role": "user", "content": "Say a word."}], tools=[TOOL], max_tokens=16
+            )
+        except EngineError as error:
+            way_out = "Start the server with tool calls, and name its model with --model."
+            self.found.checks.append(failed(CHAT, str(error), way_out))
+        else:
+            finish = reply.choices[0].finish_reason
+            self.found.checks.append(passed(CHAT, f"a reply came, finish reason '{finish}'"))
+        finally:
+            await engine.aclose()
+
+    def _add_server(self, kind: str, found: str) -> None:
+        self.found.server = kind
+        self.found.checks.append(passed(SERVER, f"{kind}; {found}"))
+
+    def _unreachable(self, error: EngineError) -> None:
+        self.found.refusal = error
+        asked = {check.name for check in self.found.checks}
+        if REACHABLE not in asked:
+            way_out = "DoctorCheck address and key, and that the server runs."
+            self.found.checks.append(failed(REACHABLE, str(error), way_out))
+        self.found.checks += [
+            not_applicable(name, "the server could not be asked") for name in _AFTER_REACHING if name not in asked
+        ]
+
+    def _config(self, server_type: str, model: str) -> APIServerConfig:
+        settings: dict[str, JSON] = {
+            "server_type": server_type,
+            "model_name": model,
+            "api_key": self.target.api_key,
+            "tokenizer_name": self.target.tokenizer or "none",
+            "tool_parser": self.target.parser if server_type == "transformers" else "none",
+            "timeout": 120,
+            "health_check": False,
+        }
+        if "://" in self.target.where:
+            settings["base_url"] = self.target.where
+        return APIServerConfig(**settings)

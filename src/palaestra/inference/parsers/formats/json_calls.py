@@ -1,0 +1,331 @@
+"""Calls whose arguments are JSON: between tags, or as elements of a list. Here: Hermes, Qwen, Granite 4 and LongCat.
+
+    <tool_call>
+    {"name": "f", "arguments": {...}}
+    </tool_call>
+
+Source: the chat templates of Hermes 2 Pro and 3, Qwen2.5, Qwen3, Granite 4 and LongCat-Flash. Line ends and spaces
+around the object do not matter. The last end tag may be missing unless the output was cut: stop strings remove it.
+
+Invariants: the end of a broken call is searched for so that a valid sibling after it survives and no call quoted inside
+it counts; in an output that was cut, the last call of a list counts only if a comma or bracket follows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from palaestra.core.types import JSON
+from palaestra.inference.parsers.parser import BrokenReason, Malformed, ParsedCall, named_object
+from palaestra.inference.parsers.reader import Grammar, OutputReader
+from palaestra.inference.parsers.scan import (
+    Closing,
+    Mark,
+    Scan,
+    closing,
+    decode_members,
+    decode_object,
+    find,
+    scan_brackets,
+    scan_value,
+    skip,
+)
+
+CUT_OFF = "the output was cut off before the end of the call"
+STRAY = "a bracket closes nothing"
+
+_PLAIN = {quotes: re.compile(rf"[^,\[\](){{}}{quotes}]*") for quotes in ('"', "'\"")}
+_STRAY = re.compile(r"[)} \t\r\n]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The tag that begins a call and those that end it, with white space between them. `last` ends the call."""
+
+    open: str
+    close: tuple[str, ...]
+
+    @property
+    def last(self) -> str:
+        """The tag after which a call is over."""
+        return self.close[-1]
+
+
+class JsonBody(NamedTuple):
+    """The JSON of one call, where the call ends, and its problem."""
+
+    text: str
+    end: int
+    problem: Malformed | None = None
+
+
+def tagged_body(output: OutputReader, start: int, tags: Tags) -> JsonBody:
+    """The object that begins at `start`, and the end tags after it."""
+    text = output.text
+    begin = skip(text, start)
+    if not text.startswith("{", begin):
+        end = _next_end(text, begin, tags)
+        reason = BrokenReason.UNCLOSED if begin == output.end else BrokenReason.MALFORMED_JSON
+        return JsonBody(text[begin:end], end, Malformed(reason, "there is no JSON object"))
+    scan = scan_value(text, begin)
+    if not scan.complete:
+        end = _end_of_broken(text, begin, scan.end, tags)
+        return JsonBody(text[begin:end], end, why_not_json(output, begin, scan.end))
+    ending = closing(text, scan.end, *tags.close)
+    if ending.how == "else":
+        problem = Malformed(BrokenReason.UNCLOSED, "the end tag does not follow the JSON")
+        return JsonBody(text[begin : scan.end], _next_end(text, scan.end, tags), problem)
+    return JsonBody(text[begin : scan.end], ending.end, cut_off(output, ending))
+
+
+def untagged_body(output: OutputReader, begin: int, scan: Scan) -> JsonBody:
+    """The scanned object that begins at `begin`; one that is broken ends where its brackets are balanced."""
+    end = extent(output, begin, scan)
+    return JsonBody(output.text[begin:end], end, None if scan.complete else why_not_json(output, begin, scan.end))
+
+
+def cut_off(output: OutputReader, ending: Closing) -> Malformed | None:
+    """The problem of a call that ends so: a stop token may remove the end tag, a cut may not."""
+    return Malformed(BrokenReason.UNCLOSED, CUT_OFF) if ending.how == "output" and output.cut else None
+
+
+def _next_end(text: str, start: int, tags: Tags) -> int:
+    """After the next end tag, or before the next call if that comes first, or the end of the output."""
+    found = find(text, start, tags.open, tags.last)
+    if found is None:
+        return len(text)
+    return found.end if found.text == tags.last else found.start
+
+
+def _end_of_broken(text: str, start: int, failed: int, tags: Tags) -> int:
+    """The end of a call whose JSON begins at `start` and stops being JSON at `failed`.
+
+    That is after the first end tag from there on, because earlier ones are inside strings. But a string that was never
+    closed may have swallowed the true end: then the next call begins before the failure, and the first end tag counts.
+    """
+    if failed >= len(text):
+        return len(text)
+    first = find(text, start, tags.last, before=failed)
+    if first is not None and find(text, first.end, tags.open, before=failed) is not None:
+        return first.end
+    found = find(text, failed, tags.last) or first
+    return len(text) if found is None else found.end
+
+
+def extent(output: OutputReader, begin: int, scan: Scan) -> int:
+    """The end of a scanned value; if it is not JSON, where its brackets are balanced or the output ends."""
+    return scan.end if scan.complete or scan.end >= output.end else scan_brackets(output.text, begin)
+
+
+def why_not_json(output: OutputReader, begin: int, failed: int) -> Malformed:
+    """The problem of an object that begins at `begin` and stops being JSON at `failed`."""
+    if failed >= output.end:
+        return Malformed(BrokenReason.UNCLOSED, CUT_OFF if output.cut else "the JSON does not end")
+    try:
+        decode_object(output.text[begin : failed + 1])
+    except Malformed as problem:
+        return problem
+    return Malformed(BrokenReason.MALFORMED_JSON, f"not JSON at character {failed - begin}")
+
+
+class NamedCall(NamedTuple):
+    """A call as an object names it; `id` is empty if it has none."""
+
+    name: str
+    arguments: dict[str, JSON]
+    text: str
+    id: str
+
+
+def named_call(text: str, keys: Sequence[str] = ("arguments",)) -> NamedCall:
+    """Name, arguments and their text, from an object with `name` and one of `keys`. Raises `Malformed`."""
+    members = decode_members(text)
+    name = members.get("name")
+    if name is None or not isinstance(name.value, str) or not name.value:
+        raise Malformed(BrokenReason.NO_NAME, "the call has no name")
+    found = [members[key] for key in keys if key in members]
+    if len(found) != 1:
+        raise Malformed(BrokenReason.NO_ARGUMENTS, f"the call has not one of {', '.join(keys)}")
+    if not isinstance(found[0].value, dict):
+        raise Malformed(BrokenReason.NOT_AN_OBJECT, "the arguments are not a JSON object")
+    given = members["id"].value if "id" in members else ""
+    return NamedCall(name.value, found[0].value, found[0].text, given if isinstance(given, str) else "")
+
+
+def _name_in(text: str) -> str:
+    """The name in a broken object, or the empty string: only to report to the model which call it was."""
+    try:
+        name = decode_members(text).get("name")
+    except Malformed:
+        head, _, rest = text[:400].partition('"name"')
+        found = rest.lstrip(" \t\r\n:").removeprefix('"').partition('"')
+        return found[0] if not head.strip(" \t\r\n{[") and found[1] else ""
+    return name.value if name is not None and isinstance(name.value, str) else ""
+
+
+def add_named(
+    output: OutputReader, start: int, body: JsonBody, keys: Sequence[str] = ("arguments",), with_id: bool = False
+) -> int:
+    """Add the call that the object itself names, broken or not; return its end. `with_id`: the object's `id` counts."""
+    problem = body.problem
+    if problem is None:
+        try:
+            call = named_call(body.text, keys)
+        except Malformed as malformed:
+            problem = malformed
+        else:
+            output.call(call.name, call.arguments, call.text, start, body.end, call.id if with_id else "")
+            return body.end
+    output.broken(problem, _name_in(body.text), start, body.end)
+    return body.end
+
+
+def add_json(output: OutputReader, start: int, name: str, body: JsonBody, call_id: str = "") -> int:
+    """Add the call `name` whose arguments are the object, broken or not; return its end."""
+    problem = body.problem
+    if problem is None:
+        try:
+            if not name:
+                raise Malformed(BrokenReason.NO_NAME, "the call has no name")
+            output.call(name, decode_object(body.text), body.text, start, body.end, call_id)
+        except Malformed as malformed:
+            problem = malformed
+        else:
+            return body.end
+    output.broken(problem, name, start, body.end, call_id)
+    return body.end
+
+
+# Lists: [ call, call, … ]. Elements are read one by one, so a broken one does not affect the others.
+
+
+def read_array(output: OutputReader, start: int, bracket: int, with_ids: bool = False) -> int:
+    """Read the list whose `[` is at `bracket`; the first call's span begins at `start`. Returns where the list ends.
+
+    `with_ids`: the calls' own ids count.
+    """
+    text, position = output.text, bracket + 1
+    while True:
+        begin = skip(text, position)
+        first = position == bracket + 1
+        if first and text.startswith("]", begin):
+            return begin + 1
+        body = _element(output, begin)
+        after, sign = after_element(text, body.end)
+        body = _settled(output, body, sign, after)
+        end = add_named(output, min(start, begin) if first else begin, body, with_id=with_ids)
+        if sign == "]":
+            return after + 1
+        if not sign and not text.startswith("{", after):
+            return end
+        position = after + len(sign)
+        output.skip_to(position)
+
+
+def _element(output: OutputReader, begin: int) -> JsonBody:
+    if output.text.startswith("{", begin):
+        return untagged_body(output, begin, scan_value(output.text, begin))
+    end, problem = other_element(output, begin, '"', scan_value)
+    return JsonBody(output.text[begin:end], end, problem)
+
+
+def other_element(
+    output: OutputReader, begin: int, quotes: str, nested: Callable[[str, int], Scan]
+) -> tuple[int, Malformed]:
+    """Where an element that is not a call ends, and its problem. Commas in strings and brackets end nothing."""
+    text, position = output.text, begin
+    problem = Malformed(BrokenReason.MALFORMED_JSON, "an element of the list is not a call")
+    while True:
+        position = skip(text, position, _PLAIN[quotes])
+        character = text[position : position + 1]
+        if character and character in quotes:
+            position = string_end(text, position, character)
+            if position < 0:  # a string that breaks off: only brackets show what belongs to the list
+                end = scan_brackets(text, begin)
+                return end - (text[end - 1 : end] == "]"), problem
+        elif character and character in "[{(":
+            scan = nested(text, position)
+            if not scan.complete:
+                return extent(output, position, scan), problem
+            position = scan.end
+        elif not character and position == begin:
+            return position, Malformed(BrokenReason.UNCLOSED, "the output ends in the list")
+        else:
+            return position, problem
+
+
+def after_element(text: str, end: int) -> tuple[int, str]:
+    """Where a list continues after the element that ends at `end`, and whether with `,` or `]` or neither.
+
+    Closing brackets that close nothing do not end a list: they belong to the element, which they break.
+    """
+    after = skip(text, end, _STRAY)
+    if text[after : after + 1] in (",", "]"):
+        return after, text[after]
+    return skip(text, end), ""
+
+
+def _settled(output: OutputReader, body: JsonBody, sign: str, after: int) -> JsonBody:
+    """The element, broken if what follows it breaks it."""
+    if sign and skip(output.text, body.end) < after:
+        return JsonBody(body.text, after, body.problem or Malformed(BrokenReason.MALFORMED_JSON, STRAY))
+    if body.problem is not None or sign:
+        return body
+    if after < output.end:
+        problem = Malformed(BrokenReason.MALFORMED_JSON, "the list does not continue after an element")
+        return body._replace(problem=problem)
+    return body._replace(problem=Malformed(BrokenReason.UNCLOSED, CUT_OFF)) if output.cut else body
+
+
+_INSIDE = {quote: re.compile(rf"[^\\\n{quote}]*") for quote in "'\""}
+_INSIDE_LONG = {quote: re.compile(rf"[^\\{quote}]*") for quote in "'\""}
+
+
+def string_end(text: str, start: int, quote: str) -> int:
+    """The end of the string that `quote`, or three, begins at `start`; minus the place where it breaks off."""
+    long = text.startswith(quote * 3, start)
+    run = (_INSIDE_LONG if long else _INSIDE)[quote]
+    ends = quote * 3 if long else quote
+    position = start + len(ends)
+    while True:
+        position = skip(text, position, run)
+        if text.startswith("\\", position):
+            if position + 1 >= len(text):
+                return -len(text)
+            position += 2
+        elif text.startswith(ends, position):
+            return position + len(ends)
+        elif text.startswith(quote, position):
+            position += 1
+        else:
+            return -position
+
+
+class Hermes(Grammar):
+    """`<tool_call>` … `</tool_call>`."""
+
+    tags: ClassVar[Tags] = Tags("<tool_call>", ("</tool_call>",))
+    openers = ("<tool_call>",)
+
+    def read(self, output: OutputReader, mark: Mark) -> int | None:
+        """One call."""
+        begin = skip(output.text, mark.end)
+        if not output.text.startswith("{", begin):
+            return output.mentioned(mark, self.tags.last)
+        return add_named(output, mark.start, tagged_body(output, begin, self.tags))
+
+    def render(self, calls: Sequence[ParsedCall], text: str) -> str:
+        """Each call on three lines."""
+        blocks = [f"{self.tags.open}\n{named_object(call)}\n{self.tags.last}" for call in calls]
+        return "\n".join([text, *blocks] if text else blocks)
+
+
+class LongCat(Hermes):
+    """`<longcat_tool_call>` … `</longcat_tool_call>`, and thinking in tags of its own."""
+
+    tags = Tags("<longcat_tool_call>", ("</longcat_tool_call>",))
+    openers = ("<longcat_tool_call>",)
+    thinking = (("<think>", "</think>"), ("<longcat_think>", "</longcat_think>"))

@@ -1,0 +1,342 @@
+"""Llama 3.1 to 4: JSON objects, bare or after a mark, or a Python list of calls with literal keyword arguments.
+
+    JSON     {"name": "f", "parameters": {...}}
+             <|python_tag|>{"name": "f", "parameters": {...}}; {"name": "g", "parameters": {...}}
+    Python   [f(key='value', n=1), g()]
+             <|python_start|>[f(key='value')]<|python_end|>
+
+Source: Meta's prompt formats for JSON and pythonic tool calling (JSON specifies `parameters`; models write `arguments`
+too). A bare object is a call only if it has a string `name` and an object under one of the two keys, a bare list only
+if it begins with a name and keyword arguments or none; other JSON, other brackets and code after the mark are text.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from palaestra.core.types import JSON
+from palaestra.inference.parsers.formats.json_calls import (
+    CUT_OFF,
+    STRAY,
+    add_named,
+    after_element,
+    extent,
+    named_call,
+    other_element,
+    string_end,
+    untagged_body,
+)
+from palaestra.inference.parsers.parser import BrokenReason, Malformed, ParsedCall, named_object
+from palaestra.inference.parsers.reader import FoundCall, Grammar, OutputReader
+from palaestra.inference.parsers.scan import Mark, Scan, scan_value, skip
+
+_TAG = "<|python_tag|>"
+_KEYS = ("parameters", "arguments")
+_NAMED = re.compile(r'\{\s*"name"\s*:')
+_NAMED_CHARS = 64
+
+
+class LlamaJson(Grammar):
+    """Calls end with their JSON; there is no end tag."""
+
+    openers = (_TAG, "{")
+
+    def read(self, output: OutputReader, mark: Mark) -> int | None:
+        """One call or several, or a bare object that is not a call."""
+        text, begin = output.text, mark.start
+        if mark.text == _TAG:
+            begin = skip(text, mark.end)
+            if begin >= output.end:
+                output.broken(Malformed(BrokenReason.UNCLOSED, "the output ends here"), "", mark.start, begin)
+                return begin
+            if not text.startswith("{", begin):
+                return None
+        end, called = self._object(output, mark.start, begin, marked=mark.text == _TAG)
+        while called:
+            after = skip(text, end)
+            if not text.startswith(";", after):
+                return end
+            begin = skip(text, after + 1)
+            if text.startswith(_TAG, begin):
+                output.skip_to(begin)
+                return begin
+            if not text.startswith("{", begin):
+                return end
+            output.skip_to(begin)
+            end, called = self._object(output, begin, begin, marked=True)
+        return end
+
+    def _object(self, output: OutputReader, start: int, begin: int, marked: bool) -> tuple[int, bool]:
+        """Where the object ends, and whether it is a call; if not, it is text."""
+        if not marked and not output.text.startswith('"', skip(output.text, begin + 1)):
+            output.text_to(begin + 1)
+            return begin + 1, False
+        scan = scan_value(output.text, begin)
+        if not marked and not _is_call(output.text[begin : scan.end], scan.complete):
+            output.text_to(scan.end)
+            return scan.end, False
+        return add_named(output, start, untagged_body(output, begin, scan), _KEYS), True
+
+    def render(self, calls: Sequence[ParsedCall], text: str) -> str:
+        """After the mark, joined by `; `."""
+        objects = "; ".join(named_object(call, "parameters") for call in calls)
+        return f"{text}{_TAG}{objects}" if calls else text
+
+
+def _is_call(text: str, complete: bool) -> bool:
+    """Whether a bare object asks for a call; anything else is text, not a mistake."""
+    named = _NAMED.match(text[:_NAMED_CHARS]) is not None
+    if not complete:
+        return named
+    try:
+        named_call(text, _KEYS)
+    except Malformed as problem:
+        return named and problem.reason not in (BrokenReason.NO_NAME, BrokenReason.NO_ARGUMENTS)
+    return True
+
+
+_START, _END = "<|python_start|>", "<|python_end|>"
+_LETTER = re.compile(r"[^\W\d]")
+_NAME = re.compile(r"[\w.\-]*")
+_KEY = re.compile(r"\w*")
+_NO_NAME = frozenset("[](){}<>\"'0123456789-+.,:;")
+
+
+class Llama4Pythonic(Grammar):
+    """One list at a time, anywhere in the text."""
+
+    openers = (_START, "[")
+
+    def read(self, output: OutputReader, mark: Mark) -> int | None:
+        """All calls of one list."""
+        text = output.text
+        if mark.text == "[":
+            return self._list(output, mark.start, mark.start) if _begins_calls(text, mark.end) else None
+        begin = skip(text, mark.end)
+        if not text.startswith("[", begin):
+            return output.mentioned(mark, _END)
+        end = self._list(output, mark.start, begin)
+        after = skip(text, end)
+        return after + len(_END) if text.startswith(_END, after) else end
+
+    def _list(self, output: OutputReader, start: int, bracket: int) -> int:
+        text, position = output.text, bracket + 1
+        while True:
+            begin = skip(text, position)
+            if text.startswith("]", begin):
+                return begin + 1
+            found = _element(output, begin)
+            after, sign = after_element(text, found.end)
+            if sign and skip(text, found.end) < after:
+                problem = found.problem or Malformed(BrokenReason.MALFORMED_MARKUP, STRAY)
+                found = found._replace(end=after, problem=problem)
+            elif not sign and found.problem is None:
+                found = found._replace(problem=_unfollowed(output, after))
+            end = output.add(found, start if position == bracket + 1 else begin)
+            if sign == "]":
+                return after + 1
+            if not sign and not _begins_calls(text, after):
+                return end
+            position = after + len(sign)
+            output.skip_to(position)
+
+    def render(self, calls: Sequence[ParsedCall], text: str) -> str:
+        """One list, without the marks."""
+        written = [
+            f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})" for call in calls
+        ]
+        return f"{text}[{', '.join(written)}]" if calls else text
+
+
+def _begins_calls(text: str, position: int) -> bool:
+    """Whether a name with keyword arguments, or with none, begins there."""
+    if text[position : position + 1] in _NO_NAME:
+        return False
+    begin = skip(text, position)
+    end = _name_end(text, begin)
+    if end == begin or not text.startswith("(", end):
+        return False
+    inner = skip(text, end + 1)
+    if text.startswith(")", inner):
+        return True
+    key_end = skip(text, inner, _KEY)
+    equals = skip(text, key_end)
+    return key_end > inner and text.startswith("=", equals) and not text.startswith("==", equals)
+
+
+def _element(output: OutputReader, begin: int) -> FoundCall:
+    text = output.text
+    end = _name_end(text, begin)
+    name = text[begin:end]
+    if not text.startswith("(", end):
+        reason = BrokenReason.UNCLOSED if end >= output.end else BrokenReason.MALFORMED_MARKUP
+        stop, _ = other_element(output, begin, "'\"", scan_parentheses)
+        return FoundCall(name, {}, stop, Malformed(reason, "an element is not a call"))
+    scan = scan_parentheses(text, end)
+    if not scan.complete:
+        reason = BrokenReason.UNCLOSED if scan.end >= output.end else BrokenReason.MALFORMED_MARKUP
+        return FoundCall(name, {}, extent(output, end, scan), Malformed(reason, "a call does not end"))
+    try:
+        if not name:
+            raise Malformed(BrokenReason.NO_NAME, "the call has no name")
+        return FoundCall(name, keyword_arguments(text[end : scan.end]), scan.end)
+    except Malformed as problem:
+        return FoundCall(name, {}, scan.end, problem)
+
+
+def _name_end(text: str, begin: int) -> int:
+    """Where the name that begins there ends; `begin` if there is none."""
+    return skip(text, begin + 1, _NAME) if _LETTER.match(text, begin) else begin
+
+
+def _unfollowed(output: OutputReader, after: int) -> Malformed | None:
+    """The problem of a call after which the list does not continue; none if it is the last of an uncut output."""
+    if after < output.end:
+        return Malformed(BrokenReason.MALFORMED_MARKUP, "the list does not continue after a call")
+    return Malformed(BrokenReason.UNCLOSED, CUT_OFF) if output.cut else None
+
+
+# Python literals. Nothing is evaluated, compiled or imported. Accepted is what JSON can express: strings in all their
+# quotings, numbers, True, False, None, lists, and dicts with string keys. An argument given twice, a positional one, a
+# tuple, a variable or an expression makes a call malformed.
+
+_OUTSIDE = re.compile(r"[^'\"()\[\]{}]*")
+_SPACE = re.compile(r"\s*")
+_ARGUMENT = re.compile(r"\s*([^\W\d]\w*)\s*=\s*")
+_STRING = re.compile(
+    r"([rR]?)(?:'''((?:[^\\']|\\.|'(?!''))*+)'''|\"\"\"((?:[^\\\"]|\\.|\"(?!\"\"))*+)\"\"\""
+    r"|'((?:[^\\'\n]|\\.)*+)'|\"((?:[^\\\"\n]|\\.)*+)\")",
+    re.DOTALL,
+)
+_NUMBER = re.compile(r"[+-]?(?:0[xX][0-9a-fA-F]+|(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)(?![\w.])")
+_WORD = re.compile(r"(?:True|False|None)\b")
+_WORDS = {"True": True, "False": False, "None": None}
+_ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(\r?\n)|(.))", re.DOTALL)
+_ESCAPED = {"\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+_MAX_DEPTH = 100
+
+
+def scan_parentheses(text: str, start: int) -> Scan:
+    """Where the bracket that opens at `start` closes, ignoring strings; or where a string breaks off."""
+    depth, position = 0, start
+    while True:
+        position = skip(text, position, _OUTSIDE)
+        character = text[position : position + 1]
+        if not character:
+            return Scan(len(text), False)
+        if character in "'\"":
+            position = string_end(text, position, character)
+            if position < 0:
+                return Scan(-position, False)
+            continue
+        position += 1
+        depth += 1 if character in "([{" else -1
+        if depth == 0:
+            return Scan(position, True)
+
+
+def keyword_arguments(text: str) -> dict[str, JSON]:
+    """The arguments between the parentheses that `text` begins and ends with. Raises `Malformed`."""
+    arguments: dict[str, JSON] = {}
+    at = skip(text, 1, _SPACE)
+    while at < len(text) - 1:
+        key = _ARGUMENT.match(text, at)
+        if key is None or text.startswith("=", key.end()):
+            raise Malformed(BrokenReason.MALFORMED_MARKUP, f"not a keyword argument at character {at}", at)
+        if key[1] in arguments:
+            raise Malformed(BrokenReason.DUPLICATE_KEY, f"the argument {key[1]!r} is there twice", at)
+        arguments[key[1]], at = _value(text, key.end(), 0)
+        at = _next(text, at, ")")
+    return arguments
+
+
+def _value(text: str, at: int, depth: int) -> tuple[JSON, int]:
+    if depth > _MAX_DEPTH:
+        raise Malformed(BrokenReason.TOO_DEEP, "nested too deeply", at)
+    first = text[at : at + 1]
+    if first == "[":
+        return _list(text, at, depth + 1)
+    if first == "{":
+        return _dict(text, at, depth + 1)
+    if (string := _STRING.match(text, at)) is not None:
+        return _strings(text, string)
+    if (number := _NUMBER.match(text, at)) is not None:
+        return _number(number[0], at), number.end()
+    if (word := _WORD.match(text, at)) is not None:
+        return _WORDS[word[0]], word.end()
+    raise Malformed(BrokenReason.MALFORMED_MARKUP, f"not a literal at character {at}", at)
+
+
+def _list(text: str, at: int, depth: int) -> tuple[list[JSON], int]:
+    items: list[JSON] = []
+    at = skip(text, at + 1, _SPACE)
+    while not text.startswith("]", at):
+        item, at = _value(text, at, depth)
+        items.append(item)
+        at = _next(text, at, "]")
+    return items, at + 1
+
+
+def _dict(text: str, at: int, depth: int) -> tuple[dict[str, JSON], int]:
+    items: dict[str, JSON] = {}
+    at = skip(text, at + 1, _SPACE)
+    while not text.startswith("}", at):
+        key, at = _value(text, at, depth)
+        at = skip(text, at, _SPACE)
+        if not isinstance(key, str) or not text.startswith(":", at):
+            raise Malformed(BrokenReason.MALFORMED_MARKUP, f"not a string key at character {at}", at)
+        if key in items:
+            raise Malformed(BrokenReason.DUPLICATE_KEY, f"the key {key[:80]!r} is there twice", at)
+        items[key], at = _value(text, skip(text, at + 1, _SPACE), depth)
+        at = _next(text, at, "}")
+    return items, at + 1
+
+
+def _strings(text: str, found: re.Match[str] | None) -> tuple[str, int]:
+    """Adjacent strings are one, as in Python."""
+    parts: list[str] = []
+    end = 0
+    while found is not None:
+        body = next(group for group in found.groups()[1:] if group is not None)
+        parts.append(body if found[1] else _ESCAPE.sub(_unescape, body))
+        end = found.end()
+        found = _STRING.match(text, skip(text, end, _SPACE))
+    return "".join(parts), end
+
+
+def _unescape(found: re.Match[str]) -> str:
+    octal, *hexadecimal, line, other = found.groups()
+    if line:
+        return ""
+    if other:
+        if other in "xuUN":
+            raise Malformed(BrokenReason.MALFORMED_MARKUP, f"an unfinished escape: {found[0]}")
+        return _ESCAPED.get(other, found[0])
+    code = int(octal, 8) if octal else int(next(filter(None, hexadecimal)), 16)
+    if code > 0x10FFFF:
+        raise Malformed(BrokenReason.MALFORMED_MARKUP, f"no character: {found[0]}")
+    return chr(code)
+
+
+def _number(digits: str, at: int) -> int | float:
+    try:
+        if digits.isdecimal() or not any(mark in digits for mark in ".eE") or "x" in digits.lower():
+            return int(digits, 0)
+    except ValueError as error:
+        raise Malformed(BrokenReason.MALFORMED_MARKUP, f"not a number: {error}"[:200], at) from None
+    value = float(digits)
+    if math.isinf(value):
+        raise Malformed(BrokenReason.NOT_FINITE, f"{digits[:40]} is too large a number", at)
+    return value
+
+
+def _next(text: str, at: int, close: str) -> int:
+    """Past a comma, or at the closing bracket."""
+    at = skip(text, at, _SPACE)
+    if text.startswith(",", at):
+        return skip(text, at + 1, _SPACE)
+    if not text.startswith(close, at):
+        raise Malformed(BrokenReason.MALFORMED_MARKUP, f"expecting ',' or {close!r} at character {at}", at)
+    return at

@@ -1,0 +1,179 @@
+"""Calls in a section, each a header and JSON arguments between tags: DeepSeek V3, R1 and V3.1, and Kimi K2.
+
+    V3, R1   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f
+             ```json
+             {...}
+             ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+    V3.1     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+    Kimi     <|tool_calls_section_begin|>
+             <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>
+             <|tool_calls_section_end|>
+
+Sources: the chat templates of deepseek-ai/DeepSeek-V3, -R1 and -V3.1; the chat template and the tool-use guide of
+moonshotai/Kimi-K2-Instruct. Kimi's id is kept whole, because tool messages must repeat it; its `functions.` may be
+missing, its index may not. Invariant: a call counts by its own end tag, so a whole one survives a section that is not
+closed.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+from palaestra.inference.parsers.formats.json_calls import Tags, add_json, tagged_body
+from palaestra.inference.parsers.parser import BrokenReason, Malformed, ParsedCall
+from palaestra.inference.parsers.reader import Grammar, OutputReader
+from palaestra.inference.parsers.scan import Mark, breaks_off, find, skip
+
+
+class Header(NamedTuple):
+    """The text before the arguments. `id` is empty if the format has none. One that the output ends is `UNCLOSED`."""
+
+    name: str
+    id: str
+    end: int
+    problem: Malformed | None = None
+
+
+class Sections(Grammar):
+    """Calls in a section: `section` are the tags around all calls, `tags` those of one call.
+
+    A call counts by its own end tag, so a whole one survives a section that is not closed.
+    """
+
+    section: ClassVar[tuple[str, str]]
+    tags: ClassVar[Tags]
+
+    @abstractmethod
+    def header(self, text: str, start: int) -> Header | None:
+        """The header that begins at `start`, or None."""
+
+    def read(self, output: OutputReader, mark: Mark) -> int | None:
+        """One call, in a section or without, or the tags of a section; text may stand between the calls."""
+        begin = mark.start
+        if mark.text == self.section[1]:
+            return output.leave_section(mark)
+        if mark.text == self.section[0]:
+            begin = skip(output.text, mark.end)
+            if not output.text.startswith(self.tags.open, begin):
+                return self._no_call(output, mark)
+            output.skip_to(begin)
+            output.in_section = True
+        return self._call(output, begin, lone=not output.in_section)
+
+    def _call(self, output: OutputReader, start: int, lone: bool) -> int | None:
+        header = self.header(output.text, start + len(self.tags.open))
+        if header is None or (header.problem is not None and header.problem.reason is BrokenReason.UNCLOSED):
+            after = skip(output.text, start + len(self.tags.open))
+            if lone and after < output.end:
+                return None  # prose that mentions the tag
+            missing = Malformed(BrokenReason.MALFORMED_MARKUP, "the call has no header")
+            header = header or Header("", "", after, missing)
+        body = tagged_body(output, header.end, self.tags)
+        if header.problem is not None:
+            body = body._replace(problem=header.problem)
+        return add_json(output, start, header.name, body, header.id)
+
+    def _no_call(self, output: OutputReader, mark: Mark) -> int | None:
+        """A section that does not begin with a call: text may precede it. Without a call it is broken or a mention."""
+        found = find(output.text, mark.end, *self.section, self.tags.open)
+        if found is not None and found.text == self.tags.open:
+            return None
+        return output.mentioned(mark, self.section[1])
+
+
+def header_end(text: str, start: int, end_tag: str, tags: Tags) -> Mark | Header | None:
+    """The tag that ends a header; None if another tag comes first, an unclosed header if the output ends."""
+    found = find(text, start, end_tag, tags.open, tags.last)
+    if found is None:
+        return Header("", "", len(text), Malformed(BrokenReason.UNCLOSED, "the output ends in the header of a call"))
+    return found if found.text == end_tag else None
+
+
+_BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_NAME = re.compile(r"[^\r\n<]*")
+_FENCE = "```json"
+
+
+class DeepSeekV31(Sections):
+    """The name is the header."""
+
+    section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    tags = Tags(_BEGIN, (_END,))
+    openers = (*section, _BEGIN)
+
+    def header(self, text: str, start: int) -> Header | None:
+        """`NAME<｜tool▁sep｜>`."""
+        mark = header_end(text, start, _SEPARATOR, self.tags)
+        return _named(text[start : mark.start], mark.end) if isinstance(mark, Mark) else mark
+
+    def render(self, calls: Sequence[ParsedCall], text: str) -> str:
+        """No white space anywhere."""
+        blocks = [f"{_BEGIN}{call.name}{_SEPARATOR}{call.arguments_text}{_END}" for call in calls]
+        return f"{text}{self.section[0]}{''.join(blocks)}{self.section[1]}" if calls else text
+
+
+class DeepSeekV3(DeepSeekV31):
+    """The type, the name and a code fence are the header; the fence is closed before the end tag."""
+
+    tags = Tags(_BEGIN, ("```", _END))
+
+    def header(self, text: str, start: int) -> Header | None:
+        """`function<｜tool▁sep｜>NAME`, a line end and the opening fence."""
+        mark = header_end(text, start, _SEPARATOR, self.tags)
+        if not isinstance(mark, Mark):
+            return mark
+        end = skip(text, mark.end, _NAME)
+        named, fence = _named(text[mark.end : end], end), skip(text, end)
+        if not text.startswith(_FENCE, fence):
+            ended = breaks_off(text, fence, _FENCE)
+            reason = BrokenReason.UNCLOSED if ended else BrokenReason.MALFORMED_MARKUP
+            return named._replace(problem=Malformed(reason, "the arguments are not in a json block"))
+        return named._replace(end=fence + len(_FENCE))
+
+    def render(self, calls: Sequence[ParsedCall], text: str) -> str:
+        """The fence on lines of its own, the calls too."""
+        blocks = [
+            f"{_BEGIN}function{_SEPARATOR}{call.name}\n{_FENCE}\n{call.arguments_text}\n```{_END}" for call in calls
+        ]
+        return "".join([text, self.section[0], "\n".join(blocks), self.section[1]]) if calls else text
+
+
+def _named(name: str, end: int) -> Header:
+    name = name.strip()
+    return Header(name, "", end, None if name else Malformed(BrokenReason.NO_NAME, "the call has no name"))
+
+
+_KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+_ID = re.compile(r"(?!functions\.:)(?:functions\.)?([^\s:]+):\d+")
+
+
+class KimiK2(Sections):
+    """The id before the arguments is the header."""
+
+    section = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    tags = Tags(_KIMI_BEGIN, (_KIMI_END,))
+    openers = (*section, _KIMI_BEGIN)
+
+    def header(self, text: str, start: int) -> Header | None:
+        """`functions.NAME:INDEX<|tool_call_argument_begin|>`."""
+        mark = header_end(text, start, _KIMI_ARGUMENTS, self.tags)
+        if not isinstance(mark, Mark):
+            return mark
+        call_id = text[start : mark.start].strip()
+        found = _ID.fullmatch(call_id)
+        if found is None:
+            problem = Malformed(BrokenReason.NO_NAME, "the id of the call is not functions.NAME:INDEX")
+            return Header("", "", mark.end, problem)
+        return Header(found[1], call_id, mark.end)
+
+    def render(self, calls: Sequence[ParsedCall], text: str) -> str:
+        """Calls without an id of this form get one from their place."""
+        blocks = []
+        for index, call in enumerate(calls):
+            found = _ID.fullmatch(call.id)
+            call_id = call.id if found and found[1] == call.name else f"functions.{call.name}:{index}"
+            blocks.append(f"{_KIMI_BEGIN}{call_id}{_KIMI_ARGUMENTS}{call.arguments_text}{_KIMI_END}")
+        return f"{text}{self.section[0]}{''.join(blocks)}{self.section[1]}" if calls else text

@@ -1,0 +1,312 @@
+"""Functions over a text and a position in it: white space, tags, strict JSON. Each costs the distance it covers. Also
+the types that a tool's schema gives its arguments, for formats that write values as bare text.
+
+Invariants: in JSON a bracket or a tag inside a string ends nothing; duplicate keys, NaN, infinities and numbers that
+overflow to infinity are rejected, because two readers would disagree about them. Bare text becomes another value only
+if the schema names that value's type and the text is exactly such a value in JSON (or a boolean or None as Python
+prints it, which some families' templates write); otherwise it stays text, and the validation of the arguments reports
+the problem.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple, NoReturn
+
+from palaestra.core.types import JSON
+from palaestra.inference.parsers.parser import BrokenReason, Malformed, Tools
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class Mark(NamedTuple):
+    """A tag found in a text, from `start` to `end`."""
+
+    text: str
+    start: int
+    end: int
+
+
+@lru_cache(maxsize=512)
+def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, tags)))
+
+
+def find(text: str, start: int, *tags: str, before: int | None = None) -> Mark | None:
+    """The first of `tags` that begins at or after `start`, and in front of position `before`."""
+    stop = len(text) if before is None else before + max(map(len, tags)) - 1
+    found = _any_of(tags).search(text, start, stop)
+    if found is None or (before is not None and found.start() >= before):
+        return None
+    return Mark(found[0], found.start(), found.end())
+
+
+def skip(text: str, start: int, run: re.Pattern[str] = _SPACE) -> int:
+    """The end of a run of white space, or of another pattern, that begins at `start`."""
+    found = run.match(text, start)
+    return found.end() if found else start
+
+
+def breaks_off(text: str, position: int, *tags: str) -> bool:
+    """Whether the text ends inside one of these tags, or right before it."""
+    return len(text) - position < max(map(len, tags)) and any(tag.startswith(text[position:]) for tag in tags)
+
+
+class Closing(NamedTuple):
+    """How a call ends: with its end tags, with the output, or with something `else`."""
+
+    end: int
+    how: Literal["tags", "output", "else"]
+
+
+def closing(text: str, position: int, *tags: str) -> Closing:
+    """Whether these end tags follow, with white space between them. A partial tag at the end of the text is none."""
+    for tag in tags:
+        begin = skip(text, position)
+        if text.startswith(tag, begin):
+            position = begin + len(tag)
+        elif breaks_off(text, begin, tag):
+            return Closing(len(text), "output")
+        else:
+            return Closing(position, "else")
+    return Closing(position, "tags")
+
+
+_STRING_REST = re.compile(r'[^"\\\x00-\x1f]*+(?:\\["\\/bfnrtu][^"\\\x00-\x1f]*+)*+')
+_TOKEN = re.compile(r'["{}\[\]]|[^ \t\r\nA-Za-z0-9+\-.,:]')
+_BRACKET = re.compile(r"[{}\[\]()]")
+
+
+class Scan(NamedTuple):
+    """Where a value ends (`complete`), or where it stops being JSON; the end of the text counts as such a place."""
+
+    end: int
+    complete: bool
+
+
+def scan_value(text: str, start: int) -> Scan:
+    """Where the object or array that begins at `start` ends, judged by its strings and brackets alone."""
+    depth, at = 0, start
+    while (token := _TOKEN.search(text, at)) is not None:
+        at = token.end()
+        if token[0] == '"':
+            at = skip(text, at, _STRING_REST)
+            if not text.startswith('"', at):
+                return Scan(at + text.startswith("\\", at), False)
+            at = skip(text, at + 1)
+            if at < len(text) and text[at] not in ",:]}":
+                return Scan(at, False)
+        elif token[0] in "{[":
+            depth += 1
+        elif token[0] in "}]":
+            depth -= 1
+            if not depth:
+                return Scan(at, True)
+        else:
+            return Scan(token.start(), False)
+    return Scan(len(text), False)
+
+
+def scan_brackets(text: str, start: int) -> int:
+    """Where the brackets that open at `start` are balanced, ignoring quotes; the end of the text if they never are."""
+    depth = 0
+    for found in _BRACKET.finditer(text, start):
+        depth += 1 if found[0] in "{[(" else -1
+        if depth <= 0:
+            return found.end()
+    return len(text)
+
+
+def _unique(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise Malformed(BrokenReason.DUPLICATE_KEY, f"the key {twice[:80]!r} is there twice")
+    return value
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise Malformed(BrokenReason.NOT_FINITE, f"{constant} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise Malformed(BrokenReason.NOT_FINITE, f"{digits[:40]} is too large a number")
+    return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
+
+
+def decode(text: str) -> JSON:
+    """The JSON value of `text`, with white space allowed around it. Raises `Malformed`."""
+    value, end = _decode_at(text, skip(text, 0))
+    if skip(text, end) < len(text):
+        raise Malformed(BrokenReason.MALFORMED_JSON, f"something follows the JSON at character {end}", end)
+    return value
+
+
+def decode_object(text: str) -> dict[str, JSON]:
+    """The JSON object of `text`. Raises `Malformed`."""
+    value = decode(text)
+    if not isinstance(value, dict):
+        raise Malformed(BrokenReason.NOT_AN_OBJECT, "the arguments are not a JSON object")
+    return value
+
+
+class Member(NamedTuple):
+    """One value of an object, and its text."""
+
+    value: JSON
+    text: str
+
+
+def decode_members(text: str) -> dict[str, Member]:
+    """The members of the JSON object of `text`, each with its text. Raises `Malformed`."""
+    members: dict[str, Member] = {}
+    at = _expect(text, skip(text, 0), "{")
+    if text.startswith("}", at):
+        return members
+    while True:
+        key, end = _decode_at(text, at)
+        if not isinstance(key, str):
+            raise Malformed(BrokenReason.MALFORMED_JSON, f"a key is not a string at character {at}", at)
+        if key in members:
+            raise Malformed(BrokenReason.DUPLICATE_KEY, f"the key {key[:80]!r} is there twice", at)
+        begin = _expect(text, skip(text, end), ":")
+        value, end = _decode_at(text, begin)
+        members[key] = Member(value, text[begin:end])
+        at = skip(text, end)
+        if text.startswith("}", at):
+            return members
+        at = _expect(text, at, ",")
+
+
+def _decode_at(text: str, at: int) -> tuple[JSON, int]:
+    try:
+        return _DECODER.raw_decode(text, at)
+    except json.JSONDecodeError as error:
+        detail = f"not JSON: {error.msg} at character {error.pos}"
+        raise Malformed(BrokenReason.MALFORMED_JSON, detail, error.pos) from None
+    except RecursionError:
+        raise Malformed(BrokenReason.TOO_DEEP, "nested too deeply", at) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise Malformed(BrokenReason.NOT_FINITE, str(error), at) from None
+
+
+def _expect(text: str, at: int, sign: str) -> int:
+    if not text.startswith(sign, at):
+        raise Malformed(BrokenReason.MALFORMED_JSON, f"not JSON: expecting {sign!r} at character {at}", at)
+    return skip(text, at + 1)
+
+
+_PRINTED: Mapping[str, tuple[str, JSON]] = {
+    "True": ("boolean", True),
+    "False": ("boolean", False),
+    "None": ("null", None),
+}
+_PYTHON_NAMES = {
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+}
+"""Type names in schemas written by hand."""
+_MAX_DEPTH = 16
+
+
+class ArgumentTypes:
+    """Types by tool and argument, as JSON Schema names them."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+        self._parameters: dict[str, Mapping[str, JSON]] | None = None
+
+    def value(self, tool: str, argument: str, text: str) -> JSON:
+        """The value that `text` is for this argument. Text stays text if the type is unknown."""
+        return typed(text, self._types(tool, argument))
+
+    def _types(self, tool: str, argument: str) -> frozenset[str]:
+        if self._parameters is None:
+            self._parameters = dict(_parameters(self._tools))
+        parameters = self._parameters.get(tool)
+        if parameters is None:
+            return frozenset()
+        properties = parameters.get("properties")
+        schema = properties.get(argument) if isinstance(properties, Mapping) else None
+        if schema is None:
+            schema = parameters.get("additionalProperties")
+        return frozenset(_types(schema, parameters, _MAX_DEPTH))
+
+
+def typed(text: str, types: frozenset[str]) -> JSON:
+    """`text` as a value of one of these types, or as it is."""
+    if not types or types == {"string"}:
+        return text
+    name, printed = _PRINTED.get(text.strip(), ("", None))
+    if name in types and "string" not in types:
+        return printed
+    try:
+        value = decode(text)
+    except Malformed:
+        return text
+    return value if not isinstance(value, str) and _types_of(value) & types else text
+
+
+def _types_of(value: JSON) -> set[str]:
+    if value is None:
+        return {"null"}
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int):
+        return {"integer", "number"}
+    if isinstance(value, float):
+        return {"number", "integer"} if value.is_integer() else {"number"}
+    return {"object"} if isinstance(value, dict) else {"array"}
+
+
+def _parameters(tools: Tools) -> Iterator[tuple[str, Mapping[str, JSON]]]:
+    for tool in tools:
+        function = tool.get("function", tool)
+        parameters = function.get("parameters") if isinstance(function, Mapping) else None
+        if isinstance(parameters, Mapping):
+            yield str(function.get("name", "")), parameters
+
+
+def _types(schema: JSON, root: Mapping[str, JSON], depth: int) -> Iterator[str]:
+    """The types that a schema allows, through its unions, references, enumerations and constants."""
+    if not isinstance(schema, Mapping) or depth == 0:
+        return
+    declared = schema.get("type")
+    names = [declared] if isinstance(declared, str) else declared if isinstance(declared, Sequence) else ()
+    yield from (_PYTHON_NAMES.get(name, name) for name in names if isinstance(name, str))
+    if schema.get("nullable") is True:
+        yield "null"
+    if declared is None:
+        for constant in [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]:
+            yield from ["string"] if isinstance(constant, str) else _types_of(constant)
+        if "properties" in schema:
+            yield "object"
+        if "items" in schema:
+            yield "array"
+    for union in ("anyOf", "oneOf", "allOf"):
+        for member in _list(schema.get(union)):
+            yield from _types(member, root, depth - 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        target: JSON = root
+        for step in reference[2:].split("/"):
+            target = target.get(step) if isinstance(target, Mapping) else None
+        yield from _types(target, root, depth - 1)
+
+
+def _list(value: JSON) -> Sequence[JSON]:
+    return value if isinstance(value, Sequence) and not isinstance(value, str) else ()

@@ -1,0 +1,171 @@
+"""One reply: sampled over as many requests as needed, and read from text into an assistant message.
+
+The engine's client does the retries. Invariants: the tokens of an aborted request are the start of the next one's
+prompt, so nothing is sampled twice or lost; every answer is checked; nothing is repaired (T6): thinking is removed
+before calls are looked for, and unknown names and malformed arguments stay as the model wrote them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from palaestra.core.clock import Clock
+from palaestra.core.errors import ConfigError, EngineReplyError, EngineUnavailable
+from palaestra.core.types import JSON
+from palaestra.inference.engine import AssistantMessage, FunctionCall, Sampled, TokenEngine, ToolCallMessage
+from palaestra.inference.ledger import HIGHEST_LOGPROB, Piece, Prompt
+from palaestra.inference.parsers import ToolCallParser, get_parser
+from palaestra.inference.templates.jinja import THINK_CLOSE, THINK_OPEN
+
+MAX_RESUMES = 200
+"""Aborted answers to one request after which the engine counts as unavailable."""
+
+LOWEST_LOGPROB = -3.4e38
+"""Below it, the ledger's 32 bits hold minus infinity."""
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
+
+
+async def sample(
+    engine: TokenEngine, prompt: Prompt, settings: Mapping[str, JSON], vocabulary: int | None, clock: Clock
+) -> list[Piece]:
+    """Sample the reply to `prompt[T]`, which grows by it: one piece, or several if requests were aborted.
+
+    `vocabulary` is the tokenizer's number of ids, if known. Raises `EngineReplyError` for an impossible answer and
+    `EngineUnavailable` if the engine keeps aborting.
+    """
+    pieces: list[Piece] = []
+    left, empty = settings.get("max_tokens"), 0
+    for _ in range(MAX_RESUMES):
+        sent = prompt.checksum
+        sampled = await engine.generate(prompt, settings if left is None else {**settings, "max_tokens": left})
+        if problem := _problem(sampled, left, vocabulary):
+            raise EngineReplyError(f"Engine '{engine.name}' answered a prompt of {len(prompt)} tokens with {problem}.")
+        piece = Piece(sampled, sent)
+        if sampled.finish_reason != "abort":
+            return [*pieces, piece]
+        if not sampled.ids:
+            empty += 1
+            await clock.sleep(min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2.0**empty))
+            continue
+        ids, empty = array("i", sampled.ids), 0
+        prompt.grow(ids)
+        pieces.append(piece)
+        if left is not None and (left := left - len(ids)) <= 0:
+            return [*pieces[:-1], replace(piece, sampled=replace(sampled, finish_reason="length"))]
+    raise EngineUnavailable(
+        f"Engine '{engine.name}' aborted one request {MAX_RESUMES} times, at {len(prompt)} tokens. Check its log."
+    )
+
+
+def _problem(sampled: Sampled, most: int | None, vocabulary: int | None) -> str:
+    """Why the answer cannot be what was sampled; empty if it can."""
+    ids, logprobs = sampled.ids, sampled.logprobs
+    if len(ids) != len(logprobs):
+        return f"{len(ids)} token ids with {len(logprobs)} log-probabilities"
+    if sampled.finish_reason not in ("stop", "length", "abort"):
+        return f"finish reason '{sampled.finish_reason}'"
+    if most is not None and len(ids) > most:
+        return f"{len(ids)} tokens, more than the {most} requested"
+    if ids and (min(ids) < 0 or (vocabulary is not None and max(ids) >= vocabulary)):
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        return f"token id {wrong}, which the tokenizer ({vocabulary} ids) does not have"
+    known = not ids or (math.isfinite(sum(logprobs)) and LOWEST_LOGPROB <= min(logprobs) <= max(logprobs))
+    if not known or (ids and max(logprobs) > HIGHEST_LOGPROB):
+        return "an impossible log-probability"
+    return ""
+
+
+class ReplyReader:
+    """Reads replies with one parser, given as an object or by name; None and `none` leave calls in the content.
+
+    The contract's parsers take the text alone. Those of `palaestra.inference.parsers` also take `tools=`, `cut=`,
+    `thinking=` and `turn=`, and find thinking and broken calls too. Raises `ConfigError` for an unknown name.
+    """
+
+    def __init__(self, parser: ToolCallParser | str | None) -> None:
+        if isinstance(parser, str):
+            try:
+                parser = None if parser == "none" else get_parser(parser)
+            except (ImportError, KeyError) as error:
+                raise ConfigError(f"Tool-call parser '{parser}' cannot be loaded: {error}.") from None
+        self._parser = parser
+        self._accepts = frozenset[str]()
+        if parser is not None:
+            self._accepts = _accepted(getattr(parser.parse, "__func__", parser.parse))
+
+    def read(
+        self, text: str, *, thinking: bool, cut: bool, tools: Sequence[Mapping[str, JSON]], turn: int
+    ) -> AssistantMessage:
+        """The message. `thinking`: the reply begins inside its thinking. `turn` is part of the ids of calls."""
+        reasoning, content, calls = self._parts(text, thinking, cut, tools, turn)
+        return AssistantMessage(
+            content=content,
+            reasoning_content=reasoning,
+            tool_calls=[
+                _call(call, ("turn" in self._accepts and _part(call, "id")) or f"call_{turn}_{index}")
+                for index, call in enumerate(calls)
+            ]
+            or None,
+        )
+
+    def _parts(
+        self, text: str, thinking: bool, cut: bool, tools: Sequence[Mapping[str, JSON]], turn: int
+    ) -> tuple[str | None, str | None, Sequence[JSON]]:
+        """Thinking, content and calls. Without tools nothing is a call: it stays in the content."""
+        reasoning, rest = split_thinking(text, thinking)
+        if self._parser is None or not (tools or "thinking" in self._accepts):
+            return reasoning, rest, ()
+        known = {"tools": tools, "cut": cut, "thinking": thinking, "turn": turn}
+        parsed: JSON = None
+        options = {name: value for name, value in known.items() if name in self._accepts}
+        if "thinking" in options:  # a parser that knows its format's thinking, which may have other tags
+            parsed = self._parser.parse(text, **options)
+            if not tools:
+                return parsed.reasoning, parsed.written(text), ()
+            return parsed.reasoning, parsed.content, parsed.all_tool_calls or ()
+        content, calls = self._parser.parse(rest, **options)
+        return reasoning, content, calls or ()
+
+
+def split_thinking(text: str, inside: bool) -> tuple[str | None, str]:
+    """The thinking, if any, and the rest. Thinking that was not closed is all there is."""
+    begun = text.lstrip()
+    if begun.startswith(THINK_OPEN):
+        text, inside = begun[len(THINK_OPEN) :], True
+    if not inside:
+        return None, text
+    thought, closed, rest = text.partition(THINK_CLOSE)
+    return thought.strip("\n") or None, rest.lstrip("\n") if closed else ""
+
+
+@functools.lru_cache(maxsize=64)
+def _accepted(parse: Callable[..., JSON]) -> frozenset[str]:
+    """Which of our options the function takes."""
+    try:
+        parameters = inspect.signature(parse).parameters.values()
+    except (TypeError, ValueError):
+        return frozenset()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return frozenset({"tools", "cut"})
+    return frozenset(parameter.name for parameter in parameters) & {"tools", "cut", "thinking", "turn"}
+
+
+def _call(call: JSON, call_id: str) -> ToolCallMessage:
+    """Any parser's call as ours, under this id, because the id of a parser without turns may be random."""
+    function = _part(call, "function") or call
+    arguments = _part(function, "arguments")
+    if not isinstance(arguments, str):
+        arguments = "" if arguments is None else msgspec.json.encode(arguments).decode()
+    return ToolCallMessage(id=call_id, function=FunctionCall(name=_part(function, "name") or "", arguments=arguments))
+
+
+def _part(value: JSON, name: str) -> JSON:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)

@@ -1,0 +1,245 @@
+"""Everything that happens in a run: one union of events, and the stream that hands them to whoever subscribes.
+
+Events of the first part are lines of the journal: their tags, fields and defaults are its format. Those of the second
+part live only in memory. Subscribers are called on the event loop, in the order in which they subscribed; the journal
+comes before all of them. A subscriber returns at once and never raises because of what a task or a model wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+
+from palaestra.core.types import JSON, Message
+from palaestra.inference.ledger import SampledTurn
+from palaestra.rollouts.records import Group, Trajectory
+
+JOURNAL_SCHEMA = "palaestra.journal/2"
+
+FIRST_SCHEMA = "palaestra.journal/1"
+"""The older format. Its turns have only messages, so rollouts that were cut off start again."""
+
+
+class JournalEvent(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event"):
+    """One line of the journal. `at` is seconds since the epoch."""
+
+    at: float = 0.0
+
+
+class RunStarted(JournalEvent, tag="run", kw_only=True, omit_defaults=False):
+    """The first line: the environment and its configuration. Written with its defaults, so that it names its schema."""
+
+    schema: str = JOURNAL_SCHEMA
+    run_id: str
+    env: str
+    model: str
+    seed: int
+    config: dict[str, JSON] = {}
+
+
+class RunResumed(JournalEvent, tag="resume", kw_only=True):
+    """Another process continues the run. `torn`: the last line before this one was incomplete."""
+
+    schema: str = FIRST_SCHEMA
+    torn: bool = False
+    config: dict[str, JSON] = {}
+
+
+class GroupStarted(JournalEvent, tag="group", kw_only=True):
+    """A group with its tools and preparation, and without trajectories.
+
+    A later event of the same group replaces it, which is how a resumed run continues a group. Its finished rollouts
+    stay until they finish again.
+    """
+
+    group: Group
+
+
+class TurnTaken(JournalEvent, tag="messages", kw_only=True):
+    """The messages that one turn added, and what resuming the rollout after them needs.
+
+    `turn` 0 has the opening messages. `tokens` are the prompt's and the reply's, as the engine counted them; `seconds`
+    are the model's and the tools'. `sampled` are the model calls since the last such event, sub-agents' included, when
+    the server gives tokens. `cost` is the cost of `tokens`, when prices are known. `recalled`: the reply was paid for
+    in an earlier part of the run, which was killed during this turn.
+    """
+
+    rollout_id: str
+    turn: int
+    messages: list[Message]
+    finish_reason: str | None = None
+    tokens: tuple[int, int] = (0, 0)
+    seconds: tuple[float, float] = (0.0, 0.0)
+    sampled: list[SampledTurn] = []
+    cost: float | None = None
+    recalled: bool = False
+
+
+class ReplyReceived(JournalEvent, tag="reply", kw_only=True):
+    """One reply of the model during a turn that delegates work: such a turn is long, so each reply is written at once.
+
+    `branch` is the sub-agent's number, or 0 for the rollout's own reply. `asked` is the checksum of the conversation
+    that it answers. When the server gives tokens, they are in `sampled` and `message` is empty.
+    """
+
+    rollout_id: str
+    branch: int = 0
+    asked: str = ""
+    message: Message = {}
+    finish_reason: str | None = None
+    tokens: tuple[int, int] = (0, 0)
+    cost: float | None = None
+    sampled: list[SampledTurn] = []
+
+
+class RolloutResumed(JournalEvent, tag="taken_up", kw_only=True):
+    """A rollout that was cut off continues after `turns` turns and `replies` replies of the next one.
+
+    With a reason in `anew` it starts again instead, and those are discarded.
+    """
+
+    rollout_id: str
+    turns: int
+    replies: int = 0
+    anew: str = ""
+
+
+class RolloutEnded(JournalEvent, tag="rollout", kw_only=True):
+    """A rollout's complete record."""
+
+    trajectory: Trajectory
+
+
+class AttemptDiscarded(JournalEvent, tag="discarded", kw_only=True):
+    """The record of an attempt that an infrastructure failure ended and that is retried on a fresh slot."""
+
+    trajectory: Trajectory
+
+
+class GroupEnded(JournalEvent, tag="group_end", kw_only=True):
+    """Every rollout of the group has ended. `error` says why there are none or fewer."""
+
+    group_id: str
+    number: int
+    error: str = ""
+
+
+class RunEnded(JournalEvent, tag="end", kw_only=True):
+    """The last line of a run that was not killed. `reason` is done, failed, paused or interrupted."""
+
+    reason: str
+
+
+AnyJournalEvent: TypeAlias = (
+    RunStarted
+    | RunResumed
+    | GroupStarted
+    | TurnTaken
+    | ReplyReceived
+    | RolloutResumed
+    | RolloutEnded
+    | AttemptDiscarded
+    | GroupEnded
+    | RunEnded
+)
+
+
+class GroupsPlanned(msgspec.Struct):
+    """How many groups the run will have, None when that is unknown, and how large they are."""
+
+    total: int | None
+    group_size: int
+
+
+class GroupBegun(msgspec.Struct):
+    """A group is about to be prepared."""
+
+    group: Group
+
+
+class RolloutBegun(msgspec.Struct):
+    """An attempt at a rollout starts."""
+
+    rollout_id: str
+
+
+class StageEntered(msgspec.Struct):
+    """A rollout, or a group by its own id, enters a stage. Stages nest and may overlap."""
+
+    name: str
+    stage: str
+
+
+class StageLeft(msgspec.Struct):
+    """It leaves the stage. `error` names the class of the exception that ended it, if one did."""
+
+    name: str
+    stage: str
+    error: str = ""
+
+
+class Alive(msgspec.Struct):
+    """A sign of life of a rollout or group, with the stage that it is at; the empty string when it is at none."""
+
+    name: str
+    stage: str
+
+
+class TokensSpent(msgspec.Struct):
+    """A model call was made for a rollout."""
+
+    rollout_id: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Graded(msgspec.Struct):
+    """A rollout has its reward, which is not in the journal yet."""
+
+    rollout_id: str
+    reward: float
+
+
+class RolloutKept(msgspec.Struct):
+    """A rollout that an earlier part of the run finished counts for this part too."""
+
+    trajectory: Trajectory
+
+
+class GroupFinished(msgspec.Struct):
+    """A group is complete and in the journal: this part's, or one that an earlier part of the run finished."""
+
+    group: Group
+
+
+class Note(msgspec.Struct):
+    """Something that a person at the screen should read now."""
+
+    text: str
+
+
+MemoryEvent: TypeAlias = (
+    GroupsPlanned
+    | GroupBegun
+    | RolloutBegun
+    | StageEntered
+    | StageLeft
+    | Alive
+    | TokensSpent
+    | Graded
+    | RolloutKept
+    | GroupFinished
+    | Note
+)
+Event: TypeAlias = AnyJournalEvent | MemoryEvent
+Handlers: TypeAlias = Mapping[type, Callable[[Any], None]]
+
+
+class Subscriber(Protocol):
+    """Something that follows a run."""
+
+    def handlers(self) -> Handlers:
+        """What to call for which class of event."""
+        ...

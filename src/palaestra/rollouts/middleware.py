@@ -1,0 +1,95 @@
+"""Chat middleware: what changes a model call of a rollout on its way, as a list of functions.
+
+Each gets the call and the next step, and returns the reply; the first of the list is the outermost. Tool calls have the
+same (`tools/runtime/runtime.py`). Recorded answers, freezing and spans are middleware; whatever only follows a run
+subscribes to its events instead (`events.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from palaestra.core.errors import SandboxError
+from palaestra.core.types import JSON, Message
+from palaestra.inference.chat_server import ChatServer, chat_server
+from palaestra.inference.engine import ChatCompletion
+from palaestra.inference.ledger import Ledger
+from palaestra.sandbox.slot import Slot
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ChatCall:
+    """One model call. `branch` is 0 for the rollout's own conversation, else the sub-agent's number; `request` has the
+    other arguments of `chat_completion`. The caller may extend `messages` once it has the reply."""
+
+    branch: int
+    messages: Sequence[Message]
+    request: Mapping[str, JSON]
+
+
+Ask: TypeAlias = Callable[[ChatCall], Awaitable[ChatCompletion]]
+ChatMiddleware: TypeAlias = Callable[[ChatCall, Ask], Awaitable[ChatCompletion]]
+
+
+def _before(middleware: ChatMiddleware, ask: Ask) -> Ask:
+    def run(call: ChatCall) -> Awaitable[ChatCompletion]:
+        return middleware(call, ask)
+
+    return run
+
+
+class Conversation(ChatServer):
+    """The model server as one conversation of a rollout asks it: through the middleware."""
+
+    def __init__(self, server: object, middleware: Sequence[ChatMiddleware], branch: int = 0) -> None:
+        self.server = chat_server(server)
+        self.branch = branch
+        self._middleware = middleware
+        ask: Ask = self._ask_server
+        for each in reversed(middleware):
+            ask = _before(each, ask)
+        self._ask = ask
+
+    async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
+        return await self._ask(ChatCall(self.branch, messages, request))
+
+    async def _ask_server(self, call: ChatCall) -> ChatCompletion:
+        return await self.server.chat_completion(messages=call.messages, **call.request)
+
+    @property
+    def ledger(self) -> Ledger | None:
+        return self.server.ledger
+
+    @property
+    def segments(self) -> Sequence[int]:
+        return self.server.segments
+
+    def child(self, number: int = 0) -> Conversation:
+        return Conversation(self.server.child(number), self._middleware, number)
+
+    def get_state(self) -> dict[str, JSON] | None:
+        return self.server.get_state()
+
+
+def freezing(slot: Callable[[], Slot | None]) -> ChatMiddleware:
+    """Freeze the slot that `slot` gives, if any, while the model thinks: what an agent left running costs nothing then.
+
+    The next call to the slot lets it continue. A program that cannot be stopped continues; a slot that is lost is
+    noticed by the next call to it.
+    """
+
+    async def freeze(call: ChatCall, ask: Ask) -> ChatCompletion:
+        to_freeze = slot()
+        if to_freeze is not None:
+            try:
+                await to_freeze.freeze()
+            except (SandboxError, OSError) as error:
+                logger.warning("slot %s keeps running while the model thinks: %s", to_freeze.slot_id, error)
+        return await ask(call)
+
+    return freeze

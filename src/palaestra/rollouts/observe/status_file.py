@@ -1,0 +1,148 @@
+"""`status.json`: what is in flight in a run, for other processes to read.
+
+Not a record: the journal is. The file is written at most once a second and put in place whole. It holds the stages,
+because everything else is in the journal, and which process wrote it, so that a reader can tell if that is alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from palaestra.core.clock import Clock, SystemClock
+from palaestra.rollouts.events import Alive, GroupFinished, Handlers, RolloutEnded
+
+logger = logging.getLogger(__name__)
+
+STATUS_NAME = "status.json"
+STATUS_SCHEMA = "palaestra.status/1"
+WRITE_EVERY_S = 1.0
+
+LONGEST_LISTED = 50
+"""How many of those in flight are listed by name, the longest idle first; all are counted."""
+
+
+class Idle(msgspec.Struct):
+    """A rollout or group in flight, and the time (seconds since the epoch) of its last sign of life."""
+
+    name: str
+    stage: str
+    since: float
+
+
+class StagesNow(msgspec.Struct, kw_only=True):
+    """What is in flight at a moment. `started` is the process's start in clock ticks since boot: with its number and
+    host it identifies one process."""
+
+    schema: str = STATUS_SCHEMA
+    host: str
+    pid: int
+    started: int
+    at: float
+    stages: dict[str, int]
+    idle: list[Idle]
+
+
+class StatusFile:
+    """Follows the stage of everything in flight, and writes it down."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._at: dict[str, tuple[str, float]] = {}
+        self._changed = True
+        self._me = socket.gethostname(), os.getpid(), started_ticks(os.getpid()) or 0
+
+    def handlers(self) -> Handlers:
+        return {
+            Alive: self._on_alive,
+            RolloutEnded: lambda event: self._drop(event.trajectory.rollout_id),
+            GroupFinished: lambda event: self._drop(event.group.group_id),
+        }
+
+    def _on_alive(self, event: Alive) -> None:
+        self._changed = True
+        self._at.pop(event.name, None)  # goes to the end: the first has been there the longest
+        if event.stage:
+            self._at[event.name] = event.stage, self._clock.wall()
+
+    def _drop(self, name: str) -> None:
+        self._at.pop(name, None)
+        self._changed = True
+
+    def now(self) -> StagesNow:
+        """What is in flight."""
+        host, pid, started = self._me
+        first = [
+            Idle(name, *at) for name, at, _ in zip(self._at, self._at.values(), range(LONGEST_LISTED), strict=False)
+        ]
+        return StagesNow(
+            host=host,
+            pid=pid,
+            started=started,
+            at=self._clock.wall(),
+            stages=dict(Counter(stage for stage, _ in self._at.values())),
+            idle=first,
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the file if something has changed. If the disk is full the run continues: the journal will notice."""
+        if not self._changed:
+            return
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            unfinished.write_bytes(msgspec.json.encode(self.now()) + b"\n")
+            unfinished.replace(path)
+        except OSError as error:
+            logger.debug("cannot write %s: %s", path, error)
+        else:
+            self._changed = False
+
+    @asynccontextmanager
+    async def written(self, folder: Path) -> AsyncIterator[None]:
+        """Keep `status.json` up to date while the block runs. The file stays afterwards."""
+        path = folder / STATUS_NAME
+        self.write(path)
+        writing = asyncio.create_task(self._write_again(path), name="status")
+        try:
+            yield
+        finally:
+            writing.cancel()
+            with suppress(asyncio.CancelledError):
+                await writing
+            self.write(path)
+
+    async def _write_again(self, path: Path) -> None:
+        while True:
+            await self._clock.sleep(WRITE_EVERY_S)
+            self.write(path)
+
+
+def read_stages(folder: Path) -> StagesNow | None:
+    """What a run last wrote about what is in flight; None if there is nothing readable."""
+    try:
+        found = msgspec.json.decode((folder / STATUS_NAME).read_bytes(), type=StagesNow)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return found if found.schema == STATUS_SCHEMA else None
+
+
+def is_alive(found: StagesNow) -> bool | None:
+    """Whether the process that wrote it is alive; None if it ran on another host."""
+    return started_ticks(found.pid) == found.started if found.host == socket.gethostname() else None
+
+
+def started_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None if there is none. Source: proc(5), field 22."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])

@@ -1,0 +1,240 @@
+"""The recorded turns of a rollout that was cut off, given back one after the other.
+
+No state of the rollout is stored. Its environment sets it up, the one loop runs it and its tools work in a fresh slot,
+as they did before; only the model is not asked while its answers are in the journal. So counters, budgets and files
+come out as they were, and the ledger has the same tokens. `replay.py` replays whole runs.
+
+No recorded model call is made again, and the model is shown what it was shown, word for word. If the workspace cannot
+reproduce that, `failed` says why and the rollout starts again: it never continues from a past that it did not have. An
+observation may differ in times of day, durations and the order of lines, and stays as recorded. Process ids, random
+names and commit ids must be the same, because the agent may name them later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import chain
+
+import msgspec
+
+from palaestra.agent.hermes_text import exchanged
+from palaestra.agent.result import Turn
+from palaestra.core.errors import CannotResume
+from palaestra.core.types import JSON, Message
+from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion, CompletionUsage
+from palaestra.inference.ledger import Piece, SampledTurn, pieces_of
+from palaestra.rollouts.events import ReplyReceived, TurnTaken
+from palaestra.rollouts.journal.journal import plain
+from palaestra.rollouts.middleware import Ask, ChatCall
+from palaestra.rollouts.resume.observation_diff import Kind, classify, first_difference
+from palaestra.rollouts.resume.state import CutOff
+
+HARMLESS = frozenset({Kind.TIME, Kind.ORDER})
+"""The kinds of difference that an observation may show."""
+
+
+class Mismatch(StrEnum):
+    """Why a rollout that was cut off starts again."""
+
+    TOOLS = "its tools have changed"
+    PROMPT = "its prompt has changed"
+    OBSERVATION = "an observation differs"
+    CONVERSATION = "the conversation differs"
+    TOKENS = "its tokens differ"
+    QUESTION = "the model would be asked a different question"
+    BACKGROUND = "a process was running in the background"
+
+
+@dataclass(slots=True)
+class _RecordedCall:
+    """One call of the recorded turn at hand, with its answer."""
+
+    name: str
+    arguments: str
+    observed: str
+
+
+class RecordedTurns:
+    """The recorded turns of one rollout, for one attempt at resuming it."""
+
+    def __init__(self, cut_off: CutOff, *, journalled: bool = True) -> None:
+        self.failed: Mismatch | None = None
+        self.evidence = ""
+        self.cut_off = cut_off
+        self.journalled = journalled
+        """Whether the journal still counts these turns; False once an attempt with them was discarded."""
+        self.turns = sum(event.turn > 0 for event in cut_off.events)
+        started = max(place for place, event in enumerate(cut_off.events) if not event.turn)
+        self.seconds = sum(sum(event.seconds) for event in cut_off.events[started:])
+        self._events = cut_off.events
+        self._at = 0
+        self._asked = False
+        self._said: list[Message] = []
+        self._calls: list[_RecordedCall] = []
+        self._sampled: defaultdict[int, deque[SampledTurn]] = defaultdict(deque)
+        self._given: Counter[int] = Counter()
+        self._replies: defaultdict[tuple[int, str], deque[ReplyReceived]] = defaultdict(deque)
+        pending = cut_off.pending
+        self.replies = len(pending)
+        known = [event.sampled for event in cut_off.events] + [reply.sampled for reply in pending]
+        for sampled in chain.from_iterable(known):
+            self._sampled[sampled.pieces[0].sent].append(sampled)
+        for place, reply in cut_off.replies:
+            if not reply.sampled and (reply.branch or place >= len(cut_off.events)):
+                self._replies[reply.branch, reply.asked].append(reply)
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether every recorded turn has been given back. Replies of the turn that was cut off may still be left."""
+        return self._at == len(self._events)
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the rollout still does what it did before it was cut off."""
+        return not self.caught_up or any(self._sampled.values()) or any(self._replies.values())
+
+    def fail(self, reason: Mismatch, evidence: str = "") -> CannotResume:
+        """Give up; the first reason counts. Returns the error to raise."""
+        if self.failed is None:
+            self.failed, self.evidence = reason, evidence
+        return CannotResume(f"{self.failed}: {self.evidence}" if self.evidence else str(self.failed))
+
+    def pieces(self, sent: int) -> list[Piece] | None:
+        """What was sampled after the prompt with this checksum; None once everything is given back.
+
+        Raises `CannotResume` for a prompt that is not recorded.
+        """
+        waiting = self._sampled.get(sent)
+        if self.failed is None and waiting:
+            self._given[sent] += 1
+            return pieces_of(waiting.popleft())
+        if self.caught_up and self.failed is None:
+            return None
+        raise self.fail(Mismatch.QUESTION)
+
+    def was_given(self, sampled: SampledTurn) -> bool:
+        """Whether these tokens came from the record, and were not sampled now. To be asked once for each."""
+        sent = sampled.pieces[0].sent
+        given = self._given[sent] > 0
+        self._given[sent] -= given
+        return given
+
+    def pending_reply(self, branch: int, messages: Sequence[Message]) -> ChatCompletion | None:
+        """The reply to this conversation in the turn that was cut off; None if it is not recorded."""
+        if self.failed is not None or not self._replies:
+            return None
+        waiting = self._replies.get((branch, checksum(messages)))
+        return _completion(waiting.popleft()) if waiting else None
+
+    def reply(self, messages: Sequence[Message]) -> ChatCompletion | None:
+        """The recorded reply to this conversation; None once everything is given back.
+
+        Raises `CannotResume` for a conversation that is not the recorded one.
+        """
+        if self.caught_up and self.failed is None:
+            return None
+        event = self._events[self._at] if self.failed is None else None
+        if event is None or not event.turn or event.sampled or self._asked or not _same(messages, self._said):
+            raise self.fail(Mismatch.QUESTION)
+        self._asked = True
+        return _completion(event)
+
+    async def answer(self, call: ChatCall, ask: Ask) -> ChatCompletion:
+        """Chat middleware: the recorded reply, or the server's once everything is given back."""
+        recorded = self.reply(call.messages)
+        return await ask(call) if recorded is None else recorded
+
+    def expected_observation(self, name: str, arguments: Mapping[str, JSON]) -> str | None:
+        """The recorded answer to this call; None if there is none.
+
+        Asked when a call starts. Calls start in the order in which they were made, also those that run together.
+        """
+        same = [call for call in self._calls if call.name == name]
+        call = next((call for call in same if _decoded(call.arguments) == arguments), same[0] if same else None)
+        if call is None:
+            return None
+        self._calls.remove(call)
+        return call.observed
+
+    def match_observation(self, expected: str, text: str) -> str:
+        """What the model is shown of a call that gave `text`: the recorded answer. Raises `CannotResume`."""
+        if text == expected or classify(expected, text, asked="") in HARMLESS:
+            return expected
+        was, now = first_difference(expected, text)
+        raise self.fail(Mismatch.OBSERVATION, f"{was!r} was recorded and is {now!r} now")
+
+    def match_turn(self, turn: Turn | None, messages: Sequence[Message], sampled: Sequence[SampledTurn]) -> bool:
+        """Whether the turn just taken (None: the opening messages) is a recorded one.
+
+        Raises `CannotResume` if another turn is recorded in its place.
+        """
+        if self.caught_up and self.failed is None:
+            return False
+        event = self._events[self._at] if self.failed is None else None
+        if (
+            event is None
+            or event.turn != (turn.number if turn is not None else 0)
+            or not _same(messages, event.messages)
+        ):
+            raise self.fail(Mismatch.CONVERSATION if turn is not None else Mismatch.PROMPT)
+        if _ordered(event.sampled) != _ordered(sampled):
+            raise self.fail(Mismatch.TOKENS)
+        if turn is not None:
+            turn.model_s, turn.tool_s = event.seconds
+        self._at += 1
+        self._asked = False
+        self._said += event.messages
+        self._calls = [] if self.caught_up else list(_calls(self._events[self._at].messages))
+        return True
+
+
+def checksum(messages: Sequence[Message]) -> str:
+    """A checksum (hex) of a conversation."""
+    try:
+        encoded = msgspec.json.encode(messages)
+    except (TypeError, ValueError, RecursionError):
+        encoded = msgspec.json.encode(plain(list(messages)))
+    return hashlib.blake2b(encoded, digest_size=12).hexdigest()
+
+
+def _completion(event: TurnTaken | ReplyReceived) -> ChatCompletion:
+    said = event.messages[0] if isinstance(event, TurnTaken) else event.message
+    message = msgspec.convert(said, AssistantMessage)
+    prompt, completion = event.tokens
+    return ChatCompletion(
+        choices=[ChatChoice(message=message, finish_reason=event.finish_reason)],
+        usage=CompletionUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion),
+    )
+
+
+def _calls(messages: Sequence[Message]) -> list[_RecordedCall]:
+    """The calls of a recorded turn, in order, each with its answer."""
+    if messages and not messages[0].get("tool_calls"):
+        return [_RecordedCall(*each) for each in exchanged(messages)]
+    answers = {message.get("tool_call_id"): message.get("content") for message in messages[1:]}
+    asked = messages[0].get("tool_calls") or () if messages else ()
+    return [
+        _RecordedCall(call["function"]["name"], call["function"]["arguments"], str(answers.get(call["id"], "")))
+        for call in asked
+    ]
+
+
+def _same(messages: Sequence[Message], recorded: Sequence[Message]) -> bool:
+    """Whether these are the recorded messages, which come back from the journal as plain JSON."""
+    return list(messages) == list(recorded) or _decoded(msgspec.json.encode(messages)) == list(recorded)
+
+
+def _ordered(sampled: Sequence[SampledTurn]) -> list[bytes]:
+    """What was sampled in a turn, sorted: sub-agents that work at the same time sample in any order."""
+    return sorted(msgspec.json.encode(each) for each in sampled)
+
+
+def _decoded(text: str | bytes) -> JSON:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return None

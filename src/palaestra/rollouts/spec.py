@@ -1,0 +1,140 @@
+"""What rollouts are made from: the values that are decided before one starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+
+from palaestra.agent.budget import Budget
+from palaestra.core.seeded_random import Seeded
+from palaestra.core.types import JSON, AllowList, Network, Prices, Task
+from palaestra.inference.chat_server import Engine
+from palaestra.inference.ledger.records import TokenRow
+from palaestra.rollouts.journal.journal import EventStream
+from palaestra.rollouts.limits import RunLimits
+from palaestra.rollouts.middleware import ChatMiddleware
+from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
+from palaestra.rollouts.resume.state import EarlierWork
+from palaestra.rollouts.watchdog import IDLE_LIMITS
+from palaestra.rollouts.workspaces import Workspaces
+from palaestra.sandbox.slot import Snapshot
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.runtime.runtime import ToolMiddleware
+
+
+class Phase(StrEnum):
+    """The three times at which a task has a slot; each has its own network policy."""
+
+    PREPARE = "prepare"
+    AGENT = "agent"
+    GRADE = "grade"
+
+
+def network_of(task: Task, phase: Phase) -> Network | AllowList:
+    """The network that the task sets for a phase."""
+    policy = task.network
+    return {Phase.PREPARE: policy.prepare, Phase.AGENT: policy.agent, Phase.GRADE: policy.grade}[phase]
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """Settings that all groups of a run share. `whole_groups` replaces rollouts that infrastructure failures ended."""
+
+    seed: int = 0
+    group_size: int = 1
+    infra_retries: int = 0
+    whole_groups: bool = False
+    idle_limits: Mapping[str, float] = field(default_factory=lambda: IDLE_LIMITS)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """How the agent of a rollout is run. `max_tokens` is per reply; `tool_timeout_s` is a command's default limit.
+
+    `memory` and `sessions` are folders for the tools `memory` and `session_search`. None refuses them: with a folder,
+    what one rollout writes the next one knows, so rollouts cannot be compared. With `freeze`, slots are frozen while
+    the model thinks.
+    """
+
+    max_turns: int = 30
+    temperature: float = 1.0
+    max_tokens: int | None = None
+    system_prompt: str | None = None
+    extra_body: Mapping[str, JSON] | None = None
+    tool_timeout_s: float = 120.0
+    max_context_tokens: int | None = None
+    budget: Budget = field(default_factory=Budget)
+    prices: Prices | None = None
+    memory: Path | None = None
+    sessions: Path | None = None
+    freeze: bool = False
+
+    @property
+    def beyond(self) -> frozenset[str]:
+        """The tools that reach beyond a rollout and have the folder they need."""
+        folders = {"memory": self.memory, "session_search": self.sessions}
+        return frozenset(name for name, folder in folders.items() if folder is not None)
+
+
+@dataclass(frozen=True)
+class Kit:
+    """The tools of one group: resolved once, the same for each of its rollouts."""
+
+    registry: ToolRegistry
+    toolsets: tuple[str, ...] = ()
+
+    @cached_property
+    def definitions(self) -> list[dict[str, JSON]]:
+        """The tools as models see them. The group's rollouts and its record share the list: do not change it."""
+        return self.registry.definitions()
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpec:
+    """One rollout of a group. `snapshot` is the group's prepared workspace; None for the bare image."""
+
+    group_id: str
+    index: int
+    task: Task
+    seeded: Seeded
+    kit: Kit
+    snapshot: Snapshot | None
+
+    @property
+    def rollout_id(self) -> str:
+        return f"{self.group_id}/{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Middleware:
+    """What a run puts in the way of its model and tool calls, the outermost first. Made anew for each rollout."""
+
+    chat: tuple[Callable[[str], ChatMiddleware], ...] = ()
+    """Given the rollout's id."""
+    tool: tuple[Callable[[str], ToolMiddleware], ...] = ()
+    """Given the rollout's id."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What all groups of a run share."""
+
+    engine: Engine
+    workspaces: Workspaces
+    events: EventStream
+    settings: RunSettings = field(default_factory=RunSettings)
+    limits: RunLimits = field(default_factory=RunLimits)
+    recorded_tools: RunWorld = field(default_factory=RunWorld)
+    middleware: Middleware = field(default_factory=Middleware)
+    earlier: EarlierWork = field(default_factory=EarlierWork)
+
+
+@dataclass(slots=True)
+class Projection:
+    """What an environment adds to a trajectory's record: a token row and keys of its own."""
+
+    row: TokenRow | None = None
+    extra: dict[str, JSON] = field(default_factory=dict)

@@ -1,0 +1,109 @@
+"""The slots and prepared workspaces of one run: leases, and preparation that several tasks share.
+
+The environment names shared preparation, such as a repository with its dependencies installed, by a key. The first
+group that needs it prepares it in a slot of its own; the others wait, and all start their own preparation from the same
+snapshot. If shared preparation fails, every task that needs it fails with the same error, and it is not retried. A
+sandbox failure says nothing about it: the next group tries again, as it does when a snapshot was lost with its backend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+
+from palaestra.core.clock import uncharged
+from palaestra.core.errors import ConfigError, SandboxError, TaskError
+from palaestra.rollouts.watchdog import Stages
+from palaestra.sandbox.slot import Slot, SlotSource, SlotSpec, Snapshot
+from palaestra.sandbox.snapshots.cache import Prepared
+
+
+def _nothing() -> None:
+    pass
+
+
+class Workspaces:
+    """Of one run. `prepared` keeps workspaces for other runs; None keeps none. `aclose` drops the shared snapshots."""
+
+    def __init__(self, pool: SlotSource, prepared: Prepared | None = None) -> None:
+        self.pool = pool
+        self.prepared = prepared
+        self._shared: dict[str, asyncio.Future[Snapshot]] = {}
+
+    async def lease(
+        self,
+        name: str,
+        spec: SlotSpec,
+        snapshot: Snapshot | None,
+        stages: Stages,
+        check: Callable[[], None] = _nothing,
+    ) -> Slot:
+        """A slot. Queueing for a place and making the slot are timed apart, and neither is the agent's time.
+
+        `check` is called when there is a place; what it raises gives the place back. Raises `TaskError` if the task
+        asks for a slot that cannot be made: its image, its list of hosts.
+        """
+        with uncharged(), stages.stage("admit") as stage:
+
+            def admitted() -> None:
+                check()
+                stage.become("acquire")
+
+            try:
+                return await self.pool.acquire(
+                    name, spec=spec, snapshot=snapshot, timeout_s=math.inf, admitted=admitted
+                )
+            except ConfigError as error:
+                raise TaskError(f"no slot can be made for {name}: {error}") from error
+
+    async def shared(self, key: str, prepare: Callable[[], Awaitable[Snapshot]]) -> Snapshot:
+        """The shared snapshot of this key, prepared now if it is missing. Raises what preparing it raised."""
+        while True:
+            known = self._shared.get(key)
+            if known is None:
+                return await self._prepare_shared(key, prepare)
+            try:
+                return await asyncio.shield(known)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if not known.cancelled() or (task is not None and task.cancelling()):
+                    raise
+                # The group that prepared it did not finish, and we are not cancelled: prepare it ourselves.
+
+    async def _prepare_shared(self, key: str, prepare: Callable[[], Awaitable[Snapshot]]) -> Snapshot:
+        future: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        self._shared[key] = future
+        try:
+            snapshot = await prepare()
+        except (asyncio.CancelledError, SandboxError):
+            del self._shared[key]
+            future.cancel()
+            raise
+        except BaseException as error:
+            future.set_exception(error)
+            future.exception()  # marks it as seen: no other group may be waiting
+            raise
+        future.set_result(snapshot)
+        return snapshot
+
+    async def drop_lost(self, key: str) -> None:
+        """Drop a shared snapshot that its backend has lost, so that the next `shared` prepares it again."""
+        future = self._shared.get(key)
+        snapshot = _result(future)
+        if snapshot is not None and not await self.pool.holds(snapshot) and self._shared.get(key) is future:
+            del self._shared[key]
+
+    async def aclose(self) -> None:
+        """Drop every shared snapshot. The groups that started from them have ended."""
+        for future in self._shared.values():
+            if (snapshot := _result(future)) is not None:
+                await self.pool.forget(snapshot)
+        self._shared.clear()
+
+
+def _result(future: asyncio.Future[Snapshot] | None) -> Snapshot | None:
+    """The finished snapshot; None if there is none yet."""
+    if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+        return None
+    return future.result()

@@ -1,0 +1,30 @@
+"""Folders of the cache on the host that are built once and shared by every run of this machine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from palaestra.core.io.file_lock import file_lock
+
+CACHE_DIR = "~/.cache/palaestra"
+"""The default of every `cache_dir` setting. No slot can see it."""
+
+
+async def build_once(place: Path, fill: Callable[[Path], Awaitable[None]], *, timeout_s: float) -> Path:
+    """Return the folder `place`. If it does not exist, `fill` builds it under another name, so it is always complete.
+
+    Concurrent processes wait for the one that builds. Raises `InfraError` after waiting for `timeout_s`, and whatever
+    `fill` raises; then nothing is left behind.
+    """
+    place.parent.mkdir(parents=True, exist_ok=True)
+    async with file_lock(place.parent / f"{place.name}.lock", timeout_s=timeout_s):
+        if not place.is_dir():
+            with tempfile.TemporaryDirectory(dir=place.parent, prefix="new-") as temporary:
+                fresh = Path(temporary, place.name)
+                fresh.mkdir()
+                await fill(fresh)
+                fresh.chmod(0o755)
+                fresh.rename(place)
+    return place

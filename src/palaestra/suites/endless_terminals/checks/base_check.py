@@ -1,0 +1,127 @@
+"""The base of checks: one claim about a workspace, stored in a task's row.
+
+A check reads from the slot and compares on the host, so the expected value never enters a slot. `fault` is empty if the
+claim holds, else one line of text.
+
+Invariant: whatever an agent wrote (missing, huge, binary, malformed) is a fault; only a failing slot raises.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+
+import msgspec
+
+from palaestra.core.errors import GraderError, InfraError
+from palaestra.core.types import JSON
+from palaestra.sandbox.slot import FileInfo, Slot
+
+MOST_BYTES = 1 << 20
+"""The largest file that a check reads."""
+
+TIMEOUT_S = 30.0
+"""The time limit of one program of a check."""
+
+
+class BaseCheck(msgspec.Struct, frozen=True, tag_field="check", tag=str.lower, forbid_unknown_fields=True):
+    """One claim. `path` is relative to the workspace."""
+
+    path: str
+
+    async def fault(self, slot: Slot) -> str:
+        """Why the claim does not hold; empty if it does."""
+        raise NotImplementedError
+
+    def made(self) -> tuple[str, ...]:
+        """The files that must be created or changed for the claim to hold."""
+        return (self.path,)
+
+
+class UnreadableFile(ValueError):
+    """A file that a check needs cannot be read."""
+
+
+async def look(slot: Slot, path: str) -> FileInfo | None:
+    """The entry at a path, or None."""
+    try:
+        return await slot.stat(path)
+    except OSError as error:
+        if isinstance(error, InfraError):
+            raise
+        return None  # a file where a directory should be
+
+
+async def read_bytes(slot: Slot, path: str) -> bytes:
+    """The bytes of a regular file. Raises `UnreadableFile`."""
+    try:
+        return await slot.read_bytes(path, max_bytes=MOST_BYTES)
+    except OSError as error:
+        if isinstance(error, InfraError):  # a slot that died is not a missing file
+            raise
+        raise UnreadableFile(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+async def read_text(slot: Slot, path: str) -> str:
+    """A file as UTF-8. Raises `UnreadableFile`."""
+    try:
+        return (await read_bytes(slot, path)).decode()
+    except UnicodeDecodeError:
+        raise UnreadableFile(f"{path} is not UTF-8 text") from None
+
+
+def plain(text: str) -> list[str]:
+    """The lines of a text without line ends, trailing blanks, and empty lines at the end."""
+    return "\n".join(line.rstrip() for line in text.splitlines()).rstrip().splitlines()
+
+
+def different(path: str, got: JSON, wanted: JSON) -> str:
+    """The fault if the values differ. It shows the found value, never the expected one."""
+    return "" if got == wanted else something_else(path, got)
+
+
+def something_else(path: str, got: JSON) -> str:
+    """The fault of an unexpected value."""
+    try:
+        shown = reprlib.repr(got)
+    except ValueError:  # TOML and YAML may contain integers in base 16 with more digits than Python prints
+        shown = "a number that is too long to show"
+    return f"{path} has other content: {shown}"
+
+
+_PROBE_START = """
+import json, os, sys
+def answer(value):
+    os.write(3, json.dumps(value).encode())
+asked = json.load(sys.stdin)
+"""
+
+
+async def probe(slot: Slot, code: str, asked: JSON, shape: JSON) -> JSON:
+    """Run Python code in the slot that passes one value of the type `shape` to `answer`, over the verdict descriptor.
+
+    Raises `UnreadableFile` if the code fails, `GraderError` if not even an empty program answers in this slot.
+    """
+    value = await _probe(slot, code, asked)
+    if value is None:
+        if await _probe(slot, "answer(True)", None) is not True:
+            raise GraderError(f"python3 does not run in {slot.slot_id}, so nothing there can be checked")
+        raise UnreadableFile(f"{asked!r:.200} cannot be inspected")
+    try:
+        return msgspec.convert(value, shape)
+    except msgspec.ValidationError:  # in the agent's own slot, the agent may have replaced python3
+        raise UnreadableFile(f"the answer about {asked!r:.200} has the wrong form") from None
+
+
+async def _probe(slot: Slot, code: str, asked: JSON) -> JSON:
+    done = await slot.execute(
+        ["python3", "-I", "-S", "-c", _PROBE_START + code],
+        stdin=json.dumps(asked).encode(),
+        timeout_s=TIMEOUT_S,
+        verdict=True,
+        spill=False,
+    )
+    try:
+        return json.loads(done.verdict)
+    except (ValueError, RecursionError):
+        return None

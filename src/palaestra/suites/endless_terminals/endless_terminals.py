@@ -1,0 +1,257 @@
+"""Terminal tasks generated from a seed, read from a file of generated tasks, or read from task folders.
+
+Generated tasks are graded by their checks, task folders by their own tests, in a fresh slot over the sealed work. The
+reward is 1.0 if everything holds, else 0.0; for generated tasks the share of checks that hold is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+
+from palaestra.agent.result import AgentResult
+from palaestra.core.config import later, local_path
+from palaestra.core.errors import PrepareError, TaskError
+from palaestra.core.types import JSON, Score, Task
+from palaestra.envs.adapters.hermes_adapter import ContractEnvironment
+from palaestra.envs.api.base_env import Item
+from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
+from palaestra.rollouts.grading.grader import Grading
+from palaestra.rollouts.grading.tool_context import ToolContext
+from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.spec import Phase
+from palaestra.sandbox.slot import Slot, SlotSpec
+from palaestra.suites.build_once import CACHE_DIR
+from palaestra.suites.endless_terminals.checks.all_checks import faults, first_fault, live_faults
+from palaestra.suites.endless_terminals.compose_tasks import TaskSelection, generate
+from palaestra.suites.endless_terminals.generated_task import GeneratedTask, read_tasks
+from palaestra.suites.endless_terminals.task_folders import (
+    GRADED,
+    HOME,
+    FolderTask,
+    prepare_folder,
+    read_folder,
+    score_folder,
+)
+from palaestra.suites.endless_terminals.triple_check import GRADED as WORKSPACE_ONLY
+from palaestra.suites.grading.toolchain import DependencyCache, Toolchain
+from palaestra.suites.images.agent_user import start_in, tools_of_user
+from palaestra.suites.images.as_user import UserSlot, home_of
+from palaestra.suites.images.dockerfile import ImageConfig
+from palaestra.suites.images.image_builder import ImageBuilder
+from palaestra.suites.images.pytest_toolchain import TestTools, find_test_tools, working_command
+from palaestra.suites.images.slot_build import build_in_slot
+from palaestra.suites.images.task_root import HOST, TaskRoot, TaskRoots
+
+
+class EndlessTerminalsEnvConfig(ListedEnvConfig):
+    """Settings of the environment. Tasks are generated from `seed`."""
+
+    dataset_name: str | None = Field(
+        default=None,
+        description="A JSONL file of `tasks build terminal`, or a folder of task folders; None: generate tasks.",
+    )
+    local_tasks_dir: str | None = Field(default=None, description="A folder of task folders; same as dataset_name.")
+    n: int = Field(default=100, ge=1, description="Tasks to generate if there is no dataset.")
+    level: int | None = Field(default=None, ge=1, le=5, description="Generate only this level; None: a mixture.")
+    areas: list[str] = Field(default=[], description="Generate only these areas; empty: all.")
+    families: list[str] = Field(default=[], description="Generate only these families; empty: all.")
+    image: str | None = Field(
+        default=None,
+        description="A root file system for all slots, over which Dockerfiles are built; `host`: this machine's.",
+    )
+    roots: str | None = Field(
+        default=None, description="A folder of ready root file systems, named after their task folders."
+    )
+    test_timeout_s: float = Field(default=120, gt=0, description="Time limit in seconds of a task folder's tests.")
+    cache_dir: str = Field(default=CACHE_DIR, description="The folder of test tools for task folders.")
+    max_agent_turns: int = Field(default=32, ge=1, description="Model calls per rollout, at most.")
+    enabled_toolsets: list[str] | None = Field(default=["default"], description="The agent's toolsets.")
+    total_steps: int = Field(default=-1, ge=-1, description="Groups to process, at most; -1 means every task once.")
+    allow_network: bool = Field(default=False, description="Whether the agent's commands reach the network.")
+
+    builder: str = Field(default="", description="The command that builds images; empty: docker, podman or buildah.")
+    build_network: bool = Field(default=True, description="Whether building an image reaches the network.")
+    container_build_timeout_s: float = Field(
+        default=600.0, gt=0, description="Time limit in seconds for building an image."
+    )
+
+    use_local_dir: bool = later(True, "Task folders are always read in place.")
+    prebuild_images: bool = later(False, "Each image is built once, when the group of its task starts.")
+    max_concurrent_builds: int = later(4, "Images are built concurrently for all running groups.")
+    docker_image_prefix: str = later("endless-terminals", "Built images are exported and removed from the tool.")
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedFolder:
+    """A folder task with its root."""
+
+    item: FolderTask
+    root: TaskRoot
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedFolder:
+    """What the preparation of a folder task found: its toolchain, the tests that must pass, the user's home."""
+
+    toolchain: Toolchain
+    names: frozenset[str]
+    home: str
+
+
+class EndlessEnvironment(ContractEnvironment):
+    """Prepares and grades the tasks."""
+
+    def __init__(self, inner: EndlessTerminalsEnv, packages: DependencyCache | None = None) -> None:
+        super().__init__(inner)
+        self.settings = settings = inner.config
+        cache = local_path(settings.cache_dir)
+        self._packages = packages or DependencyCache(cache / "dependencies")
+        builder = ImageBuilder(cache / "roots", tool=settings.builder, network=settings.build_network)
+        self._roots = TaskRoots(builder, {}, base_image=settings.image)
+        self._tools: TestTools | None = None
+        self._prepared: dict[str, PreparedFolder] = {}
+
+    async def open(self) -> None:
+        self._roots.check()  # before the run has a folder
+        await super().open()
+
+    def task(self, item: Item, number: int) -> Task:
+        task = super().task(item, number)
+        if isinstance(item, GeneratedTask):
+            made = replace(task, files=item.files, setup=item.setup or None, grading=item.grading)
+            return replace(made, image=self._image)
+        return replace(task, image=item.image or self._image)
+
+    @property
+    def _image(self) -> str | None:
+        named = self.settings.image
+        return None if named is None or named == HOST else str(local_path(named))
+
+    async def resolve(self, task: Task) -> Task:
+        item = task.data
+        if not isinstance(item, FolderTask):
+            return task
+        if self._tools is None:
+            self._tools = await find_test_tools(self._packages, ())
+        if item.recipe is None:
+            return replace(task, data=ResolvedFolder(item, TaskRoot(task.image, ImageConfig())))
+        root = await self._roots.of(item.id, item.recipe)
+        return replace(task, data=ResolvedFolder(item, root), image=root.image)
+
+    def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
+        spec, made = super().slot_spec(task, phase), task.data
+        if not isinstance(made, ResolvedFolder):
+            return spec
+        assert self._tools is not None
+        mounts = () if phase is Phase.AGENT else self._tools.mounts
+        return replace(spec, mounts=mounts, env=tuple(sorted({"HOME": HOME, **made.root.config.env}.items())))
+
+    def shared_setup(self, task: Task) -> str | None:
+        return task.data.root.build_key if isinstance(task.data, ResolvedFolder) else None
+
+    async def prepare_shared(self, task: Task, sandbox: Slot) -> None:
+        await build_in_slot(sandbox, task.data.item.recipe)
+
+    def prepares(self, task: Task) -> bool:
+        return True
+
+    async def prepare(self, task: Task, sandbox: Slot) -> None:
+        made = task.data
+        if isinstance(made, GeneratedTask):
+            if wrong := await first_fault(made.initial, sandbox):
+                raise PrepareError(f"{task.id}: its initial state is wrong: {wrong}")
+            return
+        assert self._tools is not None
+        config = made.root.config
+        if made.item.recipe is not None:
+            await start_in(sandbox, HOME if config.workdir == "/" else config.workdir)
+        command = await working_command(sandbox, self._tools)
+        toolchain = Toolchain(command, self._tools.mounts, self._tools.dependencies)
+        timeout_s = self.settings.test_timeout_s
+        names = await prepare_folder(made.item, sandbox, toolchain, timeout_s)
+        self._prepared[task.id] = PreparedFolder(toolchain, names, await home_of(sandbox, config.user))
+
+    async def act(self, rollout: Rollout) -> AgentResult:
+        made = rollout.task.data
+        if not isinstance(made, ResolvedFolder):
+            return await super().act(rollout)
+        user, home = made.root.config.user, self._prepared[rollout.task.id].home
+
+        async def slot() -> Slot:
+            return UserSlot(await rollout.sandbox(), user, home)
+
+        handler = tools_of_user(rollout, user, slot, made.item.prompt)
+        if handler is None:
+            return await super().act(rollout)
+        self._choose_server(rollout)
+        return await rollout.run_agent(tool_handler=handler)
+
+    async def score(self, rollout: Rollout, grading: Grading) -> Score:
+        task = rollout.task.data
+        if isinstance(task, GeneratedTask):
+            if not grading.live:
+                return _score(task, await faults(task.final, await grading.slot(WORKSPACE_ONLY)))
+
+            async def sealed() -> Slot:
+                grading.settle()
+                return await grading.slot(WORKSPACE_ONLY)
+
+            return _score(task, await live_faults(task.final, await grading.slot(), sealed))
+        known, timeout_s = self._prepared[rollout.task.id], self.settings.test_timeout_s
+        slot = await grading.slot(GRADED)
+        return await score_folder(task.item, known.names, slot, known.toolchain, timeout_s)
+
+
+def _score(task: GeneratedTask, found: Sequence[str]) -> Score:
+    wrong = [fault for fault in found if fault]
+    metrics = {"checks_held": 1 - len(wrong) / len(found), f"level_{task.level}": float(not wrong)}
+    return Score(float(not wrong), metrics, {"faults": wrong[:20], "families": task.families, "level": task.level})
+
+
+class EndlessTerminalsEnv(ListedEnv):
+    """Terminal work over files, text, data, archives, permissions, processes, git, databases and scripts.
+
+    Without a dataset, tasks are generated from the seed. Nothing uses the network.
+    """
+
+    name: ClassVar[str | None] = "endless_terminals"
+    env_config_cls: ClassVar[type[ListedEnvConfig]] = EndlessTerminalsEnvConfig
+    config: EndlessTerminalsEnvConfig
+
+    def as_environment(self) -> EndlessEnvironment:
+        return EndlessEnvironment(self)
+
+    async def load(self) -> Iterable[Item | TaskError]:
+        config = self.config
+        source = config.dataset_name or config.local_tasks_dir
+        if source is None:
+            levels = () if config.level is None else (config.level,)
+            selection = TaskSelection(config.seed, levels, tuple(config.families), tuple(config.areas))
+            return generate(selection, config.n)
+        if Path(source).is_dir():
+            roots = Path(config.roots) if config.roots else None
+            return read_folder(Path(source), roots, config.container_build_timeout_s)
+        return read_tasks(source, split=config.dataset_split, fields=config.dataset_fields)
+
+    def labels(self, item: Item) -> Collection[str]:
+        return (f"level/{item.level}",) if isinstance(item, GeneratedTask) else ()
+
+    def item_id(self, item: Item, number: int) -> str:
+        return str(item.id)
+
+    def format_prompt(self, item: Item) -> str:
+        return str(item.prompt)
+
+    def reference_solution(self, item: Item) -> JSON:
+        return item.solution
+
+    async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
+        raise NotImplementedError("rollouts of this environment are graded by EndlessEnvironment.score")
+
+    def own_figures(self, metrics: Mapping[str, JSON]) -> Mapping[str, JSON]:
+        return {"eval/percent_correct": metrics.get("pass_rate")}

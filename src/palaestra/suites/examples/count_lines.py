@@ -1,0 +1,26 @@
+"""Count the lines of a file: the smallest complete environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from palaestra import Task, environment
+from palaestra.sandbox.slot import Slot
+
+
+@environment(toolsets=["terminal"])
+def count_lines(n: int = 100) -> Iterator[Task]:
+    """Count the lines of a file: the smallest complete environment."""
+    for i in range(n):
+        yield Task(
+            id=f"lines-{i}",
+            prompt="Write the number of lines of a.txt to answer.txt",
+            files={"a.txt": "x\n" * i},
+            solution="wc -l < a.txt > answer.txt",
+            answer=str(i),
+        )
+
+
+@count_lines.score
+async def correct(task: Task, sandbox: Slot) -> bool:
+    return (await sandbox.read_text("answer.txt", missing="")).strip() == str(task.answer)

@@ -1,0 +1,144 @@
+"""Replace `pytest`, `uv` and `uvx` while a test script runs in a slot, and report what pytest ran.
+
+The first argument is the name it was called by. `uv run` and `uvx` start pytest, or Python with the packages that the
+script asked for; commands that only install do nothing. Any other command is reported as `unmet`, which counts as the
+grader's failure.
+
+Invariant: nothing of the workspace is on the import path before pytest is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from palaestra.suites.grading.in_slot.verdict_channel import VerdictChannel
+else:
+    from verdict_channel import VerdictChannel
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_INSTALLING = ("init", "venv", "sync", "add", "lock", "pip", "python", "self", "tool", "cache", "--version", "-V")
+_VALUED = ("-p", "--python", "-w", "--with", "--from", "--with-requirements", "--index-url", "--project", "--directory")
+
+
+def _after_options(words: list[str]) -> list[str]:
+    """The command that `uvx` or `uv run` is asked to start."""
+    while words and words[0].startswith("-"):
+        words = words[2:] if words[0] in _VALUED else words[1:]
+    return words
+
+
+def _unmet(what: str) -> None:
+    with contextlib.suppress(OSError):  # the script may have closed the descriptor
+        VerdictChannel(os.environ.get("PALAESTRA_NONCE", "")).send("unmet", what=what)
+    sys.stderr.write(f"{what} is not installed, and there is no network\n")
+    raise SystemExit(97)
+
+
+def _python(plan: dict[str, Any], arguments: list[str]) -> None:
+    """Replace this process by Python with the provided packages."""
+    path = os.pathsep.join([*plan["dependencies"], *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.execve(sys.executable, [sys.executable, *arguments], {**os.environ, "PYTHONPATH": path})  # noqa: S606
+
+
+def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
+    own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != _HERE]
+    sys.path += plan["dependencies"]
+    sys.path.append(_HERE)
+    import pytest
+
+    reporter: Any = importlib.import_module("pytest_reporter")
+    sys.path.remove(_HERE)
+    sys.path += own
+    pytest.hookimpl(tryfirst=True)(reporter.Reporter.pytest_collection_modifyitems)
+    pytest.hookimpl(hookwrapper=True)(reporter.Reporter.pytest_runtest_makereport)
+    nonce = os.environ.pop("PALAESTRA_NONCE", "")
+    plugins: list[object] = [_Ctrf()]
+    if nonce:
+        channel = VerdictChannel(nonce)
+        channel.send("start", python=sys.version.split()[0], pytest=pytest.__version__)
+        plugins.append(reporter.Reporter(channel, []))
+    shims = os.path.join(_HERE, "bin")
+    _restore(plan["library_path"])
+    sys.executable = os.path.join(shims, "palaestra-python")
+    path = [place for place in os.environ.get("PATH", "").split(os.pathsep) if place != shims]
+    os.environ["PATH"] = os.pathsep.join([*path, shims])
+    return int(pytest.main([*_pinned(plan["tests"], arguments), *arguments], plugins=plugins))
+
+
+def _restore(library_path: str | None) -> None:
+    """Set the loader's path of the image again: ours is for this interpreter only."""
+    os.environ.pop("LD_LIBRARY_PATH", None)
+    if library_path is not None:
+        os.environ["LD_LIBRARY_PATH"] = library_path
+
+
+def _pinned(tests: str, arguments: list[str]) -> list[str]:
+    """Options before the script's own: no cache, and the tests' folder as root if it holds every test that runs."""
+    paths = [os.path.abspath(word.partition("::")[0]) for word in arguments if not word.startswith("-")]
+    paths = [path for path in paths if os.path.exists(path)]
+    inside = bool(paths) and all(os.path.commonpath([path, tests]) == tests for path in paths)
+    own = [f"--rootdir={tests}", f"--confcutdir={tests}"] if inside else []
+    return ["-p", "no:cacheprovider", *own]
+
+
+class _Ctrf:
+    """Write `--ctrf FILE`, which the stock script passes: the result of each test as JSON (ctrf.io)."""
+
+    def __init__(self) -> None:
+        self._tests: list[dict[str, object]] = []
+        self._path: str | None = None
+
+    def pytest_addoption(self, parser: Any) -> None:
+        parser.addoption("--ctrf", default=None)
+
+    def pytest_configure(self, config: Any) -> None:
+        self._path = config.getoption("--ctrf")
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            status = report.outcome if report.outcome in ("passed", "failed", "skipped") else "other"
+            self._tests.append({"name": report.nodeid, "status": status, "duration": round(report.duration * 1000)})
+
+    def pytest_sessionfinish(self) -> None:
+        if self._path:
+            summary = {"tests": len(self._tests), "passed": sum(t["status"] == "passed" for t in self._tests)}
+            with open(self._path, "w", encoding="utf-8") as file:
+                json.dump({"results": {"tool": {"name": "pytest"}, "summary": summary, "tests": self._tests}}, file)
+
+
+def main() -> int:
+    with open(os.path.join(_HERE, "plan.json"), encoding="utf-8") as file:
+        plan: dict[str, Any] = json.load(file)
+    called, words = sys.argv[1], sys.argv[2:]
+    if called == "uv":
+        if words[:1] != ["run"]:
+            if words[:1] and words[0] not in _INSTALLING:
+                _unmet(f"uv {words[0]}")
+            return 0
+        words = words[1:]
+    if called in ("uv", "uvx"):
+        words = _after_options(words)
+        if not words:
+            return 0
+        called, words = words[0].partition("@")[0], words[1:]
+        if called in ("python", "python3") and words[:2] == ["-m", "pytest"]:
+            called, words = "pytest", words[2:]
+    if called in ("pytest", "py.test"):
+        return _pytest(plan, words)
+    if called in ("python", "python3", "palaestra-python"):
+        _python(plan, words)
+    if called.endswith(".py"):
+        _python(plan, [called, *words])
+    _unmet(called)
+    return 97
+
+
+if __name__ == "__main__":
+    sys.exit(main())

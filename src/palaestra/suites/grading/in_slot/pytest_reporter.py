@@ -1,0 +1,135 @@
+"""Run named tests with pytest and report each phase on the verdict channel.
+
+Input: one JSON object on standard input, written by `run_tests.py`. Output, in this order: `start` (interpreter, pytest
+and channel work; no code of the workspace has run yet), `collect` (a file that could not be collected), `collected`
+(the tests that were found), `test` (one phase of one test), `finish` (pytest ended its session).
+
+Invariant: nothing of the workspace is imported before `start` is sent, and standard output carries no verdict.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pytest
+
+    from palaestra.suites.grading.in_slot.verdict_channel import VerdictChannel
+else:
+    from verdict_channel import VerdictChannel
+
+_MAX_TEXT = 2000
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT // 2] + " … " + text[-_MAX_TEXT // 2 :]
+
+
+class Reporter:
+    """The pytest plugin: selects the named tests (no names: all) and reports their phases."""
+
+    def __init__(self, channel: VerdictChannel, names: list[str]) -> None:
+        self._channel = channel
+        self._names = frozenset(names)
+        self._failures: dict[tuple[str, str], dict[str, object]] = {}
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._channel.send("collect", node_id=report.nodeid, message=_short(report.longrepr))
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        kept = [item for item in items if not self._names or item.nodeid in self._names]
+        dropped = [item for item in items if self._names and item.nodeid not in self._names]
+        if dropped:
+            config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._channel.send("collected", node_ids=[item.nodeid for item in session.items])
+
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+        """Remember where in the test's own file the exception passed.
+
+        Runs after all other plugins: for unittest's tests one of them puts the exception into `call`.
+        """
+        yield
+        if call.excinfo is not None:
+            self._failures[item.nodeid, call.when] = _failure(item, call.excinfo)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.outcome == "passed":
+            return
+        self._channel.send(
+            "test",
+            node_id=report.nodeid,
+            when=report.when,
+            outcome=report.outcome,
+            wasxfail=hasattr(report, "wasxfail"),
+            duration_s=round(report.duration, 4),
+            failure=self._failures.get((report.nodeid, report.when)) if report.outcome != "passed" else None,
+        )
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        self._channel.send("finish", exit_status=int(exitstatus), tests=session.testscollected)
+
+
+def _failure(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException]) -> dict[str, object]:
+    test = getattr(item, "obj", None)
+    code = getattr(inspect.unwrap(test), "__code__", None) if callable(test) else None
+    path = code.co_filename if code else str(item.path)  # an inherited test is in another file than its node id
+    lines = [entry.lineno + 1 for entry in excinfo.traceback if entry.frame.code.raw is code]
+    arguments = getattr(item, "funcargs", {})
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    direct = {name: value for name, value in params.items() if arguments.get(name, value) is value}
+    return {
+        "exception": excinfo.typename,
+        "message": _short(excinfo.value),
+        "path": os.path.relpath(path, item.config.rootpath),
+        "line": lines[-1] if lines else 0,
+        "params": {name: _short(_repr(value)) for name, value in direct.items()},
+    }
+
+
+def _repr(value: object) -> str:
+    """`repr` of a parameter; a `repr` that raises must not break the report."""
+    try:
+        return repr(value)
+    except Exception as problem:
+        return f"<unprintable: {type(problem).__name__}>"
+
+
+def main() -> None:
+    plan: dict[str, Any] = json.load(sys.stdin)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != here]
+    sys.path += plan["dependencies"]
+    import pytest
+
+    pytest.hookimpl(tryfirst=True)(Reporter.pytest_collection_modifyitems)
+    pytest.hookimpl(hookwrapper=True)(Reporter.pytest_runtest_makereport)
+    channel = VerdictChannel(plan["nonce"])
+    channel.send("start", python=sys.version.split()[0], pytest=pytest.__version__)
+
+    os.chdir(plan["root"])
+    first = len(sys.path) - len(plan["dependencies"])  # after the standard library, before installed packages
+    sys.path[first:first] = plan["python_path"]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*plan["python_path"], *plan["dependencies"]])
+    sys.pycache_prefix = plan["pycache"]
+    files = [path for path in plan["files"] if os.path.exists(path)]
+    arguments = [*plan["arguments"], f"--rootdir={plan['root']}", *files]
+    if files:
+        pytest.main(arguments, plugins=[Reporter(channel, plan["names"])])
+    else:
+        channel.send("finish", exit_status=0, tests=0)
+
+
+if __name__ == "__main__":
+    main()

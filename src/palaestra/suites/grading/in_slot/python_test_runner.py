@@ -1,0 +1,83 @@
+"""Run named tests that are given as one Python text, without pytest, and report each on the verdict channel.
+
+Tests are functions without arguments, or methods of classes (unittest's too).
+
+Input: one JSON object on standard input, written by `hermes_swe/hidden_tests.py`. Output: `start` (no code of the
+workspace has run yet), `test` (one for each name), `finish`.
+
+Invariant: the tests are in no file of the slot, and the standard library precedes the workspace on the import path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import linecache
+import os
+import sys
+import traceback
+import unittest
+from typing import TYPE_CHECKING, Any
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+if TYPE_CHECKING:
+    from palaestra.suites.grading.in_slot.verdict_channel import VerdictChannel
+else:
+    sys.path.insert(0, _HERE)  # Python runs isolated (-I), which leaves this folder out
+    from verdict_channel import VerdictChannel
+
+_MAX_TEXT = 1500
+_FILE = "<tests>"
+
+
+def _load(text: str) -> tuple[dict[str, Any], str]:
+    """The namespace of the tests, and the traceback if they cannot be loaded."""
+    linecache.cache[_FILE] = (len(text), None, text.splitlines(keepends=True), _FILE)
+    names: dict[str, Any] = {"__name__": "tests"}
+    try:
+        exec(compile(text, _FILE, "exec"), names)  # noqa: S102  the tests are text and in no file
+    except BaseException:
+        return names, traceback.format_exc()
+    return names, ""
+
+
+def _run(names: dict[str, Any], name: str) -> str:
+    """The traceback of a test; empty if it passed."""
+    owner, _, method = name.rpartition("::")
+    try:
+        found = names[owner.partition("::")[0] or method]
+        if isinstance(found, type) and issubclass(found, unittest.TestCase):
+            result = unittest.TestResult()
+            unittest.TestSuite([found(method)]).run(result)
+            bad = [text for _, text in (*result.failures, *result.errors)]
+            passed = result.testsRun == 1 and not (bad or result.skipped or result.unexpectedSuccesses)
+            return "" if passed and not result.expectedFailures else "".join(bad) or "it was not run"
+        test = getattr(found(), method) if isinstance(found, type) else found
+        answer = test()
+        if inspect.iscoroutine(answer):
+            asyncio.run(answer)
+    except BaseException:
+        return traceback.format_exc()
+    return ""
+
+
+def main() -> None:
+    plan: dict[str, Any] = json.load(sys.stdin)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != _HERE]
+    channel = VerdictChannel(plan["nonce"])
+    channel.send("start", python=sys.version.split()[0])
+    os.chdir(plan["root"])
+    sys.path.append(plan["root"])
+    sys.pycache_prefix = os.path.join(_HERE, "pycache")
+    names, problem = _load(plan["tests"])
+    for name in plan["names"]:
+        error = problem or _run(names, name)
+        channel.send("test", name=name, passed=not error, error=error[-_MAX_TEXT:])
+    channel.send("finish")
+
+
+if __name__ == "__main__":
+    main()

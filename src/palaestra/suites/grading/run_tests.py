@@ -1,0 +1,200 @@
+"""Run named pytest tests in a slot and return the status of each.
+
+Every named test gets a status; one that was not reported is `MISSING` and counts as not passed. If pytest starts but
+does not end its session (a crash, `os._exit`, a timeout, a broken import in a conftest), a canary test of our own runs
+in the same slot. If the canary passes, the workspace silenced its own tests, and they failed. If it does not, the slot
+is broken: `GraderError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import ClassVar
+
+from palaestra.core.errors import GraderError
+from palaestra.core.types import JSON
+from palaestra.sandbox.slot import ExecutionResult, Slot
+from palaestra.suites.grading.harness import run_harness
+from palaestra.suites.grading.toolchain import Toolchain
+
+HARNESS_DIR = "/tmp/.palaestra-grade"  # noqa: S108  a path in the grading slot
+CANARY_TIMEOUT_S = 60.0
+
+_ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",
+    "PYTHONNOUSERSITE": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONPATH": "",
+    "PYTEST_ADDOPTS": "",
+    "PYTEST_PLUGINS": "",
+    "LC_ALL": "C.UTF-8",
+    "TZ": "UTC",
+}
+_ARGUMENTS = (
+    "-p",
+    "no:cacheprovider",
+    "--continue-on-collection-errors",
+    "--maxfail=0",
+    "--color=no",
+    "--tb=short",
+    "-q",
+)
+_CANARY = "def test_canary():\n    assert 1 + 1 == 2\n"
+
+
+class Status(StrEnum):
+    """The outcome of one test over all its phases."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    ERROR = "error"
+    SKIPPED = "skipped"
+    XFAILED = "xfailed"
+    XPASSED = "xpassed"
+    MISSING = "missing"
+
+
+_WORST_FIRST = (Status.ERROR, Status.FAILED, Status.SKIPPED, Status.XFAILED, Status.XPASSED, Status.PASSED)
+
+
+@dataclass(frozen=True, slots=True)
+class FailedTest:
+    """The exception of a failed test, and the last line of the test's own file in its traceback.
+
+    `path` is the file of the test's code, which for an inherited test differs from its node id. `line` is 0 if the
+    traceback does not contain that file. `params` holds the `repr` of each parameter of the test.
+    """
+
+    exception: str
+    message: str
+    path: str
+    line: int
+    params: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TestRun:
+    """One run of pytest. `complete`: pytest ended its session by itself. `output`: what it printed."""
+
+    __test__: ClassVar[bool] = False  # pytest: not a test class
+
+    statuses: Mapping[str, Status]
+    complete: bool
+    timed_out: bool = False
+    exit_status: int | None = None
+    failures: Mapping[str, FailedTest] = field(default_factory=dict)
+    collect_errors: Mapping[str, str] = field(default_factory=dict)
+    durations_s: Mapping[str, float] = field(default_factory=dict)
+    output: str = ""
+
+    def passed(self, node_ids: Collection[str]) -> int:
+        """How many of these tests passed. Skipped, xfailed and missing tests did not."""
+        return sum(self.statuses.get(node_id) is Status.PASSED for node_id in node_ids)
+
+
+async def run_tests(
+    slot: Slot, toolchain: Toolchain, repo_dir: str, node_ids: Sequence[str], *, timeout_s: float
+) -> TestRun:
+    """Run exactly these tests; node ids may have any length and any characters.
+
+    Raises `GraderError` if the harness or the slot failed rather than the tests.
+    """
+    files = sorted({node_id.split("::", 1)[0] for node_id in node_ids})
+    run = await _run(slot, toolchain, repo_dir, files, node_ids, timeout_s)
+    named = {node_id: run.statuses.get(node_id, Status.MISSING) for node_id in node_ids}
+    return replace(run, statuses=named)
+
+
+async def run_files(
+    slot: Slot, toolchain: Toolchain, repo_dir: str, files: Sequence[str], *, timeout_s: float
+) -> TestRun:
+    """Run all tests of these files or directories. Raises `GraderError` as `run_tests` does."""
+    return await _run(slot, toolchain, repo_dir, files, (), timeout_s)
+
+
+async def _run(
+    slot: Slot, toolchain: Toolchain, repo_dir: str, files: Sequence[str], names: Sequence[str], timeout_s: float
+) -> TestRun:
+    run = await _pytest(slot, toolchain, repo_dir, files, names, timeout_s)
+    if not run.complete:
+        await _check_canary(slot, toolchain)
+    return run
+
+
+async def _pytest(
+    slot: Slot, toolchain: Toolchain, root: str, files: Sequence[str], names: Sequence[str], timeout_s: float
+) -> TestRun:
+    plan = {
+        "root": root,
+        "files": list(files),
+        "names": list(names),
+        "python_path": [f"{root}/{path}".removesuffix("/.") for path in toolchain.python_path],
+        "dependencies": list(toolchain.dependencies),
+        "arguments": [*_ARGUMENTS, *toolchain.pytest_args],
+        "pycache": f"{HARNESS_DIR}/pycache",
+    }
+    records, result = await run_harness(
+        slot,
+        toolchain.command,
+        "pytest_reporter.py",
+        plan,
+        folder=HARNESS_DIR,
+        env=_ENVIRONMENT,
+        timeout_s=timeout_s,
+    )
+    return read_run(records, result)
+
+
+async def _check_canary(slot: Slot, toolchain: Toolchain) -> None:
+    """Raises `GraderError` unless a test that cannot fail passes here."""
+    root = f"{HARNESS_DIR}/canary"
+    await slot.write_text(f"{root}/test_canary.py", _CANARY)
+    await slot.write_text(f"{root}/pytest.ini", "[pytest]\n")
+    canary = await _pytest(slot, toolchain, root, ["test_canary.py"], (), CANARY_TIMEOUT_S)
+    if not canary.complete or list(canary.statuses.values()) != [Status.PASSED]:
+        raise GraderError(
+            f"the tests did not finish in {slot.slot_id}, and neither does a canary test: the slot is broken.\n"
+            f"{canary.output[-2000:]}"
+        )
+
+
+def read_run(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) -> TestRun:
+    """The test run that the records of one command describe; it may have started pytest several times."""
+    phases: dict[str, list[Mapping[str, JSON]]] = {}
+    for record in records:
+        if record["kind"] == "test":
+            phases.setdefault(record["node_id"], []).append(record)
+    collected = {name for record in records if record["kind"] == "collected" for name in record["node_ids"]}
+    finish = next((record for record in records if record["kind"] == "finish"), None)
+    failures = {
+        name: FailedTest(**phase["failure"])
+        for name, reports in phases.items()
+        for phase in reports
+        if phase["failure"]
+    }
+    return TestRun(
+        statuses={name: _status(reports) for name, reports in phases.items() if name in collected},
+        complete=finish is not None,
+        timed_out=bool(result.metadata.get("timeout")),
+        exit_status=finish["exit_status"] if finish else None,
+        failures=failures,
+        collect_errors={record["node_id"]: record["message"] for record in records if record["kind"] == "collect"},
+        durations_s={name: sum(phase["duration_s"] for phase in reports) for name, reports in phases.items()},
+        output=result.output,
+    )
+
+
+def _status(phases: Sequence[Mapping[str, JSON]]) -> Status:
+    """The worst outcome of a test's phases: a failing teardown overrides a passing call."""
+    return min((_phase_status(phase) for phase in phases), key=_WORST_FIRST.index)
+
+
+def _phase_status(phase: Mapping[str, JSON]) -> Status:
+    outcome, expected = phase["outcome"], phase["wasxfail"]
+    if outcome == "passed":
+        return Status.XPASSED if expected else Status.PASSED
+    if outcome == "skipped":
+        return Status.XFAILED if expected else Status.SKIPPED
+    return Status.FAILED if phase["when"] == "call" else Status.ERROR

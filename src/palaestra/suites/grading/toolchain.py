@@ -1,0 +1,199 @@
+"""What tests run with: an interpreter, pytest, and the packages that the tests import besides the repository.
+
+`DependencyCache` installs pinned requirements once on the host, into a folder named by its content. Slots mount it
+read-only, so no rollout can change it. `install_editable` makes a virtual environment with the repository in it, inside
+the preparation slot and outside the repository, for rows of the public data sets.
+
+Invariant: nothing of a repository is executed on the host. Host installs take wheels only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from palaestra.core.errors import PrepareError, TaskError
+from palaestra.core.types import JSON
+from palaestra.sandbox.slot import Mount, Slot
+from palaestra.suites.build_once import build_once
+from palaestra.suites.host_process import check_process
+from palaestra.suites.slot_commands import check_execute
+from palaestra.suites.task_files import RowFields
+
+DEPENDENCIES_DIR = "/opt/palaestra/dependencies"
+VENV_DIR = "/opt/palaestra/venv"
+CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PUBLIC_TEST_REQUIREMENTS = ("pytest",)
+
+_SYSTEM = ("/usr", "/bin", "/lib")
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """What the tests of a repository need.
+
+    `requirements` are pinned and mounted read-only; `python_path` are importable directories of the repository;
+    `pytest_args` precede the tests. `editable` asks for a virtual environment with the repository installed in it, made
+    once per commit: the way rows of the public data sets run.
+    """
+
+    requirements: tuple[str, ...] = ()
+    python_path: tuple[str, ...] = ()
+    pytest_args: tuple[str, ...] = ()
+    editable: bool = False
+
+    @classmethod
+    def parse(cls, raw: JSON) -> Install:
+        """From the decoded `install` column of a row; None is the default of public rows. Raises `TaskError`."""
+        if raw is None:
+            return cls(editable=True)
+        if not isinstance(raw, Mapping) or set(raw) - {"requirements", "python_path", "pytest_args", "editable"}:
+            raise TaskError("install must be an object with requirements, python_path, pytest_args, editable")
+        fields = RowFields(raw)
+        return cls(
+            fields.texts("requirements"),
+            fields.texts("python_path"),
+            fields.texts("pytest_args"),
+            editable=bool(raw.get("editable", False)),
+        )
+
+    def to_json(self) -> dict[str, JSON]:
+        """The column that `parse` reads."""
+        return {
+            "requirements": list(self.requirements),
+            "python_path": list(self.python_path),
+            "pytest_args": list(self.pytest_args),
+            "editable": self.editable,
+        }
+
+    def digest(self) -> str:
+        """A short name of this installation."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """How tests of a repository start in a slot.
+
+    `command` is the argv of the interpreter. `dependencies` are directories of the slot that go at the end of
+    `sys.path`; `python_path` are directories relative to the repository. The slot's spec must contain `mounts`.
+    """
+
+    command: tuple[str, ...]
+    mounts: tuple[Mount, ...] = ()
+    dependencies: tuple[str, ...] = ()
+    python_path: tuple[str, ...] = ()
+    pytest_args: tuple[str, ...] = ()
+    bin_dir: str = ""
+
+    def environment(self, repo_dir: str) -> dict[str, str]:
+        """Variables for an agent's commands, so that its `python` and `pytest` are the ones that grade."""
+        path = [f"{repo_dir}/{part}".removesuffix("/.") for part in self.python_path] + list(self.dependencies)
+        found = {"PATH": f"{self.bin_dir}:{DEFAULT_PATH}" if self.bin_dir else DEFAULT_PATH}
+        return {**found, "PYTHONPATH": ":".join(path)} if path else found
+
+
+def interpreter() -> tuple[str, tuple[Mount, ...]]:
+    """The path of this Python in slots, and the mount that it needs if it is outside the system directories."""
+    base = getattr(sys, "_base_executable", None) or sys.executable  # a virtual environment may have a copy
+    executable, prefix = Path(base).resolve(), Path(sys.base_prefix).resolve()
+    if str(prefix).startswith(_SYSTEM):
+        return str(executable), ()
+    return str(executable), (Mount(str(prefix), str(prefix)),)
+
+
+class DependencyCache:
+    """Folders of installed wheels on the host, one per set of pinned requirements. Safe across processes."""
+
+    def __init__(self, root: Path, *, timeout_s: float = 600.0) -> None:
+        self.root = root
+        self._timeout_s = timeout_s
+
+    async def toolchain(self, install: Install, *, closed: bool = True) -> Toolchain:
+        """Install once, then reuse. `closed`: install only the requirements, not what they depend on.
+
+        Raises `PrepareError` with the end of the installer's output.
+        """
+        python, mounts = interpreter()
+        place = await self._ensure(install.requirements, python, closed)
+        return Toolchain(
+            command=(python, "-s", "-S", "-B"),
+            mounts=(*mounts, Mount(str(place), DEPENDENCIES_DIR)),
+            dependencies=(f"{DEPENDENCIES_DIR}/site",),
+            python_path=install.python_path,
+            pytest_args=install.pytest_args,
+            bin_dir=f"{DEPENDENCIES_DIR}/bin",
+        )
+
+    async def _ensure(self, requirements: Sequence[str], python: str, closed: bool) -> Path:
+        facts = [python, sys.version, *sorted(requirements), *([] if closed else ["and what they depend on"])]
+        key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:20]
+
+        async def install(fresh: Path) -> None:
+            command = [*_installer(closed), "--target", str(fresh / "site"), *requirements]
+            (fresh / "site").mkdir()
+            problem = f"cannot install {', '.join(requirements)}"
+            await check_process(command, problem, timeout_s=self._timeout_s, shown=2000)
+            _write_commands(fresh / "bin", python)
+
+        return await build_once(self.root / key, install, timeout_s=self._timeout_s)
+
+
+def _installer(closed: bool) -> list[str]:
+    """`pip install` or `uv pip install`, whichever is available; wheels only."""
+    flags = [*(["--no-deps"] if closed else []), "--only-binary", ":all:", "--quiet"]
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *flags]
+    if uv := shutil.which("uv"):
+        return [uv, "pip", "install", "--python", sys.executable, "--compile-bytecode", *flags]
+    raise PrepareError("installing test requirements needs pip or uv; run `python -m ensurepip`")
+
+
+def _write_commands(bin_dir: Path, python: str) -> None:
+    """Write `python`, `python3` and `pytest` for the agent's shell."""
+    bin_dir.mkdir(parents=True)
+    for name, tail in (("python", ""), ("python3", ""), ("pytest", " -m pytest")):
+        script = bin_dir / name
+        script.write_text(f'#!/bin/sh\nexec "{python}"{tail} "$@"\n')
+        script.chmod(0o755)
+
+
+async def install_editable(
+    slot: Slot, repo_dir: str, install: Install, *, timeout_s: float, env: Mapping[str, str] | None = None
+) -> Toolchain:
+    """Make a virtual environment with the repository and pytest, inside a preparation slot (network on).
+
+    `env` are variables of the installer, such as PIP_INDEX_URL. Raises `PrepareError` with the end of its output.
+    """
+    python, mounts = interpreter()
+    # The host's certificates, if the slot has them, so that an index behind a private authority is trusted.
+    trust = {"PIP_CERT": CERTIFICATES} if await slot.stat(CERTIFICATES) else {}
+    variables = {"PIP_NO_CACHE_DIR": "1", **trust, **(env or {})}
+    await _in_slot(slot, [python, "-m", "venv", "--symlinks", VENV_DIR], "/", 120.0, variables)
+    pip = [f"{VENV_DIR}/bin/python", "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--quiet"]
+    requirements = [*PUBLIC_TEST_REQUIREMENTS, *install.requirements]
+    await _in_slot(slot, [*pip, "-e", repo_dir, *requirements], repo_dir, timeout_s, variables)
+    return venv_toolchain(install, mounts)
+
+
+def venv_toolchain(install: Install, mounts: tuple[Mount, ...] | None = None) -> Toolchain:
+    """How tests start in a slot over a snapshot in which `install_editable` ran."""
+    return Toolchain(
+        command=(f"{VENV_DIR}/bin/python", "-s", "-B"),
+        mounts=interpreter()[1] if mounts is None else mounts,
+        python_path=install.python_path,
+        pytest_args=install.pytest_args,
+        bin_dir=f"{VENV_DIR}/bin",
+    )
+
+
+async def _in_slot(slot: Slot, argv: Sequence[str], cwd: str, timeout_s: float, env: Mapping[str, str]) -> None:
+    problem = f"{' '.join(argv[:6])} … failed"
+    await check_execute(slot, list(argv), problem, cwd=cwd, timeout_s=timeout_s, env=env, shown=3000)

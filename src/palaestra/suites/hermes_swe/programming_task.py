@@ -1,0 +1,173 @@
+"""Parse a programming task from a dataset row: prompt, initial files, hidden tests, reference solution. Does no I/O.
+
+Columns: `prompt`; `test` (or `tests`, `test_code`), Python; `entry_point`, the name that the tests use without
+importing it; `files`, path to text; `solution`, path to text or the text of `solution.py`, or else
+`canonical_solution`, which continues `declaration` or the prompt; `id` (or `task_id`). Objects may be JSON text, as in
+CSV.
+
+Tests that are plain statements become one test. Invariant: the agent's prompt and files do not contain the tests, and
+the tests can run.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from keyword import iskeyword
+from pathlib import PurePosixPath
+
+from palaestra.core.errors import TaskError
+from palaestra.envs.datasets import Row
+from palaestra.suites.grading.negate_test import tests_in
+from palaestra.suites.task_files import RowFields
+
+MODULE = "solution"
+"""The module of tasks that name no file."""
+
+_IDS = ("id", "task_id", "instance_id")
+_TESTS = ("test", "tests", "test_code")
+_ONLY = "test_task"
+_SHORTEST_LEAK = 40
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenTests:
+    """Tests as one Python text, with their names (`Class::test`)."""
+
+    text: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgrammingTask:
+    """One task. Paths are relative to the workspace; `suite` and `solution` never enter an agent's slot."""
+
+    id: str
+    prompt: str
+    suite: HiddenTests
+    files: Mapping[str, str] = field(default_factory=dict)
+    solution: Mapping[str, str] | None = None
+
+
+def parse_row(row: Row, number: int, prompt_field: str = "prompt") -> ProgrammingTask:
+    """The task of a row. Raises `TaskError` that names the row."""
+    name = next((str(row[column]) for column in _IDS if row.get(column) not in (None, "")), f"row-{number}")
+    try:
+        return _parse(RowFields(row), name, prompt_field)
+    except TaskError as error:
+        raise TaskError(f"row {number} ({name}): {error}") from None
+    except (RecursionError, MemoryError):  # Python's parser and compiler raise either
+        raise TaskError(f"row {number} ({name}): its Python or JSON is nested too deeply to be read") from None
+
+
+def _parse(row: RowFields, name: str, prompt_field: str) -> ProgrammingTask:
+    prompt, code = row.required(prompt_field), row.required(*_TESTS)
+    files = _files(row, "files")
+    entry_point = row.optional("entry_point")
+    solution = _solution(row, prompt)
+    known = {_module(path) for path in (*files, *(solution or {}))}
+    suite = make_suite(code, entry_point, known, prompt)
+    if entry_point:
+        prompt = f"{prompt.rstrip()}\n\nWrite `{entry_point}` into the file {MODULE}.py of the working directory."
+    if _contains(prompt, code) or any(_contains(text, code) for text in files.values()):
+        raise TaskError("its prompt or its files contain its tests")
+    return ProgrammingTask(name, prompt, suite, files, solution)
+
+
+def _files(row: RowFields, column: str) -> dict[str, str]:
+    value = row.decoded(column)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(text, str) for text in value.values()):
+        raise TaskError(f"{row.key(column)} must map paths to texts")
+    for path in value:
+        pure = PurePosixPath(path)
+        if pure.is_absolute() or ".." in pure.parts or not pure.parts:
+            raise TaskError(f"{row.key(column)}: {path!r} is not a path inside the workspace")
+    return dict(value)
+
+
+def _solution(row: RowFields, prompt: str) -> dict[str, str] | None:
+    value = row.values.get("solution")
+    if isinstance(value, str) and value.strip() and not value.lstrip().startswith("{"):
+        return {f"{MODULE}.py": value}
+    if value:
+        return _files(row, "solution")
+    if body := row.optional("canonical_solution"):
+        return {f"{MODULE}.py": f"{row.optional('declaration') or prompt}{body}"}
+    return None
+
+
+def _module(path: str) -> str:
+    return PurePosixPath(path).parts[0].removesuffix(".py")
+
+
+def _contains(text: str, tests: str) -> bool:
+    """Whether a text contains the tests, ignoring blanks."""
+    wanted = "".join(tests.split())
+    return len(wanted) >= _SHORTEST_LEAK and wanted in "".join(text.split())
+
+
+def make_suite(code: str, entry_point: str = "", known: Collection[str] = (), prompt: str = "") -> HiddenTests:
+    """Tests that the harness can run by name. Raises `TaskError`.
+
+    `known` are modules of the workspace or the solution. Any other must be in the standard library or in the prompt.
+    """
+    if entry_point and (not entry_point.isidentifier() or iskeyword(entry_point)):
+        raise TaskError(f"its entry point {entry_point!r:.100} is not a name that Python can import")
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError) as error:
+        raise TaskError(f"its tests are not Python: {error}") from None
+    if not tests_in(tree.body, ""):
+        tree = _as_one(tree, entry_point)
+    if entry_point and not _imports(tree) & {MODULE}:
+        tree.body.insert(_after_future(tree.body), ast.parse(f"from {MODULE} import {entry_point}").body[0])
+    found = tests_in(tree.body, "")
+    for _, function in found:
+        wanted = [each.arg for each in function.args.args if each.arg != "self"]
+        if len(wanted) > len(function.args.defaults):
+            raise TaskError(f"its test {function.name} needs the fixture {wanted[0]}, but tests run without pytest")
+    for module in sorted(_imports(tree) - {MODULE, *known} - sys.stdlib_module_names):
+        if not re.search(rf"\b{re.escape(module)}\b", prompt):
+            raise TaskError(f"its tests import {module}, which is neither in the standard library nor in the task")
+    text = ast.unparse(ast.fix_missing_locations(tree))
+    try:
+        compile(text, "<tests>", "exec")
+    except (SyntaxError, ValueError) as error:
+        raise TaskError(f"its tests cannot be combined into one test: {error}") from None
+    return HiddenTests(text, tuple(f"{owner}{function.name}" for owner, function in found))
+
+
+def _as_one(tree: ast.Module, entry_point: str) -> ast.Module:
+    """Make plain statements the body of one test, below the imports. A `check(candidate)` without a call is called."""
+    head = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    body = [node for node in tree.body if node not in head]
+    checks = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body)
+    called = any(isinstance(node, ast.Name) and node.id == "check" for node in ast.walk(tree))
+    if checks and not called and entry_point:
+        body += ast.parse(f"check({entry_point})").body
+    if not any(isinstance(node, (ast.Assert, ast.Raise, ast.Call)) for each in body for node in ast.walk(each)):
+        raise TaskError("its tests assert nothing")
+    one = ast.parse(f"def {_ONLY}():\n    pass").body[0]
+    assert isinstance(one, ast.FunctionDef)
+    one.body = body
+    return ast.Module([*head, one], [])
+
+
+def _imports(tree: ast.Module) -> set[str]:
+    """The top-level names of all imported modules."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def _after_future(body: list[ast.stmt]) -> int:
+    return sum(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in body)

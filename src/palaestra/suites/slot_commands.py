@@ -1,0 +1,27 @@
+"""Run a set-up command in a slot; a failure becomes a typed error that shows the end of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from palaestra.core.errors import PalaestraError, PrepareError
+from palaestra.sandbox.slot import ExecutionResult, Slot
+
+
+async def check_execute(
+    slot: Slot,
+    command: str | Sequence[str],
+    problem: str,
+    *,
+    cwd: str = "/",
+    env: Mapping[str, str] | None = None,
+    stdin: bytes = b"",
+    timeout_s: float = 120.0,
+    error: type[PalaestraError] = PrepareError,
+    shown: int = 500,
+) -> ExecutionResult:
+    """`slot.execute`, but a failed command raises `error`: `problem`, the reason, the last `shown` bytes of output."""
+    result = await slot.execute(command, cwd=cwd, env=env, stdin=stdin, timeout_s=timeout_s)
+    if not result.success:
+        raise error(f"{problem}: {result.error}\n{result.output[-shown:].strip()}")
+    return result

@@ -1,0 +1,69 @@
+"""The command `palaestra tasks build swe`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+
+from palaestra.core.config import local_path
+from palaestra.core.errors import ConfigError
+from palaestra.envs.config.build import make_pool
+from palaestra.envs.config.fields import HermesAgentEnvConfig
+from palaestra.suites.build_once import CACHE_DIR
+from palaestra.suites.out_option import out_option
+from palaestra.suites.swe.authoring.build_tasks import BuildOptions, SweBuild, build
+from palaestra.suites.swe.authoring.manifest import dump_manifest
+
+
+@click.command("swe", context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--package", "packages", multiple=True, metavar="NAME==VERSION", help="Only this package; repeatable.")
+@click.option("--manifest", type=click.Path(path_type=Path), help="Another manifest of packages and bugs.")
+@click.option("--save-manifest", type=click.Path(path_type=Path), help="Write the bugs that were found to this file.")
+@click.option("--select", multiple=True, metavar="NAME", help="Only this package or bug; repeatable.")
+@out_option
+@click.option("--limit", type=click.IntRange(min=1), help="At most this many tasks.")
+@click.option("--parallel", type=click.IntRange(min=1), default=2, show_default=True, help="Test runs at a time.")
+@click.option("--cache", type=click.Path(path_type=Path), default=CACHE_DIR, show_default=True, help="Downloads.")
+@click.option("--index-url", metavar="URL", help="A package index other than pip's.")
+def command(
+    packages: tuple[str, ...],
+    manifest: Path | None,
+    save_manifest: Path | None,
+    select: tuple[str, ...],
+    out: Path,
+    limit: int | None,
+    parallel: int,
+    cache: Path,
+    index_url: str | None,
+) -> None:
+    """Make bug-fixing tasks: inject bugs into real packages.
+
+    \b
+      palaestra tasks build swe --out tasks.jsonl                       # the tasks of the manifest
+      palaestra tasks build swe --out ten.jsonl --limit 10
+      palaestra tasks build swe --package NAME==VERSION --out own.jsonl # search another package for bugs
+
+    A bug becomes a task if the package's tests detect it. Source distributions come from the package index, and their
+    tests run in local slots without a network. The rows have the SWE-smith schema.
+    """
+    options = BuildOptions(
+        out=out,
+        cache=local_path(cache),
+        limit=limit or 0,
+        select=select,
+        index_url=index_url,
+        parallel=parallel,
+    )
+
+    async def main() -> SweBuild:
+        async with make_pool(HermesAgentEnvConfig()) as pool:
+            return await build(packages, manifest, pool, options, progress=lambda line: click.echo(line, err=True))
+
+    report = asyncio.run(main())
+    if save_manifest is not None:
+        save_manifest.write_text(dump_manifest(report.manifest), encoding="utf-8")
+    click.echo(f"{len(report.rows)} tasks in {out}, {len(report.problems)} problems", err=True)
+    if not report.rows:
+        raise ConfigError("no task was built; the reasons are above")

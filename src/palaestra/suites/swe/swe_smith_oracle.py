@@ -1,0 +1,312 @@
+"""Fix bugs in real repositories, scored by the repositories' own tests.
+
+The agent gets the tree of one commit with the bug, and a history of one commit. Its change to that tree, without paths
+that could influence the grade (`protected.py`), is graded in a fresh slot without network by running the named tests.
+The reward is 1.0 if every named test passes, else 0.0.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from palaestra.agent.result import AgentResult
+from palaestra.core.config import local_path
+from palaestra.core.errors import PrepareError, TaskError
+from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
+from palaestra.envs import cache_key
+from palaestra.envs.adapters.class_adapter import numbers
+from palaestra.envs.adapters.hermes_adapter import ContractEnvironment
+from palaestra.envs.api.base_env import Item
+from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
+from palaestra.rollouts.grading.grader import Grading
+from palaestra.rollouts.grading.tool_context import ToolContext
+from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.spec import Phase
+from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
+from palaestra.suites.build_once import CACHE_DIR
+from palaestra.suites.grading.controls import find_tampering
+from palaestra.suites.grading.run_tests import run_tests
+from palaestra.suites.grading.toolchain import DependencyCache, Toolchain, install_editable, venv_toolchain
+from palaestra.suites.swe.apply_diff import solution_steps
+from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
+from palaestra.suites.swe.protected import hidden_files, protected_paths
+from palaestra.suites.swe.repository import RepositoryCache
+from palaestra.suites.swe.swe_row import SweRow, load_rows
+from palaestra.suites.swe.unified_diff import DiffError
+from palaestra.suites.swe.workspace import add_tests, agent_texts, prepare_repository, restore_files, unpack
+
+REPOSITORY = WORKSPACE
+"""The repository in a slot, where the agent's commands start."""
+
+BUILT_IN = "built-in"
+"""The built-in dataset: tasks built from real packages by the manifest."""
+
+BASELINE = "/tmp/palaestra-baseline"  # noqa: S108  in the slot, where no layer keeps it
+"""The copy in which a public row's tests run before its first rollout."""
+
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+
+PATCH_BYTES = 100_000
+"""How much of an agent's patch is recorded."""
+
+PROMPT = """\
+There is a bug in the Python repository in {repository}. This is what a user reports:
+
+{problem}
+
+Find the cause and fix it in the source. Do not change the tests: they are restored before your work is checked, and a \
+hidden run of the test suite decides. Say briefly what you changed when you are done."""
+
+
+class SweSmithOracleEnvConfig(ListedEnvConfig):
+    """Settings of the environment; the dataset has the columns of SWE-smith or SWE-bench."""
+
+    dataset_name: str | None = Field(
+        default=BUILT_IN,
+        description=f"A JSONL, CSV or Parquet file, a folder of them, a hub name, or {BUILT_IN}: real packages.",
+    )
+    max_items: int = Field(default=0, ge=0, description="Tasks to take from the dataset, at most; 0 means all.")
+    shuffle: bool = Field(default=True, description="Shuffle the tasks by the seed.")
+    python_only: bool = Field(default=True, description="Skip rows whose tests are not pytest tests.")
+    score_include_fail_to_pass: bool = Field(
+        default=True, description="Require the failing tests to pass, not only the passing tests to keep passing."
+    )
+    prompt_mode: Literal["problem_statement", "problem_statement+text"] = Field(
+        default="problem_statement", description="The columns of a row that the prompt contains."
+    )
+    repo_base_url: str = Field(
+        default="https://github.com", description="The address of repositories for rows without a repo_path."
+    )
+    install_timeout_s: float = Field(default=600, gt=0, description="Seconds that installing a repository may take.")
+    install_env: dict[str, str] = Field(
+        default={}, description="Environment variables for installing a repository, for example PIP_INDEX_URL=https://…"
+    )
+    test_timeout_s: float = Field(default=600, gt=0, description="Seconds that running the named tests may take.")
+    controls: bool = Field(
+        default=True,
+        description="Run a passing fix against copies of its tests that must fail, to detect subverted tests.",
+    )
+    cache_dir: str = Field(
+        default=CACHE_DIR, description="The folder of repositories, test tools and built tasks, on the host only."
+    )
+    enabled_toolsets: list[str] | None = Field(default=["default"], description="The agent's toolsets.")
+    allow_network: bool = Field(
+        default=False, description="Whether the agent reaches the network, where the fixed release is available."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRow:
+    """A row and the toolchain of its tests."""
+
+    row: SweRow
+    toolchain: Toolchain
+
+
+class SweEnvironment(ContractEnvironment):
+    """Prepares and grades the tasks."""
+
+    def __init__(self, inner: SweSmithOracleEnv) -> None:
+        super().__init__(inner)
+        self.settings = inner.config
+        cache = local_path(self.settings.cache_dir)
+        timeout_s = self.settings.install_timeout_s
+        self.repositories = RepositoryCache(cache / "repositories", self.settings.repo_base_url, timeout_s=timeout_s)
+        self.dependencies = DependencyCache(cache / "dependencies", timeout_s=timeout_s)
+
+    async def resolve(self, task: Task) -> Task:
+        row: SweRow = task.data
+        if row.install.editable:
+            toolchain = venv_toolchain(row.install)
+        else:
+            toolchain = await self.dependencies.toolchain(row.install)
+        return replace(
+            task, data=ResolvedRow(row, toolchain), solution=await self._solution(row), network=self._network(row)
+        )
+
+    async def _solution(self, row: SweRow) -> JSON:
+        if not row.fix_patch:
+            return None
+        try:
+            return solution_steps(row.fix_patch, await agent_texts(self.repositories, row), REPOSITORY)
+        except DiffError as error:
+            raise TaskError(f"{row.instance_id}: its reference patch does not match the repository: {error}") from error
+
+    def _network(self, row: SweRow) -> NetworkPolicy:
+        agent = Network.ON if self.settings.allow_network else Network.OFF
+        return NetworkPolicy(prepare=Network.ON if row.install.editable else Network.OFF, agent=agent)
+
+    def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
+        work: ResolvedRow = task.data
+        environment = work.toolchain.environment(REPOSITORY) if phase is Phase.AGENT else {}
+        return replace(
+            super().slot_spec(task, phase),
+            mounts=work.toolchain.mounts,
+            env=tuple(sorted(environment.items())),
+        )
+
+    def shared_setup(self, task: Task) -> str | None:
+        row = task.data.row
+        if not row.install.editable:
+            return None
+        return f"{row.repo}@{row.base_commit}+{row.install.digest()}"
+
+    async def prepare_shared(self, task: Task, sandbox: Slot) -> None:
+        row = task.data.row
+        await unpack(sandbox, await self.repositories.export_tree(row), REPOSITORY)
+        await install_editable(
+            sandbox, REPOSITORY, row.install, timeout_s=self.settings.install_timeout_s, env=self.settings.install_env
+        )
+
+    def prepares(self, task: Task) -> bool:
+        return True
+
+    async def prepare(self, task: Task, sandbox: Slot) -> None:
+        work: ResolvedRow = task.data
+        await prepare_repository(sandbox, self.repositories, work.row, REPOSITORY)
+        if work.row.install.editable:
+            await self._baseline(work, sandbox)
+
+    def recipe(self, task: Task) -> JSON:
+        """The row, if it has a full commit name and needs no network to install."""
+        row = task.data.row
+        if (
+            type(self).prepare is not SweEnvironment.prepare
+            or row.install.editable
+            or not _COMMIT.fullmatch(row.base_commit)
+        ):
+            return None
+        return cache_key.of_data([row.kind, row.base_commit, row.bug_patch], task.id)
+
+    async def _baseline(self, work: ResolvedRow, sandbox: Slot) -> None:
+        """Run a public row's tests before its first rollout, in a copy that no layer keeps.
+
+        Raises `PrepareError` if the environment cannot run them, `TaskError` if they do not detect the bug. Otherwise
+        both would look like the agent's fault.
+        """
+        row = work.row
+        await sandbox.execute(["cp", "-r", REPOSITORY, BASELINE], cwd="/", timeout_s=300)
+        timeout_s = self.settings.test_timeout_s
+        run = await run_tests(sandbox, work.toolchain, BASELINE, row.node_ids, timeout_s=timeout_s)
+        passing, failing = run.passed(row.pass_to_pass), run.passed(row.fail_to_pass)
+        if passing < len(row.pass_to_pass):
+            total = len(row.pass_to_pass)
+            raise PrepareError(
+                f"{row.instance_id}: only {passing} of {total} tests that must pass before and after pass now; the "
+                f"environment differs from the one the row was made in:\n{run.output[-1500:]}"
+            )
+        if failing == len(row.fail_to_pass):
+            raise TaskError(f"{row.instance_id}: the tests that must detect the bug pass although it is present")
+
+    async def score(self, rollout: Rollout, grading: Grading) -> Score:
+        work: ResolvedRow = rollout.task.data
+        row = work.row
+        slot = await self._graded_view(row, grading)
+        patch = await _patch_of(slot)
+        names = row.node_ids if self.settings.score_include_fail_to_pass else row.pass_to_pass
+        async with slot.fork() as fork:
+            run = await run_tests(fork, work.toolchain, REPOSITORY, names, timeout_s=self.settings.test_timeout_s)
+        judged = row if self.settings.score_include_fail_to_pass else replace(row, fail_to_pass=())
+        found = judged.verdict(run)
+        detail: dict[str, JSON] = {
+            "resolved": found.resolved,
+            "f2p_passed": found.fail_to_pass[0],
+            "f2p_total": found.fail_to_pass[1],
+            "p2p_passed": found.pass_to_pass[0],
+            "p2p_total": found.pass_to_pass[1],
+            "not_passed": {name: status.value for name, status in list(found.not_passed.items())[:50]},
+            "timed_out": run.timed_out,
+            "tampering": await self._tampering(slot, work) if found.resolved else None,
+            "patch": patch,
+        }
+        passed = found.resolved and detail["tampering"] is None
+        return Score(1.0 if passed else 0.0, numbers(detail), detail)
+
+    async def _tampering(self, slot: Slot, work: ResolvedRow) -> str | None:
+        if not self.settings.controls:
+            return None
+        timeout_s = self.settings.test_timeout_s
+        return await find_tampering(slot, work.toolchain, REPOSITORY, work.row.node_ids, timeout_s=timeout_s)
+
+    async def _graded_view(self, row: SweRow, grading: Grading) -> Slot:
+        """A slot with the agent's change over the prepared repository, and protected paths as prepared."""
+        changes = await grading.changes()
+        pristine = await self.repositories.list_files(row)
+        without = protected_paths(changes, row, pristine, REPOSITORY)
+        slot = await grading.slot(View(only=(REPOSITORY,), without=without))
+        hidden = hidden_files(changes, row, pristine, REPOSITORY)
+        await restore_files(slot, self.repositories, row, REPOSITORY, hidden)
+        await add_tests(slot, self.repositories, row, REPOSITORY)
+        return slot
+
+
+async def _patch_of(slot: Slot) -> str:
+    """The graded change as a diff; empty if the slot has no git."""
+    git = ["git", "-c", f"safe.directory={REPOSITORY}", "-c", "core.fsmonitor=false"]
+    await slot.execute([*git, "add", "--all", "--intent-to-add"], cwd=REPOSITORY)
+    done = await slot.execute([*git, "diff", "--no-ext-diff"], cwd=REPOSITORY, max_output_bytes=PATCH_BYTES)
+    return done.output if done.success else ""
+
+
+class SweSmithOracleEnv(ListedEnv):
+    """Fix bugs in real repositories, scored by the repositories' own tests.
+
+    Without a dataset it builds tasks from real packages; the first run downloads them from the package index.
+    """
+
+    name: ClassVar[str | None] = "swe_smith_oracle"
+    env_config_cls: ClassVar[type[ListedEnvConfig]] = SweSmithOracleEnvConfig
+    config: SweSmithOracleEnvConfig
+
+    def as_environment(self) -> SweEnvironment:
+        return SweEnvironment(self)
+
+    @property
+    def source(self) -> str:
+        return self.config.dataset_name or BUILT_IN
+
+    async def load(self) -> Iterable[Item | TaskError]:
+        if self.source == BUILT_IN:
+            return await self._built()
+        found = list(self._read(self.source))
+        rows = self._chosen([row for row in found if isinstance(row, SweRow)])
+        return [*rows, *(error for error in found if isinstance(error, TaskError))]
+
+    async def _built(self) -> list[SweRow]:
+        """The built-in tasks that the settings select; no others are built."""
+        config = self.config
+        ids = builtin_ids(shuffle=config.shuffle, seed=config.seed, max_items=config.max_items)
+        built = await builtin_tasks(local_path(config.cache_dir), ids, config)
+        rows = [row for row in self._read(str(built)) if isinstance(row, SweRow)]
+        return sorted(rows, key=lambda row: ids.index(row.instance_id.rpartition(".")[2]))
+
+    def _read(self, source: str) -> Iterable[SweRow | TaskError]:
+        return load_rows(source, split=self.config.dataset_split, fields=self.config.dataset_fields)
+
+    def _chosen(self, rows: list[SweRow]) -> list[SweRow]:
+        if self.config.python_only:
+            rows = [row for row in rows if all(path.endswith(".py") for path in row.test_files)]
+        if self.config.shuffle:
+            random.Random(self.config.seed).shuffle(rows)
+        return rows[: self.config.max_items] if self.config.max_items else rows
+
+    def item_id(self, item: Item, number: int) -> str:
+        return str(item.instance_id)
+
+    def format_prompt(self, item: Item) -> str:
+        problem = item.problem_statement
+        if self.config.prompt_mode == "problem_statement+text" and item.text and item.text != problem:
+            problem = f"{problem}\n\n{item.text}"
+        return PROMPT.format(repository=REPOSITORY, problem=problem.strip())
+
+    async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
+        raise NotImplementedError("rollouts of this environment are graded by SweEnvironment.score")
+
+    def own_figures(self, metrics: Mapping[str, JSON]) -> Mapping[str, JSON]:
+        return {"resolved": metrics.get("pass_rate")}

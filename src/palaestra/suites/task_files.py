@@ -1,0 +1,178 @@
+"""Read the files and dataset rows that describe tasks. Whatever is wrong is one `TaskError` that names the file or key.
+
+`TypedFields` reads a parsed TOML, YAML or JSON table, `RowFields` a dataset row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from palaestra.core.errors import TaskError
+from palaestra.core.literals import read_yaml
+from palaestra.core.types import JSON
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+
+
+class Unsupported(TaskError):
+    """A well-formed task that needs something which slots do not have."""
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file of a task. Raises `TaskError`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise TaskError(f"{path.name} is missing") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"{path.name} cannot be read: {error}") from None
+
+
+def read_toml_file(path: Path) -> JSON:
+    """The value of a TOML file. Raises `TaskError`."""
+    try:
+        return tomllib.loads(read_text(path))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise TaskError(f"{path.name} is not TOML: {error}") from None
+
+
+def read_yaml_file(path: Path) -> JSON:
+    """The value of a YAML file. Raises `TaskError`."""
+    text = read_text(path)
+    try:
+        return read_yaml(text)
+    except ValueError as error:
+        raise TaskError(f"{path.name} is not YAML: {' '.join(str(error).split())}") from None
+
+
+class TypedFields:
+    """One table; `name` is its path in error messages. A key that is missing or null has its default."""
+
+    def __init__(self, values: JSON, name: str = "") -> None:
+        if not isinstance(values, Mapping):
+            raise TaskError(f"{name or 'the file'} must be a table, not {type(values).__name__}")
+        self.values: Mapping[str, JSON] = values
+        self._name = name
+
+    def key(self, name: str) -> str:
+        """A key as error messages name it."""
+        return f"{self._name}.{name}" if self._name else name
+
+    def section(self, name: str) -> TypedFields:
+        """A table inside this one; empty if it is missing."""
+        value = self.values.get(name)
+        return TypedFields({} if value is None else value, self.key(name))
+
+    def sections(self, name: str) -> list[TypedFields]:
+        """A list of tables inside this one."""
+        return [TypedFields(value, f"{self.key(name)}[{number}]") for number, value in enumerate(self._list(name))]
+
+    def text(self, name: str) -> str | None:
+        """A string, or None."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, str):
+            raise TaskError(f"{self.key(name)} must be text, not {value!r}")
+        return value
+
+    def required(self, *names: str) -> str:
+        """The first of these keys that holds text that is not blank."""
+        for name in names:
+            value = self.values.get(name)
+            if isinstance(value, str) and value.strip():
+                return value
+        raise TaskError(f"{self.key(names[0])} is missing or empty")
+
+    def user(self, name: str) -> str | None:
+        """A user by name or number."""
+        value = self.values.get(name)
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else self.text(name)
+
+    def flag(self, name: str) -> bool | None:
+        """A bool, or None."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise TaskError(f"{self.key(name)} must be true or false, not {value!r}")
+        return value
+
+    def number(self, name: str) -> float | None:
+        """A number above zero, or None."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise TaskError(f"{self.key(name)} must be a number above 0, not {value!r}")
+        return float(value)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of strings."""
+        values = self._list(name)
+        if not all(isinstance(value, str) for value in values):
+            raise TaskError(f"{self.key(name)} must be a list of texts")
+        return tuple(values)
+
+    def variables(self, name: str) -> dict[str, str]:
+        """Environment variables. A value that refers to a variable of the host needs a default: `${NAME:-default}`."""
+        return {key: self._expanded(f"{name}.{key}", value) for key, value in self.section(name).values.items()}
+
+    def size_bytes(self, plain: str, megabytes: str) -> int | None:
+        """A size that is either text (`2G`) under one key or a number of megabytes under the other."""
+        text, number = self.values.get(plain), self.number(megabytes)
+        if text is not None and number is not None:
+            raise TaskError(f"{self.key(plain)} and {self.key(megabytes)} are the same setting; keep the second")
+        if text is None:
+            return None if number is None else int(number * (1 << 20))
+        match = _SIZE.fullmatch(str(text).strip())
+        if match is None:
+            raise TaskError(f"{self.key(plain)} must be a size such as 2G or 512M, not {text!r}")
+        return int(float(match[1]) * 1024 ** _POWERS[match[2].upper()])
+
+    def _list(self, name: str) -> list[JSON]:
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, list):
+            raise TaskError(f"{self.key(name)} must be a list, not {type(value).__name__}")
+        return value or []
+
+    def _expanded(self, name: str, value: JSON) -> str:
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise TaskError(f"{self.key(name)} must be text, not {value!r}")
+
+        def default(match: re.Match[str]) -> str:
+            if match[2] is None:
+                raise Unsupported(f"{self.key(name)} refers to {match[1]} of the host, which no slot can see")
+            return match[2]
+
+        return _VARIABLE.sub(default, str(value))
+
+
+class RowFields(TypedFields):
+    """A dataset row. Lists and objects may be JSON text, as in CSV files; lists may be arrays of a library."""
+
+    def key(self, name: str) -> str:
+        return f"column {name!r}"
+
+    def optional(self, name: str) -> str:
+        """The value as text; empty if it is missing."""
+        return str(self.values.get(name) or "")
+
+    def decoded(self, name: str) -> JSON:
+        """The value, decoded if it is JSON text; None if it is missing or empty."""
+        value = self.values.get(name)
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value) if value else None
+        except (ValueError, RecursionError) as error:
+            raise TaskError(f"{self.key(name)} is not JSON: {error}") from None
+
+    def _list(self, name: str) -> list[JSON]:
+        value = self.decoded(name)
+        try:
+            return [] if value is None else list(value)
+        except TypeError:
+            raise TaskError(f"{self.key(name)} must be a list, not {type(value).__name__}") from None

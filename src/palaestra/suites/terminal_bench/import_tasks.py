@@ -1,0 +1,195 @@
+"""`palaestra env import`: try every terminal task of a source with the no-op policy and with its reference solution.
+
+Both are played through the real loop, slots and grading. Doing nothing must fail and the solution must pass. A task
+whose solution passes only if it is graded in the agent's own slot is about a running service, and is reported as such.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+
+import click
+
+from palaestra.core.types import JSON, Task
+from palaestra.envs.cheats.proof import FULL, PolicyRuns, parse_settings, policy_runs
+from palaestra.envs.config.build import make_pool
+from palaestra.inference.engines.policies import NoopPolicy, OraclePolicy, Policy
+from palaestra.sandbox.pool import SlotPool
+from palaestra.suites.terminal_bench.find_tasks import LeftOut
+from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
+from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
+from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
+
+
+class Finding(StrEnum):
+    """The result of trying a task."""
+
+    GOOD = "good"
+    NEEDS_LIVE = "needs live grading"
+    UNPROVEN = "no solution to try"
+    NOOP_PASSES = "doing nothing passes"
+    SOLUTION_FAILS = "its solution does not pass"
+    VERIFIER_FAILS = "its verifier does not work"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class TriedTask:
+    """One task. A reward is None if there was none; `reason` explains why the task is not good."""
+
+    name: str
+    finding: Finding
+    noop: float | None = None
+    solution: float | None = None
+    reason: str = ""
+    category: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    """Every task of the source in order, then those that could not be read."""
+
+    lines: tuple[TriedTask, ...]
+
+    @property
+    def bad(self) -> tuple[TriedTask, ...]:
+        """The tasks that are not good."""
+        return tuple(line for line in self.lines if line.finding is not Finding.GOOD)
+
+    def to_json(self) -> dict[str, JSON]:
+        """The report as JSON."""
+        return {"tasks": [asdict(line) for line in self.lines], "good": len(self.lines) - len(self.bad)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    reward: float | None
+    error: str
+    ran: bool
+
+
+async def try_tasks(
+    environment: TerminalBenchEnvironment,
+    pool: SlotPool,
+    left_out: Sequence[LeftOut],
+    progress: Callable[[TriedTask], None] = lambda line: None,
+) -> ImportReport:
+    """Try every task of an open environment; `left_out` are the tasks that it could not read."""
+    tasks = [task async for task in environment.tasks()]
+    width = asyncio.Semaphore(os.cpu_count() or 1)
+
+    async def one(task: Task, runs: PolicyRuns) -> TriedTask:
+        async with width:
+            line = await _try_task(task, runs)
+        progress(line)
+        return line
+
+    async with policy_runs(environment, pool) as runs, asyncio.TaskGroup() as group:
+        tries = [group.create_task(one(task, runs)) for task in tasks]
+    refused = [TriedTask(each.name, Finding.REFUSED, reason=each.reason) for each in left_out]
+    for line in refused:
+        progress(line)
+    return ImportReport((*(each.result() for each in tries), *refused))
+
+
+async def _try_task(task: Task, runs: PolicyRuns) -> TriedTask:
+    line = TriedTask(task.id, Finding.GOOD, category=task.data.category)
+    noop = await _play(NoopPolicy(), task, runs)
+    if not noop.ran:
+        return replace(line, finding=Finding.REFUSED, reason=noop.error)
+    line = replace(line, noop=noop.reward)
+    if task.data.solution is None:
+        return replace(line, finding=Finding.UNPROVEN)
+    solved = await _play(OraclePolicy(), task, runs)
+    line = replace(line, solution=solved.reward)
+    if solved.reward is not None and solved.reward >= FULL:
+        if noop.reward is None:
+            return replace(line, finding=Finding.VERIFIER_FAILS, reason=noop.error)
+        return replace(line, finding=Finding.NOOP_PASSES if noop.reward >= FULL else Finding.GOOD)
+    if solved.reward is not None and not task.data.live:
+        live = await _play(OraclePolicy(), replace(task, data=replace(task.data, live=True)), runs)
+        if live.reward is not None and live.reward >= FULL:
+            reason = 'it passes in the agent\'s own slot: add it to live_tasks, or set metadata.grading = "live"'
+            return replace(line, finding=Finding.NEEDS_LIVE, reason=reason)
+    fails = Finding.VERIFIER_FAILS if solved.reward is None else Finding.SOLUTION_FAILS
+    return replace(line, finding=fails, reason=solved.error)
+
+
+async def _play(policy: Policy, task: Task, runs: PolicyRuns) -> _Played:
+    group = await runs.play(policy, task)
+    if not group.trajectories:
+        return _Played(None, group.error or "", False)
+    trajectory = group.trajectories[0]
+    error = trajectory.error or str(trajectory.detail.get("tampering") or trajectory.detail.get("output") or "")
+    return _Played(trajectory.reward, error[-800:].strip() if not trajectory.error else error[:800], True)
+
+
+def import_tasks(
+    source: str, settings: Sequence[str], *, progress: Callable[[TriedTask], None] = lambda line: None
+) -> ImportReport:
+    """Try every task of a source. Raises `ConfigError` for an unknown setting or a source without tasks."""
+    parsed = parse_settings(
+        f"palaestra env import {source}", settings, env_type=TerminalBench2EvalConfig, name="terminalbench_2"
+    )
+    assert isinstance(parsed.env_config, TerminalBench2EvalConfig)
+    config = parsed.env_config.model_copy(update={"dataset_name": source, "total_steps": -1})
+
+    async def main() -> ImportReport:
+        async with make_pool(config) as pool:
+            inner = TerminalBench2EvalEnv(config, [])
+            await inner.sort_out()
+            refused = [error for error in inner.left_out if isinstance(error, LeftOut)]
+            return await try_tasks(inner.as_environment(), pool, refused, progress)
+
+    return asyncio.run(main())
+
+
+@click.command(
+    "import",
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+    },
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.argument("source", metavar="DIR")
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(context: click.Context, as_json: bool, source: str, settings: tuple[str, ...]) -> None:
+    """Try every terminal task of a folder.
+
+    \b
+      palaestra env import tasks/
+      palaestra env import tasks/ --env.image_dir roots/
+      palaestra env import --json tasks.parquet --env.base_image debian-root/ --env.allow_network true
+
+    A task is good if doing nothing fails and its reference solution passes. DIR contains task directories of Harbor or
+    Terminal-Bench 1; a JSONL or Parquet file of packed tasks works, too. Settings of the environment terminalbench_2
+    follow DIR. The exit code is 1 if a task is not good; each of them is listed with the reason.
+    """
+    report = import_tasks(
+        source, settings, progress=lambda line: click.echo(f"{line.name}: {line.finding.value}", err=True)
+    )
+    if as_json:
+        click.echo(json.dumps(report.to_json(), indent=2))
+    else:
+        _show_report(report)
+    context.exit(1 if report.bad else 0)
+
+
+def _show_report(report: ImportReport) -> None:
+    for line in report.lines:
+        rewards = [" - " if reward is None else f"{reward:3g}" for reward in (line.noop, line.solution)]
+        click.echo(f"{line.name:<32} no-op {rewards[0]}   solution {rewards[1]}   {line.finding.value}")
+    for line in report.bad:
+        reason = " ".join(line.reason.split())
+        click.echo(f"{line.name}: {line.finding.value}{': ' + reason[:400] if reason else ''}")
+    click.echo(f"{len(report.lines) - len(report.bad)} of {len(report.lines)} tasks are good")
+    if report.bad:
+        click.echo(f"to skip the others: --env.skip_tasks {','.join(line.name for line in report.bad)}")

@@ -1,0 +1,207 @@
+"""Rewrite test scripts to run without network.
+
+Published test scripts install curl, uv and pytest before they test anything. Without a network that fails, and a script
+that continues writes a reward of 0 for work that it never tested. So lines that only install are removed, and `pytest`,
+`uv` and `uvx` are replaced by commands of ours (`grading/in_slot/pytest_launcher.py`) while the script runs.
+
+Invariant: only lines that are recognised as a whole are changed, and `OfflineScript.replaced` lists them. Other Python
+packages that a script installs are in `requirements`; other system packages are checked where they would be installed.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from palaestra.suites.task_files import read_text
+from palaestra.suites.terminal_bench.terminal_task import TaskStep, TerminalTask
+
+PROVIDED = frozenset({"pytest", "pytest-json-ctrf", "pip", "uv", "setuptools", "wheel", "pluggy", "iniconfig"})
+"""Python packages that scripts ask for and that are provided or not needed."""
+
+_PACKAGES = frozenset(
+    {"curl", "wget", "ca-certificates", "python3", "python3-pip", "python3-venv", "python3-pytest", "python-is-python3"}
+)
+"""System packages that only the bootstrap needs."""
+
+_APT = re.compile(r"(?:sudo\s+)?(?:DEBIAN_FRONTEND=\S+\s+)?(?:apt|apt-get|apk)\b(.*)")
+_PIP = re.compile(r"(?:sudo\s+)?(?:python3?\s+-m\s+pip|uv\s+pip|pip3?)\s+install\b(.*)")
+_UV_ADD = re.compile(r"uv\s+add\b(.*)")
+_BOOTSTRAP = (
+    re.compile(r"(?:curl|wget)\b[^;|]*astral\.sh/uv[^;|]*\|\s*(?:env\s+\S+\s+)?(?:ba)?sh\b[^;|]*"),
+    re.compile(r"(?:source|\.)\s+\S*\.local/bin/env\S*"),
+    re.compile(r"(?:source|\.)\s+\S*venv/bin/activate\S*"),
+    re.compile(r"export\s+PATH=\S*\.local/bin\S*"),
+    re.compile(r"(?:source|\.|bash|sh)\s+\S*setup-uv-pytest\.sh\S*"),
+)
+_RUN_STOCK = re.compile(r"(?:source|\.|bash|sh)\s+\S*run-uv-pytest\.sh\S*")
+_MODULE = re.compile(r"\bpython3?\s+-m\s+pytest\b")
+_WITH = re.compile(r"(?:--with|-w)[= ]\s*(['\"]?)([^\s'\"]+)\1")
+_RUNNER = re.compile(r"\b(?:pytest|py\.test|uvx)\b|\buv\s+run\b")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_VALUED = frozenset({"-i", "--index-url", "--extra-index-url", "-r", "--requirement", "-p", "--python", "--target"})
+
+_REACHES_OUT = re.compile(r"\b(?:git\s+clone|curl|wget|npm|npx|cargo|go\s+(?:get|install)|gem|apt-get|pip3?)\b")
+_CANNOT_REACH = re.compile(
+    r"Could not resolve host|Temporary failure (?:in name resolution|resolving)|Network is unreachable"
+    r"|unable to resolve host address|EAI_AGAIN|ENOTFOUND|Failed to fetch"
+)
+
+STARTUP_FILES = re.compile(r"\.bashrc|\.bash_profile|\.profile|/etc/profile|bash\s+-\w*[il]|\.local/bin")
+"""Signs that a script loads start-up files of a shell, or runs programs of the user's own folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineScript:
+    """A rewritten test script. `pytest`: its verdict appears to come from pytest.
+
+    `others` are the shell scripts of the tests' folder by their path, rewritten in the same way.
+    """
+
+    text: str
+    replaced: tuple[str, ...] = ()
+    requirements: tuple[str, ...] = ()
+    pytest: bool = False
+    others: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GradedPart:
+    """A whole task, or one of its steps as a separate task, with its test script."""
+
+    task: TerminalTask
+    script: OfflineScript
+    step: TaskStep | None = None
+
+
+def parts_of(task: TerminalTask) -> tuple[GradedPart, ...]:
+    """The parts of a task in order. Raises `TaskError` if a test script cannot be read."""
+    if not task.steps:
+        return (GradedPart(task, _read_script(task)),)
+    return tuple(GradedPart(each, _read_script(each), step) for step in task.steps for each in [task.of_step(step)])
+
+
+def _read_script(task: TerminalTask) -> OfflineScript:
+    name, files = task.verifier.script, task.verifier.files()
+    text = read_text(files.pop(name, task.verifier.folder / name))  # Terminal-Bench 1 keeps it next to the folder
+    others = {each: read_text(found) for each, found in files.items() if each.endswith(".sh")}
+    script = with_others(offline(text), others)
+    # Terminal-Bench 1 has no other verdict than that of pytest.
+    return replace(script, pytest=script.pytest or task.format is task.format.TERMINAL_BENCH_1)
+
+
+def offline(text: str) -> OfflineScript:
+    """The script without its bootstrap.
+
+    Packages of a script that does not start pytest are for the image's own Python; those are checked, not provided.
+    """
+    lines = _whole_lines(text)
+    provided = [_replaced(line, "") for line in lines]
+    pytest = _uses_pytest("\n".join(provided))
+    new = provided if pytest else [_replaced(line, "palaestra-needs-python") for line in lines]
+    requirements = dict.fromkeys(name for line in lines for name in _asked_for(line)) if pytest else {}
+    replaced = tuple(line.strip() for line, other in zip(lines, new, strict=True) if line != other)
+    return OfflineScript("\n".join(new) + "\n", replaced, tuple(requirements), pytest)
+
+
+def needs_network(text: str, output: str) -> bool:
+    """Whether a script downloads something itself, and its output shows that this failed."""
+    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    return _CANNOT_REACH.search(output) is not None and any(_REACHES_OUT.search(line) for line in lines)
+
+
+def with_others(script: OfflineScript, others: Mapping[str, str]) -> OfflineScript:
+    """The script with the scripts that it may call; it requires what any of them requires."""
+    changed = {name: offline(text) for name, text in others.items()}
+    every = (script, *changed.values())
+    return replace(
+        script,
+        replaced=tuple(line for each in every for line in each.replaced),
+        requirements=tuple(dict.fromkeys(name for each in every for name in each.requirements)),
+        pytest=any(each.pytest for each in every),
+        others={name: each.text for name, each in changed.items()},
+    )
+
+
+def _uses_pytest(text: str) -> bool:
+    """Whether a line that is not a comment starts pytest."""
+    return any(_RUNNER.search(line) for line in text.splitlines() if not line.lstrip().startswith("#"))
+
+
+def _whole_lines(text: str) -> list[str]:
+    """Lines with their continuation lines."""
+    found: list[str] = []
+    pending = ""
+    for line in text.splitlines():
+        pending = f"{pending}\n{line}" if pending else line
+        if not line.endswith("\\"):
+            found.append(pending)
+            pending = ""
+    return [*found, pending] if pending else found
+
+
+def _replaced(line: str, python_check: str) -> str:
+    """The line to run instead; `python_check` is the command that checks for Python packages, or empty."""
+    flat = " ".join(line.replace("\\\n", " ").split())
+    if not flat or flat.startswith("#"):
+        return line
+    if _RUN_STOCK.fullmatch(flat):
+        return "pytest $TEST_DIR/test_outputs.py -rA"
+    parts = [part.strip() for part in re.split(r"&&|;", flat)]
+    instead = [_instead(part, python_check) for part in parts]
+    if all(part is not None for part in instead):
+        return "; ".join(part for part in instead if part) or ":"
+    return _MODULE.sub("pytest", line)
+
+
+def _instead(command: str, python_check: str) -> str | None:
+    """The replacement of a command that installs; None for any other command."""
+    if any(pattern.fullmatch(command) for pattern in _BOOTSTRAP):
+        return ""
+    if "|" in command:
+        return None
+    if _PIP.fullmatch(command):
+        missing = _asked_for(command) if python_check else []
+        return f"{python_check} {shlex.join(missing)}" if missing else ""
+    match = _APT.fullmatch(command)
+    if match is None:
+        return None
+    words = [word for word in match[1].split() if not word.startswith("-") and ">" not in word and word != "/dev/null"]
+    if words[:1] and words[0] in ("update", "upgrade", "clean"):
+        return ""
+    if words[:1] not in (["install"], ["add"]):
+        return None
+    missing = [name for name in (word.partition("=")[0] for word in words[1:]) if name not in _PACKAGES]
+    return f"palaestra-needs {shlex.join(missing)}" if missing else ""
+
+
+def _asked_for(line: str) -> list[str]:
+    """The Python packages that the line installs, without provided ones."""
+    flat = " ".join(line.replace("\\\n", " ").split())
+    if flat.startswith("#"):
+        return []
+    found = [match[2] for match in _WITH.finditer(flat)] if "uv" in flat else []
+    for part in re.split(r"&&|;", flat):
+        match = _PIP.fullmatch(part.strip()) or _UV_ADD.fullmatch(part.strip())
+        if match is not None:
+            found += _names(match[1].split())
+    return [name for name in found if not _provided(name)]
+
+
+def _names(words: list[str]) -> list[str]:
+    found, skip = [], False
+    for word in words:
+        if skip:
+            skip = False
+        elif word in _VALUED:
+            skip = True
+        elif not word.startswith("-") and ">" not in word[:2]:
+            found.append(word.strip("'\""))
+    return found
+
+
+def _provided(requirement: str) -> bool:
+    match = _NAME.match(requirement)
+    return match is None or match[0].lower().replace("_", "-") in PROVIDED

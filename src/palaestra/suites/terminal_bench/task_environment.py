@@ -1,0 +1,338 @@
+"""Prepare and grade terminal tasks.
+
+When the agent stops, its processes are killed and the verifier runs in a fresh slot over its work. The agent never had
+access to the tests or the verdict, and paths that could influence the verifier are shown as the image has them
+(`verifier_files.py`). A task about a running service is graded in the agent's own slot. Files in `/tmp` are carried
+over.
+
+A task of several steps is one conversation in one workspace, with a verdict after every step. The order is that of
+Harbor's `MultiStepTrial` (0.25): a step's files are copied into the task's directory and its `setup.sh` runs, then the
+agent gets the instruction, then the verifier runs. A reward below `min_reward` ends the rollout. Each step is sealed
+and graded separately, and the agent continues in a fork of what the grader saw. A task that is graded live keeps its
+one slot, and the verifier's files are removed between steps. The conversation continues from step to step, which Harbor
+calls resuming; each step has the turns and the time of a rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from palaestra.agent.result import AgentResult
+from palaestra.core.config import local_path
+from palaestra.core.types import Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep
+from palaestra.envs.adapters.class_adapter import numbers
+from palaestra.envs.adapters.hermes_adapter import ContractEnvironment
+from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
+from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
+from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.spec import Phase
+from palaestra.sandbox.slot import Slot, SlotSpec, View
+from palaestra.sandbox.transfer import upload_dir
+from palaestra.suites.grading.toolchain import DependencyCache
+from palaestra.suites.images.agent_user import start_in, tools_of_user
+from palaestra.suites.images.as_user import UserSlot, home_of, is_root
+from palaestra.suites.images.image_builder import ImageBuilder
+from palaestra.suites.images.pytest_toolchain import TestTools, find_test_tools, working_command
+from palaestra.suites.images.slot_build import build_in_slot
+from palaestra.suites.images.task_root import TaskRoot, TaskRoots
+from palaestra.suites.slot_commands import check_execute
+from palaestra.suites.terminal_bench.offline_script import GradedPart, parts_of
+from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
+from palaestra.suites.terminal_bench.solution import solution_steps
+from palaestra.suites.terminal_bench.terminal_task import TESTS_DIR, VERIFIER_LOGS, TaskStep, TerminalTask
+from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
+from palaestra.suites.terminal_bench.verifier import SYSTEM_PATH, VerifierSetup, find_tampering, verify
+from palaestra.suites.terminal_bench.verifier_files import HARNESS_DIR, hidden_paths
+
+CARRIED = "/.palaestra-tmp"
+"""The copy of `/tmp` in a sealed workspace; layers do not contain `/tmp` itself."""
+
+_COPY_S = 300.0
+_SETUP_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedTask:
+    """A task with its root, its parts in order, and the tools of its tests."""
+
+    task: TerminalTask
+    root: TaskRoot
+    parts: tuple[GradedPart, ...]
+    tools: TestTools
+
+    @property
+    def workdir(self) -> str:
+        """The directory in which commands start."""
+        return self.task.workdir or self.root.config.workdir
+
+    @property
+    def user(self) -> str:
+        """The user of the agent's commands."""
+        return self.task.agent_user or self.root.config.user
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The variables of every command."""
+        return {**self.root.config.env, **self.task.env}
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSlot:
+    """What the preparation of a workspace found: the command for pytest, and the agent's home."""
+
+    command: tuple[str, ...]
+    home: str
+
+
+class TerminalBenchEnvironment(ContractEnvironment):
+    """Prepares and grades the tasks."""
+
+    def __init__(
+        self, inner: HermesAgentBaseEnv, settings: TerminalBench2EvalConfig, packages: DependencyCache | None = None
+    ) -> None:
+        super().__init__(inner)
+        self.settings = settings
+        cache = local_path(settings.cache_dir)
+        self.packages = packages or DependencyCache(cache / "dependencies")
+        builder = ImageBuilder(
+            cache / "roots", tool=settings.builder, network=settings.build_network, force=settings.force_build
+        )
+        self.roots = TaskRoots(
+            builder,
+            settings.images,
+            local_path(settings.image_dir) if settings.image_dir else None,
+            settings.base_image,
+        )
+        self._prepared: dict[str, PreparedSlot] = {}
+
+    async def open(self) -> None:
+        self.roots.check()  # before the run has a folder
+        await super().open()
+
+    async def resolve(self, task: Task) -> Task:
+        terminal: TerminalTask = task.data
+        root = await self.roots.of(terminal.name, terminal.recipe)
+        parts = parts_of(terminal)
+        wanted = sorted({name for part in parts if part.script.pytest for name in part.script.requirements})
+        started = any(part.script.pytest for part in parts)
+        tools = await find_test_tools(self.packages, wanted) if started else TestTools()
+        work = ResolvedTask(terminal, root, parts, tools)
+        return replace(
+            task,
+            data=work,
+            image=root.image,
+            limits=terminal.limits,
+            network=self._network(terminal),
+            grading=LIVE if terminal.live or terminal.is_named(self.settings.live_tasks) else SEALED,
+            solution=self._solution(work),
+        )
+
+    def _solution(self, work: ResolvedTask) -> Sequence[ToolStep | Say] | None:
+        """The reference solutions of all parts in order."""
+        steps: list[ToolStep | Say] = []
+        for part in work.parts:
+            own = solution_steps(part.task, work.user, self._agent_s(part.task), fresh=bool(steps))
+            if own is None:
+                return None
+            steps += [*own, *([Say(f"The step {part.step.name} is done.")] if part.step else [])]
+        return steps
+
+    def _network(self, task: TerminalTask) -> NetworkPolicy:
+        agent = task.network if self.settings.allow_network else Network.OFF
+        return NetworkPolicy(prepare=Network.ON if self.settings.build_network else Network.OFF, agent=agent)
+
+    def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
+        work: ResolvedTask = task.data
+        spec = replace(super().slot_spec(task, phase), env=tuple(sorted(work.env.items())))
+        if phase is Phase.AGENT and task.grading == SEALED:
+            return spec
+        return replace(spec, mounts=work.tools.mounts)
+
+    def shared_setup(self, task: Task) -> str | None:
+        key: str | None = task.data.root.build_key
+        return key
+
+    async def prepare_shared(self, task: Task, sandbox: Slot) -> None:
+        await build_in_slot(sandbox, task.data.task.recipe)
+
+    def prepares(self, task: Task) -> bool:
+        return True
+
+    async def prepare(self, task: Task, sandbox: Slot) -> None:
+        work: ResolvedTask = task.data
+        command = await working_command(sandbox, work.tools)
+        await start_in(sandbox, work.workdir, "/logs/agent", "/logs/verifier")
+        self._prepared[task.id] = PreparedSlot(command, await home_of(sandbox, work.user))
+
+    def _agent_s(self, task: TerminalTask) -> float:
+        return task.agent_timeout_s or self.settings.task_timeout
+
+    async def act(self, rollout: Rollout) -> AgentResult:
+        work: ResolvedTask = rollout.task.data
+        self._choose_server(rollout)
+        if not work.task.steps:
+            return await self.converse(rollout, work.parts[0])
+        steps = _Steps(self, rollout)
+        rollout.meta["steps"] = steps.scores
+        return await steps.run()
+
+    async def converse(self, rollout: Rollout, part: GradedPart, *, later: bool = False) -> AgentResult:
+        """Let the agent work on a part of its task as the image's user. `later`: not the first part."""
+        work: ResolvedTask = rollout.task.data
+        budget = replace(rollout.settings.budget, wall_s=self._agent_s(part.task))
+        rollout.settings = replace(rollout.settings, budget=budget)
+        about = part.task.instruction
+        handler = tools_of_user(rollout, work.user, lambda: self.agent_slot(rollout), about)
+        if later:
+            return await rollout.continue_agent({"role": "user", "content": about.strip()}, tool_handler=handler)
+        if handler is None:
+            return await self.inner._run_agent_loop(rollout, rollout.opening())
+        return await rollout.run_agent(tool_handler=handler)
+
+    async def agent_slot(self, rollout: Rollout) -> Slot:
+        """The rollout's slot as the image's user sees it."""
+        work: ResolvedTask = rollout.task.data
+        slot = await rollout.sandbox()
+        return slot if is_root(work.user) else UserSlot(slot, work.user, self._prepared[rollout.task.id].home)
+
+    async def score(self, rollout: Rollout, grading: Grading) -> Score:
+        work: ResolvedTask = rollout.task.data
+        if work.task.steps:
+            return combine_scores(work.task, rollout.meta["steps"])
+        return await self.verified(rollout, grading, work.parts[0])
+
+    async def verified(self, rollout: Rollout, grading: Grading, part: GradedPart) -> Score:
+        """The score that the verifier of a part gives, 0 if tampering is detected."""
+        slot, hidden, made = await self._graded(rollout, grading, part)
+        setup = self._setup(rollout.task, part)
+        if grading.live:
+            verdict = await verify(slot, part.task, part.script, setup, alone=False)
+        else:
+            async with slot.fork() as fork:
+                await self.restore_tmp(fork)
+                verdict = await verify(fork, part.task, part.script, setup, alone=True, made=made)
+        detail = verdict.detail() | {
+            "category": part.task.category,
+            "hidden": list(hidden),
+            "replaced": list(part.script.replaced),
+            "grading": rollout.task.grading,
+        }
+        reward = verdict.reward
+        if reward > 0 and self.settings.controls:
+            await self.restore_tmp(slot)
+            detail["tampering"] = await find_tampering(slot, part.task, part.script, setup, verdict)
+            reward = 0.0 if detail["tampering"] else reward
+        return Score(reward, {**numbers(detail), **verdict.rewards}, detail)
+
+    async def _graded(
+        self, rollout: Rollout, grading: Grading, part: GradedPart
+    ) -> tuple[Slot, Sequence[str], Sequence[str]]:
+        """The slot to verify in, the agent's changes that it hides, and the files that the agent made or changed."""
+        work: ResolvedTask = rollout.task.data
+        if grading.live:
+            return await grading.slot(), (), ()
+        await _save_tmp(await rollout.sandbox())
+        changes = await grading.changes()
+        without = hidden_paths(
+            changes,
+            await grading.planted(work.workdir, self.settings.keep_programs),
+            script=part.script.text,
+        )
+        slot = await grading.slot(View(without=without))
+        hidden = [change.path for change in changes if change.path in without]
+        made = [change.path for change in changes if change.kind == "file" and change.path not in without]
+        return slot, hidden, made
+
+    async def restore_tmp(self, slot: Slot) -> None:
+        """Copy the saved files back to `/tmp`."""
+        copy = f"if [ -d {CARRIED} ] && [ ! -h {CARRIED} ]; then cp -a {CARRIED}/. /tmp/; rm -rf {CARRIED}; fi"
+        await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
+
+    def _setup(self, task: Task, part: GradedPart) -> VerifierSetup:
+        work: ResolvedTask = task.data
+        prepared = self._prepared[task.id]
+        verifier = part.task.verifier
+        user = verifier.user or work.root.config.user
+        path = work.env.get("PATH", SYSTEM_PATH)
+        env = {**work.env, "PYTEST_ADDOPTS": "", "PYTHONDONTWRITEBYTECODE": "1", **verifier.env}
+        home = prepared.home if user == work.user else "/root"
+        return VerifierSetup(
+            command=prepared.command,
+            dependencies=work.tools.dependencies,
+            env={"HOME": home, **env, "PATH": f"{HARNESS_DIR}/bin:{path}"},
+            workdir=work.workdir,
+            user=user,
+            timeout_s=verifier.timeout_s or self.settings.test_timeout,
+        )
+
+
+async def _save_tmp(slot: Slot) -> None:
+    """Copy `/tmp` to a path that layers contain. Running processes of the agent gain nothing from it."""
+    copy = f"rm -rf {CARRIED} && mkdir -m 1777 {CARRIED} && cp -a /tmp/. {CARRIED}/"
+    await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
+
+
+class _Steps:
+    """One rollout through the steps of its task. `scores` are those of the steps that were verified."""
+
+    def __init__(self, environment: TerminalBenchEnvironment, rollout: Rollout) -> None:
+        self._environment = environment
+        self._rollout = rollout
+        self._gradings: list[Grading] = []
+        self.scores: list[Score] = []
+
+    async def run(self) -> AgentResult:
+        """Let the agent work step by step. A step that ended at a limit is verified, and the next may follow."""
+        rollout, work = self._rollout, self._rollout.task.data
+        try:
+            for number, part in enumerate(work.parts):
+                await self._begin(work, part.step)
+                result = await self._environment.converse(rollout, part, later=number > 0)
+                if not result.outcome.scored:
+                    return result
+                self.scores.append(await self._verify(part))
+                if result.outcome is Outcome.LENGTH or falls_short(part.step, self.scores[-1]):
+                    break
+            return result
+        finally:
+            await asyncio.shield(self._close())
+
+    async def _begin(self, work: ResolvedTask, step: TaskStep) -> None:
+        """Copy the files of a step into the agent's slot and run its set-up."""
+        if self._gradings:
+            slot = await self._rollout.sandbox()
+            if self._gradings[-1].live:
+                await _remove_verifier(slot)
+            else:
+                await self._environment.restore_tmp(slot)
+        if step.workdir is None:
+            return
+        slot = await self._environment.agent_slot(self._rollout)
+        await upload_dir(slot, step.workdir, work.workdir)
+        if (step.workdir / "setup.sh").is_file():
+            argv, problem = ["bash", f"{work.workdir}/setup.sh"], f"the setup.sh of step {step.name} failed"
+            await check_execute(slot, argv, problem, cwd=work.workdir, timeout_s=_SETUP_S, shown=2000)
+
+    async def _verify(self, part: GradedPart) -> Score:
+        rollout = self._rollout
+        grading = Grading(rollout, self._environment.slot_spec(rollout.task, Phase.GRADE))
+        self._gradings.append(grading)
+        with rollout.stage("grade"):
+            score = await self._environment.verified(rollout, grading, part)
+            await grading.hand_back()
+        return score
+
+    async def _close(self) -> None:
+        """Close the agent's slot first, because it stands on layers of the gradings."""
+        if self._gradings and not self._gradings[-1].live:
+            await self._rollout.aclose()
+        for grading in reversed(self._gradings):
+            await grading.aclose()
+
+
+async def _remove_verifier(slot: Slot) -> None:
+    """Remove the files of a verifier from the agent's own slot."""
+    command = f"rm -rf {HARNESS_DIR} {TESTS_DIR} && find {VERIFIER_LOGS} -mindepth 1 -delete"
+    await slot.execute(["/bin/sh", "-c", command], cwd="/", timeout_s=60)

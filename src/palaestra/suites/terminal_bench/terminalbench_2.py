@@ -1,0 +1,81 @@
+"""Work in a terminal, checked by each task's own verifier: Terminal-Bench 1 and 2, and any Harbor task.
+
+This module selects the tasks and reports evaluations; `task_environment.py` prepares and grades them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from palaestra.agent.result import AgentResult
+from palaestra.core.config import local_path
+from palaestra.core.errors import TaskError
+from palaestra.core.types import JSON, Outcome
+from palaestra.envs.api.base_env import Item
+from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
+from palaestra.envs.run import pass_at_k
+from palaestra.rollouts.grading.tool_context import ToolContext
+from palaestra.rollouts.records import Trajectory
+from palaestra.suites.images.task_root import HOST
+from palaestra.suites.terminal_bench.find_tasks import load_tasks
+from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
+from palaestra.suites.terminal_bench.terminal_task import TerminalTask
+from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
+
+BUILT_IN = "built-in"
+"""The built-in dataset: two small tasks that need only a shell."""
+
+BUILT_IN_TASKS = Path(__file__).parent / "builtin"
+
+
+class TerminalBench2EvalEnv(ListedEnv):
+    """Work in a terminal, checked by each task's own verifier: Terminal-Bench 1 and 2, and any Harbor task."""
+
+    name: ClassVar[str | None] = "terminalbench_2"
+    env_config_cls: ClassVar[type[ListedEnvConfig]] = TerminalBench2EvalConfig
+    config: TerminalBench2EvalConfig
+    check_values: ClassVar[Mapping[str, JSON]] = {"dataset_name": BUILT_IN, "base_image": HOST}
+
+    def as_environment(self) -> TerminalBenchEnvironment:
+        return TerminalBenchEnvironment(self, self.config)
+
+    async def load(self) -> Iterable[Item | TaskError]:
+        config = self.config
+        cache = local_path(config.cache_dir)
+        source = str(BUILT_IN_TASKS) if config.dataset_name == BUILT_IN else config.dataset_name or ""
+        loaded = load_tasks(source, cache, split=config.dataset_split, fields=config.dataset_fields)
+        return [*self._chosen(list(loaded.tasks)), *loaded.left_out]
+
+    def _chosen(self, tasks: list[TerminalTask]) -> list[TerminalTask]:
+        config = self.config
+        kept = [task for task in tasks if config.task_filter is None or task.is_named(config.task_filter)]
+        kept = [task for task in kept if not task.is_named(config.skip_tasks)]
+        if config.shuffle:
+            random.Random(config.seed).shuffle(kept)
+        return kept[: config.max_items] if config.max_items else kept
+
+    def item_id(self, item: Item, number: int) -> str:
+        return str(item.name)
+
+    def labels(self, item: Item) -> Collection[str]:
+        return (f"category/{item.category}",)
+
+    def format_prompt(self, item: Item) -> str:
+        return str(item.instruction).strip()
+
+    async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
+        raise NotImplementedError("rollouts of this environment are graded by TerminalBenchEnvironment.score")
+
+    def sample(self, trajectory: Trajectory) -> Mapping[str, JSON]:
+        """One attempt, with the field names of the established samples of this environment."""
+        categories = {task.name: task.category for task in self.items}
+        return pass_at_k.sample(trajectory) | {
+            "task_name": trajectory.task_id,
+            "category": categories.get(trajectory.task_id, ""),
+            "attempt": trajectory.index,
+            "turns_used": len(trajectory.turns),
+            "finished_naturally": trajectory.outcome is Outcome.NATURAL,
+        }

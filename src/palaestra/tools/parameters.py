@@ -1,0 +1,27 @@
+"""JSON schemas of parameters. Models see the order of keys: `first` stand before the description, others after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from palaestra.core.types import JSON
+
+
+def text(description: str, first: Mapping[str, JSON] | None = None, **more: JSON) -> dict[str, JSON]:
+    """A string."""
+    return {"type": "string", **(first or {}), "description": description, **more}
+
+
+def choice(description: str, options: list[str], **more: JSON) -> dict[str, JSON]:
+    """One of these strings."""
+    return text(description, {"enum": options}, **more)
+
+
+def flag(description: str) -> dict[str, JSON]:
+    """A switch that is off by default."""
+    return {"type": "boolean", "description": description, "default": False}
+
+
+def integer(description: str, first: Mapping[str, JSON] | None = None, **more: JSON) -> dict[str, JSON]:
+    """An integer."""
+    return {"type": "integer", **(first or {}), "description": description, **more}

@@ -1,0 +1,112 @@
+"""Lines of text: where some stand among others, their indentation, and which are most like some other text."""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_WORD = re.compile(r"\w+")
+_COMPARED_LINES, _COMPARED_CHARS = 50, 200
+"""How many lines are compared letter by letter, and how much of each, because the comparison is costly."""
+_MAX_LINES = 20_000
+
+
+def places(lines: Sequence[str], wanted: Sequence[str], start: int = 0) -> list[int]:
+    """Every index from `start` on where `wanted` begins in `lines`; places may overlap.
+
+    Source: Knuth, Morris, Pratt: Fast pattern matching in strings (1977).
+    """
+    falls, matched, found = _falls(wanted), 0, []
+    for index in range(start, len(lines)):
+        while matched and (matched == len(wanted) or lines[index] != wanted[matched]):
+            matched = falls[matched - 1]
+        matched += lines[index] == wanted[matched]
+        if matched == len(wanted):
+            found.append(index - matched + 1)
+    return found
+
+
+def _falls(wanted: Sequence[str]) -> list[int]:
+    """For each prefix of `wanted`, the length of its longest proper prefix that is also its suffix."""
+    falls, matched = [0] * len(wanted), 0
+    for index in range(1, len(wanted)):
+        while matched and wanted[index] != wanted[matched]:
+            matched = falls[matched - 1]
+        matched += wanted[index] == wanted[matched]
+        falls[index] = matched
+    return falls
+
+
+def nearest(text: str, old: str) -> str:
+    """A sentence with the lines of `text` most like `old`, so that a model can try again."""
+    wanted = [line.strip() for line in old.split("\n") if line.strip()]
+    lines = text.split("\n")[:_MAX_LINES]
+    if not wanted or not any(lines):
+        return "The file is empty." if not text.strip() else "Read the file and copy the text exactly."
+    stripped = [line.strip()[:_COMPARED_CHARS] for line in lines]
+    likely = _sharing_words(wanted[0][:_COMPARED_CHARS], set(stripped))
+    close = difflib.get_close_matches(wanted[0][:_COMPARED_CHARS], likely, n=1, cutoff=0.6)
+    if not close:
+        return "Nothing similar is in the file: read it again and copy the text exactly."
+    at = stripped.index(close[0])
+    shown = "\n".join(
+        f"{n + 1}|{lines[n][:_COMPARED_CHARS]}" for n in range(at, min(len(lines), at + min(len(wanted), 5)))
+    )
+    return f"The most similar lines are:\n{shown}"
+
+
+def _sharing_words(line: str, others: set[str]) -> list[str]:
+    """The few lines that share most words with `line`: a cheap choice before the costly comparison."""
+    words = set(_WORD.findall(line))
+    shared = {other: len(words.intersection(_WORD.findall(other))) for other in others}
+    return heapq.nlargest(_COMPARED_LINES, sorted(other for other in others if shared[other]), key=shared.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reindent:
+    """Maps each indentation that a model wrote to the one that the file has there."""
+
+    mapping: Mapping[str, str]
+
+    @classmethod
+    def between(cls, written: Sequence[str], real: Sequence[str]) -> Reindent:
+        """Learn from lines that correspond one to one; the first pair with an indentation decides."""
+        mapping: dict[str, str] = {}
+        for model_line, file_line in zip(written, real, strict=True):
+            if model_line.strip() and file_line.strip():
+                mapping.setdefault(indent_of(model_line), indent_of(file_line))
+        return cls(mapping)
+
+    def apply(self, text: str) -> str:
+        """The text with every line's indentation translated; a deeper unknown one keeps what exceeds a known one."""
+        return "\n".join(self._line(line) for line in text.split("\n"))
+
+    def _line(self, line: str) -> str:
+        indent = indent_of(line)
+        if not line.strip():
+            return line
+        known = max((seen for seen in self.mapping if indent.startswith(seen)), key=len, default=None)
+        if known is not None:
+            return self.mapping[known] + line[len(known) :]
+        return self._shallower(indent) + line[len(indent) :]
+
+    def _shallower(self, indent: str) -> str:
+        """An indentation less deep than any known one: the file's is shallower by as much as the model's is."""
+        nearest = min((seen for seen in self.mapping if seen.startswith(indent)), key=len, default=None)
+        if nearest is None:
+            return indent
+        missing = nearest[len(indent) :]
+        return self.mapping[nearest].removesuffix(missing) if self.mapping[nearest].endswith(missing) else indent
+
+
+def indent_of(line: str) -> str:
+    """The leading white space of a line."""
+    return line[: len(line) - len(line.lstrip())]
+
+
+def carriage_return(real: Sequence[str]) -> str:
+    """The carriage return that ends each of these lines, or nothing: files may have mixed line ends."""
+    return "\r" if real and all(line.endswith("\r") for line in real) else ""

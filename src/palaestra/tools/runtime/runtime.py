@@ -1,0 +1,196 @@
+"""`ToolRuntime`: the tools of one rollout. Every way to run a tool call goes through it.
+
+    outcome = await runtime.call("terminal", '{"command": "ls"}')     # JSON text of a model, or a mapping
+    outcome.text, outcome.failed
+
+The agent loop does the same in two steps: `check` before a batch starts, then `run`. Executors that share slots among
+trajectories (`executor.py`, `function_calls.py`) have one runtime per trajectory.
+
+Invariants (R1): mistakes of the model and failures of a tool are outcomes; infrastructure failures (`InfraError`) and
+configuration errors (`ConfigError`) are raised. A call is checked once, runs in one asyncio task, and its answer is
+encoded once. The slot is acquired once, when a tool first needs it, however many calls run concurrently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeAlias
+
+from palaestra.core.types import JSON
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.arguments import InvalidArguments
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.runtime.scoped_objects import States
+from palaestra.tools.tool import Tool, ToolMistake, ToolOutcome, ToolRun, ToolSchema, run_tool
+
+
+@dataclass(slots=True)
+class CheckedCall:
+    """A call that may run: the tool exists and `arguments` fit its schema.
+
+    `run` is the tool's context. `conversation` is the runtime's: empty for a rollout's own agent. `by_agent` is
+    true for a call that an agent's model made, false for one from code: a program, a hook, another tool.
+    """
+
+    tool: Tool
+    arguments: Mapping[str, JSON]
+    run: ToolRun
+    conversation: str = ""
+    by_agent: bool = False
+
+    @property
+    def name(self) -> str:
+        """The tool's name."""
+        return self.tool.name
+
+
+Next: TypeAlias = Callable[[CheckedCall], Awaitable[ToolOutcome]]
+ToolMiddleware: TypeAlias = Callable[[CheckedCall, Next], Awaitable[ToolOutcome]]
+"""`await middleware(call, next)` answers a call, with `await next(call)` or without. Raises `PalaestraError`."""
+
+
+class ToolRecordings(Protocol):
+    """Recorded answers for the trajectories of a `ToolExecutor` or `ToolSession`. `open_world` creates one."""
+
+    @property
+    def replayed(self) -> bool:
+        """Whether all answers come from a recording, so that its tools need no key and no network."""
+        ...
+
+    def rollout(self, rollout_id: str, /) -> ToolMiddleware:
+        """The middleware of one trajectory, from its beginning."""
+        ...
+
+    def close(self) -> None:
+        """Flush and close the files. Idempotent."""
+        ...
+
+
+class ToolRuntime(ToolRun):
+    """The tools of a registry, for one rollout or one of its conversations.
+
+    `slot_source` hands out the sandbox and is awaited at most once; without one, tools that need a sandbox fail.
+    `timeout_s` is the default time limit of a command. `middleware` surrounds every call, the first is the outermost;
+    sub-agents and programs of the rollout go through the same list (see `CheckedCall`). `shared` defaults to the
+    registry's. `conversation` names a sub-agent or another part of the rollout.
+
+    `aclose` closes what the tools opened outside the slot; the slot's provider ends the slot.
+    """
+
+    def __init__(
+        self,
+        registry: ToolRegistry,
+        slot_source: Callable[[], Awaitable[Slot]] | None = None,
+        task_id: str = "",
+        user_task: str = "",
+        timeout_s: float = 120.0,
+        *,
+        middleware: Sequence[ToolMiddleware] = (),
+        shared: States | None = None,
+        conversation: str = "",
+    ) -> None:
+        super().__init__(task_id, user_task, timeout_s, shared if shared is not None else registry.shared)
+        self.registry = registry
+        self.middleware = tuple(middleware)
+        self.conversation = conversation
+        self.parallel_safe: frozenset[str] = registry.parallel_safe()
+        self._slot_once = None if slot_source is None else _SlotOnce(slot_source)
+        self._answer: Next = _execute
+        for each in reversed(self.middleware):
+            self._answer = partial(_through, each, self._answer)
+
+    async def slot(self) -> Slot:
+        return await (super().slot() if self._slot_once is None else self._slot_once.get())
+
+    def schemas(self) -> list[ToolSchema]:
+        """The schemas of the tools that are available here."""
+        registry = self.registry
+        return [tool.schema for tool in registry.tools() if registry.missing_reason(tool.name) is None]
+
+    def check(
+        self,
+        name: str,
+        arguments: Mapping[str, JSON] | str | None,
+        *,
+        by_agent: bool = False,
+        timeout_s: float | None = None,
+    ) -> CheckedCall:
+        """Check a call without running it. `timeout_s` replaces the default time limit.
+
+        Raises `ToolMistake` for an unknown tool, `InvalidArguments` for arguments that do not fit the schema.
+        """
+        tool = self.registry.get(name)
+        if tool is None:
+            names = [schema.name for schema in self.schemas()]
+            raise ToolMistake(f"Unknown tool '{name}'. Available tools: {names}")
+        checked = self.registry.argument_schema(name).parse(arguments)
+        run = self if timeout_s is None else self._limited(timeout_s)
+        return CheckedCall(tool, checked, run, self.conversation, by_agent)
+
+    async def run(self, call: CheckedCall) -> ToolOutcome:
+        """Run a checked call through the middleware. Raises `PalaestraError`."""
+        return await self._answer(call)
+
+    async def call(
+        self,
+        name: str,
+        arguments: Mapping[str, JSON] | str | None,
+        *,
+        by_agent: bool = False,
+        timeout_s: float | None = None,
+    ) -> ToolOutcome:
+        """Check a call and run it. Raises `PalaestraError`; every other failure is in the outcome.
+
+        An external tool is ended after `timeout_s`; other tools end their own commands.
+        """
+        try:
+            call = self.check(name, arguments, by_agent=by_agent, timeout_s=timeout_s)
+        except InvalidArguments as mistake:
+            reason = self.registry.missing_reason(name)
+            return ToolOutcome.refused(str(mistake) if reason is None else f"{name} cannot be used here: {reason}")
+        except ToolMistake as mistake:
+            return ToolOutcome.refused(str(mistake))
+        try:
+            async with asyncio.timeout(timeout_s if call.tool.schema.external else None) as limit:
+                return await self._answer(call)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return ToolOutcome.refused(f"The tool did not answer within {timeout_s:g} s.")
+
+    async def handle(self, name: str, args: Mapping[str, JSON], task_id: str | None = None) -> str:
+        """`call` in the form of the contract's `tool_handler`: returns the text that the model reads."""
+        return (await self.call(name, args)).text
+
+    def _limited(self, timeout_s: float) -> ToolRun:
+        """This runtime with another time limit. It shares the slot and all state."""
+        limited = copy.copy(self)
+        limited.timeout_s = timeout_s
+        return limited
+
+
+async def _through(middleware: ToolMiddleware, then: Next, call: CheckedCall) -> ToolOutcome:
+    return await middleware(call, then)
+
+
+async def _execute(call: CheckedCall) -> ToolOutcome:
+    return await run_tool(call.tool, call.arguments, call.run)
+
+
+class _SlotOnce:
+    """Acquires a slot on the first call. A failed attempt is repeated by the next call."""
+
+    def __init__(self, source: Callable[[], Awaitable[Slot]]) -> None:
+        self._source = source
+        self._slot: Slot | None = None
+        self._acquiring = asyncio.Lock()
+
+    async def get(self) -> Slot:
+        async with self._acquiring:
+            if self._slot is None:
+                self._slot = await self._source()
+            return self._slot

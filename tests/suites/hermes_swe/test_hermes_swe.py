@@ -1,0 +1,157 @@
+"""Hidden tests through the real slots and grading: the oracle is paid, nothing else is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from palaestra.cli.exits import run_guarded
+from palaestra.cli.main import cli
+from palaestra.envs.cheats.proof import check_environment
+from palaestra.envs.config.build import make_pool
+from palaestra.envs.config.fields import HermesAgentEnvConfig
+from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec
+from palaestra.suites.grading.toolchain import interpreter
+from palaestra.suites.hermes_swe.hermes_swe import HermesSweEnvConfig
+from palaestra.suites.hermes_swe.hidden_tests import find_tampering, run_suite
+from palaestra.suites.hermes_swe.programming_task import make_suite
+
+pytestmark = pytest.mark.slots
+
+ENVIRONMENT = str(Path(__file__).parents[3] / "environments/hermes_swe_env.py")
+SUITE = make_suite(
+    "class TestAdd:\n    def test_small(self): assert add(1, 2) == 3\n\n"
+    "def test_big(): assert add(10**20, 1) == 10**20 + 1\nasync def test_later(): assert add(0, 0) == 0\n",
+    "add",
+)
+PYTHON, MOUNTS = interpreter()
+
+
+def in_slot(scenario: Callable[[Slot], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with make_pool(HermesAgentEnvConfig()) as pool:
+            slot = await pool.acquire("tests", spec=SlotSpec(mounts=MOUNTS))
+            try:
+                await scenario(slot)
+            finally:
+                await pool.release(slot)
+
+    asyncio.run(main())
+
+
+def test_what_becomes_of_each_test() -> None:
+    async def scenario(slot: Slot) -> None:
+        async def errors(text: str) -> dict[str, str]:
+            await slot.write_text("solution.py", text)
+            return dict((await run_suite(slot, PYTHON, WORKSPACE, SUITE, timeout_s=60)).errors)
+
+        assert await errors("def add(a, b): return a + b\n") == {}
+        found = await errors("def add(a, b): return int(float(a) + float(b))\n")
+        assert set(found) == {"test_big"}
+        assert "assert add(10 ** 20, 1) == 10 ** 20 + 1" in found["test_big"]
+        assert set(await errors("def add(a, b) return a\n")) == set(SUITE.names)
+        await slot.write_text("json.py", "raise RuntimeError\n")
+        assert await errors("import json\ndef add(a, b): return a + b\n") == {}
+        assert not (await slot.execute(f"grep -rl TestAdd {WORKSPACE} /tmp")).output
+
+    in_slot(scenario)
+
+
+@pytest.mark.long
+def test_work_that_does_not_end_has_not_passed() -> None:
+    async def scenario(slot: Slot) -> None:
+        await slot.write_text("solution.py", "import time\ndef add(a, b):\n    time.sleep(1000)\n")
+        run = await run_suite(slot, PYTHON, WORKSPACE, SUITE, timeout_s=15)
+        assert set(run.errors.values()) == {"the test run timed out"}
+
+    in_slot(scenario)
+
+
+ONLY_LOOKS_RIGHT = {
+    "exit": "import os\nos._exit(0)\n",
+    "leave": "import sys\nsys.exit(0)\n",
+    "patch": "import __main__\n__main__._run = lambda names, name: ''\ndef add(a, b): return 0\n",
+    "equal": "class Any(int):\n    def __eq__(self, o): return True\n    __hash__ = None\nadd = lambda a, b: Any()\n",
+    "forge": 'import os\nos.write(3, b\'{"kind": "test", "name": "test_big", "passed": true}\\n\')\n',
+}
+
+
+def test_work_that_only_looks_right_is_not_paid() -> None:
+    async def scenario(slot: Slot) -> None:
+        paid = []
+        for name, text in ONLY_LOOKS_RIGHT.items():
+            await slot.write_text("solution.py", text)
+            run = await run_suite(slot, PYTHON, WORKSPACE, SUITE, timeout_s=60)
+            if run.good and not await find_tampering(slot, PYTHON, WORKSPACE, SUITE, timeout_s=60):
+                paid.append(name)
+        assert paid == []
+
+    in_slot(scenario)
+
+
+def test_the_oracle_is_paid_and_no_cheat_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    proof = check_environment(ENVIRONMENT, [], tasks=1, only=["fake-python", "solution-file"], quiet=True)
+    assert proof.proven
+    assert proof.holds, [line for line in proof.lines if not line.ok]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_every_cheat_of_the_bank_against_every_built_in_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    proof = check_environment(ENVIRONMENT, [], tasks=5, quiet=True)
+    assert len(proof.tasks) == 5
+    assert proof.holds, [line for line in proof.lines if not line.ok]
+
+
+def test_a_rung_without_forks_is_refused_before_a_model_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ["run", ENVIRONMENT, "--policy=oracle", "--tasks=1", "--env.isolation=confined"]
+    status = run_guarded(lambda: cli.main(argv, standalone_mode=False))
+    if status == 5:
+        pytest.skip("no rung confined here")
+    assert status == 3
+    journal = next(Path("runs").glob("*/*/journal.jsonl")).read_text()
+    assert "use userns or full" in journal
+    assert "trajectory" not in journal
+
+
+def test_a_data_set_with_bad_rows_goes_on_with_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    good = {
+        "id": "one",
+        "question": "Write f into solution.py.",
+        "entry_point": "f",
+        "test": "assert f('\"$') == '\"$'",
+    }
+    good["solution"] = "def f(x): return x\n"
+    rows = [good, {"id": "two"}, {**good, "id": "wrong", "solution": "def f(x): pass\n"}, good]
+    rows.append({**good, "id": "idle", "entry_point": "", "test": "assert 1 + 1 == 2"})
+    Path("tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{torn\n")
+    argv = ["run", ENVIRONMENT, "process", "--env.dataset_name=tasks.jsonl", "--env.dataset_fields", "prompt=question"]
+    argv += ["--env.group_size=1", "--policy=oracle", "--env.data_path_to_save_groups=groups.jsonl"]
+    with caplog.at_level(logging.WARNING):
+        assert run_guarded(lambda: cli.main(argv, standalone_mode=False)) == 3
+    assert "left out: row 2: no column 'question'" in caplog.text
+    assert "one: there is another task of this name" in caplog.text
+    assert "row 6: not JSON" in caplog.text
+    (line,) = [json.loads(line) for line in Path("groups.jsonl").read_text().splitlines()]
+    assert (line["task_id"], line["scores"]) == ("one", [1.0])
+    journal = next(Path("runs").glob("*/*/journal.jsonl")).read_text()
+    assert "wrong: its reference solution does not pass test_task" in journal
+    assert "idle: its tests pass before anything was done" in journal
+
+
+def test_the_settings_are_those_of_the_environment() -> None:
+    config = HermesSweEnvConfig()
+    assert (config.dataset_name, config.allow_network, config.held_out) == ("built-in", False, 0.0)

@@ -1,0 +1,137 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from palaestra.core.errors import ConfigError, TaskError
+from palaestra.suites.grading.toolchain import Install
+from palaestra.suites.swe import apply_diff
+from palaestra.suites.swe.swe_row import RowKind, SweRow, load_rows, parse_row
+
+BUG = apply_diff.between("pkg/a.py", "def f(x):\n    return x + 1\n", "def f(x):\n    return x - 1\n")
+TESTS = apply_diff.between("tests/test_a.py", "\n", "\ndef test_f():\n    pass\n")
+ORACLE = {
+    "repo": "owner/name",
+    "base_commit": "0123456789abcdef",
+    "problem_statement": "f is wrong",
+    "text": "f is wrong, at length",
+    "instance_id": "owner__name.01234567.kind__1",
+    "FAIL_TO_PASS": ["tests/test_a.py::test_f"],
+    "PASS_TO_PASS": ["tests/test_a.py::test_g[a b]"],
+}
+SMITH = {**ORACLE, "patch": BUG}
+BENCH = {**ORACLE, "patch": BUG, "test_patch": TESTS}
+
+
+def without(row: dict[str, object], *columns: str) -> dict[str, object]:
+    return {key: value for key, value in row.items() if key not in columns}
+
+
+def test_the_patch_of_a_smith_row_is_the_bug() -> None:
+    row = parse_row(SMITH)
+    assert row.kind is RowKind.SMITH
+    assert "-    return x - 1\n+    return x + 1\n" in row.fix_patch
+    assert "-    return x + 1\n+    return x - 1\n" in row.bug_patch
+
+
+def test_the_patch_of_a_bench_row_is_the_fix() -> None:
+    row = parse_row(BENCH)
+    assert row.kind is RowKind.BENCH
+    assert row.fix_patch == BUG
+    assert row.bug_patch == ""
+
+
+def test_an_oracle_row_has_no_patch() -> None:
+    row = parse_row(ORACLE)
+    assert (row.kind, row.fix_patch, row.bug_patch) == (RowKind.ORACLE, "", "")
+    assert row.install.editable
+
+
+def test_an_explicit_kind_wins() -> None:
+    assert parse_row({**BENCH, "kind": "swe-smith"}).kind is RowKind.SMITH
+    with pytest.raises(TaskError, match="swe-nothing"):
+        parse_row({**BENCH, "kind": "swe-nothing"})
+
+
+def test_test_names_may_come_as_json_text() -> None:
+    texts = {key: json.dumps(ORACLE[key]) for key in ("FAIL_TO_PASS", "PASS_TO_PASS")}
+    assert parse_row({**ORACLE, **texts}) == parse_row(ORACLE)
+
+
+def test_node_ids_keep_their_order_and_are_named_once() -> None:
+    both = ["t.py::b", "t.py::a"]
+    assert parse_row({**ORACLE, "FAIL_TO_PASS": both, "PASS_TO_PASS": both}).node_ids == ("t.py::b", "t.py::a")
+
+
+@pytest.mark.parametrize("column", ["instance_id", "repo", "base_commit", "FAIL_TO_PASS"])
+def test_a_missing_column_is_named(column: str) -> None:
+    with pytest.raises(TaskError, match=f"row 7 .*{column}"):
+        parse_row(without(ORACLE, column), 7)
+
+
+def test_a_smith_row_without_a_commit_starts_from_the_branch_of_its_name() -> None:
+    assert parse_row(without(SMITH, "base_commit")).base_commit == SMITH["instance_id"]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"FAIL_TO_PASS": []}, "FAIL_TO_PASS"),
+        ({"FAIL_TO_PASS": ["test_f (module.Class)"]}, "not a pytest node id"),
+        ({"FAIL_TO_PASS": ["../x.py::t"]}, "not a pytest node id"),
+        ({"FAIL_TO_PASS": "not json"}, "_TO_PASS"),
+        ({"PASS_TO_PASS": [1]}, "_TO_PASS"),
+        ({"PASS_TO_PASS": "[" * 100_000}, "PASS_TO_PASS"),
+        ({"repo": "../../etc"}, "owner/name"),
+        ({"repo": "--upload-pack=x/y"}, "owner/name"),
+        ({"base_commit": "-x"}, "base_commit"),
+        ({"patch": "no diff"}, "unified diff"),
+        ({"install": {"requirements": [], "shell": "x"}}, "install"),
+    ],
+)
+def test_what_cannot_work_is_refused(change: dict[str, object], complaint: str) -> None:
+    with pytest.raises(TaskError, match=complaint):
+        parse_row({**SMITH, **change})
+
+
+def test_install_round_trips() -> None:
+    install = Install(("a==1",), ("src",), ("-x",), editable=False)
+    assert Install.parse(install.to_json()) == install
+
+
+def test_bad_rows_are_collected_and_the_rest_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    lines = [json.dumps(SMITH), "{torn", json.dumps(without(SMITH, "repo")), json.dumps({**SMITH, "instance_id": "b"})]
+    path.write_text("\n".join(lines))
+    found = list(load_rows(path))
+    assert [row.instance_id for row in found if isinstance(row, SweRow)] == [SMITH["instance_id"], "b"]
+    errors = [str(error) for error in found if isinstance(error, TaskError)]
+    assert errors[0].startswith("row 2: not JSON")
+    assert "row 3" in errors[1]
+
+
+def test_repositories_lie_beside_the_file_that_names_them(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.json"
+    path.write_text(json.dumps([{**SMITH, "repo_path": "r/x.git"}]))
+    (row,) = load_rows(path)
+    assert isinstance(row, SweRow)
+    assert row.repo_path == str(tmp_path / "r" / "x.git")
+
+
+def test_parquet_rows_are_the_same_rows(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist([SMITH]), tmp_path / "tasks.parquet")
+    assert list(load_rows(tmp_path / "tasks.parquet")) == [parse_row(SMITH)]
+
+
+@pytest.mark.parametrize(("name", "text"), [("t.json", "{}"), ("t.json", "[")])
+def test_a_file_of_another_shape_is_one_clear_error(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=name):
+        list(load_rows(tmp_path / name))
+
+
+def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no data set"):
+        list(load_rows(tmp_path / "none.jsonl"))
