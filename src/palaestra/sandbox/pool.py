@@ -1,8 +1,7 @@
 """The slots of one run: leased first come, first served, up to a limit.
 
-A lease is a slot of its own: it is made for it, when it is acquired or shortly before (`warm.py`), and dropped when it
-is released, so no workspace is ever handed on and there is nothing to clean. Waiting is for a free place; the time it
-takes to make the slot is not counted against the caller's timeout.
+Each lease gets a slot of its own, made when it is acquired and dropped when it is released, so no workspace is reused
+and nothing has to be cleaned. The timeout covers waiting for a free place, not making the slot.
 
 A slot that cannot be ended is quarantined: its place is free again, nobody gets it, and ending it is tried once more
 with every release until it works.
@@ -23,7 +22,6 @@ from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import AcquireTimeout, SandboxError, SlotLost
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Backend, Change, Rung, Slot, SlotSpec, Snapshot, View
-from palaestra.sandbox.warm import WarmSlots
 
 _log = logging.getLogger(__name__)
 
@@ -44,9 +42,6 @@ class SlotPoolConfig(BaseModel):
     """How many slots may be leased at a time. Default: four per processor, at least four."""
     acquire_timeout: float = Field(default=30.0, gt=0)
     """Seconds that `acquire` waits for a free place before it raises `AcquireTimeout`."""
-    warm_slots: int = Field(default=0, ge=0, le=256)
-    """How many clean slots are kept ready for each spec in use, besides those leased. Making one takes milliseconds and
-    an idle one holds well under a megabyte, so this pays only where many short leases begin without a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +62,6 @@ class SlotPool:
         self._held: dict[int, _Holding] = {}
         self._waits: deque[float] = deque(maxlen=_REMEMBERED_WAITS)
         self._makes: deque[float] = deque(maxlen=_REMEMBERED_WAITS)
-        self._warm = WarmSlots(backend, config.warm_slots)
         self._quarantine: dict[int, Slot] = {}
         self._leases = self._timeouts = 0
         self._started = False
@@ -89,7 +83,6 @@ class SlotPool:
             capacity = self._backend.capacity
             self._places = min(self.config.max_slots, capacity or self.config.max_slots)
             self._free = self._places
-            self._warm = WarmSlots(self._backend, self.config.warm_slots if capacity is None else 0)
         self._started = True
 
     async def aclose(self) -> None:
@@ -98,7 +91,6 @@ class SlotPool:
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_exception(SandboxError("the slot pool was closed"))
-        await self._warm.aclose()
         await self._backend.aclose()
         self._held.clear()
         self._quarantine.clear()
@@ -135,11 +127,9 @@ class SlotPool:
         await self._take_place(trajectory_id, timeout_s)
         try:
             wanted = spec or (snapshot.spec if snapshot is not None else SlotSpec())
-            slot = self._warm.take(wanted, trajectory_id) if snapshot is None else None
-            if slot is None:
-                begun = self._clock.monotonic()
-                slot = await self._backend.create(wanted, trajectory_id, snapshot)
-                self._makes.append(self._clock.monotonic() - begun)
+            begun = self._clock.monotonic()
+            slot = await self._backend.create(wanted, trajectory_id, snapshot)
+            self._makes.append(self._clock.monotonic() - begun)
         except BaseException:
             self._give_place()
             raise
@@ -152,10 +142,6 @@ class SlotPool:
         self._free -= 1
         self._held[slot.epoch] = _Holding(slot, self._clock.monotonic())
         self._leases += 1
-
-    async def warmed(self) -> None:
-        """Wait until every slot is made that is kept ready."""
-        await self._warm.settled()
 
     async def release(self, slot: Slot) -> None:
         """End a lease and the slot. One that has ended already, or died, is fine."""
@@ -239,9 +225,6 @@ class SlotPool:
             "wait_p99_s": _quantile(waits, 0.99),
             "make_p50_s": _quantile(makes, 0.5),
             "make_p99_s": _quantile(makes, 0.99),
-            "warm_slots": self._warm.count,
-            "warm_hits": self._warm.hits,
-            "warm_misses": self._warm.misses,
             "quarantined": len(self._quarantine),
             "started": self._started,
             "backend": of_backend,

@@ -133,8 +133,6 @@ class SlotSpec:
     `image` is a root file system on the host: a directory, a tar file (`docker export`, `docker save`) or an OCI
     layout; None is the allow-list of the host's system directories.
     `env` is the whole environment of commands besides PATH, HOME, LANG, TERM, which the backend sets.
-    `warm_shell` keeps a bash waiting in the slot for the next command line, which then takes half of the time; it
-    costs memory and one of the slot's processes (see `docs/sandboxes.md`). Nothing on the rungs without namespaces.
     Raises ValueError for a network that is none.
     """
 
@@ -143,7 +141,6 @@ class SlotSpec:
     limits: Limits = Limits()
     mounts: tuple[Mount, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
-    warm_shell: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "network", network(self.network))
@@ -468,10 +465,6 @@ class Backend(Protocol):
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot: ...
 
-    def adopt(self, slot: Slot, trajectory_id: str) -> Slot | None:
-        """The lease of a slot that was made ahead, for a trajectory; None when it is no longer alive."""
-        ...
-
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
         """End the slot and its processes (proved by pidfd); its change becomes an immutable layer."""
         ...
@@ -546,7 +539,6 @@ def encode_lease(trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
     network = spec.network.value if isinstance(spec.network, Network) else list(spec.network.hosts)
     mounts = [[mount.source, mount.target] for mount in spec.mounts]
     about: dict[str, JSON] = {"trajectory_id": trajectory_id, "image": spec.image, "network": network}
-    about["warm_shell"] = spec.warm_shell
     return about | {"limits": asdict(spec.limits), "mounts": mounts, "env": [list(pair) for pair in spec.env]}
 
 
@@ -559,6 +551,5 @@ def decode_lease(about: dict[str, JSON]) -> tuple[str, SlotSpec]:
         limits=Limits(**about["limits"]),
         mounts=tuple(Mount(*mount) for mount in about["mounts"]),
         env=tuple((name, value) for name, value in about["env"]),
-        warm_shell=about["warm_shell"],
     )
     return about["trajectory_id"], spec

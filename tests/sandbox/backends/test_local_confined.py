@@ -572,7 +572,7 @@ def test_commands_start_as_on_the_other_rungs(rung: Rung) -> None:
 
 def test_a_pool_has_as_many_places_as_the_rung() -> None:
     async def main() -> None:
-        pool = SlotPool(SlotPoolConfig(max_slots=3, warm_slots=0 if ROOT else 2), LocalBackend(rung=Rung.CONFINED))
+        pool = SlotPool(SlotPoolConfig(max_slots=3), LocalBackend(rung=Rung.CONFINED))
         try:
             await pool.start()
         except IsolationUnavailable as error:

@@ -256,7 +256,6 @@ def test_what_a_slot_was_made_from_comes_back() -> None:
             Limits(cpus=0.5),
             (Mount("/a", "/b"),),
             (("A", "b"),),
-            warm_shell=True,
         ),
     ):
         assert slot.decode_lease(slot.encode_lease("t", spec)) == ("t", spec)

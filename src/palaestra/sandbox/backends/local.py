@@ -240,7 +240,6 @@ class LocalBackend:
             "limits": asdict(spec.limits),
             "mounts": _mounts(spec),
             "env": environment(spec, self._bin_dir if image is None else ""),
-            "warm_shell": spec.warm_shell and self.rung >= Rung.USERNS,
         }
         if self._service is not None:
             fields["about"] = encode_lease(trajectory_id, spec)
@@ -251,19 +250,11 @@ class LocalBackend:
                 f"slots with the network on reach cloud metadata addresses here: {reply['exposed']}; {_NARROWER}"
             )
         lease = (reply["slot"], reply["epoch"])
-        reach = server.reach(*lease, init_messages.environment(fields["env"]), fields["warm_shell"])
+        reach = server.reach(*lease, init_messages.environment(fields["env"]))
         slot = LocalSlot(server, spec, trajectory_id, self.rung, lease, self._forked, reach)
         self._slots[slot.epoch] = slot
         self._last_epoch = max(self._last_epoch, slot.epoch)
         return slot
-
-    def adopt(self, slot: Slot, trajectory_id: str) -> Slot | None:
-        """The lease of a slot that was made ahead; None when it, or its server, has died meanwhile."""
-        ours = self._own(slot)
-        if ours.lost or ours.released or ours.server.ended:
-            return None
-        ours.trajectory_id = trajectory_id
-        return ours
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
         """End the slot; its change becomes a layer, cut to `view` where one is given."""

@@ -151,7 +151,7 @@ class SlotServer:
         if self._hands is not None:
             self._hands.close()
 
-    def reach(self, name: str, epoch: int, environment: Environment, warm_shell: bool) -> Reach | None:
+    def reach(self, name: str, epoch: int, environment: Environment) -> Reach | None:
         """What the server has handed over of a slot that has been made just now, if anything. Asked for once."""
         if self._hands is None:
             return None
@@ -159,7 +159,7 @@ class SlotServer:
         async def ask(op: str) -> dict[str, JSON]:
             return (await self.call(op, {"slot": name, "epoch": epoch})).fields
 
-        return self._hands.reach(name, epoch, environment, warm_shell, ask)
+        return self._hands.reach(name, epoch, environment, ask)
 
     def forget(self, epoch: int) -> None:
         """Nobody will ask for that."""

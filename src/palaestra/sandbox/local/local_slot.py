@@ -134,10 +134,6 @@ class LocalSlot(TextFiles):
     def trajectory_id(self) -> str:
         return self._trajectory_id
 
-    @trajectory_id.setter
-    def trajectory_id(self, value: str) -> None:
-        self._trajectory_id = value
-
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The event loop that it can be used on."""

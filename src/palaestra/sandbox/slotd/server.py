@@ -191,7 +191,7 @@ class Server:
             self._clean(slot)
             raise CannotMake(f"cannot make a slot: its first process cannot be started: {error}") from None
         shelf = Shelf(lambda path: self._locate(slot, path, writing=True))
-        slot.requests = CommandRequests(slot.commands, shelf, self._children, frame.fields["warm_shell"])
+        slot.requests = CommandRequests(slot.commands, shelf, self._children)
 
     def _on_created(self, frame: Frame, slot: Slot, exposed: str) -> None:
         if frame.fields.get("allow") is not None:
@@ -207,8 +207,6 @@ class Server:
             place, line = self._locate(slot, "/"), slot.open_line()
             handover.give(self._hands, slot.lease.epoch, place.owner, place.root, line)
         self._reply(frame, {"slot": slot.lease.name, "epoch": slot.lease.epoch, "exposed": exposed})
-        if line is None:
-            slot.requests.warm_up()
 
     def _on_lost(self, frame: Frame, slot: Slot) -> None:
         """A slot died without being asked to: while it was made, or later."""

@@ -1,7 +1,7 @@
 """Commands and shells of a slot that this process has the slot's init start itself: without the server.
 
 On the rung `full` the server hands a line to the init over with the slot's root (`slotd/handing.py`). Then what the
-server does for the commands of other slots (capture, time limits, spilling, shells that go on or wait) is done here, by
+server does for the commands of other slots (capture, time limits, spilling, shells that go on) is done here, by
 the same code: requests are frames (`slotd/command_requests.py`), and so are the answers. A command then wakes one
 process less.
 
@@ -54,7 +54,7 @@ class Line:
 
     def __init__(
         self, channel: socket.socket, rounds: Rounds, name: str, pid: int, root: int, owner: int,
-        environment: Environment, warm_shell: bool, ask: Ask,
+        environment: Environment, ask: Ask,
     ) -> None:  # fmt: skip
         channel.setblocking(False)
         self.name, self.pid, self.root = name, pid, root
@@ -63,10 +63,9 @@ class Line:
         self._talks: dict[int, Conversation] = {}
         self._commands = Commands(self, channel, rounds, self, self._talks, environment)
         shelf = Shelf(lambda path: Place(root, path, owner))
-        self._requests = CommandRequests(self._commands, shelf, itertools.count(FIRST_CHILD), warm_shell)
+        self._requests = CommandRequests(self._commands, shelf, itertools.count(FIRST_CHILD))
         self._tasks: set[asyncio.Task[None]] = set()
         self._commands.listen()
-        self._requests.warm_up()
 
     def close(self) -> None:
         """Let go of it; whoever waits for a command hears that the slot has ended. Idempotent."""

@@ -133,7 +133,7 @@ class Hands:
         self._taken: dict[int, Handed] = {}
         after_fork.not_for_children(self)
 
-    def reach(self, name: str, epoch: int, environment: Environment, warm_shell: bool, ask: Ask) -> Reach | None:
+    def reach(self, name: str, epoch: int, environment: Environment, ask: Ask) -> Reach | None:
         """What came for a slot that has been made just now; None where only the server reaches it. Asked for once."""
         handed = self._take(epoch)
         if handed is None or not handed.fds:
@@ -145,7 +145,7 @@ class Hands:
         line = None
         if len(others) == 2 and may_make_files():
             channel, pid = socket.socket(fileno=others[0]), process_behind(others[1])
-            line = Line(channel, self._rounds, name, pid, root, handed.owner, environment, warm_shell, ask)
+            line = Line(channel, self._rounds, name, pid, root, handed.owner, environment, ask)
         else:
             pipes.close(*others)
         return Reach(root, handed.owner, line)

@@ -117,8 +117,6 @@ class Execution:
         """Whether it, or what a shell ran as its last command, ended by SIGKILL."""
         self.over = self.in_question = False
         """Whether nobody waits for it any more; whether it is being asked why it was killed."""
-        self.on_over: Callable[[], None] | None = None
-        """Called once it is over, after the answer was sent."""
         self.leftover: int | None = None
         """The output pipe that a daemon still holds after the end, watched until somebody else empties it."""
 

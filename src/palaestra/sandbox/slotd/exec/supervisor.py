@@ -139,19 +139,10 @@ class Commands:
         finally:
             pipes.close(child_verdict, stdin)
         kill = functools.partial(self._kill_command, number)
-        self.adopt(Execution(number, request, self.loop, self.link, kill, self.hear, output, verdict, open_spill))
-
-    def adopt(self, execution: Execution) -> None:
-        """A command has been started: listen to it until it is over."""
-        self._executions[execution.number] = execution
-        self.talks[execution.number] = self
+        execution = Execution(number, request, self.loop, self.link, kill, self.hear, output, verdict, open_spill)
+        self._executions[number] = execution
+        self.talks[number] = self
         execution.start()
-
-    def start_again(self, execution: Execution) -> None:
-        """Start a command anew that has not run: in a process of its own."""
-        self._forget(execution)
-        execution.drop()
-        self.execute(execution.number, execution.request, execution.open_spill)
 
     def on_frame(self, frame: Frame) -> None:
         """The client gives credit for more output, or has given a command up."""
@@ -335,7 +326,9 @@ class Commands:
         if request.shell == "bash" and report.value == errno.ENOENT and not report.flag and not execution.killing:
             self.has_bash = False
             execution.request = request._replace(argv=["/bin/sh", *request.argv[1:]], shell="sh")  # noqa: S604
-            self.start_again(execution)
+            self._forget(execution)
+            execution.drop()
+            self.execute(execution.number, execution.request, execution.open_spill)
         else:
             self._forget(execution)
             execution.fail(start_error(report, request.cwd))
@@ -349,8 +342,6 @@ class Commands:
         self._forget(execution)
         if execution.leftover is not None:
             self.empty(execution.leftover)
-        if execution.on_over is not None:
-            execution.on_over()
 
     def _forget(self, execution: Execution) -> None:
         del self._executions[execution.number]

@@ -30,7 +30,7 @@ from enum import IntEnum
 from json.scanner import make_scanner
 from typing import Any, NamedTuple
 
-VERSION = 5
+VERSION = 6
 """Both sides must agree; the server is started from the same package, so a mismatch is a broken installation."""
 
 WINDOW = 256 << 10

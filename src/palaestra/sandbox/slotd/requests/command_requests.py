@@ -21,7 +21,6 @@ from ..exec.command import Request
 from ..exec.output import Shelf, Spill
 from ..exec.stateful_shell import Shell, ShellBusy
 from ..exec.supervisor import Commands, start_error
-from ..exec.waiting import WaitingShells
 from ..protocol.frames import USUAL_OUTPUT_BYTES, USUAL_TIMEOUT_S, Fields, Frame, Kind
 from ..protocol.init_messages import Kind as ReportKind
 from ..protocol.init_messages import Report
@@ -33,11 +32,10 @@ MAX_SHELLS = 16
 
 
 class CommandRequests:
-    """Serves those of one slot. `numbers` names shells; with `warm_shell`, one waits for the next command."""
+    """Serves those of one slot. `numbers` names shells."""
 
-    def __init__(self, commands: Commands, shelf: Shelf, numbers: Iterator[int], warm_shell: bool) -> None:
+    def __init__(self, commands: Commands, shelf: Shelf, numbers: Iterator[int]) -> None:
         self.commands, self.shelf, self._numbers = commands, shelf, numbers
-        self._waiting = WaitingShells(commands) if warm_shell else None
         self._shells: dict[int, Shell] = {}
 
     def serve(self, frame: Frame) -> None:
@@ -47,17 +45,11 @@ class CommandRequests:
         except ValueError as error:
             raise invalid(error) from None
 
-    def warm_up(self) -> None:
-        """Have a shell wait for the next command, where shells are to."""
-        if self._waiting is not None:
-            self._waiting.start()
-
     def _exec(self, frame: Frame) -> None:
         fields, commands = frame.fields, self.commands
-        given = self._waiting.give(fields, frame.data) if self._waiting is not None else None
         argv, shell, env = fields.get("argv"), None, commands.environment
         if argv is None:
-            shell = "bash" if given is not None or commands.has_bash else commands.shell()
+            shell = "bash" if commands.has_bash else commands.shell()
             argv = [f"/bin/{shell}", "-c", fields["command"]]
         if "env" in fields:
             try:
@@ -72,11 +64,7 @@ class CommandRequests:
             stream="stream" in fields, verdict="verdict" in fields, spill="no_spill" not in fields,
         )  # fmt: skip
         open_spill = functools.partial(self._spill, frame.request, request.max_output_bytes)
-        if given is not None:
-            given.go_on(frame.request, request, open_spill)
-            return
         commands.execute(frame.request, request, open_spill)
-        self.warm_up()
 
     def _shell(self, frame: Frame) -> None:
         if len(self._shells) >= MAX_SHELLS:
