@@ -18,7 +18,7 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import ExecutionResult, Limits, Slot, SlotSpec
 from palaestra.sandbox.slotd.exec import pipes
 from palaestra.sandbox.slotd.exec.supervisor import _KILL_PATIENCE_S
-from sandbox.bodies import Body, WithSlot
+from sandbox.bodies import WithSlot
 from sandbox.processes import descendants
 
 pytestmark = pytest.mark.slots
@@ -26,17 +26,8 @@ pytestmark = pytest.mark.slots
 
 @pytest.fixture
 def with_line(on_full: WithSlot) -> WithSlot:
-    """Only on `full`, and with the native init, does the client have lines."""
-
-    def run(body: Body) -> None:
-        async def checked(backend: LocalBackend, slot: Slot) -> None:
-            if backend.note:
-                pytest.skip(backend.note)
-            await body(backend, slot)
-
-        on_full(checked)
-
-    return run
+    """Only on `full` does the client have lines."""
+    return on_full
 
 
 @contextlib.contextmanager

@@ -76,10 +76,9 @@ _told: set[str] = set()
 class LocalBackend:
     """One slot server and its slots. `rung` asks for exactly that rung, `require` for that one or better.
 
-    Without either, the best rung there is. `native_init` False keeps the Python init where a native one was built,
-    which costs megabytes per slot, and counts with them in every command's `max_rss_bytes`. With `service`, a name, the
-    slots live in a process of their own: they stay when this backend is closed or dies, and whoever starts a backend of
-    that name next has them in `leases`. `start` raises `IsolationUnavailable`, with the reason, before any slot.
+    Without either, the best rung there is. With `service`, a name, the slots live in a process of their own: they stay
+    when this backend is closed or dies, and whoever starts a backend of that name next has them in `leases`. `start`
+    raises `IsolationUnavailable`, with the reason, before any slot.
     """
 
     name = "local"
@@ -89,12 +88,11 @@ class LocalBackend:
         *,
         rung: Rung | None = None,
         require: Rung | None = None,
-        native_init: bool = True,
         images: ImageStore | None = None,
         service: str | None = None,
         service_directory: Path | None = None,
     ) -> None:
-        self._wanted, self._required, self._native_init = rung, require, native_init
+        self._wanted, self._required = rung, require
         self._images = images or ImageStore()
         self._service = None if service is None else service_client.socket_path(service, service_directory)
         self._server: SlotServer | None = None
@@ -125,7 +123,6 @@ class LocalBackend:
         for rung in self._candidates():
             reason = await self.attempt(rung)
             if reason is None:
-                _tell_once(self.note)
                 return
             reasons.append(f"{rung.label}: {reason}")
         raise IsolationUnavailable(f"no isolation can be had here ({'; '.join(reasons)}). To mend it: {_WAY_OUT}.")
@@ -158,7 +155,7 @@ class LocalBackend:
     async def _start_server(self, rung: Rung) -> None:
         prefix = _interpreter_prefix()
         self._rung = rung
-        settings = {"prefix": prefix, "first_epoch": self._last_epoch + 1, "native_init": self._native_init}
+        settings = {"prefix": prefix, "first_epoch": self._last_epoch + 1}
         if self._service is None:
             self._server = await SlotServer.start(rung.label, settings, self._on_lost)
         else:
@@ -211,11 +208,6 @@ class LocalBackend:
         """The rung in force. Before `start`, the best that was asked for."""
         chosen = self._wanted if self._rung is None else self._rung
         return Rung.FULL if chosen is None else chosen  # not `or`: the rung `none` is 0
-
-    @property
-    def note(self) -> str:
-        """What this backend has to do without on its rung, and what would mend that; empty for nothing."""
-        return str(self._running().hello.get("note", ""))
 
     @property
     def capacity(self) -> int | None:

@@ -36,7 +36,7 @@ _HINTS: Sequence[tuple[str, str]] = (
         "the rung userns does without",
     ),
     (r"open_tree|move_mount", "this takes the mount calls of Linux 5.2, and the right to mount"),
-    (r"step 14 ?: Operation not permitted", "a network of its own takes docker's `--cap-add NET_ADMIN` too"),
+    (r"step 12 ?: Operation not permitted", "a network of its own takes docker's `--cap-add NET_ADMIN` too"),
     (r"close_range: Function not implemented", "this takes Linux 5.9"),
     (r"openat2|RESOLVE", "this takes Linux 5.6"),
     (r"control groups? .*(Read-only|denied|not permitted)", "docker: `-v /sys/fs/cgroup:/sys/fs/cgroup`"),

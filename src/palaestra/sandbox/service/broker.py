@@ -59,8 +59,8 @@ class _Request:
 class Broker:
     """Serves one socket with one slot server, until `over`."""
 
-    def __init__(self, below: asyncio.StreamWriter, rung: str, note: str) -> None:
-        self._below, self._rung, self._note = below, rung, note
+    def __init__(self, below: asyncio.StreamWriter, rung: str) -> None:
+        self._below, self._rung = below, rung
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Request] = {}
         self._own: dict[int, asyncio.Future[Frame]] = {}
@@ -104,7 +104,7 @@ class Broker:
             self._below.write(frames.encode(frame.kind, visitor.numbers[frame.request], frame.fields, frame.data))
 
     async def _hello(self, visitor: Visitor, frame: Frame) -> None:
-        about: dict[str, JSON] = {"version": frames.VERSION, "pid": os.getpid(), "rung": self._rung, "note": self._note}
+        about: dict[str, JSON] = {"version": frames.VERSION, "pid": os.getpid(), "rung": self._rung}
         if frame.fields.get("look"):
             about |= {"attached": self._client is not None, "leases": list(self._leases.values())}
             visitor.send(Kind.HELLO, frame.request, about)
@@ -229,7 +229,7 @@ async def _serve(listener: socket.socket, path: str, rung: str, settings: dict[s
         _say(frame.fields if frame else {"message": "the slot server has ended"})
         await server.aclose()
         return
-    broker = Broker(writer, rung, frame.fields["note"])
+    broker = Broker(writer, rung)
     ready = await asyncio.start_unix_server(broker.visit, sock=listener)
     _say({})
     async with asyncio.TaskGroup() as group:

@@ -107,9 +107,6 @@ class Place(NamedTuple):
 class Workshop(Protocol):
     """The rung of one server at work."""
 
-    note: str
-    """What whoever starts the server should be told: what it has to do without. Empty for nothing."""
-
     def make(self, name: str, fields: Fields, layers: tuple[Layer, ...]) -> Made:
         """Lay out a slot as a CREATE request describes it. Raises `CannotMake` or OSError and leaves nothing then."""
         ...

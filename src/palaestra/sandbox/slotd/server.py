@@ -158,9 +158,7 @@ class Server:
         except OSError as error:
             raise RequestError("isolation", str(error)) from error
         self._epochs = itertools.count(frame.fields["first_epoch"])
-        self._link.send(
-            Kind.HELLO, frame.request, {"version": frames.VERSION, "pid": os.getpid(), "note": self._workshop.note}
-        )
+        self._link.send(Kind.HELLO, frame.request, {"version": frames.VERSION, "pid": os.getpid()})
 
     # Slots
 

@@ -79,7 +79,6 @@ class Slot:
         self._pid = self._process = -1
         self._body: Body
         self._channel: socket.socket
-        self._network: list[int] = []
         self._oom_kills = 0
 
     def start(self, body: Body) -> None:
@@ -136,8 +135,6 @@ class Slot:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "the slot has no network")
         if self._body.network is Network.SHARED:
             return make()
-        if self._network:
-            return namespaces.socket_in(self._network, make)
         opened = namespaces.open_network(self._pid)
         try:
             return namespaces.socket_in(opened, make)
@@ -156,7 +153,7 @@ class Slot:
         """Take the init's first message: it is ready, or why not."""
         fds: list[int] = []
         try:
-            data, fds = pipes.receive(self._channel, init_messages.MAX_REPORT, 3)
+            data, fds = pipes.receive(self._channel, init_messages.MAX_REPORT, 1)
         except BlockingIOError:
             return
         except OSError:
@@ -166,7 +163,7 @@ class Slot:
             return
         report = init_messages.decode_report(data)
         if report.kind is Kind.READY:
-            (self.root, *self._network), self.state = fds, State.LIVE
+            self.root, self.state = fds[0], State.LIVE
             self.commands.listen()
             self.on_ready(self)
         else:
@@ -194,7 +191,6 @@ class Slot:
         os.close(self._process)
         if self.root >= 0:
             os.close(self.root)
-            pipes.close(*self._network)
         if self.ending is not None:
             self.ending()
         else:

@@ -25,7 +25,7 @@ from ..protocol import command_result
 from ..protocol.frames import Fields, Frame, Kind
 from ..protocol.init_messages import Environment, Report, Spawn
 from ..protocol.init_messages import Kind as ReportKind
-from . import kill, pipes
+from . import pipes, process_tree
 from .command import Execution, Request, Timer
 from .output import Capture, Spill
 from .supervisor import Commands, start_error
@@ -83,7 +83,7 @@ class Shell:
         self._execution: Execution | None = None
         self._lost = False
         self._sequence = 0
-        self._after: kill.Noted
+        self._after: process_tree.Noted
         self._patience: Timer | None = None
 
     def run(self, request: Request, number: int, command: bytes, open_spill: Callable[[], Spill]) -> None:
@@ -98,7 +98,7 @@ class Shell:
         if request.stdin:
             self._input.put(request.stdin)
             source = b"/proc/self/fd/%d" % stdin
-        self._after = kill.note()
+        self._after = process_tree.note()
         self._sequence += 1
         self._say(_RUN % (file, source, errors, self._sequence))
         pipe = (self._output, -1)
@@ -124,7 +124,7 @@ class Shell:
     def close(self) -> None:
         """End the shell; what it runs in the background stays."""
         if self._process is not None:
-            self._commands.kill_child(self._process, (kill.moment(kill.note())[0], _MAX_PID))
+            self._commands.kill_child(self._process, (process_tree.moment(process_tree.note())[0], _MAX_PID))
 
     def on_report(self, report: Report) -> None:
         """The shell's process has ended, or what was to be killed is dead."""
@@ -208,7 +208,7 @@ class Shell:
         if execution.on_exit(Report(ReportKind.EXIT, value=code)):
             self._finish()
         elif self._stop_waiting() and self._process is not None:
-            self._commands.kill_child(self._process, kill.inside(self._commands.pid, self._after), spare=True)
+            self._commands.kill_child(self._process, process_tree.inside(self._commands.pid, self._after), spare=True)
 
     def _interrupt(self, times: int = INTERRUPTS) -> None:
         """The command's time is over, or its caller has gone: interrupt it so often, then kill it with its shell."""
@@ -216,9 +216,9 @@ class Shell:
         if self._process is None:
             return
         if times == INTERRUPTS:  # many a shell ends by it: one that is just starting, or has become the command itself
-            self._commands.kill_at_end(self._process, kill.inside(self._commands.pid, self._after))
+            self._commands.kill_at_end(self._process, process_tree.inside(self._commands.pid, self._after))
         if not times:
-            self._commands.kill_child(self._process, kill.inside(self._commands.pid, self._after))
+            self._commands.kill_child(self._process, process_tree.inside(self._commands.pid, self._after))
             return
         self._commands.signal(self._process, signal.SIGINT)
         self._say(_TELL % self._sequence)  # some shells forget the lines they have read ahead

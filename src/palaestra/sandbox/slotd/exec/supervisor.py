@@ -24,7 +24,7 @@ from ..protocol.frames import Fields, Frame
 from ..protocol.frames import Kind as FrameKind
 from ..protocol.init_messages import Kind, Order, Report, Spawn
 from ..requests.streams import Conversation
-from . import kill, pipes
+from . import pipes, process_tree
 from .command import Asker, Execution, Request, Rounds
 from .output import Spill
 
@@ -201,13 +201,13 @@ class Commands:
         """Send a signal to the process group that a child leads."""
         self._ask(init_messages.encode(Order.SIGNAL, child, number))
 
-    def kill_child(self, child: int, after: kill.Moment = kill.ALWAYS, spare: bool = False) -> None:
+    def kill_child(self, child: int, after: process_tree.Moment = process_tree.ALWAYS, spare: bool = False) -> None:
         """Kill what a child has started (after a moment), and itself unless it is spared. KILLED follows."""
         order = self._dying[child] = object()
         self._ask(init_messages.encode_kill(child, after, spare))
         self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(lambda: self._dying.get(child) is order))
 
-    def kill_at_end(self, child: int, after: kill.Moment = kill.ALWAYS) -> None:
+    def kill_at_end(self, child: int, after: process_tree.Moment = process_tree.ALWAYS) -> None:
         """Kill what a child has started (after a moment) as soon as its main process has ended. KILLED follows its end,
         unless `kill_child` comes first."""
         self._ask(init_messages.encode_kill(child, after, at_end=True))

@@ -20,13 +20,13 @@ from ..layers.store import Layer, Store, copy_attributes
 from ..network import metadata_block
 from ..protocol.frames import Fields
 from ..rung import CannotMake
-from . import cgroups, init, init_steps, namespaces, privileges, rootfs
+from . import cgroups, init_steps, namespaces, privileges, rootfs
 from .host import World
 from .init_steps import Do, Step
 from .rootfs import Bind, Overlay, RootPlan, Tree
 
-USERS, LIST, _FREE = init.CONTROL + 1, init.CONTROL + 2, init.CONTROL + 3
-"""Descriptors of an init that is being built: the user namespace to enter, the encoded steps, and what is free."""
+CONTROL, USERS, LIST, _FREE = 3, 4, 5, 6
+"""Descriptors of an init: its control socket, the user namespace to enter, the encoded steps, the first free one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,41 +44,29 @@ class Plan:
     """A limit per user, where there is no control group to count."""
     data_bytes: int | None
     """A limit per process, where there is no control group to sum up."""
-    stores: tuple[int, ...] = ()
+    stores: tuple[int, ...]
     """Descriptors, from `stores.FIRST_STORE` on, that the root's paths name."""
-    native: int | None = None
-    """The program that is pid 1; None is a fork of the server."""
+    init: int
+    """A descriptor of the program that is pid 1."""
 
 
 def fork(plan: Plan, control: socket.socket) -> int:
     """Start the init, pid 1 of a process namespace of its own, with its end of `control`; its pid."""
-    work = [*_enter(plan), *_confine(plan)]
-    fds = {init.CONTROL: control.fileno(), **dict(zip(plan.stores, plan.stores, strict=True))}
+    listed = memory_file(init_steps.encode([*_enter(plan), *_confine(plan)]))
+    fds = {CONTROL: control.fileno(), LIST: listed, **dict(zip(plan.stores, plan.stores, strict=True))}
     if plan.user_namespace is not None:
         fds[USERS] = plan.user_namespace
-    if plan.native is not None:
-        return _spawn(plan.native, work, fds)
-    with namespaces.new_pid_namespace():
-        pid = os.fork()
-        if pid == 0:
-            init.run(work, fds, own_network=not plan.network)
-    return pid
-
-
-def _spawn(program: int, work: list[Step], fds: dict[int, int]) -> int:
-    """The native init: the steps come in a memory file, since it shares no memory with the server."""
-    listed = memory_file(init_steps.encode(work))
     moved: list[int] = []
     try:
         actions = []
-        for place, fd in {**fds, LIST: listed}.items():
+        for place, fd in fds.items():
             source = fd
             if fd != place and fd < _FREE:  # where another one is about to be put
                 source = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FREE)
                 moved.append(source)
             actions.append((os.POSIX_SPAWN_DUP2, source, place))
         with namespaces.new_pid_namespace():
-            return os.posix_spawn(f"/proc/self/fd/{program}", ["slot-init", "--build"], {}, file_actions=actions)
+            return os.posix_spawn(f"/proc/self/fd/{plan.init}", ["slot-init", "--build"], {}, file_actions=actions)
     finally:
         for fd in (listed, *moved):
             os.close(fd)
@@ -267,7 +255,7 @@ class SlotMaker:
             processes=None if groups else limits["pids"],
             data_bytes=None if groups else limits["memory_bytes"],
             stores=tuple(store.fd for store in ground.stores() if store.fd is not None),
-            native=world.native_init,
+            init=world.init,
         )
 
 

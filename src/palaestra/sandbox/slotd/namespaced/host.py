@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from .. import native, syscalls
+from .. import syscalls
 from ..layers.overlay import Marks
 from ..protocol.frames import Fields
-from . import base_system, namespaces
+from . import base_system, namespaces, native_init
 from .rootfs import HOST, Bind, Lowers, Tree, host_trees, prepare_shared, system_directories, system_links
 
 _OPTIONS = "mode=755,size=64m"
@@ -31,10 +31,9 @@ class World:
     user_namespace: int | None
     user_xattrs: bool
     lowers: Lowers
+    init: int
+    """A descriptor of the program that is pid 1 of each slot."""
     prefix: Bind | None = None
-    native_init: int | None = None
-    note: str = ""
-    """What whoever starts the server should be told."""
 
     @property
     def marks(self) -> Marks:
@@ -88,17 +87,13 @@ def _move_root(place: str) -> None:
 
 def prepare(full: bool, settings: Fields) -> World:
     """Make what all slots share. Raises OSError where this kernel or its configuration does not allow it."""
+    init = native_init.load(HOST)
     privileged = namespaces.is_real_root()
     namespace = namespaces.make_range_namespace() if privileged else None
     owner = namespaces.RANGE_START if privileged else 0
     lowers = Lowers(namespace if full else None)
-    world = World(full, owner, namespace, not privileged, lowers)
+    world = World(full, owner, namespace, not privileged, lowers, init)
     syscalls.mount("tmpfs", "/skeleton", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=64m")
-    if settings.get("native_init", True):
-        try:
-            world.native_init = native.load(HOST)
-        except native.NoInit as error:
-            world.note = f"slots do without the native init and need megabytes of memory each: {error}"
     prefix = settings.get("prefix")
     if prefix:
         world.prefix = Bind(lowers.get(prefix), prefix)

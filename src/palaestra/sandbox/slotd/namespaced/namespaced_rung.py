@@ -30,7 +30,7 @@ class NamespaceBody:
     @property
     def takes_lines(self) -> bool:
         """The native init does."""
-        return self.plan.native is not None
+        return True
 
     def fork(self, control: socket.socket) -> int:
         """Fork the init into a namespace of its own."""
@@ -48,7 +48,6 @@ class Layered:
         self._world = prepare(full, settings)
         self._maker, self._sealer = create.SlotMaker(self._world, group), Sealer(self._world)
         self.keeper = Keeper(self._world)
-        self.note = self._world.note
 
     def make(self, name: str, fields: Fields, layers: tuple[rung.Layer, ...]) -> Made:
         """Lay out a slot as a CREATE request describes it."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import signal
 import socket
@@ -29,8 +28,6 @@ RANGE_SIZE = 65536
 
 OPEN_PORTS = (("ip_unprivileged_port_start", "0"), ("ping_group_range", "0 65534"))
 """Let programs without privilege in a new network namespace listen below port 1024 and send pings."""
-
-_SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
 
 
 def is_real_root() -> bool:
@@ -91,14 +88,8 @@ def new_pid_namespace() -> Iterator[None]:
         os.close(own)
 
 
-def bring_up_loopback() -> None:
-    """Give a new network namespace its loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP | _IFF_RUNNING))
-
-
-def open_network(process: int | str) -> list[int]:
-    """The network namespace of a process (a pid, or "self") and its user namespace, for `socket_in`."""
+def open_network(process: int) -> list[int]:
+    """Descriptors of a process's network namespace and user namespace, for `socket_in`."""
     network = os.open(f"/proc/{process}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return [network, os.open(f"/proc/{process}/ns/user", os.O_RDONLY | os.O_CLOEXEC)]

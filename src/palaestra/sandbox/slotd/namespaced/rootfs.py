@@ -122,21 +122,20 @@ def prepare_shared() -> None:
     control group of the machine, which keeps a list for each.
     """
     read_only = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC
-    work = [
-        Step(Do.MKDIR, (_DEV,), 0o755),
-        init_steps.mount("tmpfs", _DEV, "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=755,nr_inodes=64"),
-    ]
+    os.mkdir(_DEV, 0o755)
+    syscalls.mount("tmpfs", _DEV, "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=755,nr_inodes=64")
     for name in _DEVICES:
-        work.append(Step(Do.CREATE, (f"{_DEV}/{name}",), 0o666))
-        work.append(init_steps.mount(f"{HOST}/dev/{name}", f"{_DEV}/{name}", flags=MS_BIND))
-    work += [Step(Do.MKDIR, (f"{_DEV}/{name}",), 0o755) for name in ("pts", "shm")]
+        os.close(os.open(f"{_DEV}/{name}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+        syscalls.mount(f"{HOST}/dev/{name}", f"{_DEV}/{name}", flags=MS_BIND)
+    for name in ("pts", "shm"):
+        os.mkdir(f"{_DEV}/{name}", 0o755)
     for name, target in (("ptmx", "pts/ptmx"), ("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"),
                          ("stdout", "/proc/self/fd/1"), ("stderr", "/proc/self/fd/2")):  # fmt: skip
-        work.append(Step(Do.SYMLINK, (target, f"{_DEV}/{name}")))
-    work.append(init_steps.mount("none", _DEV, flags=read_only))
-    work += [Step(Do.MKDIR, (_EMPTY,), 0o555), init_steps.mount(_EMPTY, _EMPTY, flags=MS_BIND)]
-    work.append(init_steps.mount("none", _EMPTY, flags=read_only | MS_NODEV))
-    init_steps.perform(work)
+        os.symlink(target, f"{_DEV}/{name}")
+    syscalls.mount("none", _DEV, flags=read_only)
+    os.mkdir(_EMPTY, 0o555)
+    syscalls.mount(_EMPTY, _EMPTY, flags=MS_BIND)
+    syscalls.mount("none", _EMPTY, flags=read_only | MS_NODEV)
 
 
 def host_trees(lowers: Lowers, skeleton: tuple[str, ...]) -> tuple[Tree, ...]:

@@ -24,7 +24,7 @@ from itertools import chain
 from typing import NamedTuple
 
 VERSION = 7
-"""Of these structs. The native init says which one it was built for, and is not used when it is another."""
+"""Of these structs. A native init that was built for another version is not used."""
 
 MAX_DATAGRAM = 96 << 10
 MAX_REPORT = 1024
@@ -96,7 +96,7 @@ class Spawn(NamedTuple):
 
 
 class Report(NamedTuple):
-    """READY has the slot's root as a descriptor; the Python init adds a network of its own, with its user namespace.
+    """READY has the slot's root as a descriptor.
 
     `value` is the exit code of EXIT (negative: the signal), the pid of STARTED, the errno of NOT_STARTED and FAILED;
     `flag` says for NOT_STARTED that it was the directory, for KILLED that everything in the slot had to be killed.

@@ -10,25 +10,31 @@ The rung `none` runs the same init with no restriction but one that costs nobody
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
 import os
 import posixpath
 import resource
+import select
 import signal
 import socket
 import struct
 import termios
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from .. import syscalls
-from ..exec import kill
-from ..namespaced import init, privileges
+from ..exec import pipes, process_tree
+from ..namespaced import privileges
 from ..protocol import init_messages
-from ..protocol.init_messages import Kind, Report
+from ..protocol.init_messages import Kind, Order, Report
 from . import copy_workspace, landlock, server_directory, users
+
+CONTROL = 3
+"""The descriptor of the control socket."""
 
 DIRECTORIES = {"/workspace": "workspace", "/root": "home", "/tmp": "tmp"}  # noqa: S108
 """Where in the slot's directory the paths lie that the slot's holder knows."""
@@ -36,6 +42,17 @@ DIRECTORIES = {"/workspace": "workspace", "/root": "home", "/tmp": "tmp"}  # noq
 READ_ONLY = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt", "/proc")
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts")
 _BECOME_USERS = 1 << 5 | 1 << 6 | 1 << 7  # KILL, SETGID, SETUID
+
+
+Start = Callable[[init_messages.Spawn, list[int]], int]
+"""Starts a command with the descriptors of its order, and returns its pid."""
+
+SPAWN_SIGNALS = tuple(number for number in range(1, 32) if number not in (signal.SIGKILL, signal.SIGSTOP))
+"""Signals that a command finds at their default action, whatever this process or its caller ignores."""
+
+
+class NoDirectory(OSError):
+    """The directory in which a command is to start cannot be entered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +74,22 @@ def run(plan: Plan, control: socket.socket) -> NoReturn:
     status = 1
     try:
         gc.disable()
-        os.dup2(fcntl.fcntl(control.fileno(), fcntl.F_DUPFD_CLOEXEC, 64), init.CONTROL, inheritable=False)
-        syscalls.close_from(init.CONTROL + 1)
-        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=init.CONTROL)
+        os.dup2(fcntl.fcntl(control.fileno(), fcntl.F_DUPFD_CLOEXEC, 64), CONTROL, inheritable=False)
+        syscalls.close_from(CONTROL + 1)
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=CONTROL)
         try:
-            places = init.open_places(own_network=False)
+            root = os.open("/", os.O_PATH | os.O_DIRECTORY)
             _prepare(plan)
             if plan.confined:
                 _confine(plan)
             else:
                 landlock.keep_signals_in()
         except BaseException as error:
-            init.send(channel, Report(Kind.FAILED, value=getattr(error, "errno", None) or 0, text=str(error)))
+            send(channel, Report(Kind.FAILED, value=getattr(error, "errno", None) or 0, text=str(error)))
             raise
-        init.report_ready(channel, places)
-        init.Init(channel, lambda spawn, fds: _start(plan, spawn, fds), _kill_slot(plan)).serve()
+        socket.send_fds(channel, [init_messages.encode_report(Report(Kind.READY))], [root])
+        os.close(root)
+        Init(channel, lambda spawn, fds: _start(plan, spawn, fds), _kill_slot(plan)).serve()
         status = 0
     finally:
         os._exit(status)
@@ -122,15 +140,15 @@ def _limit(limit: int, value: int | None) -> None:
         resource.setrlimit(limit, (ceiling, ceiling))
 
 
-def _kill_slot(plan: Plan) -> kill.KillSlot:
+def _kill_slot(plan: Plan) -> process_tree.KillSlot:
     """The last resort: everything of the slot's user; without one, whatever this process may signal, which is less."""
     if plan.user:
         return lambda: users.kill(plan.user)
-    return kill.kill_everything if plan.confined else _kill_descendants
+    return process_tree.kill_everything if plan.confined else _kill_descendants
 
 
 def _kill_descendants() -> None:
-    for process in kill.processes():
+    for process in process_tree.processes():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, signal.SIGKILL)
 
@@ -152,7 +170,7 @@ def _start(plan: Plan, spawn: init_messages.Spawn, fds: list[int]) -> int:
     env = init_messages.environment(_environment(plan, spawn.env.variables()))
     spawn = spawn._replace(cwd=real_path(plan.home, spawn.cwd), env=env)
     if not plan.user:
-        return init.start_command(spawn, fds)
+        return start_command(spawn, fds)
     reader, writer = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
@@ -164,7 +182,7 @@ def _start(plan: Plan, spawn: init_messages.Spawn, fds: list[int]) -> int:
         return pid
     os.waitpid(pid, 0)
     number, in_directory = struct.unpack("=i?", report)
-    raise (init.NoDirectory if in_directory else OSError)(number, os.strerror(number))
+    raise (NoDirectory if in_directory else OSError)(number, os.strerror(number))
 
 
 def _become(plan: Plan, spawn: init_messages.Spawn, fds: list[int], writer: int) -> NoReturn:
@@ -179,8 +197,8 @@ def _become(plan: Plan, spawn: init_messages.Spawn, fds: list[int], writer: int)
         os.chdir(spawn.cwd)
         in_directory = False
         env = spawn.env.variables()
-        path = init.find(spawn.argv[0], env)
-        *high, writer = init.above(server_directory.WORKSPACE_FD, [*fds, writer])
+        path = find(spawn.argv[0], env)
+        *high, writer = above(server_directory.WORKSPACE_FD, [*fds, writer])
         for index, target in spawn.places:
             os.dup2(high[index], target, inheritable=True)
         if spawn.terminal:
@@ -189,7 +207,7 @@ def _become(plan: Plan, spawn: init_messages.Spawn, fds: list[int], writer: int)
             _limit(limit, value)
         signal.set_wakeup_fd(-1)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        for number in init.SPAWN_SIGNALS:
+        for number in SPAWN_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         os.execve(path, spawn.argv, env)  # noqa: S606
     except BaseException as error:
@@ -202,3 +220,166 @@ def _environment(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
     """With the places of this slot, unless the caller has named others."""
     home = real_path(plan.home, env.get("HOME", "/root"))
     return {"TMPDIR": f"{plan.home}/{DIRECTORIES['/tmp']}", **env, "HOME": home}  # noqa: S108
+
+
+class Init:
+    """The control loop: takes orders, starts and kills processes, reports what becomes of them."""
+
+    def __init__(self, channel: socket.socket, start: Start, kill_slot: process_tree.KillSlot) -> None:
+        self._channel, self._start, self._kill_slot = channel, start, kill_slot
+        self._commands: dict[int, process_tree.Command] = {}
+        self._names: dict[int, int] = {}
+        self._at_end: dict[int, process_tree.Moment] = {}
+
+    def serve(self) -> None:
+        """Until the server closes the channel; the slot ends with this process."""
+        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        poll = select.poll()
+        poll.register(CONTROL, select.POLLIN)
+        poll.register(reader, select.POLLIN)
+        while True:
+            ready = dict(poll.poll())
+            if reader in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(reader, 4096)
+            self._reap()
+            if CONTROL in ready and not self._take():
+                return
+
+    def _take(self) -> bool:
+        data, fds = pipes.receive(self._channel, init_messages.MAX_DATAGRAM + 4096, 8)
+        if not data:
+            return False
+        order, command, number = init_messages.decode_order(data)
+        if order is Order.LONG:
+            with open(fds.pop(0), "rb") as file:
+                data = file.read()
+            order, command, number = init_messages.decode_order(data)
+        if order is Order.SPAWN:
+            self._spawn(init_messages.decode_spawn(data), fds)
+        elif order is Order.KILL:
+            self._kill(command, init_messages.decode_moment(data), number)
+        else:
+            self._signal(command, number)
+        return True
+
+    def _spawn(self, spawn: init_messages.Spawn, fds: list[int]) -> None:
+        said: Report | None = None
+        try:
+            started = time.clock_gettime(time.CLOCK_BOOTTIME)
+            pid = self._start(spawn, fds)
+            self._commands[pid] = process_tree.Command(pid, process_tree.ticks(started))
+            self._names[pid] = spawn.command
+            if spawn.announce:
+                said = Report(Kind.STARTED, spawn.command, pid)
+        except OSError as error:
+            said = Report(Kind.NOT_STARTED, spawn.command, error.errno or 0, isinstance(error, NoDirectory))
+        finally:
+            for fd in fds:
+                os.close(fd)
+        if said is not None:
+            send(self._channel, said)
+
+    def _signal(self, name: int, number: int) -> None:
+        """Send a signal to the group that a command leads."""
+        for pid, known in self._names.items():
+            if known == name:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, number)
+
+    def _kill(self, name: int, after: process_tree.Moment, flags: int) -> None:
+        """Kill a command and what it started, then say so. Its exit is reported first, as always."""
+        if flags & init_messages.AT_END and name in self._names.values():
+            self._at_end[name] = after
+            return
+        self._at_end.pop(name, None)
+        swept, spare = False, bool(flags & init_messages.SPARE)
+        for pid, known in list(self._names.items()):
+            if known == name:
+                others = [command for command in self._commands.values() if command.pid != pid]
+                swept = process_tree.kill_tree(
+                    self._commands[pid], others, self._reap, after, spare, kill_slot=self._kill_slot
+                )
+        self._reap()
+        send(self._channel, Report(Kind.KILLED, name, flag=swept))
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._commands:
+                command, name = self._commands.pop(pid), self._names.pop(pid)
+                code, cpu_s = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+                send(self._channel, Report(Kind.EXIT, name, code, False, cpu_s, usage.ru_maxrss << 10))
+                if name in self._at_end:
+                    self._kill_rest(name, command, self._at_end.pop(name))
+
+    def _kill_rest(self, name: int, ended: process_tree.Command, after: process_tree.Moment) -> None:
+        """The main process has ended: kill what is left of its tree, then say so."""
+        others = list(self._commands.values())
+        swept = process_tree.kill_tree(ended, others, self._reap, after, spare=True, kill_slot=self._kill_slot)
+        send(self._channel, Report(Kind.KILLED, name, flag=swept))
+
+
+def start_command(spawn: init_messages.Spawn, fds: list[int]) -> int:
+    """The pid of a new process. Raises OSError, `NoDirectory` where the directory is what failed."""
+    moved: list[int] = []
+    try:
+        _enter(spawn.cwd)
+        env = spawn.env.variables()
+        path = find(spawn.argv[0], env)
+        highest = max(target for _, target in spawn.places)
+        if highest > CONTROL:  # where a descriptor that is still to be copied may lie
+            fds = moved = above(highest, fds)
+        actions = _terminal(spawn, fds) + [(os.POSIX_SPAWN_DUP2, fds[i], target) for i, target in spawn.places]
+        return os.posix_spawn(
+            path, spawn.argv, env, file_actions=actions, setsid=True, setsigmask=(), setsigdef=SPAWN_SIGNALS
+        )
+    finally:
+        for fd in moved:
+            os.close(fd)
+        with contextlib.suppress(OSError):  # a root that the slot may not enter fails its commands, not init
+            os.chdir("/")
+
+
+def _enter(directory: str) -> None:
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise NoDirectory(error.errno, error.strerror) from None
+
+
+def above(highest: int, fds: Sequence[int]) -> list[int]:
+    """Copies of descriptors that lie above a number."""
+    return [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, highest + 1) for fd in fds]
+
+
+def _terminal(spawn: init_messages.Spawn, fds: list[int]) -> list[tuple[int, int, str, int, int]]:
+    """Opening a terminal is how the leader of a session without one gets it; `setsid` has come before."""
+    if not spawn.terminal:
+        return []
+    return [(os.POSIX_SPAWN_OPEN, 0, os.ttyname(fds[spawn.places[0][0]]), os.O_RDWR, 0)]
+
+
+def find(program: str, env: Mapping[str, str]) -> str:
+    """The path of a program, looked up as a shell would. Raises OSError when there is none that can be run."""
+    if "/" in program:
+        return program
+    denied = False
+    for folder in env.get("PATH", "").split(":"):
+        path = f"{folder or '.'}/{program}"
+        if os.access(path, os.X_OK) and not os.path.isdir(path):
+            return path
+        denied = denied or os.path.isfile(path)
+    raise OSError(errno.EACCES if denied else errno.ENOENT, "cannot run", program)
+
+
+def send(channel: socket.socket, report: Report) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        channel.send(init_messages.encode_report(report))

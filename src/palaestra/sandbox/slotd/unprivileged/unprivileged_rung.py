@@ -86,7 +86,7 @@ class UserBody:
 
     @property
     def takes_lines(self) -> bool:
-        """Not the Python init."""
+        """The init of this rung does not."""
         return False
 
     def fork(self, control: socket.socket) -> int:
@@ -108,8 +108,6 @@ class UserBody:
 
 class Confined:
     """Implements `Workshop`."""
-
-    note = ""
 
     def __init__(self, place: server_directory.Base, confined: bool, settings: Fields) -> None:
         self._base, self._confined = place, confined

@@ -13,7 +13,7 @@ import random
 import signal
 from collections import deque
 
-from ..exec import kill as process_tree
+from ..exec import process_tree
 
 RANGE = 1024
 _LOWEST, _HIGHEST = 10_000, 0x7FFFF000

@@ -115,7 +115,8 @@ def kill_tree(
     reap: Callable[[], None],
     after: Moment = ALWAYS,
     spare: bool = False,
-    kill_slot: KillSlot | None = None,
+    *,
+    kill_slot: KillSlot,
 ) -> bool:
     """Kill until nothing of the command lives. True when only killing the whole slot's processes could do it.
 
@@ -135,7 +136,7 @@ def kill_tree(
         if not any(not process.zombie for process in processes() if process.pid in victims):
             continue
         time.sleep(0.0005)  # the killed are still being torn down
-    (kill_slot or kill_everything)()
+    kill_slot()
     return True
 
 
@@ -168,13 +169,12 @@ def tree(
 
 
 def processes() -> list[Process]:
-    """The slot's process table, init left out: all that this process sees where it is pid 1, else its descendants."""
-    own, table = os.getpid(), []
-    for name in os.listdir("/proc"):
-        if name.isdigit() and name != str(own):
-            with contextlib.suppress(OSError):
-                table.append(_read(int(name)))
-    return table if own == 1 else descendants(own, table)
+    """The descendants of this process."""
+    table = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            table.append(_read(int(name)))
+    return descendants(os.getpid(), table)
 
 
 def descendants(pid: int, table: Sequence[Process]) -> list[Process]:

@@ -1,8 +1,7 @@
-"""The native init: found, tried, and kept in a sealed memory file from which every slot executes it.
+"""The program that is pid 1 of each slot, built from `native/*.c`, kept in a sealed memory file.
 
-An idle slot whose pid 1 is `init.c` costs kilobytes of memory where the Python one costs megabytes. It is optional:
-where it was not built, or does not run, the Python init serves, and whoever starts a server is told. A binary carries
-the digest of its source in its name, so that one from another version of the source is not found.
+It is native code because an idle slot then costs kilobytes instead of megabytes. `hatch_build.py` builds it when the
+package is installed; wheels carry it. The binary's name holds the digest of its sources, so a stale one is not used.
 """
 
 from __future__ import annotations
@@ -16,28 +15,31 @@ from .. import syscalls
 from ..protocol import init_messages
 
 SOURCES = ("init.c", "steps.c", "steps.h")
-"""What the binary depends on, in the order of its digest."""
+"""The sources, in the order in which they enter the digest."""
 
 _MFD_EXEC = 0x10
 _ANSWER = 100
-_FOLDER = os.path.dirname(os.path.abspath(__file__))
+FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "native")
+"""Where the sources and the binaries lie."""
+
+_TO_BUILD = "install a C compiler (a package like gcc, or `pip install ziglang`), then install palaestra again"
 
 
-class NoInit(Exception):
-    """There is no native init here; the message says why and what would help."""
+class NoInit(OSError):
+    """There is no native init for this machine; the message says why and what to install."""
 
 
 def binary_name(machine: str, sources: Sequence[bytes]) -> str:
-    """What the binary for a machine is called that was built from these sources."""
+    """The file name of the binary for a machine built from these sources."""
     return f"init-{machine}-{hashlib.sha256(b''.join(sources)).hexdigest()[:12]}"
 
 
 def load(prefix: str = "") -> int:
-    """A descriptor of the init for this machine, which no slot can write to. Raises `NoInit` where none runs.
+    """A descriptor of the init for this machine, which no slot can write to. Raises `NoInit`.
 
-    `prefix` is where the host's root lies.
+    `prefix` is the path of the host's root.
     """
-    folder = prefix + _FOLDER
+    folder = prefix + FOLDER
     try:
         name = binary_name(syscalls.MACHINE, [_read(f"{folder}/{source}") for source in SOURCES])
         program = _sealed(_read(f"{folder}/{name}"))
@@ -45,12 +47,12 @@ def load(prefix: str = "") -> int:
         entries = os.listdir(folder) if os.path.isdir(folder) else []
         stale = any(entry.startswith(f"init-{syscalls.MACHINE}-") for entry in entries)
         was = "was built from another version of its source" if stale else "was not built"
-        raise NoInit(f"it {was}; install the package again where there is a C compiler or ziglang") from None
+        raise NoInit(f"the program that runs as pid 1 of each slot {was}; {_TO_BUILD}") from None
     except OSError as error:
-        raise NoInit(f"it cannot be read: {error}") from None
+        raise NoInit(f"the program that runs as pid 1 of each slot cannot be read: {error}") from None
     if not _answers(program):
         os.close(program)
-        raise NoInit(f"{name} does not run here")
+        raise NoInit(f"{name}, the program that runs as pid 1 of each slot, does not run here; {_TO_BUILD}")
     return program
 
 
@@ -60,10 +62,10 @@ def _read(path: str) -> bytes:
 
 
 def _sealed(content: bytes) -> int:
-    """The content as a file that can be executed and never changed again."""
+    """The content as an executable file that cannot be changed."""
     try:
         memory = os.memfd_create("slot-init", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_EXEC)
-    except OSError:  # kernels before 6.3 do not know the last flag, and do not need it
+    except OSError:  # kernels before 6.3 neither know nor need the last flag
         memory = os.memfd_create("slot-init", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         view = memoryview(content)
@@ -71,8 +73,8 @@ def _sealed(content: bytes) -> int:
             view = view[os.write(memory, view) :]
         seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
         fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
-        # A process whose program its user may not read belongs to the program's owner, so that a slot whose root is
-        # nobody outside sees nothing of it.
+        # A process whose program its user cannot read belongs to the program's owner: the slot's root, who is nobody
+        # outside, cannot inspect it.
         os.fchmod(memory, 0o111)
         return os.open(f"/proc/self/fd/{memory}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
@@ -80,7 +82,7 @@ def _sealed(content: bytes) -> int:
 
 
 def _answers(program: int) -> bool:
-    """Whether it runs here and speaks the server's version of the orders."""
+    """Whether it runs here and reports the server's version of the orders."""
     try:
         pid = os.posix_spawn(f"/proc/self/fd/{program}", ["slot-init", "--version"], {})
     except OSError:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 
-from palaestra.sandbox.slotd.exec import kill
-from palaestra.sandbox.slotd.exec.kill import Command, Process, tree
+from palaestra.sandbox.slotd.exec import process_tree
+from palaestra.sandbox.slotd.exec.process_tree import Command, Process, tree
 
 COMMAND = Command(pid=10, started=100)
 
@@ -60,17 +60,17 @@ def test_orphans_up_to_a_moment_stay() -> None:
 
 def test_a_moment_is_told_by_the_youngest_process_of_then() -> None:
     with subprocess.Popen(["/bin/sleep", "60"]) as child:
-        noted = kill.note()
-        _, then = kill.moment(noted)
+        noted = process_tree.note()
+        _, then = process_tree.moment(noted)
         assert then >= child.pid
-        [began] = [process.started for process in kill.processes() if process.pid == child.pid]
-        inside = kill.inside(os.getpid(), noted_in(began, then))
+        [began] = [process.started for process in process_tree.processes() if process.pid == child.pid]
+        inside = process_tree.inside(os.getpid(), noted_in(began, then))
         child.kill()
     assert inside[0] == began
     assert child.pid <= inside[1] <= then
-    assert kill.inside(os.getpid(), noted_in(began + 1, then)) == (began + 1, 0)
+    assert process_tree.inside(os.getpid(), noted_in(began + 1, then)) == (began + 1, 0)
 
 
-def noted_in(tick: int, last: int) -> kill.Noted:
+def noted_in(tick: int, last: int) -> process_tree.Noted:
     """Within a tick, when a process had the last number that was given out."""
     return (tick + 0.5) / os.sysconf("SC_CLK_TCK"), b"0.00 0.00 0.00 1/100 %d\n" % last
