@@ -24,7 +24,7 @@ from palaestra.rollouts.journal.journal import GroupStarted, RolloutEnded, read_
 from palaestra.rollouts.records import Group
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Rung
-from palaestra.sandbox.snapshots.folder import Entry, SnapshotStore
+from palaestra.sandbox.snapshots.folder import SnapshotStore, StoredSnapshot
 from palaestra.suites.swe.install import Toolchain
 from palaestra.suites.swe.swe_env import SweSmithOracleEnv, SweSmithOracleEnvConfig, Work
 from palaestra.suites.swe.swe_rows import Install, RowKind, SweRow
@@ -148,7 +148,7 @@ def run(*flags: str) -> tuple[set[str], list[bool]]:
     return {detail["made"] for detail in made_in(journal)}, [group.from_store for group in groups_of(journal)]
 
 
-def entries() -> list[Entry]:
+def entries() -> list[StoredSnapshot]:
     return SnapshotStore(Path("store")).entries()
 
 

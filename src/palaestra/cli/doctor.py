@@ -25,7 +25,7 @@ from palaestra.cli.exits import report
 from palaestra.core.errors import IsolationUnavailable
 from palaestra.core.exits import FAILED
 from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Rung, Step
+from palaestra.sandbox.slot import Rung, RungStatus
 
 if TYPE_CHECKING:
     from palaestra.inference.doctor import Diagnosis
@@ -118,7 +118,7 @@ def _machine(as_json: bool) -> None:
         raise IsolationUnavailable("no rung of the ladder can be had here; the reasons are above")
 
 
-def verdict(ladder: Sequence[Step]) -> str:
+def verdict(ladder: Sequence[RungStatus]) -> str:
     """The line that says what a run would use."""
     best = max((step.rung for step in ladder if step.available and step.rung > Rung.NONE), default=None)
     return "runs refuse to start" if best is None else f"runs use: {best.label}"
@@ -156,7 +156,7 @@ def _version(program: str) -> str:
     return answer.stdout.strip() or f"does not answer (exit code {answer.returncode})"
 
 
-def _plain(step: Step) -> dict[str, JSON]:
+def _plain(step: RungStatus) -> dict[str, JSON]:
     return {
         "rung": step.rung.label,
         "available": step.available,
@@ -165,11 +165,11 @@ def _plain(step: Step) -> dict[str, JSON]:
     }
 
 
-def _state(step: Step) -> str:
+def _state(step: RungStatus) -> str:
     return "yes" if step.available else "no"
 
 
-def _show_table(facts: dict[str, str], ladder: Sequence[Step]) -> None:
+def _show_table(facts: dict[str, str], ladder: Sequence[RungStatus]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

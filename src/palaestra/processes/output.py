@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from palaestra.sandbox.slot import Output, Process
+from palaestra.sandbox.slot import OutputPiece, Process
 from palaestra.sandbox.terminal.screen import plain
 
 LONGEST_CHARACTER = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class OutputText:
     """Output from the cursor `start` to the cursor `end`.
 
     `lost` bytes before `start` were asked for and are dropped. `more`: there was more when this was read.
@@ -29,21 +29,21 @@ class Text:
     more: bool = False
 
 
-async def read_text(process: Process, cursor: int, *, max_bytes: int, running: bool) -> Text:
+async def read_text(process: Process, cursor: int, *, max_bytes: int, running: bool) -> OutputText:
     """Text from a cursor on. `running`, whether the process ran before this call: then more may come."""
     piece = await process.read(cursor, max_bytes=max_bytes)
     data, skipped = _from_a_character_on(piece) if piece.lost else (piece.data, 0)
     more = len(piece.data) == max_bytes
     text, held = readable(data, running or more)
-    return Text(text, piece.start + skipped, piece.end - held, piece.lost + skipped, more)
+    return OutputText(text, piece.start + skipped, piece.end - held, piece.lost + skipped, more)
 
 
-async def tail(process: Process, max_bytes: int, *, running: bool) -> Text:
+async def tail(process: Process, max_bytes: int, *, running: bool) -> OutputText:
     """The last so many bytes of the output."""
     piece = await process.read(-max_bytes, max_bytes=max_bytes)
     data, skipped = _from_a_character_on(piece)
     text, held = readable(data, running)
-    return Text(text, piece.start + skipped, piece.end - held)
+    return OutputText(text, piece.start + skipped, piece.end - held)
 
 
 def readable(data: bytes, more: bool) -> tuple[str, int]:
@@ -61,7 +61,7 @@ def readable(data: bytes, more: bool) -> tuple[str, int]:
     return text.replace("\r\n", "\n"), held
 
 
-def _from_a_character_on(piece: Output) -> tuple[bytes, int]:
+def _from_a_character_on(piece: OutputPiece) -> tuple[bytes, int]:
     """A piece that may begin in the middle of a character, without that half; and how many bytes that is."""
     skipped = 0
     while piece.start and skipped < min(len(piece.data), LONGEST_CHARACTER - 1) and piece.data[skipped] >> 6 == 0b10:

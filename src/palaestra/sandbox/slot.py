@@ -155,7 +155,7 @@ class TerminalSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class OutputPiece:
     """A piece of a process's output, from the cursor `start` on.
 
     `lost` is how many bytes after the cursor that was asked for are no longer kept.
@@ -210,14 +210,14 @@ class Process(Protocol):
 
     async def status(self) -> ProcessStatus: ...
 
-    async def read(self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0) -> Output:
+    async def read(self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0) -> OutputPiece:
         """Output from `cursor` on (negative: so many bytes before the end), without taking it away from others.
 
         Where there is none yet, waits `wait_s` at most for some, or for the end. The last 256 KiB at least are kept.
         """
         ...
 
-    def output(self, cursor: int = 0) -> AsyncIterator[Output]:
+    def output(self, cursor: int = 0) -> AsyncIterator[OutputPiece]:
         """Follow the output from `cursor` on until the process has ended."""
         ...
 
@@ -429,7 +429,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RungStatus:
     """One line of the ladder: whether `rung` can be had here, and if not, why and what would change that."""
 
     rung: Rung
@@ -530,7 +530,7 @@ class SlotSource(Protocol):
     async def forget(self, snapshot: Snapshot) -> None: ...
 
 
-Ladder = Sequence[Step]
+Ladder = Sequence[RungStatus]
 OutputStream = AsyncIterator[bytes]
 
 

@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import sys
@@ -53,12 +52,12 @@ from palaestra.core.types import JSON, AllowList, Network
 from palaestra.sandbox.images.store import ImageStore
 from palaestra.sandbox.isolation.hints import explain
 from palaestra.sandbox.isolation.self_test import prove
-from palaestra.sandbox.local.client import SlotServer
-from palaestra.sandbox.local.local_slot import LocalSlot, environment
+from palaestra.sandbox.local.client import SlotClient
+from palaestra.sandbox.local.direct.direct_slot import DirectClient
+from palaestra.sandbox.local.local_slot import LocalSlot, SlotLease
 from palaestra.sandbox.service import service_client
 from palaestra.sandbox.slot import Change, Fork, Rung, Slot, SlotSpec, Snapshot, View, decode_lease, encode_lease
 from palaestra.sandbox.slotd.network import allowlist
-from palaestra.sandbox.slotd.protocol import init_messages
 
 BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)
 """The rungs this backend has, best first. The last only for who asks for it by name."""
@@ -70,7 +69,7 @@ _WAY_OUT += "user.max_user_namespaces > 0); `palaestra doctor` shows what this m
 _NARROWER = "give a list of hosts instead, or run as root"
 
 _log = logging.getLogger(__name__)
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 class LocalBackend:
@@ -95,7 +94,7 @@ class LocalBackend:
         self._wanted, self._required = rung, require
         self._images = images or ImageStore()
         self._service = None if service is None else service_client.socket_path(service, service_directory)
-        self._server: SlotServer | None = None
+        self._server: SlotClient | None = None
         self._rung: Rung | None = None
         self._slots: dict[int, LocalSlot] = {}
         self._loaded: dict[str, tuple[str, ...]] = {}
@@ -157,7 +156,8 @@ class LocalBackend:
         self._rung = rung
         settings = {"prefix": prefix, "first_epoch": self._last_epoch + 1}
         if self._service is None:
-            self._server = await SlotServer.start(rung.label, settings, self._on_lost)
+            kind = DirectClient if rung is Rung.FULL else SlotClient  # the one place that plugs in the direct path
+            self._server = await kind.start(rung.label, settings, self._on_lost)
         else:
             self._server = await service_client.attach(self._service, rung.label, settings, self._on_lost)
 
@@ -165,7 +165,7 @@ class LocalBackend:
         """End the server, every slot and every layer; leave a service, which keeps its slots. Idempotent."""
         server, self._server = self._server, None
         for slot in self._slots.values():
-            slot.released = True
+            slot.release()
         self._slots.clear()
         if server is not None:
             await server.aclose()
@@ -187,7 +187,8 @@ class LocalBackend:
         server, found = self._running(), []
         for lease in server.hello.get("leases", ()):
             trajectory_id, spec = decode_lease(lease["about"])
-            slot = LocalSlot(server, spec, trajectory_id, self.rung, (lease["slot"], lease["epoch"]), self._forked)
+            held = SlotLease(server, lease["slot"], lease["epoch"], self.rung)
+            slot = LocalSlot(held, spec, trajectory_id, self._forked, server.loop)
             found.append(self._slots.setdefault(slot.epoch, slot))
         return list(found)
 
@@ -231,19 +232,16 @@ class LocalBackend:
             "allow": _allowed(spec),
             "limits": asdict(spec.limits),
             "mounts": _mounts(spec),
-            "env": environment(spec, self._bin_dir if image is None else ""),
+            "env": _environment(spec, self._bin_dir if image is None else ""),
         }
         if self._service is not None:
             fields["about"] = encode_lease(trajectory_id, spec)
         server = await self._living()
-        reply = await server.make("create", fields, functools.partial(_unmake, server))
-        if reply["exposed"]:
-            _tell_once(
-                f"slots with the network on reach cloud metadata addresses here: {reply['exposed']}; {_NARROWER}"
-            )
-        lease = (reply["slot"], reply["epoch"])
-        reach = server.reach(*lease, init_messages.environment(fields["env"]))
-        slot = LocalSlot(server, spec, trajectory_id, self.rung, lease, self._forked, reach)
+        made, requests = await server.create(fields)
+        if made["exposed"]:
+            _warn_once(f"slots with the network on reach cloud metadata addresses here: {made['exposed']}; {_NARROWER}")
+        lease = SlotLease(requests, made["slot"], made["epoch"], self.rung)
+        slot = LocalSlot(lease, spec, trajectory_id, self._forked, server.loop)
         self._slots[slot.epoch] = slot
         self._last_epoch = max(self._last_epoch, slot.epoch)
         return slot
@@ -252,9 +250,9 @@ class LocalBackend:
         """End the slot; its change becomes a layer, cut to `view` where one is given."""
         ours = self._own(slot)
         fields = {**ours.lease(), "view": _view(view)}
-        ours.released = True
+        ours.release()
         self._slots.pop(ours.epoch, None)
-        return _snapshot(await ours.server.make("seal", fields, _forget_topmost), ours.spec)
+        return _snapshot(await ours.requests.make("seal", fields, _forget_topmost), ours.spec)
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
         """What the slot's files are now; the slot goes on. Its processes are stopped meanwhile, and are not in it.
@@ -263,8 +261,7 @@ class LocalBackend:
         process that does not stop, and on a rung without layers.
         """
         ours = self._own(slot)
-        with ours.surveyed(), ours.stopped():
-            return _snapshot(await ours.server.make("checkpoint", ours.lease(), _forget_topmost), ours.spec)
+        return _snapshot(await ours.requests.make("checkpoint", ours.lease(), _forget_topmost), ours.spec)
 
     @contextlib.asynccontextmanager
     async def _forked(self, slot: LocalSlot) -> AsyncIterator[Slot]:
@@ -312,10 +309,10 @@ class LocalBackend:
         if ours.released:
             return
         fields = ours.lease()
-        ours.released = True
+        ours.release()
         self._slots.pop(ours.epoch, None)
-        if not ours.server.ended:
-            await ours.server.call("destroy", fields)
+        if not ours.requests.ended:
+            await ours.requests.call("destroy", fields)
 
     async def forget(self, snapshot: Snapshot) -> None:
         """Drop the snapshot's topmost layer, once nothing stands on it. One that is gone already is fine."""
@@ -327,7 +324,7 @@ class LocalBackend:
         """What there is at the moment."""
         return {"backend": self.name, "rung": self.rung.label, "slots": len(self._slots), "lost": self._lost}
 
-    async def _living(self) -> SlotServer:
+    async def _living(self) -> SlotClient:
         """The server, started anew where it has died: its slots and snapshots are lost, but not the run."""
         async with self._restarting:
             server, rung = self._running(), self.rung
@@ -337,7 +334,7 @@ class LocalBackend:
                 await self._start_server(rung)
             return self._running()
 
-    def _running(self) -> SlotServer:
+    def _running(self) -> SlotClient:
         if self._server is None:
             raise SandboxError("the local backend is not running; call start() first")
         return self._server
@@ -350,22 +347,16 @@ class LocalBackend:
     def _on_lost(self, name: str, epoch: int) -> None:
         if not name:  # it is the whole server, which every call reports
             for slot in self._slots.values():
-                slot.lose()
+                slot.requests.slot_ended()
             return
         if epoch in self._slots:
-            self._slots[epoch].lose()
+            self._slots[epoch].requests.slot_ended()
         self._lost += 1
 
 
-def _unmake(server: SlotServer, made: dict[str, JSON]) -> tuple[str, dict[str, JSON]]:
-    """What undoes the making of a slot."""
-    server.forget(made["epoch"])
-    return "destroy", made
-
-
-def _tell_once(note: str) -> None:
-    if note and note not in _told:
-        _told.add(note)
+def _warn_once(note: str) -> None:
+    if note not in _warned:
+        _warned.add(note)
         _log.warning("%s", note)
 
 
@@ -377,6 +368,24 @@ def _interpreter_prefix() -> str:
     """Where the running interpreter is installed, unless it is where slots see it anyway."""
     prefix = os.path.realpath(sys.base_prefix)
     return "" if f"{prefix}/".startswith("/usr/") else prefix
+
+
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def _environment(spec: SlotSpec, bin_dir: str) -> dict[str, JSON]:
+    """The variables of all commands of a slot; `bin_dir`, if given, comes first in PATH."""
+    path = f"{bin_dir}:{_SYSTEM_PATH}" if bin_dir and bin_dir not in _SYSTEM_PATH.split(":") else _SYSTEM_PATH
+    return {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **_proxies(spec), **dict(spec.env)}
+
+
+def _proxies(spec: SlotSpec) -> dict[str, str]:
+    """The proxy variables of a slot with a list of hosts, which has no other way out."""
+    if not isinstance(spec.network, AllowList):
+        return {}
+    names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+    own = dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1,::1")
+    return {**dict.fromkeys(names, f"http://127.0.0.1:{allowlist.PROXY_PORT}"), **own}
 
 
 def _allowed(spec: SlotSpec) -> JSON:

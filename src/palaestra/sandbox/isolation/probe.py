@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from palaestra.sandbox.backends.local import BUILT, LocalBackend
-from palaestra.sandbox.slot import Rung, Step
+from palaestra.sandbox.slot import Rung, RungStatus
 
 _COVERS = {
     Rung.FULL: (
@@ -36,16 +36,16 @@ def warning(rung: Rung) -> str | None:
     return "commands run as you, unprotected" if rung is Rung.NONE else None
 
 
-async def probe() -> list[Step]:
+async def probe() -> list[RungStatus]:
     """Every rung, best first, with the reason where it cannot be had. Takes a fraction of a second."""
     return [await _try(rung) for rung in BUILT]
 
 
-async def _try(rung: Rung) -> Step:
+async def _try(rung: Rung) -> RungStatus:
     backend = LocalBackend()
     reason = await backend.attempt(rung)
     await backend.aclose()
     if reason is not None:
-        return Step(rung, False, reason)
+        return RungStatus(rung, False, reason)
     held = "for who asks for it by name" if rung is Rung.NONE else "a throw-away slot held every check"
-    return Step(rung, True, held, _COVERS[rung])
+    return RungStatus(rung, True, held, _COVERS[rung])

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from palaestra.core.types import JSON
-from palaestra.sandbox.local.client import SlotServer
+from palaestra.sandbox.local.client import SlotClient
 from palaestra.sandbox.slotd.protocol import frames
-from palaestra.sandbox.slotd.protocol.frames import RECEIVE_BYTES, Decoder, Frame, Kind
+from palaestra.sandbox.slotd.protocol.frames import RECEIVE_BYTES, Frame, FrameDecoder, FrameKind
 
 IDLE_S = 60.0
 
@@ -41,7 +41,7 @@ class Visitor:
     client: bool = False
     numbers: dict[int, int] = field(default_factory=dict)
 
-    def send(self, kind: Kind, request: int, fields: dict[str, JSON] | None = None, data: bytes = b"") -> None:
+    def send(self, kind: FrameKind, request: int, fields: dict[str, JSON] | None = None, data: bytes = b"") -> None:
         """Pass one frame up. A connection that is gone takes nothing."""
         if not self.writer.is_closing():
             self.writer.write(frames.encode(kind, request, fields, data))
@@ -75,7 +75,7 @@ class Broker:
 
     async def visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, from its HELLO to its end."""
-        visitor, decoder = Visitor(writer), Decoder()
+        visitor, decoder = Visitor(writer), FrameDecoder()
         try:
             if not _is_same_user(writer):
                 return
@@ -90,13 +90,13 @@ class Broker:
             writer.close()
 
     async def _on_visitor(self, visitor: Visitor, frame: Frame) -> None:
-        if frame.kind is Kind.HELLO:
+        if frame.kind is FrameKind.HELLO:
             await self._hello(visitor, frame)
-        elif frame.kind is Kind.REQUEST and frame.fields["op"] == "end":
+        elif frame.kind is FrameKind.REQUEST and frame.fields["op"] == "end":
             self.over.set()
         elif not visitor.client:
-            visitor.send(Kind.ERROR, frame.request, {"error": "sandbox", "message": "not attached"})
-        elif frame.kind is Kind.REQUEST:
+            visitor.send(FrameKind.ERROR, frame.request, {"error": "sandbox", "message": "not attached"})
+        elif frame.kind is FrameKind.REQUEST:
             number = visitor.numbers[frame.request] = next(self._numbers)
             self._pending[number] = _Request(visitor, frame.request, frame.fields)
             self._below.write(frames.encode(frame.kind, number, frame.fields, frame.data))
@@ -107,26 +107,26 @@ class Broker:
         about: dict[str, JSON] = {"version": frames.VERSION, "pid": os.getpid(), "rung": self._rung}
         if frame.fields.get("look"):
             about |= {"attached": self._client is not None, "leases": list(self._leases.values())}
-            visitor.send(Kind.HELLO, frame.request, about)
+            visitor.send(FrameKind.HELLO, frame.request, about)
         elif frame.fields["version"] != frames.VERSION:
             message = (
                 f"the service speaks version {frames.VERSION} of the protocol; end it: palaestra slots clean --all"
             )
-            visitor.send(Kind.ERROR, frame.request, {"error": "isolation", "message": message})
+            visitor.send(FrameKind.ERROR, frame.request, {"error": "isolation", "message": message})
         elif self._client is not None:
             message = "another process is attached to this service; wait for its end, or name another service"
-            visitor.send(Kind.ERROR, frame.request, {"error": "sandbox", "message": message})
+            visitor.send(FrameKind.ERROR, frame.request, {"error": "sandbox", "message": message})
         else:
             self._client, visitor.client = visitor, True
             for name in list(self._leases):
                 await self._renew(name)
-            visitor.send(Kind.HELLO, frame.request, about | {"leases": list(self._leases.values())})
+            visitor.send(FrameKind.HELLO, frame.request, about | {"leases": list(self._leases.values())})
 
     async def _renew(self, name: str) -> None:
         """A lease's new epoch: whoever held it before is refused from now on."""
         lease = self._leases[name]
         answer = await self._ask({"op": "renew", "slot": name, "epoch": lease["epoch"]})
-        if answer.kind is Kind.RESULT:
+        if answer.kind is FrameKind.RESULT:
             lease["epoch"] = answer.fields["epoch"]
         else:
             self._leases.pop(name, None)
@@ -134,7 +134,7 @@ class Broker:
     def _leave(self, visitor: Visitor) -> None:
         """Its commands are killed, its snapshots dropped, its slots stay."""
         for number in visitor.numbers.values():
-            self._below.write(frames.encode(Kind.CANCEL, number))
+            self._below.write(frames.encode(FrameKind.CANCEL, number))
         if self._client is visitor:
             self._client = None
             self._drop(self._layers)
@@ -142,7 +142,7 @@ class Broker:
     def _drop(self, layers: set[str]) -> None:
         """Forget snapshots; what slots stand on stays until they end."""
         fields: dict[str, JSON] = {"op": "forget", "layers": sorted(layers)}
-        self._below.write(frames.encode(Kind.REQUEST, next(self._numbers), fields))
+        self._below.write(frames.encode(FrameKind.REQUEST, next(self._numbers), fields))
         layers.clear()
 
     # Below
@@ -150,10 +150,10 @@ class Broker:
     async def _ask(self, fields: dict[str, JSON]) -> Frame:
         number = next(self._numbers)
         self._own[number] = asyncio.get_running_loop().create_future()
-        self._below.write(frames.encode(Kind.REQUEST, number, fields))
+        self._below.write(frames.encode(FrameKind.REQUEST, number, fields))
         return await self._own[number]
 
-    async def listen_below(self, reader: asyncio.StreamReader, decoder: Decoder) -> None:
+    async def listen_below(self, reader: asyncio.StreamReader, decoder: FrameDecoder) -> None:
         """Until the slot server ends."""
         while data := await reader.read(RECEIVE_BYTES):
             for frame in decoder.feed(data):
@@ -164,8 +164,8 @@ class Broker:
         self.over.set()
 
     def _on_below(self, frame: Frame) -> None:
-        final = frame.kind in (Kind.RESULT, Kind.ERROR)
-        if frame.kind is Kind.LOST:
+        final = frame.kind in (FrameKind.RESULT, FrameKind.ERROR)
+        if frame.kind is FrameKind.LOST:
             self._leases.pop(frame.fields["slot"], None)
             if self._client is not None:
                 self._client.send(frame.kind, 0, frame.fields)
@@ -182,14 +182,14 @@ class Broker:
     def _account(self, request: _Request, answer: Frame) -> None:
         """Keep the list of leases, and of the client's snapshots."""
         asked, op = request.fields, request.fields["op"]
-        if op == "create" and answer.kind is Kind.RESULT:
+        if op == "create" and answer.kind is FrameKind.RESULT:
             lease = {"slot": answer.fields["slot"], "epoch": answer.fields["epoch"], "about": asked.get("about", {})}
             self._leases[answer.fields["slot"]] = lease
         elif op in ("destroy", "seal"):
             self._leases.pop(asked["slot"], None)
         if op == "forget":
             self._layers.difference_update(asked["layers"])
-        elif op in ("seal", "checkpoint", "view", "load") and answer.kind is Kind.RESULT:
+        elif op in ("seal", "checkpoint", "view", "load") and answer.kind is FrameKind.RESULT:
             made = set(answer.fields["layers"][: None if op == "load" else 1])
             if request.visitor is self._client:
                 self._layers |= made
@@ -219,12 +219,12 @@ def _say(fields: dict[str, JSON]) -> None:
 
 
 async def _serve(listener: socket.socket, path: str, rung: str, settings: dict[str, JSON]) -> None:
-    server, stream = await SlotServer.launch(rung)
+    server, stream = await SlotClient.launch(rung)
     reader, writer = await asyncio.open_unix_connection(sock=stream)
-    decoder = Decoder()
-    writer.write(frames.encode(Kind.HELLO, 0, {"version": frames.VERSION, **settings}))
+    decoder = FrameDecoder()
+    writer.write(frames.encode(FrameKind.HELLO, 0, {"version": frames.VERSION, **settings}))
     frame = next(iter(decoder.feed(await reader.read(RECEIVE_BYTES))), None)
-    if frame is None or frame.kind is not Kind.HELLO:
+    if frame is None or frame.kind is not FrameKind.HELLO:
         _unlink(path)
         _say(frame.fields if frame else {"message": "the slot server has ended"})
         await server.aclose()

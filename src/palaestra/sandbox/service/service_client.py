@@ -19,9 +19,9 @@ from pathlib import Path
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError
 from palaestra.core.io.file_lock import turn
 from palaestra.core.types import JSON
-from palaestra.sandbox.local.client import OnLost, SlotServer
+from palaestra.sandbox.local.client import OnLost, SlotClient
 from palaestra.sandbox.slotd.protocol import frames
-from palaestra.sandbox.slotd.protocol.frames import Decoder, Kind
+from palaestra.sandbox.slotd.protocol.frames import FrameDecoder, FrameKind
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")
 _LOOK_PATIENCE_S, _END_PATIENCE_S, _TURN_S = 5.0, 20.0, 0.02
@@ -56,12 +56,12 @@ def socket_path(name: str, directory: Path | None = None) -> Path:
     return folder / f"{name}.sock"
 
 
-async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLost) -> SlotServer:
+async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLost) -> SlotClient:
     """Attach to a service, started where it does not run. Raises `SandboxError` while another process is attached."""
     async with _turn(path):
         if not _listens(path):
             await _start(path, rung, settings)
-        server = await SlotServer.attach(str(path), on_lost)
+        server = await SlotClient.attach(str(path), on_lost)
     if server.hello["rung"] != rung:
         await server.aclose()
         runs = f"the service {path.stem} runs on the rung {server.hello['rung']}, not {rung}"
@@ -76,9 +76,9 @@ async def look(path: Path) -> Service | None:
     except OSError:
         return None
     try:
-        writer.write(frames.encode(Kind.HELLO, 1, {"version": frames.VERSION, "look": True}))
+        writer.write(frames.encode(FrameKind.HELLO, 1, {"version": frames.VERSION, "look": True}))
         async with asyncio.timeout(_LOOK_PATIENCE_S):
-            decoder = Decoder()
+            decoder = FrameDecoder()
             while data := await reader.read(frames.RECEIVE_BYTES):
                 for frame in decoder.feed(data):
                     fields = frame.fields
@@ -98,7 +98,7 @@ async def end(path: Path) -> None:
     except OSError:
         return
     try:
-        writer.write(frames.encode(Kind.REQUEST, 1, {"op": "end"}))
+        writer.write(frames.encode(FrameKind.REQUEST, 1, {"op": "end"}))
         async with asyncio.timeout(_END_PATIENCE_S):
             while await reader.read(frames.RECEIVE_BYTES):
                 pass

@@ -46,7 +46,7 @@ def default_folder() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredSnapshot:
     """One kept snapshot. `size_bytes` is what it takes on the disk, `used_at` the last use in seconds since the epoch,
     `name` what it was made for first."""
 
@@ -81,7 +81,7 @@ class SnapshotStore:
         """Where the layers of an entry are."""
         return self.folder / key / "layers"
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[StoredSnapshot]:
         """What is there, least recently used first."""
         found = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
@@ -90,7 +90,7 @@ class SnapshotStore:
                     about = json.loads((path / "about.json").read_text())
                     used_at = (path / "about.json").stat().st_mtime
                     name = str((about.get("recipe") or {}).get("name", ""))
-                    found.append(Entry(path.name, int(about["size_bytes"]), used_at, name))
+                    found.append(StoredSnapshot(path.name, int(about["size_bytes"]), used_at, name))
         return sorted(found, key=lambda entry: entry.used_at)
 
     def has(self, key: str) -> bool:

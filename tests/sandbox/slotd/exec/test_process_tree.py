@@ -6,13 +6,13 @@ import os
 import subprocess
 
 from palaestra.sandbox.slotd.exec import process_tree
-from palaestra.sandbox.slotd.exec.process_tree import Command, Process, tree
+from palaestra.sandbox.slotd.exec.process_tree import Command, ProcessStat, tree
 
 COMMAND = Command(pid=10, started=100)
 
 
-def process(pid: int, parent: int, session: int, started: int = 100, *, zombie: bool = False) -> Process:
-    return Process(pid, parent, session, started, zombie)
+def process(pid: int, parent: int, session: int, started: int = 100, *, zombie: bool = False) -> ProcessStat:
+    return ProcessStat(pid, parent, session, started, zombie)
 
 
 def test_session_and_descendants_belong() -> None:

@@ -6,14 +6,18 @@ import struct
 from pathlib import Path
 
 from palaestra.sandbox.slotd.namespaced import init_steps, native_init, privileges
-from palaestra.sandbox.slotd.namespaced.init_steps import Do, Step
+from palaestra.sandbox.slotd.namespaced.init_steps import BuildStep, Do
 
 HEAD = struct.Struct("=HHIqq")
 
 
 def test_the_encoding_is_what_the_native_init_reads() -> None:
     data = init_steps.encode(
-        [init_steps.mount("a", "/b", "tmpfs", 6, "size=1"), Step(Do.FILTER, program=b"\0\1\2"), Step(Do.SESSION)]
+        [
+            init_steps.mount("a", "/b", "tmpfs", 6, "size=1"),
+            BuildStep(Do.FILTER, program=b"\0\1\2"),
+            BuildStep(Do.SESSION),
+        ]
     )
     assert HEAD.unpack_from(data) == (Do.MOUNT, 4, 18, 6, 0)
     assert data[HEAD.size : HEAD.size + 18] == b"a\0/b\0tmpfs\0size=1\0"
@@ -31,4 +35,4 @@ def test_both_sides_number_the_operations_alike() -> None:
 
 def test_a_filter_is_passed_whole() -> None:
     program = privileges.program()
-    assert init_steps.encode([Step(Do.FILTER, program=program)])[HEAD.size :] == program
+    assert init_steps.encode([BuildStep(Do.FILTER, program=program)])[HEAD.size :] == program

@@ -1,9 +1,9 @@
-"""One running command as the server sees it: its pipes, its bounded capture, its time limit, its end.
+"""One running command: its pipes, its bounded capture, its time limit, its end.
 
-A command has ended when its main process has; then what is in the pipe is taken and nobody waits for the pipe's end,
-since a daemon may hold it. Such a daemon must still be able to write, so its pipe is kept and emptied slowly. Until the
-command has ended the server holds the writing end too: the pipe's end, which comes a little before the report of the
-command's, would only wake it twice.
+A command has ended when its main process has. Then the output pipe is read until it is empty, but not until its end,
+since a daemon may hold it open; such a pipe is kept and drained slowly, so that the daemon can go on writing. This
+process holds the pipe's writing end until the command has ended: otherwise the pipe's end, which comes a little before
+the report of the command's end, would wake this process twice.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from ..protocol import command_result
-from ..protocol.frames import WINDOW, Fields, Kind
-from ..protocol.init_messages import Environment, Report
-from ..protocol.init_messages import Kind as ReportKind
+from ..event_loop import EventLoop, Timer
+from ..protocol import frames
+from ..protocol.frames import USUAL_OUTPUT_BYTES, USUAL_TIMEOUT_S, WINDOW, Fields, Frame, FrameKind, SendFrame
+from ..protocol.init_messages import EnvBlock, InitReport, ReportKind
 from . import pipes
-from .output import Capture, Spill
+from .output import Capture, Shelf, Spill
 from .pipes import PIPE_BYTES, READ_BYTES
 
 MAX_VERDICT_BYTES = 16 << 20
@@ -27,108 +27,79 @@ TIMEOUT_EXIT_CODE = 124
 
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
-_SHELLS = {None: 0, "bash": command_result.BASH, "sh": command_result.SH}
+_SHELLS = {None: 0, "bash": frames.BASH, "sh": frames.SH}
 
 
-class Timer(Protocol):
-    """A call that is to come."""
-
-    def cancel(self) -> None: ...
-
-
-class Rounds(Protocol):
-    """What watches a command's pipes and its time: the server's `Loop`, or the client's.
-
-    `watch_soon` may begin a little later, for what is read at the end anyway.
-    """
-
-    def watch(self, fd: int, call: Callable[[], object]) -> None: ...
-
-    def watch_soon(self, fd: int, call: Callable[[], object]) -> None: ...
-
-    def watch_for(self, fd: int, events: int, call: Callable[[], object]) -> None: ...
-
-    def unwatch(self, fd: int) -> None: ...
-
-    def close(self, fd: int) -> None: ...
-
-    def later(self, seconds: float, call: Callable[[], object]) -> Timer: ...
-
-
-class Asker(Protocol):
-    """Who is told what becomes of a command: the client at the other end of a `Link`, or the client itself."""
-
-    def send(self, kind: Kind, request: int, fields: Fields | None = None, data: bytes = b"") -> None: ...
-
-
-class Request(NamedTuple):
+class CommandSpec(NamedTuple):
     """What a client asked to run.
 
-    `stream` sends the output as it comes, besides capturing it; `spill` keeps what is too long in a file of the slot.
+    `stream` sends the output as it comes, as well as capturing it. `spill` keeps output that exceeds the bound in a
+    file of the slot.
     """
 
     argv: list[str]
     shell: str | None
     cwd: str
-    env: Environment
+    env: EnvBlock
     stdin: bytes
     timeout_s: float
     max_output_bytes: int
     stream: bool
     verdict: bool
-    spill: bool = False
+    spill: bool
+
+
+def command_spec(frame: Frame, argv: list[str], shell: str | None, cwd: str, env: EnvBlock) -> CommandSpec:
+    """The command of an `exec` or `run` request; bounds that the request does not name are the usual ones."""
+    fields = frame.fields
+    return CommandSpec(
+        argv, shell, cwd, env, frame.data, fields.get("timeout_s", USUAL_TIMEOUT_S),
+        fields.get("max_output_bytes", USUAL_OUTPUT_BYTES), "stream" in fields, "verdict" in fields,
+        "no_spill" not in fields,
+    )  # fmt: skip
 
 
 class Execution:
-    """From the spawn message to the RESULT frame. `kill` asks the slot to act, `hear` takes what it has said.
+    """A command from the order to start it to its RESULT frame.
 
-    It is made when the command is on its way to the slot's init already: until it has begun there is time. `pipe` is
-    where it writes, without a writing end (negative) for one that runs in a process which was there before; what
-    `open_spill` gives takes what is too long.
+    Created after the order was sent, while the command starts. `pipe` holds the two ends of its output; a negative
+    writing end means that a process which was there before (a stateful shell) has it. `kill` has the command killed,
+    `receive` takes all reports that have arrived.
     """
 
     def __init__(
-        self,
-        number: int,
-        request: Request,
-        loop: Rounds,
-        link: Asker,
-        kill: Callable[[], None],
-        hear: Callable[[], None],
-        pipe: tuple[int, int],
-        verdict: int = -1,
-        open_spill: Callable[[], Spill] | None = None,
-    ) -> None:
-        self.number, self.request = number, request
-        self._loop, self._link, self._kill, self._hear = loop, link, kill, hear
+        self, number: int, spec: CommandSpec, loop: EventLoop, send: SendFrame, kill: Callable[[], None],
+        receive: Callable[[], None], pipe: tuple[int, int], shelf: Shelf, verdict: int = -1,
+    ) -> None:  # fmt: skip
+        self.number, self.spec = number, spec
+        self._loop, self._send, self._kill, self._receive, self._shelf = loop, send, kill, receive, shelf
         self._output, self._child_output = pipe
         self._shared = self._child_output < 0
         self._verdict = verdict
-        self.open_spill = open_spill if request.spill else None
         self._spill: Spill | None = None
-        self._capture = Capture(request.max_output_bytes)
+        self._capture = Capture(spec.max_output_bytes)
         self._verdict_data = bytearray()
         self._credit = WINDOW
         self._started = time.monotonic()
         self._timer: Timer | None = None
         self.killing = self._timed_out = self._cancelled = self._swept = False
-        self._exit: Report | None = None
+        self._exit: InitReport | None = None
         self.was_killed = False
-        """Whether it, or what a shell ran as its last command, ended by SIGKILL."""
-        self.over = self.in_question = False
-        """Whether nobody waits for it any more; whether it is being asked why it was killed."""
+        """Whether it, or the last command that its shell ran, ended by SIGKILL."""
+        self.over = self.awaiting_oom = False
+        """Whether its RESULT was sent; whether the answer is pending if memory had run out."""
         self.leftover: int | None = None
-        """The output pipe that a daemon still holds after the end, watched until somebody else empties it."""
+        """The output pipe if a daemon still holds it after the end: watched until somebody else drains it."""
 
     def start(self) -> None:
-        """Listen to the command."""
+        """Begin to watch the output and the time."""
         self._loop.watch_soon(self._output, self._read_output)
         if self._verdict >= 0:
             self._loop.watch_soon(self._verdict, self._read_verdict)
-        self._timer = self._loop.later(self.request.timeout_s, self._time_out)
+        self._timer = self._loop.later(self.spec.timeout_s, self._time_out)
 
     def cancel(self) -> None:
-        """The caller has given up: kill; the RESULT comes when everything is dead."""
+        """Kill it because its caller has given up; the RESULT comes when everything is dead."""
         self._cancelled = True
         self._begin_kill()
 
@@ -139,20 +110,20 @@ class Execution:
         self._credit += size
 
     def take(self, data: bytes) -> None:
-        """The next piece of the output."""
-        if self.open_spill is not None and self._capture.total + len(data) > self.request.max_output_bytes:
+        """Take the next piece of the output."""
+        if self.spec.spill and self._capture.total + len(data) > self.spec.max_output_bytes:
             if self._spill is None:
-                self._spill = self.open_spill()
+                self._spill = Spill(self._shelf, f"{self.number}", self.spec.max_output_bytes)
             self._spill.add(data, self._capture)
         self._capture.add(data)
-        if self.request.stream:
-            self._link.send(Kind.DATA, self.number, None, data)
+        if self.spec.stream:
+            self._send(FrameKind.DATA, self.number, None, data)
             self._credit -= len(data)
             if self._credit <= 0:
                 self._loop.unwatch(self._output)
 
-    def on_exit(self, report: Report) -> bool:
-        """The main process has ended. True when the command is over."""
+    def on_exit(self, report: InitReport) -> bool:
+        """The main process has ended. True if the command is over; False while the rest of its tree is being killed."""
         self._exit = report
         self.was_killed = report.value in _KILLED
         return not self.killing
@@ -163,21 +134,18 @@ class Execution:
 
     @property
     def ended(self) -> bool:
-        """Whether the main process has ended, though it may not be over yet."""
+        """Whether the main process has ended."""
         return self._exit is not None
 
-    def finish(self, oom: bool, of_shell: int = 0) -> None:
-        """Take what is left in the pipes and send the RESULT; `of_shell` are the flags of one that goes on.
-
-        Whoever waits for it gets it before anything is put away.
-        """
+    def finish(self, oom: bool, shell_flags: int = 0) -> None:
+        """Read what is left in the pipes and send the RESULT, with the flags of a stateful shell; then clean up."""
         self._close_child_end()
         held = self._drain()
         head, tail = self._capture.parts()
-        end = self._exit or Report(ReportKind.EXIT, self.number, -signal.SIGKILL)
-        outcome = command_result.encode(  # the exit code as a shell's `$?` gives it: 128+n after signal n
+        end = self._exit or InitReport(ReportKind.EXIT, self.number, -signal.SIGKILL)
+        result = frames.encode_result(  # the exit code as a shell's `$?` has it: 128+n after signal n
             TIMEOUT_EXIT_CODE if self._timed_out else end.value if end.value >= 0 else 128 - end.value,
-            of_shell | _SHELLS[self.request.shell] | (self._why_killed(oom) if oom or self.killing else 0),
+            shell_flags | _SHELLS[self.spec.shell] | (self._kill_flags(oom) if oom or self.killing else 0),
             len(head),
             len(tail),
             self._capture.total,
@@ -189,7 +157,7 @@ class Execution:
         if self._spill is not None:
             self._spill.close()
             fields = self._spill.fields()
-        self._link.send(Kind.RESULT, self.number, fields, b"".join((outcome, head, tail, self._verdict_data)))
+        self._send(FrameKind.RESULT, self.number, fields, b"".join((result, head, tail, self._verdict_data)))
         self.over = True
         self._stop()
         if held:
@@ -198,12 +166,12 @@ class Execution:
             self._close_output()
 
     def fail(self, fields: Fields) -> None:
-        """The command could not be started, or its slot is gone."""
+        """Send an ERROR: the command could not be started, or its slot is gone."""
         self.drop()
-        self._link.send(Kind.ERROR, self.number, fields)
+        self._send(FrameKind.ERROR, self.number, fields)
 
     def drop(self) -> None:
-        """Let go of everything, without an answer."""
+        """Close everything without an answer."""
         self.over = True
         self._stop()
         self._close_child_end()
@@ -213,33 +181,32 @@ class Execution:
         self._close_output()
 
     def descriptors(self) -> tuple[int, ...]:
-        """What is open here."""
+        """The descriptors that it has open in this process; negative numbers are none."""
         spill = -1 if self._spill is None else self._spill.fd
         return self._output, self._child_output, self._verdict, spill
 
-    def _why_killed(self, oom: bool) -> int:
+    def _kill_flags(self, oom: bool) -> int:
         return (
-            (command_result.TIMEOUT if self._timed_out else 0)
-            | (command_result.CANCELLED if self._cancelled else 0)
-            | (command_result.SWEPT if self._swept else 0)
-            | (command_result.OOM if oom else 0)
+            (frames.TIMEOUT if self._timed_out else 0)
+            | (frames.CANCELLED if self._cancelled else 0)
+            | (frames.SWEPT if self._swept else 0)
+            | (frames.OOM if oom else 0)
         )
 
     def _begin_kill(self) -> None:
-        """Nothing that has ended is killed: a shell goes on with its next command, which an interrupt would meet."""
+        """Kill it unless it has ended: a stateful shell would take the interrupt in its next command."""
         if not self.killing and not self.ended:
             self.killing = True
             self._kill()
 
     def _time_out(self) -> None:
-        """Where the loop has stood still, what ended in time has only not been heard of yet."""
-        self._hear()
+        self._receive()  # if the loop stood still, a command that ended in time may only not have been noticed
         if not self.ended and not self.over:
             self._timed_out = True
             self._begin_kill()
 
     def _read_output(self) -> None:
-        """One piece per round of the loop, so that a flood is one voice among many."""
+        """Read one piece per round of the loop, so that a flood does not keep others waiting."""
         data = pipes.read(self._output)
         if data is None:
             return
@@ -252,15 +219,15 @@ class Execution:
         data = pipes.read(self._verdict)
         if data is None:
             return
-        # What is too much is read and dropped: the grader sees a verdict that is longer than allowed, not a hang.
+        # What exceeds the bound is read and dropped: the grader gets a verdict of the maximal length, not a hang.
         self._verdict_data += data[: MAX_VERDICT_BYTES - len(self._verdict_data)]
         if not data:
             self._close_verdict()
 
     def _drain(self) -> bool:
-        """What the command wrote before it ended is in the pipes now; no more than a pipe holds belongs to it.
+        """Read what the command wrote before it ended, at most what a pipe holds.
 
-        True where somebody can still write to the output.
+        True if another process can still write to the output.
         """
         if self._verdict >= 0:
             for _ in range(PIPE_BYTES // READ_BYTES + 1):

@@ -1,12 +1,12 @@
-"""Killing what a command has started, and nothing else of its slot.
+"""Which processes of a slot belong to a command, and how to kill them and no others.
 
-A command's tree is its session, all descendants, and what has cut itself loose since the command started (a double
-fork with a session of its own ends as a child of init). The last is told from the daemons of earlier calls by age: what
-is older than the command, or descends from something older, is not the command's. While several commands run at once, a
-process that cut itself loose belongs to all that are older than it, so a timeout of one may take the other's.
+A command's tree is its session, all descendants, and processes that have detached since the command started (a double
+fork with a session of its own ends as a child of init). Age tells the last from daemons of earlier calls: what is older
+than the command, or descends from something older, is not the command's. While several commands run, a detached process
+belongs to all that are older than it, so a timeout of one may kill another's.
 
-The slot's processes are listed again until nothing is left to kill; a tree that forks faster than it can be listed is
-ended by killing everything in the slot but init.
+The process table is read again until nothing is left to kill. A tree that forks faster than it can be read is ended by
+killing everything in the slot but its init. `native/init.c` follows the same rules.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from ..namespaced import freezer
 PATIENCE_S = 2.0
 
 Moment = tuple[int, int]
-"""When, in clock ticks since boot, and the last process id that had been given out by then."""
+"""A time in clock ticks since boot, and the last process id that had been given out by then."""
 
 ALWAYS: Moment = (0, 0)
 
 Noted = tuple[float, bytes]
-"""A moment as it is noted at every command, for the few that are killed: seconds since boot, and `/proc/loadavg`, whose
+"""A moment as it is noted at each command, for the few that are killed: seconds since boot, and `/proc/loadavg`, whose
 last word is the last process id."""
 
 KillSlot = Callable[[], None]
-"""Kills every process of a slot but its init, by whatever means its rung has."""
+"""Kills every process of a slot but its init."""
 
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The main process of a command and when it started, in clock ticks since boot."""
+    """The main process of a command, and when it started in clock ticks since boot."""
 
     pid: int
     started: int
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessStat:
     """One line of the process table."""
 
     pid: int
@@ -58,18 +58,18 @@ class Process:
 
 
 def ticks(seconds_since_boot: float) -> int:
-    """The unit in which the kernel gives a process's start."""
+    """Seconds in the unit in which the kernel gives a process's start."""
     return int(seconds_since_boot * _TICK)
 
 
 def kill_everything() -> None:
-    """Kill all that this process may signal, itself left out: in a process namespace, the whole slot but its init."""
+    """Kill all that this process may signal, except itself."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
 
 
 def note() -> Noted:
-    """This moment, as this process's namespace numbers processes."""
+    """The present moment, with process ids of this process's namespace."""
     return time.clock_gettime(time.CLOCK_BOOTTIME), os.pread(_load(), 128, 0)
 
 
@@ -87,7 +87,7 @@ def _load() -> int:
 def inside(init: int, noted: Noted) -> Moment:
     """A moment of this process's namespace as the init of a slot sees it: by the youngest process of then that lives.
 
-    Process ids are only looked at among processes that began in the same tick, so that one of them is as good as all.
+    Process ids decide only among processes that began in the same tick, so any of those will do.
     """
     started, last = moment(noted)
     before = [_number_inside(pid) for pid, _ in freezer.descendants(init) if pid <= last and _began_in(pid, started)]
@@ -101,7 +101,7 @@ def _began_in(pid: int, tick: int) -> bool:
 
 
 def _number_inside(pid: int) -> int:
-    """The number that a process has in the innermost namespace it is in; 0 for one that is gone."""
+    """The number of a process in its innermost namespace; 0 if it is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
         for line in file:
             if line.startswith(b"NSpid:"):
@@ -118,19 +118,18 @@ def kill_tree(
     *,
     kill_slot: KillSlot,
 ) -> bool:
-    """Kill until nothing of the command lives. True when only killing the whole slot's processes could do it.
+    """Kill until no process of the command lives. True if `kill_slot` had to do it.
 
-    What it started up to the moment `after` is left alone, with what comes from that; with `spare`, its main process.
+    Processes started up to the moment `after` are left alone, with their descendants; with `spare`, so is the main
+    process.
     """
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         victims = tree(processes(), command, others, os.getpid(), after) - ({command.pid} if spare else set())
         if not victims:
             return False
-        for pid in sorted(victims):  # parents first, so that no shell tells of its child's death
-            with contextlib.suppress(
-                ProcessLookupError, PermissionError
-            ):  # outside namespaces: one that has become root
+        for pid in sorted(victims):  # parents first, so that no shell reports its child's death
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # outside namespaces: one that became root
                 os.kill(pid, signal.SIGKILL)
         reap()
         if not any(not process.zombie for process in processes() if process.pid in victims):
@@ -141,7 +140,7 @@ def kill_tree(
 
 
 def tree(
-    table: Sequence[Process], command: Command, others: Sequence[Command], init: int = 1, after: Moment = ALWAYS
+    table: Sequence[ProcessStat], command: Command, others: Sequence[Command], init: int = 1, after: Moment = ALWAYS
 ) -> set[int]:
     """The living processes of the table that belong to the command (since `after`); orphans are children of `init`."""
     mains = {other.pid for other in others}
@@ -168,7 +167,7 @@ def tree(
     return {process.pid for process in living if process.pid in members}
 
 
-def processes() -> list[Process]:
+def processes() -> list[ProcessStat]:
     """The descendants of this process."""
     table = []
     for name in filter(str.isdigit, os.listdir("/proc")):
@@ -177,9 +176,9 @@ def processes() -> list[Process]:
     return descendants(os.getpid(), table)
 
 
-def descendants(pid: int, table: Sequence[Process]) -> list[Process]:
+def descendants(pid: int, table: Sequence[ProcessStat]) -> list[ProcessStat]:
     """The processes of a table below one."""
-    children: dict[int, list[Process]] = {}
+    children: dict[int, list[ProcessStat]] = {}
     for process in table:
         children.setdefault(process.parent, []).append(process)
     found, pending = [], [pid]
@@ -190,7 +189,7 @@ def descendants(pid: int, table: Sequence[Process]) -> list[Process]:
     return found
 
 
-def _read(pid: int) -> Process:
+def _read(pid: int) -> ProcessStat:
     with open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b") ")[2].split()
-    return Process(pid, int(fields[1]), int(fields[3]), int(fields[19]), fields[0] in (b"Z", b"X"))
+    return ProcessStat(pid, int(fields[1]), int(fields[3]), int(fields[19]), fields[0] in (b"Z", b"X"))

@@ -1,12 +1,12 @@
-"""Layers that outlive something: checkpoints of a running slot, and layers on the host's disk.
+"""Layers that outlive their source: checkpoints of running slots, and layers on the host's disk.
 
-A checkpoint copies the slot's own change to a store of checkpoints while the slot is stopped. What has not changed
-since the last checkpoint is linked to that copy: the kernel's time of change and the size must be the same, older than
-the last copy by a margin (times have a grain), and no process may be able to write through memory, which leaves no
-time behind; else everything is copied.
+A checkpoint copies the slot's own change to a store of checkpoints while the slot is stopped. A file that has not
+changed since the slot's last checkpoint is linked to the copy in that one: the kernel's time of change and the size
+must be the same, the time must be older than the last copy by a margin (times have a grain), and no process may be able
+to write through memory, which sets no time; otherwise everything is copied.
 
-A layer on disk is a folder `N/TREE` per layer of a snapshot, topmost first, with whiteouts, marks and owners as they
-are. It is used where it lies, as a read-only lower, under a shared lock so that nobody evicts it meanwhile.
+A saved layer is a folder `N/TREE` per layer of a snapshot, topmost first, with whiteouts, marks and owners as they are.
+It is used in place, as a read-only lower, under a shared lock that keeps it from being evicted.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from .. import syscalls
-from ..namespaced.create import Ground
-from ..namespaced.host import World
 from ..namespaced.rootfs import HOST
-from .copy_tree import Copy, Earlier, Index, never
-from .store import Layer, Store
+from .copy_tree import Earlier, Index, TreeCopy, never
+from .store import LayerStore, OverlayFiles, OverlayLayer
 
 _GRAIN_NS = 20_000_000
 
@@ -31,14 +29,14 @@ _GRAIN_NS = 20_000_000
 class _Last:
     """The last checkpoint of one slot."""
 
-    store: Store
+    store: LayerStore
     index: Index
     begun_ns: int
     mapped: bool
 
 
-class DiskStore(Store):
-    """A saved layer's place: mounted read-only and locked against eviction until its last user lets it go."""
+class DiskStore(LayerStore):
+    """A saved layer: mounted read-only and locked against eviction until its last user releases it."""
 
     def __init__(self, folder: str, place: str) -> None:
         self.path, self._users = place, 1
@@ -63,11 +61,11 @@ class DiskStore(Store):
             os.close(tree)
 
     def unlimit(self) -> None:
-        """There is no limit to lift. Raises OSError, since who lifts it wants to write."""
+        """Raises OSError: limits are lifted to write."""
         raise OSError(30, "a snapshot on disk cannot be cut; seal a slot that starts from it, and cut that")
 
     def release(self) -> None:
-        """One user less."""
+        """Remove a user; the last one unmounts and unlocks it."""
         self._users -= 1
         if self._users == 0:
             syscalls.umount(self.path)
@@ -75,45 +73,44 @@ class DiskStore(Store):
             os.close(self._lock)
 
 
-class Keeper:
-    """Makes such layers in one world."""
+class OverlayCheckpoints:
+    """Implements `Checkpoints` for one server, whose slots' root is `owner`."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, owner: int) -> None:
+        self._owner = owner
         self._last: dict[str, _Last] = {}
         self._numbers = itertools.count(1)
         self._token = os.urandom(4).hex()
 
-    def checkpoint(self, ground: Ground, mapped: bool, begun_ns: int) -> Generator[None, None, tuple[Layer, int]]:
-        """Copy a stopped slot's change, as a job; the layer, and how many bytes had to be copied.
-
-        `mapped`: whether a process of it can write through memory. Raises OSError.
-        """
-        last = self._last.get(ground.store.path)
+    def checkpoint(
+        self, files: OverlayFiles, mapped: bool, begun_ns: int
+    ) -> Generator[None, None, tuple[OverlayLayer, int]]:
+        """Copy a stopped slot's change, as a job; see `Checkpoints.checkpoint`."""
+        last = self._last.get(files.store.path)
         number = next(self._numbers)
         store = self._make_store(number) if last is None else last.store
-        copy, folder = Copy(self._earlier(last, mapped)), f"{store.path}/{number}"
-        trees = {tree.name: f"{folder}/{tree.name}" for tree in ground.trees}
+        copy, folder = TreeCopy(self._earlier(last, mapped)), f"{store.path}/{number}"
+        trees = {tree.name: f"{folder}/{tree.name}" for tree in files.trees}
         try:
             os.mkdir(folder, 0o755)
-            for tree in ground.trees:
-                yield from copy.tree(ground.upper(tree), trees[tree.name])
+            for tree in files.trees:
+                yield from copy.tree(files.upper(tree), trees[tree.name])
         except BaseException:
             if last is None:
                 store.release()
             raise
-        self._last[ground.store.path] = _Last(store, copy.index, begun_ns, mapped)
+        self._last[files.store.path] = _Last(store, copy.index, begun_ns, mapped)
         name = f"layer-{self._token}-c{number}"
-        return Layer(name, store.keep(), trees, ground.layers, ground.image), copy.copied_bytes
+        return OverlayLayer(name, store.keep(), trees, files.layers, files.image), copy.copied_bytes
 
-    def _make_store(self, number: int) -> Store:
-        """Not bounded by itself: it holds no more than its slot's disk limit per checkpoint."""
-        store = Store(f"/slots/c{number}", 0, self._world.owner)
+    def _make_store(self, number: int) -> LayerStore:
+        """A store without a limit: it holds at most the slot's disk limit per checkpoint."""
+        store = LayerStore(f"/slots/c{number}", 0, self._owner)
         store.unlimit()
         return store
 
     def _earlier(self, last: _Last | None, mapped: bool) -> Earlier:
-        """Which copies of the last checkpoint are still good."""
+        """Finds copies of the last checkpoint that are still good."""
         if last is None or last.mapped or mapped:
             return never
         trusted_ns = last.begun_ns - _GRAIN_NS
@@ -125,33 +122,33 @@ class Keeper:
 
         return find
 
-    def slot_ended(self, ground: Ground) -> None:
-        """Let go of what only the next checkpoint of a slot would have needed."""
-        last = self._last.pop(ground.store.path, None)
+    def slot_ended(self, files: OverlayFiles) -> None:
+        """Drop what only the slot's next checkpoint would have needed."""
+        last = self._last.pop(files.store.path, None)
         if last is not None:
             last.store.release()
 
-    def save(self, layer: Layer, folder: str) -> Generator[None, None, int]:
-        """Copy a layer and all below it to the host's empty `folder`, as a job; the number of bytes of data."""
+    def save(self, layer: OverlayLayer, folder: str) -> Generator[None, None, int]:
+        """Copy a layer and all below it to the host's empty `folder`, as a job: the bytes of the files."""
         copied = 0
         for number, each in enumerate((layer, *layer.below)):
             os.mkdir(f"{HOST}{folder}/{number}", 0o755)
             for tree, path in each.trees.items():
-                copy = Copy()
+                copy = TreeCopy()
                 yield from copy.tree(path, f"{HOST}{folder}/{number}/{tree}")
                 copied += copy.copied_bytes
         return copied
 
-    def load(self, folder: str, image: str | None) -> tuple[Layer, ...]:
-        """The layers that were saved in a folder, topmost first. Raises OSError where they are gone."""
+    def load(self, folder: str, image: str | None) -> tuple[OverlayLayer, ...]:
+        """The layers that were saved in a folder, topmost first. Raises OSError if they are gone."""
         store = DiskStore(folder, f"/lower/k{next(self._numbers)}")
-        layers: tuple[Layer, ...] = ()
+        layers: tuple[OverlayLayer, ...] = ()
         try:
             for number in reversed(range(len(os.listdir(store.path)))):
                 path = f"{store.path}/{number}"
                 trees = {tree: f"{path}/{tree}" for tree in os.listdir(path)}
                 name = f"layer-{self._token}-k{next(self._numbers)}"
-                layers = (Layer(name, store.keep(), trees, layers, image), *layers)
+                layers = (OverlayLayer(name, store.keep(), trees, layers, image), *layers)
         finally:
             store.release()
         if not layers:

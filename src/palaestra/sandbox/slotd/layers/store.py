@@ -1,13 +1,11 @@
-"""How long layers stay: as long as anybody stands on them, slots and other layers alike.
+"""Where the files of slots live: one tmpfs per slot, and the immutable layers that sealed slots leave behind.
 
-Where the files of slots live: one tmpfs per slot, and the immutable layers that sealed slots leave behind.
+Each store is a tmpfs of its own, so that its size is the slot's disk limit and dropping it costs one umount whatever it
+holds. Where the kernel lets overlays stand on an unmounted tmpfs, only a descriptor holds the store: mounted in the
+server's namespace it would make every new slot more expensive, since a slot begins with a copy of that namespace.
 
-A store is a tmpfs of its own, so that its size is the slot's disk limit and dropping it costs one umount whatever is in
-it. Where the kernel lets overlays stand on what is mounted nowhere, a store is held by a descriptor alone: mounted in
-the server's namespace, it would make every new slot dearer, since a slot begins with a copy of that.
-
-A layer is one upper directory per tree of a root. Layers count who uses them: a slot keeps the layers it started from,
-and a layer keeps the layers below it, until the last user is gone.
+A layer is one upper directory per tree of a root. A slot uses the layers it started from, and a layer those below it,
+until the last user is gone.
 """
 
 from __future__ import annotations
@@ -17,67 +15,36 @@ import fcntl
 import functools
 import os
 import stat
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from .. import syscalls
-
-
-@dataclass
-class Counted:
-    """A layer with a count of its users, which begins at one. Subclasses say what goes with the last of them."""
-
-    _users: int = field(default=1, init=False)
-
-    def __post_init__(self) -> None:
-        for layer in self.beneath():
-            layer.keep()
-
-    def beneath(self) -> Sequence[Counted]:
-        """The layers this one lies on. It is a user of each."""
-        raise NotImplementedError
-
-    def drop_files(self) -> None:
-        """Nobody uses the files of this layer any more."""
-        raise NotImplementedError
-
-    def keep(self) -> None:
-        """One user more."""
-        self._users += 1
-
-    def release(self) -> None:
-        """One user less; with the last one the files go."""
-        self._users -= 1
-        if self._users == 0:
-            self.drop_files()
-            for layer in self.beneath():
-                layer.release()
-
+from ..rung import SealedLayer
 
 FIRST_STORE = 64
-"""Stores have descriptors from here on."""
+"""Stores have descriptors from this number on."""
 
 _UNLIMITED = "size=0,nr_inodes=0"
 _TRIAL = "/stage"
 
 
 def copy_attributes(status: os.stat_result, directory: str) -> None:
-    """Give a directory of ours the owner and mode of another one.
+    """Give a directory the owner and mode of another one.
 
-    An owner that does not exist in this user namespace cannot be given; the directory stays the slot's root's then.
+    An owner that does not exist in this user namespace cannot be given; the directory keeps the slot's root then.
     """
     with contextlib.suppress(OSError):
         os.chown(directory, status.st_uid, status.st_gid)
     os.chmod(directory, stat.S_IMODE(status.st_mode))
 
 
-class Store:
-    """One tmpfs, until its last user lets it go. `path` leads to it, in this process and in a fork that keeps `fd`."""
+class LayerStore:
+    """One tmpfs, until its last user releases it. `path` leads to it, in this process and in a fork that keeps `fd`."""
 
     fd: int | None = None
 
     def __init__(self, place: str, size_bytes: int, owner: int) -> None:
-        """`place` is where it is mounted on kernels that know no better."""
+        """`place` is where kernels that need it mounted have it."""
         self._users = 1
         inodes = max(16384, size_bytes >> 12)
         options = f"size={size_bytes},nr_inodes={inodes},mode=755,uid={owner},gid={owner}"
@@ -90,20 +57,20 @@ class Store:
             syscalls.mount("tmpfs", place, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
 
     def unlimit(self) -> None:
-        """Lift the limits of a store that no slot writes to any more: a view of it needs inodes of its own."""
+        """Lift the limits, once no slot writes to it any more: a view of it needs inodes of its own."""
         if self.fd is not None:
             syscalls.reconfigure(self.fd, _UNLIMITED)
             return
         flags = syscalls.MS_REMOUNT | syscalls.MS_NOSUID | syscalls.MS_NODEV
         syscalls.mount("tmpfs", self.path, "tmpfs", flags, _UNLIMITED)
 
-    def keep(self) -> Store:
-        """One user more."""
+    def keep(self) -> LayerStore:
+        """Add a user."""
         self._users += 1
         return self
 
     def release(self) -> None:
-        """One user less."""
+        """Remove a user; the files go with the last one."""
         self._users -= 1
         if self._users > 0:
             return
@@ -115,7 +82,7 @@ class Store:
 
 
 def _high(fd: int) -> int:
-    """The same descriptor with a number that no fork needs for something else."""
+    """The same descriptor under a number that no fork needs for something else."""
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_STORE)
     finally:
@@ -124,7 +91,7 @@ def _high(fd: int) -> int:
 
 @functools.cache
 def _can_detach() -> bool:
-    """Whether an overlay can stand on a tmpfs that is mounted nowhere (Linux 6.15), found out by mounting one."""
+    """Whether an overlay can stand on an unmounted tmpfs (Linux 6.15); found out by mounting one."""
     try:
         fd = _high(syscalls.detached_tmpfs("mode=755"))
     except OSError:
@@ -143,19 +110,60 @@ def _can_detach() -> bool:
     return True
 
 
-@dataclass
-class Layer(Counted):
-    """What one sealed slot changed: `trees` maps the name of each tree to the directory that holds its change."""
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """One overlay of a root: where it is mounted in the slot, and what lies below all layers, topmost first."""
 
     name: str
-    store: Store
-    trees: Mapping[str, str]
-    below: tuple[Layer, ...]
-    """The layers it lies on, topmost first."""
-    image: str | None
+    target: str
+    lowers: tuple[str, ...]
 
-    def beneath(self) -> tuple[Layer, ...]:
-        return self.below
+
+class OverlayLayer(SealedLayer):
+    """What one sealed slot changed: `trees` maps the name of each tree to the directory that holds its change."""
+
+    below: tuple[OverlayLayer, ...]
+
+    def __init__(
+        self,
+        name: str,
+        store: LayerStore,
+        trees: Mapping[str, str],
+        below: tuple[OverlayLayer, ...],
+        image: str | None,
+    ) -> None:
+        super().__init__(name, below)
+        self.store, self.trees, self.image = store, trees, image
 
     def drop_files(self) -> None:
+        """Release the store."""
         self.store.release()
+
+
+@dataclass(frozen=True, slots=True)
+class OverlayFiles:
+    """The files of a slot: its own store, the layers it started from, its trees with everything that lies below
+    them."""
+
+    store: LayerStore
+    layers: tuple[OverlayLayer, ...]
+    trees: tuple[Tree, ...]
+    image: str | None
+
+    def stores(self) -> list[LayerStore]:
+        """The stores of the slot and of its layers."""
+        return [self.store, *(layer.store for layer in self.layers)]
+
+    def upper(self, tree: Tree) -> str:
+        """The directory with the slot's own change of a tree."""
+        return f"{self.store.path}/u/{tree.name}"
+
+    def work(self, tree: Tree) -> str:
+        """The directory in which the kernel prepares changes of a tree."""
+        return f"{self.store.path}/w/{tree.name}"
+
+    def release(self) -> None:
+        """Release the store and the layers below it."""
+        self.store.release()
+        for layer in self.layers:
+            layer.release()

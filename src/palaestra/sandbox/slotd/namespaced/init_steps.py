@@ -64,7 +64,7 @@ class Do(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BuildStep:
     """One operation with its arguments."""
 
     do: Do
@@ -74,12 +74,12 @@ class Step:
     program: bytes = b""
 
 
-def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> Step:
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> BuildStep:
     """A MOUNT."""
-    return Step(Do.MOUNT, (source, target, kind, options), flags)
+    return BuildStep(Do.MOUNT, (source, target, kind, options), flags)
 
 
-def encode(steps: Sequence[Step]) -> bytes:
+def encode(steps: Sequence[BuildStep]) -> bytes:
     """The list as the init reads it."""
     parts = []
     for step in steps:

@@ -12,9 +12,9 @@ import socket
 from dataclasses import dataclass
 
 from .. import syscalls
-from ..event_loop import Loop
+from ..event_loop import EpollLoop
 from ..namespaced.rootfs import HOST
-from ..server_slot import Slot
+from ..server_slot import ServerSlot
 from .allowlist import PROXY_PORT
 
 _RETRY_S = 0.5
@@ -26,18 +26,18 @@ class _Gate:
     listener: int
 
 
-class Gates:
+class EgressGates:
     """All lists of one server."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: EpollLoop) -> None:
         self._loop = loop
         self._gates: dict[str, _Gate] = {}
         self._control: socket.socket | None = None
         self._pid = self._process = -1
 
-    def open(self, slot: Slot, allow: list[str]) -> None:
+    def open(self, slot: ServerSlot, allow: list[str]) -> None:
         """Give a slot its way out. Raises OSError where its network cannot be entered."""
-        name = slot.lease.name
+        name = slot.name
         self._gates[name] = _Gate(allow, slot.make_socket(_listen).detach())
         if self._control is None:
             self._fork()

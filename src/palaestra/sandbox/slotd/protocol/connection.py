@@ -1,8 +1,7 @@
-"""One end of the stream between server and client: frames in, frames out, nothing blocking.
+"""One end of the stream between client and server: frames in, frames out, without blocking. Both sides use it.
 
-It is the server's; the client has the same on its own event loop (`wire.py`). What the server sends before a client has
-asked for more is bounded by the window of each request, so its outgoing buffer is bounded by the number of requests in
-flight.
+What the server sends unasked is bounded by each request's window, so the outgoing buffer is bounded by the number of
+open requests.
 """
 
 from __future__ import annotations
@@ -10,37 +9,27 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
-from ..event_loop import READ, WRITE, Callback
-from .frames import RECEIVE_BYTES, Decoder, Fields, Frame, Kind, encode
-
-
-class Watcher(Protocol):
-    """What tells a link that its stream is ready: the server's `Loop`, or the client's."""
-
-    def watch(self, fd: int, call: Callback) -> None: ...
-
-    def watch_for(self, fd: int, events: int, call: Callback) -> None: ...
-
-    def unwatch(self, fd: int) -> None: ...
+from ..event_loop import READ, WRITE, Watcher
+from .frames import RECEIVE_BYTES, Fields, Frame, FrameDecoder, FrameKind, encode
 
 
-class Link:
-    """Calls `on_frame` for each frame, and `on_end` once when the other side is gone."""
+class FrameConnection:
+    """Calls `on_frame` for each frame, and `on_end` once when the other side has closed the stream."""
 
     def __init__(
-        self, loop: Watcher, stream: socket.socket, on_frame: Callable[[Frame], None], on_end: Callable[[], None]
+        self, loop: Watcher, stream: socket.socket, on_frame: Callable[[Frame], object], on_end: Callable[[], None]
     ) -> None:
         self._loop, self._stream, self._on_frame, self._on_end = loop, stream, on_frame, on_end
-        self._decoder = Decoder()
+        self._decoder = FrameDecoder()
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._outgoing: deque[memoryview] = deque()
         stream.setblocking(False)
         loop.watch(stream.fileno(), self._ready)
 
-    def send(self, kind: Kind, request: int, fields: Fields | None = None, data: bytes = b"") -> None:
-        """Send one frame: what the socket takes at once, the rest when it can."""
+    def send(self, kind: FrameKind, request: int, fields: Fields | None = None, data: bytes = b"") -> None:
+        """Send one frame: immediately what the socket takes, the rest when it can take more. Raises as `encode`
+        does."""
         frame = encode(kind, request, fields, data)
         sent = 0
         if not self._outgoing:
@@ -49,7 +38,7 @@ class Link:
             except BlockingIOError:
                 pass
             except OSError:
-                return  # the end is noticed when reading
+                return  # reading will find the end
             if sent == len(frame):
                 return
             self._loop.watch_for(self._stream.fileno(), READ | WRITE, self._ready)
@@ -86,7 +75,7 @@ class Link:
             except BlockingIOError:
                 return
             except OSError:
-                self._outgoing.clear()  # the end is noticed when reading
+                self._outgoing.clear()  # reading will find the end
                 return
             if sent == len(view):
                 self._outgoing.popleft()

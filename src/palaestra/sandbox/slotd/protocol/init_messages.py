@@ -53,7 +53,7 @@ class Order(IntEnum):
     LINE = 5
 
 
-class Kind(IntEnum):
+class ReportKind(IntEnum):
     """What the init reports."""
 
     READY = 1
@@ -67,12 +67,12 @@ class Kind(IntEnum):
 Places = Sequence[tuple[int, int]]
 """Which descriptor of an order's message, and the number that the command has it at."""
 
-_KINDS = {int(kind): kind for kind in Kind}
+_KINDS = {int(kind): kind for kind in ReportKind}
 _new = tuple.__new__
 """As in `frames.py`, which an init does without."""
 
 
-class Environment(NamedTuple):
+class EnvBlock(NamedTuple):
     """The variables of a command as they are sent: how many, and NUL-terminated `NAME=value` texts."""
 
     size: int
@@ -89,20 +89,20 @@ class Spawn(NamedTuple):
     command: int
     argv: list[str]
     cwd: str
-    env: Environment
+    env: EnvBlock
     places: Places
     terminal: bool = False
     announce: bool = False
 
 
-class Report(NamedTuple):
+class InitReport(NamedTuple):
     """READY has the slot's root as a descriptor.
 
     `value` is the exit code of EXIT (negative: the signal), the pid of STARTED, the errno of NOT_STARTED and FAILED;
     `flag` says for NOT_STARTED that it was the directory, for KILLED that everything in the slot had to be killed.
     """
 
-    kind: Kind
+    kind: ReportKind
     command: int = 0
     value: int = 0
     flag: bool = False
@@ -111,16 +111,16 @@ class Report(NamedTuple):
     text: str = ""
 
 
-def environment(variables: Mapping[str, str]) -> Environment:
+def env_block(variables: Mapping[str, str]) -> EnvBlock:
     """Raises ValueError for what no system call takes: a NUL, a lone surrogate, a variable without a name."""
     text = os.fsencode("".join(f"{_name(name)}={value}\0" for name, value in variables.items()))
     if text.count(b"\0") != len(variables):
         raise ValueError("a variable cannot hold a NUL character")
-    return Environment(len(variables), text)
+    return EnvBlock(len(variables), text)
 
 
 def encode_spawn(
-    command: int, argv: list[str], cwd: str, env: Environment, places: Places,
+    command: int, argv: list[str], cwd: str, env: EnvBlock, places: Places,
     terminal: bool = False, announce: bool = False,
 ) -> bytes:  # fmt: skip
     """What a `Spawn` holds, as an order.
@@ -163,22 +163,22 @@ def decode_spawn(data: bytes) -> Spawn:
     start = _ORDER.size + 2 * places
     pairs = list(zip(data[_ORDER.size : start : 2], data[_ORDER.size + 1 : start : 2], strict=True))
     cwd, *rest = data[start:].split(b"\0", arguments + 1)
-    env, argv = Environment(variables, rest.pop()), [os.fsdecode(text) for text in rest]
+    env, argv = EnvBlock(variables, rest.pop()), [os.fsdecode(text) for text in rest]
     return Spawn(command, argv, os.fsdecode(cwd), env, pairs, bool(flags & TERMINAL), bool(flags & ANNOUNCE))
 
 
-def encode_report(report: Report) -> bytes:
+def encode_report(report: InitReport) -> bytes:
     """One report as a datagram."""
     cpu_us = round(report.cpu_s * 1e6)
     fields = (report.kind, report.flag, 0, report.command, report.value, 0, cpu_us, report.max_rss_bytes)
     return (_REPORT.pack(*fields) + report.text.encode(errors="replace"))[:MAX_REPORT]
 
 
-def decode_report(data: bytes) -> Report:
+def decode_report(data: bytes) -> InitReport:
     """The inverse of `encode_report`."""
     kind, flag, _, command, value, _, cpu_us, rss = _REPORT.unpack_from(data)
     text = data[_REPORT.size :].decode(errors="replace") if len(data) > _REPORT.size else ""
-    return _new(Report, (_KINDS[kind], command, value, bool(flag), cpu_us / 1e6, rss, text))
+    return _new(InitReport, (_KINDS[kind], command, value, bool(flag), cpu_us / 1e6, rss, text))
 
 
 def _name(name: str) -> str:

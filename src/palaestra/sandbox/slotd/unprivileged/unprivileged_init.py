@@ -1,10 +1,10 @@
 """The init of a slot without namespaces: restricts itself, then starts commands as the slot's user.
 
-Where slots have users of their own the init stays root, so that no command can signal or trace it; what is restricted
-here (Landlock, system calls, capabilities, limits) every command inherits, and `_start` adds the user. Where they have
-not, a command can end its init, and with it the slot, but nothing outside the slot from Landlock version 6 on.
+If slots have users of their own, the init stays root, so that no command can signal or trace it. Every command inherits
+its restrictions (Landlock, system calls, capabilities, limits), and `_start` adds the user. Without such users a
+command can end its init, and with it the slot, but nothing outside the slot from Landlock version 6 on.
 
-The rung `none` runs the same init with no restriction but one that costs nobody anything: signals stay in the slot.
+The rung `none` runs the same init with one restriction: signals stay in the slot.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .. import syscalls
 from ..exec import pipes, process_tree
 from ..namespaced import privileges
 from ..protocol import init_messages
-from ..protocol.init_messages import Kind, Order, Report
+from ..protocol.init_messages import InitReport, Order, ReportKind
 from . import copy_workspace, landlock, server_directory, users
 
 CONTROL = 3
 """The descriptor of the control socket."""
 
 DIRECTORIES = {"/workspace": "workspace", "/root": "home", "/tmp": "tmp"}  # noqa: S108
-"""Where in the slot's directory the paths lie that the slot's holder knows."""
+"""Paths that clients use, and the directories of the slot behind them."""
 
 READ_ONLY = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt", "/proc")
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts")
@@ -45,7 +45,7 @@ _BECOME_USERS = 1 << 5 | 1 << 6 | 1 << 7  # KILL, SETGID, SETUID
 
 
 Start = Callable[[init_messages.Spawn, list[int]], int]
-"""Starts a command with the descriptors of its order, and returns its pid."""
+"""Starts a command with the descriptors of its order; returns its pid."""
 
 SPAWN_SIGNALS = tuple(number for number in range(1, 32) if number not in (signal.SIGKILL, signal.SIGSTOP))
 """Signals that a command finds at their default action, whatever this process or its caller ignores."""
@@ -56,8 +56,9 @@ class NoDirectory(OSError):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What makes one slot different from another. `user` 0 is the caller's own; `template` is what it starts from."""
+class UnprivilegedPlan:
+    """What makes one slot different from others. `user` 0 is the caller's own; `template` is the layer it starts
+    from."""
 
     home: str
     user: int
@@ -66,10 +67,10 @@ class Plan:
     readable: tuple[str, ...]
     template: str | None
     limits: tuple[tuple[int, int | None], ...]
-    """Of each process (of each user, for their number); None leaves one as it is."""
+    """Limits of each process (of each user, for their number); None leaves one unchanged."""
 
 
-def run(plan: Plan, control: socket.socket) -> NoReturn:
+def run(plan: UnprivilegedPlan, control: socket.socket) -> NoReturn:
     """The life of a slot, in the child of a fork. Never returns."""
     status = 1
     try:
@@ -85,9 +86,9 @@ def run(plan: Plan, control: socket.socket) -> NoReturn:
             else:
                 landlock.keep_signals_in()
         except BaseException as error:
-            send(channel, Report(Kind.FAILED, value=getattr(error, "errno", None) or 0, text=str(error)))
+            send(channel, InitReport(ReportKind.FAILED, value=getattr(error, "errno", None) or 0, text=str(error)))
             raise
-        socket.send_fds(channel, [init_messages.encode_report(Report(Kind.READY))], [root])
+        socket.send_fds(channel, [init_messages.encode_report(InitReport(ReportKind.READY))], [root])
         os.close(root)
         Init(channel, lambda spawn, fds: _start(plan, spawn, fds), _kill_slot(plan)).serve()
         status = 0
@@ -95,8 +96,8 @@ def run(plan: Plan, control: socket.socket) -> NoReturn:
         os._exit(status)
 
 
-def _prepare(plan: Plan) -> None:
-    """Fill the workspace; copying is done here, so that the server does not wait for it."""
+def _prepare(plan: UnprivilegedPlan) -> None:
+    """Fill the workspace. The copy is made here, so that the server does not wait for it."""
     os.setsid()
     syscalls.set_name("slot-init")
     syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -106,7 +107,7 @@ def _prepare(plan: Plan) -> None:
         os.mkdir(f"{plan.home}/{name}", 0o700)
         if plan.template is not None and name != "tmp":
             copy_workspace.copy_for(owner, f"{plan.template}/{name}", f"{plan.home}/{name}")
-            os.chmod(f"{plan.home}/{name}", 0o700)  # an agent may have closed it, and commands begin in it
+            os.chmod(f"{plan.home}/{name}", 0o700)  # an agent may have closed it
         os.chown(f"{plan.home}/{name}", owner, owner)
     os.chown(plan.home, -1, owner)
     os.dup2(
@@ -114,8 +115,8 @@ def _prepare(plan: Plan) -> None:
     )
 
 
-def _confine(plan: Plan) -> None:
-    """Give up everything that the slot must not have. Limits are those of commands: the init of others has none."""
+def _confine(plan: UnprivilegedPlan) -> None:
+    """Drop everything that the slot must not have. An init with a user for its commands has no limits itself."""
     for limit, value in () if plan.user else plan.limits:
         _limit(limit, value)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
@@ -126,7 +127,7 @@ def _confine(plan: Plan) -> None:
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
 
 
-def _rights(plan: Plan) -> list[tuple[str, int]]:
+def _rights(plan: UnprivilegedPlan) -> list[tuple[str, int]]:
     rights = [(path, landlock.READ) for path in (*READ_ONLY, *plan.readable)]
     rights += [(f"/dev/{name}", landlock.DEVICE | landlock.LIST) for name in _DEVICES]
     own = [(f"{plan.home}/{name}", landlock.WRITE) for name in DIRECTORIES.values()]
@@ -140,8 +141,8 @@ def _limit(limit: int, value: int | None) -> None:
         resource.setrlimit(limit, (ceiling, ceiling))
 
 
-def _kill_slot(plan: Plan) -> process_tree.KillSlot:
-    """The last resort: everything of the slot's user; without one, whatever this process may signal, which is less."""
+def _kill_slot(plan: UnprivilegedPlan) -> process_tree.KillSlot:
+    """Kills everything of the slot's user; without one, what this process may signal."""
     if plan.user:
         return lambda: users.kill(plan.user)
     return process_tree.kill_everything if plan.confined else _kill_descendants
@@ -154,7 +155,7 @@ def _kill_descendants() -> None:
 
 
 def real_path(home: str, path: str) -> str:
-    """Where a path of the slot's holder is on this machine."""
+    """Where a path that a client uses is on this machine."""
     plain = posixpath.normpath(f"/{path.lstrip('/')}")
     for prefix, name in DIRECTORIES.items():
         if plain == prefix or plain.startswith(f"{prefix}/"):
@@ -162,12 +163,12 @@ def real_path(home: str, path: str) -> str:
     return path
 
 
-def _start(plan: Plan, spawn: init_messages.Spawn, fds: list[int]) -> int:
+def _start(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int]) -> int:
     """The pid of a new process of the slot's user. Raises OSError with what failed in it before its program ran.
 
-    Becoming a user takes a fork of this whole process, which is twice as slow as starting a program as it is.
+    Becoming a user takes a fork of this whole process, which is twice as slow as starting a program.
     """
-    env = init_messages.environment(_environment(plan, spawn.env.variables()))
+    env = init_messages.env_block(_environment(plan, spawn.env.variables()))
     spawn = spawn._replace(cwd=real_path(plan.home, spawn.cwd), env=env)
     if not plan.user:
         return start_command(spawn, fds)
@@ -185,8 +186,8 @@ def _start(plan: Plan, spawn: init_messages.Spawn, fds: list[int]) -> int:
     raise (NoDirectory if in_directory else OSError)(number, os.strerror(number))
 
 
-def _become(plan: Plan, spawn: init_messages.Spawn, fds: list[int], writer: int) -> NoReturn:
-    """In the child: the command. Reports an error, and whether it was the directory, over `writer`."""
+def _become(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int], writer: int) -> NoReturn:
+    """Become the command, in the child. Reports an error, and whether the directory caused it, over `writer`."""
     in_directory = False
     try:
         os.setsid()
@@ -216,8 +217,8 @@ def _become(plan: Plan, spawn: init_messages.Spawn, fds: list[int], writer: int)
         os._exit(127)
 
 
-def _environment(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
-    """With the places of this slot, unless the caller has named others."""
+def _environment(plan: UnprivilegedPlan, env: Mapping[str, str]) -> dict[str, str]:
+    """Variables with the directories of this slot, unless the caller has set others."""
     home = real_path(plan.home, env.get("HOME", "/root"))
     return {"TMPDIR": f"{plan.home}/{DIRECTORIES['/tmp']}", **env, "HOME": home}  # noqa: S108
 
@@ -232,7 +233,7 @@ class Init:
         self._at_end: dict[int, process_tree.Moment] = {}
 
     def serve(self) -> None:
-        """Until the server closes the channel; the slot ends with this process."""
+        """Serve until the server closes the channel; the slot ends with this process."""
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -266,16 +267,16 @@ class Init:
         return True
 
     def _spawn(self, spawn: init_messages.Spawn, fds: list[int]) -> None:
-        said: Report | None = None
+        said: InitReport | None = None
         try:
             started = time.clock_gettime(time.CLOCK_BOOTTIME)
             pid = self._start(spawn, fds)
             self._commands[pid] = process_tree.Command(pid, process_tree.ticks(started))
             self._names[pid] = spawn.command
             if spawn.announce:
-                said = Report(Kind.STARTED, spawn.command, pid)
+                said = InitReport(ReportKind.STARTED, spawn.command, pid)
         except OSError as error:
-            said = Report(Kind.NOT_STARTED, spawn.command, error.errno or 0, isinstance(error, NoDirectory))
+            said = InitReport(ReportKind.NOT_STARTED, spawn.command, error.errno or 0, isinstance(error, NoDirectory))
         finally:
             for fd in fds:
                 os.close(fd)
@@ -283,14 +284,14 @@ class Init:
             send(self._channel, said)
 
     def _signal(self, name: int, number: int) -> None:
-        """Send a signal to the group that a command leads."""
+        """Send a signal to the process group that a command leads."""
         for pid, known in self._names.items():
             if known == name:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, number)
 
     def _kill(self, name: int, after: process_tree.Moment, flags: int) -> None:
-        """Kill a command and what it started, then say so. Its exit is reported first, as always."""
+        """Kill a command and what it started, then report KILLED; its EXIT is reported first."""
         if flags & init_messages.AT_END and name in self._names.values():
             self._at_end[name] = after
             return
@@ -303,7 +304,7 @@ class Init:
                     self._commands[pid], others, self._reap, after, spare, kill_slot=self._kill_slot
                 )
         self._reap()
-        send(self._channel, Report(Kind.KILLED, name, flag=swept))
+        send(self._channel, InitReport(ReportKind.KILLED, name, flag=swept))
 
     def _reap(self) -> None:
         while True:
@@ -316,26 +317,26 @@ class Init:
             if pid in self._commands:
                 command, name = self._commands.pop(pid), self._names.pop(pid)
                 code, cpu_s = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
-                send(self._channel, Report(Kind.EXIT, name, code, False, cpu_s, usage.ru_maxrss << 10))
+                send(self._channel, InitReport(ReportKind.EXIT, name, code, False, cpu_s, usage.ru_maxrss << 10))
                 if name in self._at_end:
                     self._kill_rest(name, command, self._at_end.pop(name))
 
     def _kill_rest(self, name: int, ended: process_tree.Command, after: process_tree.Moment) -> None:
-        """The main process has ended: kill what is left of its tree, then say so."""
+        """Kill what is left of a tree whose main process has ended, then report KILLED."""
         others = list(self._commands.values())
         swept = process_tree.kill_tree(ended, others, self._reap, after, spare=True, kill_slot=self._kill_slot)
-        send(self._channel, Report(Kind.KILLED, name, flag=swept))
+        send(self._channel, InitReport(ReportKind.KILLED, name, flag=swept))
 
 
 def start_command(spawn: init_messages.Spawn, fds: list[int]) -> int:
-    """The pid of a new process. Raises OSError, `NoDirectory` where the directory is what failed."""
+    """The pid of a new process. Raises OSError; `NoDirectory` if the directory is the reason."""
     moved: list[int] = []
     try:
         _enter(spawn.cwd)
         env = spawn.env.variables()
         path = find(spawn.argv[0], env)
         highest = max(target for _, target in spawn.places)
-        if highest > CONTROL:  # where a descriptor that is still to be copied may lie
+        if highest > CONTROL:  # numbers that descriptors still to be copied may have
             fds = moved = above(highest, fds)
         actions = _terminal(spawn, fds) + [(os.POSIX_SPAWN_DUP2, fds[i], target) for i, target in spawn.places]
         return os.posix_spawn(
@@ -344,7 +345,7 @@ def start_command(spawn: init_messages.Spawn, fds: list[int]) -> int:
     finally:
         for fd in moved:
             os.close(fd)
-        with contextlib.suppress(OSError):  # a root that the slot may not enter fails its commands, not init
+        with contextlib.suppress(OSError):  # a root that the slot may not enter must not end the init
             os.chdir("/")
 
 
@@ -356,19 +357,19 @@ def _enter(directory: str) -> None:
 
 
 def above(highest: int, fds: Sequence[int]) -> list[int]:
-    """Copies of descriptors that lie above a number."""
+    """Copies of descriptors above a number."""
     return [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, highest + 1) for fd in fds]
 
 
 def _terminal(spawn: init_messages.Spawn, fds: list[int]) -> list[tuple[int, int, str, int, int]]:
-    """Opening a terminal is how the leader of a session without one gets it; `setsid` has come before."""
+    """Opening a terminal makes it that of a session leader; `setsid` has come before."""
     if not spawn.terminal:
         return []
     return [(os.POSIX_SPAWN_OPEN, 0, os.ttyname(fds[spawn.places[0][0]]), os.O_RDWR, 0)]
 
 
 def find(program: str, env: Mapping[str, str]) -> str:
-    """The path of a program, looked up as a shell would. Raises OSError when there is none that can be run."""
+    """The path of a program, looked up as a shell would. Raises OSError if none can be run."""
     if "/" in program:
         return program
     denied = False
@@ -380,6 +381,6 @@ def find(program: str, env: Mapping[str, str]) -> str:
     raise OSError(errno.EACCES if denied else errno.ENOENT, "cannot run", program)
 
 
-def send(channel: socket.socket, report: Report) -> None:
+def send(channel: socket.socket, report: InitReport) -> None:
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         channel.send(init_messages.encode_report(report))

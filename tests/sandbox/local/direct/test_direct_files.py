@@ -100,7 +100,7 @@ def test_who_reaches_files_makes_no_difference(on_full: WithSlot) -> None:
 
     async def body(backend: LocalBackend, _: Slot) -> None:
         reached, asked = [await backend.create(SlotSpec(), "test") for _ in range(2)]
-        asked._let_go()  # type: ignore[attr-defined]
+        asked.requests.slot_ended()  # type: ignore[attr-defined]
         assert await outcomes(reached) == await outcomes(asked)
 
     on_full(body)

@@ -1,4 +1,4 @@
-"""Commands that the client has a slot's init start itself: told as those that the server starts, and nothing stays."""
+"""Commands that the client starts itself: reported like those that the server starts, and nothing stays open."""
 
 from __future__ import annotations
 
@@ -24,12 +24,6 @@ from sandbox.processes import descendants
 pytestmark = pytest.mark.slots
 
 
-@pytest.fixture
-def with_line(on_full: WithSlot) -> WithSlot:
-    """Only on `full` does the client have lines."""
-    return on_full
-
-
 @contextlib.contextmanager
 def stopped_server(backend: LocalBackend) -> Iterator[None]:
     """The server does nothing meanwhile."""
@@ -41,11 +35,9 @@ def stopped_server(backend: LocalBackend) -> Iterator[None]:
         os.kill(server, signal.SIGCONT)
 
 
-def let_go_of_line(slot: Slot) -> None:
-    """Leave its commands to the server."""
-    reach = slot._reach  # type: ignore[attr-defined]
-    reach.line.close()
-    reach.line = None
+def leave_to_server(slot: Slot) -> None:
+    """Have the server serve all requests."""
+    slot.requests.slot_ended()  # type: ignore[attr-defined]
 
 
 def told(result: ExecutionResult) -> object:
@@ -57,7 +49,7 @@ def told(result: ExecutionResult) -> object:
     return result.success, output, result.error, {**metadata, "full_output_path": path}
 
 
-def test_a_command_needs_no_server(with_line: WithSlot) -> None:
+def test_a_command_needs_no_server(on_full: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         with stopped_server(backend):
             result = await slot.execute("echo $A; pwd; exit 3", env={"A": "a"}, cwd="/tmp")
@@ -75,10 +67,10 @@ def test_a_command_needs_no_server(with_line: WithSlot) -> None:
             assert long.metadata["output_total_bytes"] == 588895
             assert (await slot.execute(["tail", "-n", "1", long.metadata["full_output_path"]])).output == "100000\n"
 
-    with_line(body)
+    on_full(body)
 
 
-def test_what_is_killed_is_dead_before_anybody_hears_of_it(with_line: WithSlot) -> None:
+def test_what_is_killed_is_dead_before_anybody_hears_of_it(on_full: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         async with await slot.shell() as shell:
             for run in (slot.execute, shell.run):
@@ -90,7 +82,7 @@ def test_what_is_killed_is_dead_before_anybody_hears_of_it(with_line: WithSlot) 
                 assert isinstance((await asyncio.gather(given_up, return_exceptions=True))[0], asyncio.CancelledError)
                 assert (await slot.execute("pgrep sleep")).output == ""
 
-    with_line(body)
+    on_full(body)
 
 
 LATE = "sleep 100"
@@ -105,10 +97,10 @@ COMMANDS = [
 ]  # fmt: skip
 
 
-def test_who_starts_a_command_makes_no_difference(with_line: WithSlot) -> None:
+def test_who_starts_a_command_makes_no_difference(on_full: WithSlot) -> None:
     async def body(backend: LocalBackend, _: Slot) -> None:
         here, there = [await backend.create(SlotSpec(), "test") for _ in range(2)]
-        let_go_of_line(there)
+        leave_to_server(there)
         for command in COMMANDS:
             time_s = 0.5 if command == LATE else 60
             for options in ({}, {"max_output_bytes": 10}, {"env": {"A": "1"}, "spill": False}):
@@ -131,10 +123,10 @@ def test_who_starts_a_command_makes_no_difference(with_line: WithSlot) -> None:
                     said.append((type(error), str(error)))
             assert said[0] == said[1], wrong
 
-    with_line(body)
+    on_full(body)
 
 
-def test_a_daemon_goes_on_writing_to_a_pipe_that_nobody_reads(with_line: WithSlot) -> None:
+def test_a_daemon_goes_on_writing_to_a_pipe_that_nobody_reads(on_full: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         await slot.execute(": > turns; (while :; do head -c 300000 /dev/zero; echo >> turns; done) & echo")
         for _ in range(200):
@@ -144,10 +136,10 @@ def test_a_daemon_goes_on_writing_to_a_pipe_that_nobody_reads(with_line: WithSlo
         else:
             pytest.fail("it stands still")
 
-    with_line(body)
+    on_full(body)
 
 
-def test_nothing_stays_open_after_commands(with_line: WithSlot) -> None:
+def test_nothing_stays_open_after_commands(on_full: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         await slot.execute("true")
         async with await slot.shell() as shell:
@@ -164,23 +156,23 @@ def test_nothing_stays_open_after_commands(with_line: WithSlot) -> None:
         await asyncio.sleep(0.1)
         assert sorted(os.listdir("/proc/self/fd")) == before
 
-    with_line(body)
+    on_full(body)
 
 
-def test_many_commands_at_once_are_no_more_than_an_init_takes(with_line: WithSlot) -> None:
+def test_many_commands_at_once_are_no_more_than_an_init_takes(on_full: WithSlot) -> None:
     """The socket to it holds some two hundred orders."""
 
     async def body(backend: LocalBackend, _: Slot) -> None:
         here, there = [await backend.create(SlotSpec(), "test") for _ in range(2)]
-        let_go_of_line(there)
+        leave_to_server(there)
         for slot in (here, there):
             results = await asyncio.gather(*(slot.execute("cat", stdin=b"%d" % n) for n in range(400)))
             assert [result.output for result in results] == [f"{n}" for n in range(400)]
 
-    with_line(body)
+    on_full(body)
 
 
-def test_a_frozen_slots_shell_goes_on_at_the_next_call(with_line: WithSlot) -> None:
+def test_a_frozen_slots_shell_goes_on_at_the_next_call(on_full: WithSlot) -> None:
     async def body(_: LocalBackend, slot: Slot) -> None:
         async with await slot.shell() as shell:
             await shell.run("A=1")
@@ -192,10 +184,10 @@ def test_a_frozen_slots_shell_goes_on_at_the_next_call(with_line: WithSlot) -> N
                 assert (await run("echo ${A:-0}", timeout_s=5)).success
             assert (await shell.run("echo $A")).output == "1\n"
 
-    with_line(body)
+    on_full(body)
 
 
-def test_what_the_kernel_killed_is_told_whoever_started_it(with_line: WithSlot) -> None:
+def test_what_the_kernel_killed_is_told_whoever_started_it(on_full: WithSlot) -> None:
     async def body(backend: LocalBackend, _: Slot) -> None:
         slot = await backend.create(SlotSpec(limits=Limits(memory_bytes=64 << 20)), "test")
         hungry = "exec python3 -c 'b\"x\" * (200 << 20)'"
@@ -207,10 +199,10 @@ def test_what_the_kernel_killed_is_told_whoever_started_it(with_line: WithSlot) 
                 assert (result.exit_code, result.metadata["oom"]) == (137, False)
             assert (await shell.run("echo on")).output == "on\n"
 
-    with_line(body)
+    on_full(body)
 
 
-def test_a_forked_child_holds_up_no_command(with_line: WithSlot) -> None:
+def test_a_forked_child_holds_up_no_command(on_full: WithSlot) -> None:
     async def body(_: LocalBackend, slot: Slot) -> None:
         shell = await slot.shell()
         await shell.run("true")
@@ -233,10 +225,10 @@ def test_a_forked_child_holds_up_no_command(with_line: WithSlot) -> None:
             os.kill(pid, signal.SIGKILL)
             await asyncio.to_thread(os.waitpid, pid, 0)
 
-    with_line(body)
+    on_full(body)
 
 
-def test_a_forked_child_keeps_nothing_of_commands(with_line: WithSlot) -> None:
+def test_a_forked_child_keeps_nothing_of_commands(on_full: WithSlot) -> None:
     """Neither what a daemon still writes to nor the file of what is too long, which is a file of the slot."""
 
     def opened() -> set[str]:
@@ -271,16 +263,16 @@ def test_a_forked_child_keeps_nothing_of_commands(with_line: WithSlot) -> None:
         with pytest.raises(asyncio.CancelledError):
             await long
 
-    with_line(body)
+    on_full(body)
 
 
 @pytest.mark.parametrize("server", [False, True])
-def test_what_ends_in_time_has_not_run_out_of_it_however_late_it_is_heard(with_line: WithSlot, server: bool) -> None:
+def test_what_ends_in_time_has_not_run_out_of_it_however_late_it_is_heard(on_full: WithSlot, server: bool) -> None:
     """The event loop may stand still for longer than a command is given: in a step of a training, say."""
 
     async def body(backend: LocalBackend, slot: Slot) -> None:
         if server:
-            let_go_of_line(slot)
+            leave_to_server(slot)
         shell = await slot.shell()
         await shell.run("true")
         running = [asyncio.ensure_future(slot.execute("exec sleep 0.05", timeout_s=1)) for _ in range(4)]
@@ -292,10 +284,10 @@ def test_what_ends_in_time_has_not_run_out_of_it_however_late_it_is_heard(with_l
                 time.sleep(0.05)  # noqa: ASYNC251 - so that nobody comes to anything
         assert [(await one).exit_code for one in running] == [0] * 5
 
-    with_line(body)
+    on_full(body)
 
 
-def test_what_is_dead_in_time_does_not_end_its_slot_however_late_it_is_heard(with_line: WithSlot) -> None:
+def test_what_is_dead_in_time_does_not_end_its_slot_however_late_it_is_heard(on_full: WithSlot) -> None:
     """A command that does not die takes its slot with it; one whose death nobody has come to hear of must not."""
 
     async def body(backend: LocalBackend, slot: Slot) -> None:
@@ -312,10 +304,10 @@ def test_what_is_dead_in_time_does_not_end_its_slot_however_late_it_is_heard(wit
         assert (await slot.execute("echo alive")).output == "alive\n"
         assert (await shell.run("echo alive")).output == "alive\n"
 
-    with_line(body)
+    on_full(body)
 
 
-def test_where_descriptors_are_few_the_server_has_the_shells(with_line: WithSlot) -> None:
+def test_where_descriptors_are_few_the_server_has_the_shells(on_full: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         free = os.dup(0)
@@ -329,10 +321,10 @@ def test_where_descriptors_are_few_the_server_has_the_shells(with_line: WithSlot
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
-    with_line(body)
+    on_full(body)
 
 
-def test_the_end_of_a_slot_ends_its_commands(with_line: WithSlot) -> None:
+def test_the_end_of_a_slot_ends_its_commands(on_full: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         slots = [slot, *[await backend.create(SlotSpec(), "test") for _ in range(2)]]
         shells = [await each.shell() for each in slots]
@@ -350,10 +342,10 @@ def test_the_end_of_a_slot_ends_its_commands(with_line: WithSlot) -> None:
         with pytest.raises(SlotLost):
             await shells[2].run("true")
 
-    with_line(body)
+    on_full(body)
 
 
-def test_a_command_begun_during_a_checkpoint_waits_for_it(with_line: WithSlot) -> None:
+def test_a_command_begun_during_a_checkpoint_waits_for_it(on_full: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         await slot.execute("seq 1 3000 | xargs touch")
         taking = asyncio.ensure_future(backend.checkpoint(slot))
@@ -364,10 +356,10 @@ def test_a_command_begun_during_a_checkpoint_waits_for_it(with_line: WithSlot) -
         assert await fork.stat("after") is None
         assert await fork.stat("3000") is not None
 
-    with_line(body)
+    on_full(body)
 
 
-def test_a_careful_umask_leaves_commands_to_the_server(with_line: WithSlot) -> None:
+def test_a_careful_umask_leaves_commands_to_the_server(on_full: WithSlot) -> None:
     """What does not fit into a result is in a file that every user of the slot can read."""
     usual = os.umask(0o077)
     try:
@@ -378,6 +370,6 @@ def test_a_careful_umask_leaves_commands_to_the_server(with_line: WithSlot) -> N
             modes = await slot.execute(["stat", "-c", "%a", path, os.path.dirname(path)])
             assert modes.output == "644\n755\n"
 
-        with_line(body)
+        on_full(body)
     finally:
         os.umask(usual)
