@@ -47,7 +47,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError
+from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
 from palaestra.core.types import JSON, AllowList, Network
 from palaestra.sandbox.images.store import ImageStore
 from palaestra.sandbox.isolation.hints import explain
@@ -311,7 +311,7 @@ class LocalBackend:
         fields = ours.lease()
         ours.release()
         self._slots.pop(ours.epoch, None)
-        if not ours.requests.ended:
+        with contextlib.suppress(SlotLost):  # then it has ended with its server
             await ours.requests.call("destroy", fields)
 
     async def forget(self, snapshot: Snapshot) -> None:

@@ -121,11 +121,6 @@ class Requests(ABC):
     async def send_file(self, fields: Fields, pieces: AsyncIterator[bytes]) -> None:
         """Write a file whose pieces follow the request, at the pace at which the server takes them."""
 
-    @property
-    @abstractmethod
-    def ended(self) -> bool:
-        """Whether the server is gone, and every slot with it."""
-
     @abstractmethod
     def slot_ended(self) -> None:
         """The slot has ended: close what is held for it alone."""

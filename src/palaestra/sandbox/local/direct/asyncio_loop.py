@@ -24,18 +24,11 @@ class AsyncioLoop(EpollLoop):
         self._asyncio = asyncio.get_running_loop()
         self._asyncio.add_reader(self.fileno(), self.turn)
         self._soon: dict[int, Callable[[], object]] = {}
-        self._waiting = False
-        """Whether `_watch_all` is scheduled."""
+        self._waiting = False  # whether `_watch_all` is scheduled
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = float("inf")
 
-    close_in_child = EpollLoop.end
-    """In a forked child asyncio's loop is still the parent's."""
-
-    @property
-    def over(self) -> bool:
-        """Whether asyncio's loop is closed."""
-        return self._asyncio.is_closed()
+    close_in_child = EpollLoop.end  # asyncio's loop is still the parent's
 
     def watch(self, fd: int, call: Callable[[], object]) -> None:
         """Call whenever `fd` is readable, instead of its former callback."""
@@ -72,7 +65,7 @@ class AsyncioLoop(EpollLoop):
 
     def end(self) -> None:
         """Call nothing any more; descriptors can still be closed. Idempotent."""
-        if not self.over and self._alarm_at >= 0:
+        if self._alarm_at >= 0:
             self._asyncio.remove_reader(self.fileno())
         self._set_alarm(None)
         self._alarm_at = -1.0  # so that no timer sets another one

@@ -105,7 +105,7 @@ class DirectSlot(Requests):
         self, server: DirectClient, loop: AsyncioLoop, made: Fields, owner: int, fds: list[int], env: dict[str, str]
     ) -> None:
         super().__init__()
-        self._server, self._loop, self._owner = server, loop, owner
+        self._server, self._owner = server, owner
         self._lease = {"slot": made["slot"], "epoch": made["epoch"]}
         self.name, self.pid, self.root = str(made["slot"]), 0, fds[0]
         self._frozen, self._surveys = False, 0
@@ -151,7 +151,8 @@ class DirectSlot(Requests):
         elif op == "stat" and self._has_file(fields):
             with contextlib.suppress(OSError):
                 entry = files.describe(self.root, fields["path"])
-                await _take_turns()
+                if next(_file_calls) % _IN_A_ROW == 0:
+                    await asyncio.sleep(0)
                 return Frame(FrameKind.RESULT, 0, {"entry": entry}, b"")
         with self._during(op):
             return await self._server.call(op, fields, data, on_data, on_hole)
@@ -170,20 +171,23 @@ class DirectSlot(Requests):
     async def read(self, op: str, fields: Fields) -> bytes:
         """Read a file here; otherwise see `Requests.read`."""
         if op == "read" and self._has_file(fields):
-            with contextlib.suppress(OSError):
+            try:
                 path = files.absolute(fields["path"])
                 fd, size = files.open_for_reading(self.root, path, fields["offset"], fields["max_bytes"])
                 if size > _QUICK_BYTES:
                     return await asyncio.to_thread(_read, fd, size)
                 data = _read(fd, size)
-                await _take_turns()
+                if next(_file_calls) % _IN_A_ROW == 0:
+                    await asyncio.sleep(0)
                 return data
+            except OSError:
+                pass
         return await super().read(op, fields)
 
     async def upload(self, fields: Fields, data: bytes) -> None:
         """Write a small file here, in a directory that exists; otherwise see `Requests.upload`."""
         if isinstance(data, bytes) and len(data) <= CHUNK and not self._surveys and self._has_file(fields):
-            with contextlib.suppress(OSError):
+            try:
                 path = files.absolute(fields["path"])
                 writing = files.Writing(self.root, path, fields.get("mode"), self._owner, make_folders=False)
                 try:
@@ -193,8 +197,11 @@ class DirectSlot(Requests):
                     raise
                 writing.finish()
                 writing.close()
-                await _take_turns()
+                if next(_file_calls) % _IN_A_ROW == 0:
+                    await asyncio.sleep(0)
                 return
+            except OSError:
+                pass
         await super().upload(fields, data)
 
     async def make(self, op: str, fields: Fields, undo: Undo) -> Fields:
@@ -204,13 +211,9 @@ class DirectSlot(Requests):
     async def send_file(self, fields: Fields, pieces: AsyncIterator[bytes]) -> None:
         await self._server.send_file(fields, pieces)
 
-    @property
-    def ended(self) -> bool:
-        return self._server.ended
-
     def slot_ended(self) -> None:
         """Answer pending commands with `lost`; close the line and the root. Idempotent."""
-        if self._supervisor is not None and self._supervisor.live and not self._loop.over:
+        if self._supervisor is not None and self._supervisor.live:
             self._supervisor.slot_died()
         self.close_in_child()
 
@@ -224,7 +227,7 @@ class DirectSlot(Requests):
     def _has_file(self, fields: Fields) -> bool:
         """Whether a file call may be served here. If not, the server's request lets a frozen slot continue."""
         frozen, self._frozen = self._frozen, False
-        return not frozen and self.root >= 0 and isinstance(fields["path"], str)
+        return not frozen and self.root >= 0 and type(fields["path"]) is str
 
     @contextlib.contextmanager
     def _during(self, op: str) -> Iterator[None]:
@@ -286,11 +289,6 @@ def _read(fd: int, size: int) -> bytes:
         return data
     finally:
         os.close(fd)
-
-
-async def _take_turns() -> None:
-    if next(_file_calls) % _IN_A_ROW == 0:
-        await asyncio.sleep(0)
 
 
 def _is_low(fd: int) -> bool:
