@@ -15,7 +15,7 @@ import secrets
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
-from palaestra.sandbox.slotd.network.forward import HEAD_BYTES, Forwarder
+from palaestra.sandbox.host_tools import HEAD_BYTES, Forwarder
 from palaestra.tools.net.host_policy import Reach
 
 MAX_CONNECTIONS = 512

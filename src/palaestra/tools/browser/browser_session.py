@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.types import JSON
-from palaestra.sandbox.slotd.network.forward import NAME
+from palaestra.sandbox.host_tools import PROXY_NAME
 from palaestra.tools.browser.accessibility_tree import Numbers, Shown, show
 from palaestra.tools.browser.page_events import Happenings
 from palaestra.tools.browser.shared_browser import Lease, SharedBrowser
@@ -108,7 +108,7 @@ class BrowserSession:
         await self.settle()
         if response is None:
             return None
-        if (await self.ask(response.all_headers())).get("proxy-status", "").startswith(f"{NAME};"):
+        if (await self.ask(response.all_headers())).get("proxy-status", "").startswith(f"{PROXY_NAME};"):
             why = (await self.ask(response.text())).strip()
             raise ToolMistake(f"{_led(url, self.page.url)} is not opened: {why}")
         return response.status

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ToolUnavailable
-from palaestra.sandbox.slotd.unprivileged import users
+from palaestra.sandbox.host_tools import users
 from palaestra.tools.browser import launch
 from palaestra.tools.browser.browser_proxy import Egress
 from palaestra.tools.net.host_policy import Reach

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from palaestra.sandbox.host_tools import Capture
 from palaestra.sandbox.slot import Process
-from palaestra.sandbox.slotd.exec.output import Capture
 
 MAX_REQUEST_BYTES = 8 << 20
 """How long one call may be; a longer one is read to its end and refused."""

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from . import allowlist
 
-NAME = "palaestra"
+PROXY_NAME = "palaestra"
 """Says in `Proxy-Status` that an answer is the proxy's own (RFC 9209)."""
 HEAD_BYTES = 64 << 10
 _PIECE_BYTES = 64 << 10
@@ -79,7 +79,7 @@ class Forwarder:
         except Refused as refused:
             body = f"{refused.text}\n".encode(errors="replace")
             head = f"HTTP/1.1 {refused.status}\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n"
-            head += f"Proxy-Status: {NAME}; error=http_request_denied\r\n{refused.header}"
+            head += f"Proxy-Status: {PROXY_NAME}; error=http_request_denied\r\n{refused.header}"
             writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass  # one side has gone, or the slot has
@@ -119,7 +119,7 @@ class Forwarder:
         lines = (line.partition(b":") for line in head.split(b"\r\n")[1:])
         given = [value.strip() for name, _, value in lines if name.strip().lower() == b"proxy-authorization"]
         if self._key and not any(hmac.compare_digest(each[:6].lower() + each[6:], wanted) for each in given):
-            header = f'Proxy-Authenticate: Basic realm="{NAME}"\r\n'
+            header = f'Proxy-Authenticate: Basic realm="{PROXY_NAME}"\r\n'
             raise Refused("407 Proxy Authentication Required", "this proxy is not for you", header)
 
     async def _connect(self, host: str, port: int) -> tuple[StreamReader, StreamWriter]:
