@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from palaestra.processes.notifications import EventKind
 from palaestra.processes.registry import ProcessRegistry
-from palaestra.processes.session import EventKind, Watch
+from palaestra.processes.session import Watch
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import SlotSpec
 from processes.scenes import OnBackend

@@ -2,7 +2,7 @@
 
 Not for processes that an agent started in a shell (`cmd &`): those it looks at with commands.
 
-Invariant: an agent reaches the sessions of its own task and no others. Replies are those of `processes.actions`.
+Invariant: an agent reaches the sessions of its own task and no others. Replies are those of `ProcessSession`.
 """
 
 from __future__ import annotations

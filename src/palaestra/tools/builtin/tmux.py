@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
-from palaestra.processes import output
+from palaestra.processes import process_output
 from palaestra.processes.session import MAX_OUTPUT_CHARS
 from palaestra.sandbox.slot import TerminalSize
 from palaestra.sandbox.terminal.terminal import ScreenShot, Terminal
@@ -167,7 +167,7 @@ async def _capture(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> T
     shot = await terminal.capture(quiet_s=MIN_QUIET_S, timeout_s=1.0)
     if not arguments.get("capture_entire"):
         return _shown(shot)
-    kept = await output.tail(terminal.process, MAX_OUTPUT_CHARS, running=shot.running)
+    kept = await process_output.tail(terminal.process, MAX_OUTPUT_CHARS, running=shot.running)
     return {**_shown(shot), "output": kept.text, "dropped_bytes": kept.start}
 
 
@@ -175,7 +175,7 @@ async def _stream(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> To
     terminal, most = pane.open(), arguments.get("max_bytes", DEFAULT_STREAM_BYTES)
     status = await terminal.process.status()
     start = 0 if arguments.get("reset") else pane.cursor
-    new = await output.read_text(terminal.process, start, max_bytes=most, running=status.running)
+    new = await process_output.read_text(terminal.process, start, max_bytes=most, running=status.running)
     pane.cursor = new.end
     reply: dict[str, JSON] = {"output": new.text, "error": None, "more_bytes": status.output_total_bytes - new.end}
     return {**reply, "lost_bytes": new.lost} if new.lost else reply

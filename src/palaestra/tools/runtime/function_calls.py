@@ -30,7 +30,7 @@ from palaestra.core.clock import Clock
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.types import JSON
-from palaestra.processes.notifications import Told
+from palaestra.processes.notifications import Notifications
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import ProcessSession
 from palaestra.sandbox.backends.local import LocalBackend
@@ -98,8 +98,8 @@ class ToolSession:
         self._lasting = _lasting(backend)
         if checkpoint_path is not None and self._lasting is None:
             raise ConfigError("checkpoint_path needs a backend whose slots stay, such as LocalBackend(service='NAME')")
-        self.told = Told()
-        self._processes = ProcessRegistry(checkpoint_path=checkpoint_path, told=self.told)
+        self.told = Notifications()
+        self._processes = ProcessRegistry(checkpoint_path=checkpoint_path, notifications=self.told)
         self._taking_up = asyncio.Lock()
         self._taken_up: int | None = None if self._lasting is not None else 0
         self._slots = _TaskSlots(backend or LocalBackend())

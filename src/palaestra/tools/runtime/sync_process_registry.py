@@ -5,7 +5,7 @@
 
 For code written to the contract: reward functions, scripts around `handle_function_call`. It finds the registries that
 live in this process (each rollout has one, and so has the session of `handle_function_call`) and asks the one that has
-the session. What the replies are stands in `processes/actions.py`.
+the session. What the replies are stands in `processes/session.py`.
 
 Invariant: a call runs on the loop that its registry belongs to, and blocks nobody else. It works in threads, in code
 without a loop, and in reward functions and hooks, which are bridged; in any other task of a running loop it raises
@@ -24,9 +24,8 @@ from weakref import WeakKeyDictionary
 from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.core.io.threads import running_loop
 from palaestra.core.sync_bridge import wait_for_sync
-from palaestra.processes.actions import Reply
 from palaestra.processes.registry import ProcessRegistry, living, not_found
-from palaestra.processes.session import ProcessSession, Watch
+from palaestra.processes.session import ProcessSession, Reply, Watch
 from palaestra.sandbox.slot import WORKSPACE, Slot
 from palaestra.tools.runtime.function_calls import DEFAULT_TASK, default_session
 
@@ -77,7 +76,7 @@ class SharedProcesses:
         """
         registry = self._of_slots.get(env)
         if registry is None:
-            registry = self._of_slots[env] = ProcessRegistry(told=default_session().told)
+            registry = self._of_slots[env] = ProcessRegistry(notifications=default_session().told)
 
         async def spawn() -> ProcessSession:
             async with asyncio.timeout(timeout):
@@ -102,7 +101,7 @@ class SharedProcesses:
 
     @property
     def completion_queue(self) -> queue.Queue[Reply]:
-        """What watched processes of `handle_function_call`, `spawn_local` and `spawn_via_env` tell. See `Told`."""
+        """Reports on processes of `handle_function_call`, `spawn_local` and `spawn_via_env`; see `Notifications`."""
         return default_session().told.completion_queue
 
     @property

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from palaestra.core.clock import SystemClock
+from palaestra.processes.notifications import MATCH_EVERY_S, MAX_MATCHES, EventKind, ProcessEvent
 from palaestra.processes.registry import MAX_EVENTS, ProcessRegistry
-from palaestra.processes.session import EventKind, ProcessEvent, Watch
-from palaestra.processes.watcher import MATCH_EVERY_S, MAX_MATCHES
+from palaestra.processes.session import Watch
 from palaestra.sandbox.slot import Slot
 from processes.scenes import WithRegistry
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.processes.output import readable
+from palaestra.processes.process_output import readable
 
 PARTS = ["a", "\n", "\r\n", "\r", "ä", "€", "😀", "\x1b[31m", "\x1b]0;title\x07", "\x1b[2K", "\t"]
 

@@ -1,8 +1,8 @@
 """The output of a process as text, by cursor.
 
-A cursor is how many bytes of the output came before. Reading takes nothing away: who reads from the cursor that the
-last reply gave reads everything once, and what was dropped in between is counted. A character or control sequence that
-has only begun is left for the next reading, so text never depends on where a reading happened to end.
+A cursor is how many bytes of the output came before. Reading removes nothing: a reader that continues at the cursor of
+the last reply gets everything once, and bytes that were dropped in between are counted. A character or control sequence
+that is not complete is left for the next reading, so text never depends on where a reading ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OutputText:
 
 
 async def read_text(process: Process, cursor: int, *, max_bytes: int, running: bool) -> OutputText:
-    """Text from a cursor on. `running`, whether the process ran before this call: then more may come."""
+    """Text from a cursor on. `running`: whether the process ran before this call, so that more may come."""
     piece = await process.read(cursor, max_bytes=max_bytes)
     data, skipped = _from_a_character_on(piece) if piece.lost else (piece.data, 0)
     more = len(piece.data) == max_bytes
@@ -47,9 +47,9 @@ async def tail(process: Process, max_bytes: int, *, running: bool) -> OutputText
 
 
 def readable(data: bytes, more: bool) -> tuple[str, int]:
-    """Output without control sequences and with plain line ends, and how many bytes at its end are only begun.
+    """Output without control sequences and with plain line ends, and how many bytes at its end are incomplete.
 
-    Where no `more` can come nothing is left: half a character becomes the replacement character.
+    If no `more` can come none are: half a character becomes the replacement character.
     """
     text, rest = plain(data)
     held = len(rest) if more else 0
@@ -62,7 +62,7 @@ def readable(data: bytes, more: bool) -> tuple[str, int]:
 
 
 def _from_a_character_on(piece: OutputPiece) -> tuple[bytes, int]:
-    """A piece that may begin in the middle of a character, without that half; and how many bytes that is."""
+    """A piece that may begin within a character, without that part; and how many bytes that is."""
     skipped = 0
     while piece.start and skipped < min(len(piece.data), LONGEST_CHARACTER - 1) and piece.data[skipped] >> 6 == 0b10:
         skipped += 1
