@@ -1,6 +1,6 @@
 """`palaestra doctor`: what this machine can isolate, or what a model server can do, and why not more.
 
-The machine's facts come from really making a throw-away slot on every rung (`palaestra.sandbox.isolation.probe`),
+The machine's facts come from really making a throw-away slot on every rung (`sandbox.isolation`),
 never from versions or names. Exit code 5 when not even the lowest protecting rung is there. Of a model server, only
 the address that was named is asked (`palaestra.inference.doctor`); exit code 4 when it cannot be reached, 1 when a
 check failed.
@@ -99,7 +99,7 @@ def _show_diagnosis(found: Diagnosis, as_json: bool) -> None:
 
 
 def _machine(as_json: bool) -> None:
-    from palaestra.sandbox.isolation.probe import probe
+    from palaestra.sandbox.isolation.isolation_probe import probe
 
     ladder = sorted(asyncio.run(probe()), key=lambda step: -step.rung)
     facts = machine_facts()

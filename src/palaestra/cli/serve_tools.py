@@ -225,7 +225,7 @@ async def _serve_executor(
     from palaestra.cli.tools import tool_settings
     from palaestra.rollouts.recorded_tools.recording_policy import open_world
     from palaestra.sandbox.backends.local import LocalBackend
-    from palaestra.sandbox.isolation.probe import warning
+    from palaestra.sandbox.isolation.isolation_probe import warning
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
     from palaestra.sandbox.slot import SlotSpec
     from palaestra.tools.registry.registry import build_tool_registry

@@ -19,7 +19,7 @@ import asyncio
 from palaestra.core.errors import IsolationUnavailable
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import SlotSpec
-from palaestra.sandbox.isolation.probe import probe
+from palaestra.sandbox.isolation.isolation_probe import probe
 
 async def main():
     for step in await probe():

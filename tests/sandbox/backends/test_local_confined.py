@@ -22,7 +22,7 @@ import pytest
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
 from palaestra.core.types import AllowList, Limits, Network
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.isolation import self_test_confined
+from palaestra.sandbox.isolation import self_test
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Fork, Mount, Rung, Slot, SlotSpec, View
 from sandbox.processes import descendants, ignoring, table
@@ -313,9 +313,9 @@ def test_a_workspace_that_was_closed_can_be_begun_in_by_the_next() -> None:
 
 def test_the_proof_is_held_by_any_shell() -> None:
     async def body(_: LocalBackend, slot: Slot) -> None:
-        lines = (await slot.execute(["sh", "-c", self_test_confined.SCRIPT])).output.splitlines()
+        lines = (await slot.execute(["sh", "-c", self_test.CONFINED_SCRIPT])).output.splitlines()
         facts = {word: [line.partition(" ")[2].strip()] for line in lines for word in line.split()[:1]}
-        assert all(self_test_confined.claims(facts, server_is_root=ROOT).values()), facts
+        assert all(self_test.confined_claims(facts, server_is_root=ROOT).values()), facts
 
     confined(body)
 

@@ -38,7 +38,7 @@ from palaestra.rollouts.observe.tracing.exporter import traced
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
 from palaestra.rollouts.resume.state import read_finished, repair
 from palaestra.rollouts.runner import Totals
-from palaestra.sandbox.isolation.probe import warning
+from palaestra.sandbox.isolation.isolation_probe import warning
 
 
 def main(environment: object, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:

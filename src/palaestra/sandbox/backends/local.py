@@ -49,9 +49,8 @@ from pathlib import Path
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
 from palaestra.core.types import JSON, AllowList, Network
-from palaestra.sandbox.images.store import ImageStore
-from palaestra.sandbox.isolation.hints import explain
-from palaestra.sandbox.isolation.self_test import prove
+from palaestra.sandbox.images.image_store import ImageStore
+from palaestra.sandbox.isolation.self_test import explain, prove
 from palaestra.sandbox.local.client import SlotClient
 from palaestra.sandbox.local.direct.direct_slot import DirectClient
 from palaestra.sandbox.local.local_slot import LocalSlot, SlotLease

@@ -30,7 +30,7 @@ from palaestra.core.errors import IsolationUnavailable, SandboxError, SlotLost, 
 from palaestra.core.types import JSON
 from palaestra.sandbox.slotd.event_loop import WRITE
 from palaestra.sandbox.slotd.protocol import frames
-from palaestra.sandbox.slotd.protocol.connection import FrameConnection
+from palaestra.sandbox.slotd.protocol.frame_connection import FrameConnection
 from palaestra.sandbox.slotd.protocol.frames import CHUNK, WINDOW, Fields, Frame, FrameKind
 
 _SLOTD = Path(__file__).parents[1] / "slotd"

@@ -45,7 +45,7 @@ from .exec.supervisor import FIRST_CHILD
 from .namespaced import cgroups, freezer
 from .network.egress import EgressGates
 from .protocol import frames
-from .protocol.connection import FrameConnection
+from .protocol.frame_connection import FrameConnection
 from .protocol.frames import CHUNK, Fields, Frame, FrameKind, OpenRequest
 from .protocol.init_messages import env_block
 from .rung import AnyCheckpoints, AnyDriver, CannotMake, Place, SealedLayer

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator
 
 from .files import Writing
-from .protocol.connection import FrameConnection
+from .protocol.frame_connection import FrameConnection
 from .protocol.frames import CHUNK, WINDOW, Fields, Frame, FrameKind, OpenRequest
 
 MAX_LIST_BYTES = 512 << 20

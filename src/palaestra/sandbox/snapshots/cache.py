@@ -25,7 +25,7 @@ from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError, PrepareError, SandboxError, SlotLost
 from palaestra.core.types import JSON, Network
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot
-from palaestra.sandbox.snapshots import fingerprint
+from palaestra.sandbox.snapshots import fingerprints
 from palaestra.sandbox.snapshots.folder import SCHEMA, SnapshotStore, to_the_end
 
 
@@ -56,7 +56,7 @@ class Recipe:
     version: str = ""
     name: str = ""
 
-    def key(self, rung: Rung, of_image: Callable[[str | None], JSON] = fingerprint.of_image) -> str:
+    def key(self, rung: Rung, of_image: Callable[[str | None], JSON] = fingerprints.of_image) -> str:
         """The name of the result on one rung of this machine: all that goes in, hashed, this project's code included.
 
         Not in it is what only decides whether there is a result: a step's timeout. Blocks while it looks at an image.
@@ -65,13 +65,13 @@ class Recipe:
         network = spec.network if isinstance(spec.network, Network) else spec.network.hosts
         parts: list[JSON] = [
             SCHEMA,
-            fingerprint.of_project(),
-            fingerprint.of_machine(),
+            fingerprints.of_project(),
+            fingerprints.of_machine(),
             rung.label,
             of_image(spec.image),
         ]
         parts += [network, spec.env, asdict(spec.limits), self.version]
-        parts += [[mount.source, mount.target, fingerprint.of_directory(mount.source)] for mount in spec.mounts]
+        parts += [[mount.source, mount.target, fingerprints.of_directory(mount.source)] for mount in spec.mounts]
         for step in self.steps:
             if isinstance(step, Put):
                 parts.append(["put", step.path, hashlib.sha256(step.data).hexdigest(), step.mode])
@@ -185,7 +185,7 @@ class Prepared:
         """Looked at once: an image that changes under a run is somebody's mistake."""
         with self._looking:
             if image not in self._images:
-                self._images[image] = fingerprint.of_image(image)
+                self._images[image] = fingerprints.of_image(image)
             return self._images[image]
 
     async def _load(self, recipe: Recipe, key: str, store: SnapshotStore) -> Snapshot | None:

@@ -30,8 +30,8 @@ from palaestra.core.clock import Clock
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.file_lock import turn
 from palaestra.core.types import JSON
-from palaestra.sandbox.images import store as images
-from palaestra.sandbox.snapshots import fingerprint
+from palaestra.sandbox.images import image_store as images
+from palaestra.sandbox.snapshots import fingerprints
 
 SCHEMA = "palaestra.snapshot/2"
 DEFAULT_MAX_BYTES = 20 << 30
@@ -101,7 +101,7 @@ class SnapshotStore:
         """Whether an entry is as it was kept. Blocks for as long as it takes to look at each of its files."""
         try:
             about = json.loads((self.folder / key / "about.json").read_text())
-            return bool(about["digest"] == fingerprint.of_tree(str(self.files(key)))[0])
+            return bool(about["digest"] == fingerprints.of_tree(str(self.files(key)))[0])
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
@@ -139,7 +139,7 @@ class SnapshotStore:
         kept. Blocks while the disk syncs. Raises OSError (EFBIG) for one that is larger than the store may be.
         """
         _sync(path)
-        digest, size_bytes = fingerprint.of_tree(str(path / "layers"))
+        digest, size_bytes = fingerprints.of_tree(str(path / "layers"))
         if size_bytes > self.max_bytes:
             raise OSError(
                 errno.EFBIG, f"it takes {size_bytes} bytes, more than the {self.max_bytes} of the whole store"

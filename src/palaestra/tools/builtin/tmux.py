@@ -18,7 +18,7 @@ from palaestra.core.types import JSON
 from palaestra.processes import process_output
 from palaestra.processes.session import MAX_OUTPUT_CHARS
 from palaestra.sandbox.slot import TerminalSize
-from palaestra.sandbox.terminal.terminal import ScreenShot, Terminal
+from palaestra.sandbox.terminal.interactive_terminal import ScreenShot, Terminal
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 ROWS, COLUMNS = 40, 160
@@ -30,7 +30,8 @@ DEFAULT_STREAM_BYTES = 20_000
 _ENVIRONMENT = {"PROMPT_COMMAND": r"printf '\e]133;D;%s\a' $?"}
 """Before every prompt the shell says that a command has ended, and how, in a sequence that no screen shows.
 
-The sequence is that of semantic prompts: https://gitlab.freedesktop.org/Per_Bothner/specifications/blob/master/proposals/semantic-prompts.md
+The sequence is that of semantic prompts:
+https://gitlab.freedesktop.org/Per_Bothner/specifications/blob/master/proposals/semantic-prompts.md
 """
 _MARK = re.compile(rb"\x1b\]133;D;(\d+)\x07")
 _LONGEST_MARK = 16

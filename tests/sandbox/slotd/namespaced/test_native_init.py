@@ -1,10 +1,11 @@
-"""Finding and trying the native init. The suites of slots test what it does."""
+"""Finding and trying the native init, and encoding its steps. The suites of slots test what it does."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 
 import palaestra
 from palaestra.sandbox.slotd import syscalls
-from palaestra.sandbox.slotd.namespaced import native_init
+from palaestra.sandbox.slotd.namespaced import native_init, privileges
+from palaestra.sandbox.slotd.namespaced.native_init import BuildStep, Do
 from palaestra.sandbox.slotd.protocol import init_messages
 
 PACKAGE = Path(palaestra.__file__).parent
@@ -104,3 +106,33 @@ def test_without_it_no_slot_has_namespaces_and_the_error_names_what_to_install(t
         [sys.executable, "-c", STARTED], env=environment, capture_output=True, text=True, check=True, timeout=120
     )
     assert told.stdout.count("pip install ziglang") == 2
+
+
+HEAD = struct.Struct("=HHIqq")
+
+
+def test_the_encoding_is_what_the_native_init_reads() -> None:
+    data = native_init.encode_steps(
+        [
+            native_init.mount("a", "/b", "tmpfs", 6, "size=1"),
+            BuildStep(Do.FILTER, program=b"\0\1\2"),
+            BuildStep(Do.SESSION),
+        ]
+    )
+    assert HEAD.unpack_from(data) == (Do.MOUNT, 4, 18, 6, 0)
+    assert data[HEAD.size : HEAD.size + 18] == b"a\0/b\0tmpfs\0size=1\0"
+    rest = data[HEAD.size + 18 :]
+    assert (HEAD.unpack_from(rest), rest[HEAD.size : HEAD.size + 3]) == ((Do.FILTER, 0, 3, 0, 0), b"\0\1\2")
+    assert HEAD.unpack_from(rest, HEAD.size + 3) == (Do.SESSION, 0, 0, 0, 0)
+
+
+def test_both_sides_number_the_operations_alike() -> None:
+    source = Path(native_init.FOLDER, "steps.c").read_text()
+    listed = source[source.index("JOIN = 1") : source.index("};", source.index("JOIN = 1"))]
+    names = [name.split("=")[0].strip() for name in listed.split(",")]
+    assert [name for name in names if name] == [do.name for do in Do]
+
+
+def test_a_filter_is_passed_whole() -> None:
+    program = privileges.program()
+    assert native_init.encode_steps([BuildStep(Do.FILTER, program=program)])[HEAD.size :] == program

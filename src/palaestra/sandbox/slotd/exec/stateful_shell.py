@@ -34,7 +34,7 @@ from ..protocol import frames
 from ..protocol.frames import Fields, Frame, FrameKind
 from ..protocol.init_messages import EnvBlock, InitReport, ReportKind, Spawn
 from . import pipes, process_tree
-from .command import CommandSpec, Execution, command_spec
+from .execution import CommandSpec, Execution, command_spec
 from .output import Capture
 from .supervisor import Supervisor, start_error
 

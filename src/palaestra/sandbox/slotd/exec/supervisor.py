@@ -24,7 +24,7 @@ from ..protocol import init_messages
 from ..protocol.frames import Fields, Frame, FrameKind, OpenRequest, SendFrame
 from ..protocol.init_messages import EnvBlock, InitReport, Order, ReportKind, Spawn
 from . import pipes, process_tree
-from .command import CommandSpec, Execution, command_spec
+from .execution import CommandSpec, Execution, command_spec
 from .output import Shelf
 
 FIRST_CHILD = 1 << 31

@@ -18,8 +18,8 @@ import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from .layer_store import copy_attributes
 from .overlay import MAX_DEPTH, Marks, Stack, StackedRoot
-from .store import copy_attributes
 
 _MAX_LINKS = 40
 

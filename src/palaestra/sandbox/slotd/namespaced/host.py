@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .. import syscalls
+from ..layers.layer_store import Tree
 from ..layers.overlay import Marks
-from ..layers.store import Tree
 from ..protocol.frames import Fields
 from . import namespaces, native_init
 from .rootfs import HOST, Bind, Lowers, host_trees, prepare_shared, system_directories, system_links

@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .. import syscalls
-from ..layers.store import Tree
+from ..layers.layer_store import Tree
 from ..syscalls import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY, MS_REC, MS_REMOUNT
-from . import init_steps
-from .init_steps import BuildStep, Do
+from . import native_init
+from .native_init import BuildStep, Do
 
 HOST = "/host"
 
@@ -155,7 +155,7 @@ def build(plan: RootPlan, place: int) -> Iterator[BuildStep]:
     `place` and the number after it are free for descriptors.
     """
     root, inside = place, place + 1
-    yield init_steps.mount("none", "/", flags=MS_REC | syscalls.MS_PRIVATE)
+    yield native_init.mount("none", "/", flags=MS_REC | syscalls.MS_PRIVATE)
     for overlay in plan.overlays:
         yield _overlay(overlay, plan)
     yield BuildStep(Do.CHANGE_DIRECTORY, (plan.stage,))
@@ -171,7 +171,7 @@ def build(plan: RootPlan, place: int) -> Iterator[BuildStep]:
             names = target.split("/")
             yield from (BuildStep(Do.MKDIR, ("/".join(names[:count]),), 0o777, 1) for count in range(2, len(names) + 1))
         yield BuildStep(Do.OPEN_INSIDE, (target,), inside, root)
-        yield init_steps.mount(bind.source, f"/proc/self/fd/{inside}", flags=MS_BIND | MS_REC)
+        yield native_init.mount(bind.source, f"/proc/self/fd/{inside}", flags=MS_BIND | MS_REC)
     yield BuildStep(Do.BECOME_ROOT)
 
 
@@ -180,37 +180,37 @@ def _overlay(overlay: Overlay, plan: RootPlan) -> BuildStep:
     # Without these options a layer would refer to the layers below it, and could not be cut to a view.
     options += ["userxattr"] if plan.user_xattrs else ["redirect_dir=nofollow", "metacopy=off", "index=off", "volatile"]
     target = plan.stage + overlay.target.rstrip("/")
-    return init_steps.mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, ",".join(options))
+    return native_init.mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, ",".join(options))
 
 
 def _volatile(plan: RootPlan, tmp: str) -> Iterator[BuildStep]:
     """Mount one file system for /dev/shm and /tmp, which are in no snapshot; its size limits both together."""
     options = f"size={plan.tmp_bytes},mode=755"
-    yield init_steps.mount("tmpfs", _SHM, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    yield native_init.mount("tmpfs", _SHM, "tmpfs", MS_NOSUID | MS_NODEV, options)
     for name in ("tmp", "shm"):
         yield BuildStep(Do.MKDIR, (f"{_SHM}/{name}",), 0o1777)
         yield BuildStep(Do.OWN, (f"{_SHM}/{name}",), plan.owner)
-    yield init_steps.mount(f"{_SHM}/tmp", tmp, flags=MS_BIND)  # noqa: S108 - of the slot
-    yield init_steps.mount(f"{_SHM}/shm", _SHM, flags=MS_BIND)
+    yield native_init.mount(f"{_SHM}/tmp", tmp, flags=MS_BIND)  # noqa: S108 - of the slot
+    yield native_init.mount(f"{_SHM}/shm", _SHM, flags=MS_BIND)
 
 
 def _dev(plan: RootPlan) -> Iterator[BuildStep]:
-    yield init_steps.mount(_DEV, "dev", flags=MS_BIND | MS_REC)
+    yield native_init.mount(_DEV, "dev", flags=MS_BIND | MS_REC)
     options = f"newinstance,ptmxmode=0666,mode=620,uid={plan.owner},gid={plan.owner}"
-    yield init_steps.mount("devpts", "dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
+    yield native_init.mount("devpts", "dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
 
 
 def _proc() -> Iterator[BuildStep]:
-    yield init_steps.mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    yield native_init.mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
     read_only, directories, files = _kernel_entries()
     for name in read_only:
-        yield init_steps.mount(f"proc/{name}", f"proc/{name}", flags=MS_BIND | MS_REC)
-        yield init_steps.mount("none", f"proc/{name}", flags=MS_REMOUNT | MS_BIND | flags)
+        yield native_init.mount(f"proc/{name}", f"proc/{name}", flags=MS_BIND | MS_REC)
+        yield native_init.mount("none", f"proc/{name}", flags=MS_REMOUNT | MS_BIND | flags)
     for name in directories:
-        yield init_steps.mount(_EMPTY, f"proc/{name}", flags=MS_BIND)
+        yield native_init.mount(_EMPTY, f"proc/{name}", flags=MS_BIND)
     for name in files:
-        yield init_steps.mount("dev/null", f"proc/{name}", flags=MS_BIND)
+        yield native_init.mount("dev/null", f"proc/{name}", flags=MS_BIND)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-/* Builds and confines a slot by the steps that the server lists. namespaced/init_steps.py describes the operations and
+/* Builds and confines a slot by the steps that the server lists. namespaced/native_init.py describes the operations and
  * their encoding. Nothing is decided here; the first step that fails ends the slot.
  */
 #define _GNU_SOURCE
@@ -38,7 +38,7 @@ struct step {
     int64_t a, b;
 } __attribute__((packed));
 
-_Static_assert(sizeof(struct step) == 24, "as in init_steps.py");
+_Static_assert(sizeof(struct step) == 24, "as in native_init.py");
 
 static int write_file(const char *path, const char *text) {
     int fd = open(path, O_WRONLY | O_CLOEXEC);

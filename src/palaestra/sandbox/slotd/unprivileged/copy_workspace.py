@@ -14,8 +14,8 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 
 from ..layers.copy_tree import copy_data
+from ..layers.layer_store import copy_attributes
 from ..layers.overlay import MAX_DEPTH, kind_of
-from ..layers.store import copy_attributes
 from ..protocol.frames import Fields
 
 _Copy = Callable[[str, str], None]

@@ -26,8 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from palaestra.core.errors import ImageError
-from palaestra.sandbox.images import formats
-from palaestra.sandbox.images.unpack import unpack
+from palaestra.sandbox.images import unpack
 
 DEFAULT_IMAGE_BYTES = 32 << 30
 DEFAULT_STORE_BYTES = 100 << 30
@@ -76,7 +75,7 @@ class ImageStore:
                 f"the image {image!r} would be this machine itself, secrets and all; leave it out for its system "
                 "directories, or give a root directory, a tar file or an OCI layout"
             )
-        if os.path.isdir(path) and not formats.is_layout(path):
+        if os.path.isdir(path) and not unpack.is_layout(path):
             if not any(os.path.isdir(os.path.join(path, name)) for name in ("bin", "usr")):
                 raise ImageError(f"the image {image!r} is no root file system: there is neither bin nor usr in {path}")
             return path  # its owner has made it for this
@@ -113,13 +112,13 @@ class ImageStore:
 
     def _digest(self, path: str) -> str:
         if os.path.isdir(path):
-            return formats.identity(path)
+            return unpack.identity(path)
         status = os.stat(path)
         facts = (path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         key = f"{self._folder}/known/{hashlib.sha256(repr(facts).encode()).hexdigest()}"
         with contextlib.suppress(FileNotFoundError), open(key, encoding="ascii") as file:
             return file.read()
-        digest = formats.identity(path)
+        digest = unpack.identity(path)
         _write(key, digest)
         return digest
 
@@ -146,7 +145,7 @@ class ImageStore:
         shutil.rmtree(partial, ignore_errors=True)
         os.mkdir(partial, 0o755)
         try:
-            size = unpack(formats.layers(path), partial, path, self._max_image_bytes, self._stop)
+            size = unpack.unpack(unpack.layers(path), partial, path, self._max_image_bytes, self._stop)
             record = {"schema": "palaestra.image", "version": 1, "bytes": size, "source": path}
             _write(f"{final}.json", json.dumps(record))
             os.rename(partial, final)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from palaestra.core.errors import ImageError
-from palaestra.sandbox.images.store import ImageStore
+from palaestra.sandbox.images.image_store import ImageStore
 
 Entry = tuple[str, bytes | str | None]
 """A name, and its bytes; None for a directory, `-> x` for a link, `=> x` for a hard link."""

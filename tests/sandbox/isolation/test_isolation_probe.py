@@ -8,7 +8,7 @@ import pytest
 
 from palaestra.core.errors import IsolationUnavailable
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.isolation.probe import probe
+from palaestra.sandbox.isolation.isolation_probe import probe
 from palaestra.sandbox.isolation.self_test import _claims
 from palaestra.sandbox.slot import Rung
 

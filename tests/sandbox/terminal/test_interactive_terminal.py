@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from palaestra.core.errors import ConfigError
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Slot, TerminalSize
-from palaestra.sandbox.terminal.keys import code
+from palaestra.sandbox.terminal.interactive_terminal import Terminal, key_code
 from palaestra.sandbox.terminal.screen import PlainScreen, open_screen
-from palaestra.sandbox.terminal.terminal import Terminal
 from sandbox.bodies import WithSlot
 
 SHELL = ["bash", "--norc", "-i"]
@@ -93,9 +92,9 @@ def test_what_does_not_come_is_a_timeout_with_the_screen(with_slot: WithSlot) ->
 def test_keys_send_what_xterm_sends() -> None:
     codes = {"Enter": b"\r", "C-c": b"\x03", "C-Space": b"\0", "C-[": b"\x1b", "Up": b"\x1b[A", "F5": b"\x1b[15~"}
     codes |= {"M-x": b"\x1bx", "M-Left": b"\x1b\x1b[D", "BSpace": b"\x7f", "BTab": b"\x1b[Z", "C-C": b"\x03"}
-    assert {key: code(key) for key in codes} == codes
-    assert code("Up", application_cursor=True) == b"\x1bOA"
-    assert [code(text) for text in ("hello", "C-", "C-é", "M-", "M-word", "")] == [None] * 6
+    assert {key: key_code(key) for key in codes} == codes
+    assert key_code("Up", application_cursor=True) == b"\x1bOA"
+    assert [key_code(text) for text in ("hello", "C-", "C-é", "M-", "M-word", "")] == [None] * 6
 
 
 def test_an_emulator_that_is_not_known_is_refused() -> None:

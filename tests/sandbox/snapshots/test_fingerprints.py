@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.sandbox.snapshots import fingerprint
+from palaestra.sandbox.snapshots import fingerprints
 
 
 @pytest.fixture
@@ -49,20 +49,20 @@ def move(root: Path) -> None:
     ],
 )
 def test_a_change_deep_in_an_image_is_another_image(tree: Path, change: Callable[[Path], None]) -> None:
-    before = fingerprint.of_image(str(tree))
-    assert fingerprint.of_image(str(tree)) == before
+    before = fingerprints.of_image(str(tree))
+    assert fingerprints.of_image(str(tree)) == before
     change(tree)
-    assert fingerprint.of_image(str(tree)) != before
+    assert fingerprints.of_image(str(tree)) != before
 
 
 def test_a_tree_that_was_only_read_is_the_same(tree: Path) -> None:
-    before = fingerprint.of_tree(str(tree))
+    before = fingerprints.of_tree(str(tree))
     (tree / "etc" / "deep" / "file").read_text()
     (tree / "etc" / "link").readlink()
-    assert fingerprint.of_tree(str(tree)) == before
+    assert fingerprints.of_tree(str(tree)) == before
     assert before[1] > 0
 
 
 def test_the_host_and_an_image_that_is_not_there_have_one_too(tmp_path: Path) -> None:
-    assert fingerprint.of_image(None) == fingerprint.of_image(None)
-    assert fingerprint.of_image(str(tmp_path / "missing")) != fingerprint.of_image(None)
+    assert fingerprints.of_image(None) == fingerprints.of_image(None)
+    assert fingerprints.of_image(str(tmp_path / "missing")) != fingerprints.of_image(None)
