@@ -5,8 +5,8 @@ are bounded: lines that match within `MATCH_EVERY_S` of each other are counted a
 `MAX_MATCHES` reports the patterns are no longer looked for. Output that came too fast to be searched is counted in the
 next report.
 
-Reports come with the next reply about the session, as `ProcessEvent`s in the registry's `completion_queue`, and, for
-code without `await`, in `Notifications`. Every queue is bounded and waits for no reader: the oldest entry is dropped.
+Reports come with the next reply about the session, and in the registry's `Notifications`. Every queue is bounded and
+waits for no reader: the oldest entry is dropped.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Callable
 
 from palaestra.core.clock import Clock
 from palaestra.core.errors import InfraError
@@ -35,37 +33,8 @@ MAX_NOTIFICATIONS = 256
 _PIECE_BYTES, _LONGEST_WAIT_S, _MAX_LINE_CHARS = 128 << 10, 30.0, 10_000
 
 
-class EventKind(StrEnum):
-    """What is reported."""
-
-    EXITED = "exited"
-    MATCH = "match"
-    PROGRESS = "progress"
-    LOST = "lost"
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessEvent:
-    """One report. `text` is the line that matched, or the output since the last event.
-
-    `address` is that of the session's watch: where a front door sends this.
-    """
-
-    kind: EventKind
-    session_id: str
-    task_id: str
-    session_key: str
-    text: str
-    exit_code: int | None = None
-    address: Mapping[str, str] = field(default_factory=dict)
-
-    def line(self) -> str:
-        """One line for a model to read."""
-        code = "" if self.exit_code is None else f" with exit code {self.exit_code}"
-        return f"{self.kind}{code}: {self.text.strip()}" if self.text.strip() else f"{self.kind}{code}"
-
-
-_TYPES = {EventKind.EXITED: "completion", EventKind.MATCH: "watch_match"}
+_WORDS = {"completion": "exited", "watch_match": "match"}
+"""What a model reads in place of the type."""
 
 
 class Notifications:
@@ -83,11 +52,11 @@ class Notifications:
         self.completion_queue: queue.Queue[Reply] = queue.Queue(MAX_NOTIFICATIONS)
         self.pending_watchers: list[Reply] = []
 
-    def add_event(self, session: ProcessSession, event: ProcessEvent) -> None:
-        """Add a report."""
-        item: Reply = {"type": _TYPES.get(event.kind, str(event.kind)), "session_id": session.id}
-        item |= {"task_id": session.task_id, "session_key": session.session_key, "command": session.command}
-        item |= {"output": event.text, "exit_code": event.exit_code, **event.address}
+    def add_event(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
+        """Add a report, whose `type` is `kind` and whose `output` is `text`."""
+        item: Reply = {"type": kind, "session_id": session.id, "task_id": session.task_id}
+        item |= {"session_key": session.session_key, "command": session.command}
+        item |= {"output": text, "exit_code": exit_code, **session.watch.address}
         while True:
             try:
                 return self.completion_queue.put_nowait(item)
@@ -107,9 +76,11 @@ class Notifications:
 
 
 class Follower:
-    """Follows one session to its end. `report` gets its events; they are in the session's `notices` too."""
+    """Follows one session to its end. `report` gets type, text and exit code of its reports."""
 
-    def __init__(self, session: ProcessSession, report: Callable[[ProcessEvent], None], clock: Clock) -> None:
+    def __init__(
+        self, session: ProcessSession, report: Callable[[ProcessSession, str, str, int | None], None], clock: Clock
+    ) -> None:
         self._session, self._report, self._clock = session, report, clock
         self._watch = session.watch
         self._cursor = session.followed
@@ -125,7 +96,7 @@ class Follower:
             await self._follow()
         except ProcessLookupError:
             self._session.lose(FORGOTTEN)
-            self._add(EventKind.LOST, self._session.lost)
+            self._add("lost", self._session.lost)
         except InfraError as error:  # the next request about the session raises it
             logger.debug("%s is no longer followed: %s", self._session.id, error)
 
@@ -175,7 +146,7 @@ class Follower:
         self._last_match = now
         self._matches += 1
         stop = " (the patterns are no longer looked for)" if self._matches == MAX_MATCHES else ""
-        self._add(EventKind.MATCH, line.strip()[:MAX_REPORTED_CHARS] + self._not_reported() + stop)
+        self._add("watch_match", line.strip()[:MAX_REPORTED_CHARS] + self._not_reported() + stop)
 
     def _not_reported(self) -> str:
         """What was only counted since the last match."""
@@ -187,17 +158,17 @@ class Follower:
 
     def _add_progress(self) -> None:
         if self._since:
-            self._add(EventKind.PROGRESS, self._since)
+            self._add("progress", self._since)
             self._since = ""
 
     def _end(self, status: ProcessStatus) -> None:
         if counted := self._not_reported():
-            self._add(EventKind.MATCH, counted.strip(" ()"))
+            self._add("watch_match", counted.strip(" ()"))
         if self._watch.on_exit or self._watch.interval_s:
-            self._add(EventKind.EXITED, self._since, status.exit_code)
+            self._add("completion", self._since, status.exit_code)
 
-    def _add(self, kind: EventKind, text: str, exit_code: int | None = None) -> None:
-        one = self._session
-        event = ProcessEvent(kind, one.id, one.task_id, one.session_key, text, exit_code, self._watch.address)
-        one.notices.append(event.line())
-        self._report(event)
+    def _add(self, kind: str, text: str, exit_code: int | None = None) -> None:
+        code = "" if exit_code is None else f" with exit code {exit_code}"
+        notice = f"{_WORDS.get(kind, kind)}{code}"
+        self._session.notices.append(f"{notice}: {text.strip()}" if text.strip() else notice)
+        self._report(self._session, kind, text, exit_code)

@@ -30,7 +30,7 @@ from weakref import WeakSet
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError, SlotLost, StaleLease
 from palaestra.core.types import JSON
-from palaestra.processes.notifications import Follower, Notifications, ProcessEvent
+from palaestra.processes.notifications import Follower, Notifications
 from palaestra.processes.session import (
     FINISHED_TTL_SECONDS,
     FORGOTTEN,
@@ -45,7 +45,6 @@ from palaestra.sandbox.slot import WORKSPACE, Process, ProcessStatus, Slot, Term
 logger = logging.getLogger(__name__)
 
 TERMINAL_SIZE = TerminalSize(rows=30, columns=120)
-MAX_EVENTS = 256
 SCHEMA, VERSION = "palaestra.processes", 1
 
 _ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
@@ -64,9 +63,8 @@ _known_lock = threading.Lock()
 class ProcessRegistry:
     """Sessions by id. Methods that take `task_id` see that task's sessions; with None, for the owner, all.
 
-    `checkpoint_path` is the file for the next registry. `completion_queue` has the events of watched sessions; if
-    nobody reads it, the oldest is dropped. `notifications` gets the same for code without `await`. `loop` is that of
-    its sessions, None before the first.
+    `checkpoint_path` is the file for the next registry; `notifications` gets the reports on watched sessions. `loop` is
+    that of its sessions, None before the first.
     """
 
     def __init__(
@@ -78,9 +76,8 @@ class ProcessRegistry:
         clock: Clock | None = None,
         notifications: Notifications | None = None,
     ) -> None:
-        self.completion_queue: asyncio.Queue[ProcessEvent] = asyncio.Queue(MAX_EVENTS)
         self.loop: asyncio.AbstractEventLoop | None = None
-        self._notifications = notifications
+        self.notifications = notifications or Notifications()
         self._path, self._most, self._ttl_s = checkpoint_path, max_processes, finished_ttl_s
         self._clock = clock or SystemClock()
         self._sessions: dict[str, ProcessSession] = {}
@@ -259,8 +256,8 @@ class ProcessRegistry:
         self._sessions[session.id] = session
         if session.watch and not session.lost:
             self._in_background(Follower(session, self._on_event, self._clock).run())
-        if self._notifications is not None and session.running:
-            self._notifications.add_watcher(session)
+        if session.running:
+            self.notifications.add_watcher(session)
         if self.loop is None:
             self.loop = asyncio.get_running_loop()
             with _known_lock:
@@ -327,12 +324,8 @@ class ProcessRegistry:
                 await session.process.forget()
         self._save()
 
-    def _on_event(self, event: ProcessEvent) -> None:
-        if self.completion_queue.full():
-            self.completion_queue.get_nowait()
-        self.completion_queue.put_nowait(event)
-        if self._notifications is not None and (session := self._sessions.get(event.session_id)) is not None:
-            self._notifications.add_event(session, event)
+    def _on_event(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
+        self.notifications.add_event(session, kind, text, exit_code)
         self._save()
 
     def _save(self) -> None:

@@ -200,15 +200,10 @@ def test_what_is_told_waits_for_synchronous_code() -> None:
 def test_where_nobody_reads_the_oldest_gives_way(at_desk: AtDesk) -> None:
     async def scenario(desk: Desk) -> None:
         told = Notifications()
-        registry = ProcessRegistry(notifications=told)
-        watch = Watch(on_exit=True)
-        for number in range(2):
-            await registry.spawn(desk.slot, f"exit {number}", task_id="t", watch=watch)
-            event = await registry.completion_queue.get()
-            session = registry.get(event.session_id)
-            assert session is not None
-            for _ in range(MAX_NOTIFICATIONS // 2):
-                told.add_event(session, event)
+        session = await ProcessRegistry(notifications=told).spawn(desk.slot, "true", task_id="t")
+        for code in range(2):
+            for _ in range(MAX_NOTIFICATIONS // 2 + code):
+                told.add_event(session, "completion", "", code)
         codes = [told.completion_queue.get_nowait()["exit_code"] for _ in range(told.completion_queue.qsize())]
         assert codes == [0] * (MAX_NOTIFICATIONS // 2 - 1) + [1] * (MAX_NOTIFICATIONS // 2 + 1)
 
