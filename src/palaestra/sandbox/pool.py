@@ -3,8 +3,8 @@
 Each lease gets a slot of its own, made when it is acquired and dropped when it is released, so no workspace is reused
 and nothing has to be cleaned. The timeout covers waiting for a free place, not making the slot.
 
-A slot that cannot be ended is quarantined: its place is free again, nobody gets it, and ending it is tried once more
-with every release until it works.
+A slot that cannot be ended is quarantined: its place is free again, nobody gets it, and each release tries again to end
+it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REMEMBERED_WAITS = 1000
 
 
 def default_max_slots() -> int:
-    """Four slots per processor this process may use, and no fewer than four: most of a rollout waits for the model."""
+    """Four slots per processor this process may use, at least four: a rollout mostly waits for the model."""
     return max(4, 4 * len(os.sched_getaffinity(0)))
 
 
@@ -86,7 +86,7 @@ class SlotPool:
         self._started = True
 
     async def aclose(self) -> None:
-        """End every slot and the backend. Those who wait get `SandboxError`. Idempotent."""
+        """End every slot and the backend. Waiting `acquire` calls raise `SandboxError`. Idempotent."""
         self._started = False
         for waiter in self._waiting:
             if not waiter.done():
@@ -115,13 +115,14 @@ class SlotPool:
         snapshot: Snapshot | None = None,
         timeout_s: float | None = None,
     ) -> Slot:
-        """A fresh slot, from a snapshot where one is given (`spec` None then means the snapshot's).
+        """A fresh slot, from a snapshot if one is given (`spec` None then means the snapshot's).
 
-        Raises `AcquireTimeout` when no place comes free in `timeout_s` (None: `acquire_timeout` of the configuration).
+        Raises `AcquireTimeout` if no place becomes free within `timeout_s` (None: `acquire_timeout` of the
+        configuration).
         """
         timeout_s = self.config.acquire_timeout if timeout_s is None else timeout_s
-        if not timeout_s >= 0:  # also true for what is no number
-            raise ValueError(f"timeout_s must not be negative, and be a number, not {timeout_s}")
+        if not timeout_s >= 0:  # also true for NaN
+            raise ValueError(f"timeout_s must be a number and not negative, not {timeout_s}")
         if not self._started:
             raise SandboxError("the slot pool is not running; call start() first")
         await self._take_place(trajectory_id, timeout_s)
@@ -138,30 +139,30 @@ class SlotPool:
         return slot
 
     def take_up(self, slot: Slot) -> None:
-        """Count a slot that the backend had before, as a service has, as leased; it is released like any other."""
+        """Count a slot that the backend held before, as a service does, as leased; it is released like any other."""
         self._free -= 1
         self._held[slot.epoch] = _Holding(slot, self._clock.monotonic())
         self._leases += 1
 
     async def release(self, slot: Slot) -> None:
-        """End a lease and the slot. One that has ended already, or died, is fine."""
+        """End a lease and the slot. Does nothing for one that has ended."""
         if self._held.pop(slot.epoch, None) is None:
             return
         try:
             await self._end(slot)
             while self._quarantine:
-                _, quarantined = self._quarantine.popitem()  # taken out, so that no other release tries it too
+                _, quarantined = self._quarantine.popitem()  # removed, so that no other release tries it too
                 if not await self._end(quarantined):
                     return
         finally:
             self._give_place()
 
     async def _end(self, slot: Slot) -> bool:
-        """End a slot for good; one that cannot be ended now is quarantined and tried again later."""
+        """End a slot; quarantine one that cannot be ended now."""
         try:
             await self._backend.destroy(slot)
         except SlotLost:
-            return True  # nothing of it is left, which is what was asked for
+            return True  # nothing of it is left
         except SandboxError as error:
             _log.warning("%s could not be ended and is quarantined: %s", slot.slot_id, error)
             self._quarantine[slot.epoch] = slot
@@ -169,7 +170,7 @@ class SlotPool:
         return True
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
-        """End a lease and keep what its slot changed as a snapshot, cut to `view` where one is given."""
+        """End a lease and keep what its slot changed as a snapshot, cut to `view` if given."""
         held = self._held.pop(slot.epoch, None) is not None
         try:
             return await self._backend.seal(slot, view)
@@ -178,7 +179,7 @@ class SlotPool:
                 self._give_place()
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
-        """A slot's files as they are now, as a snapshot; the lease goes on. So any step of a rollout can be forked."""
+        """A slot's present files as a snapshot; the lease continues, so any step of a rollout can be forked."""
         return await self._backend.checkpoint(slot)
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
@@ -209,7 +210,7 @@ class SlotPool:
         return len(self._held)
 
     def get_stats(self) -> Mapping[str, JSON]:
-        """Counts, waiting times in seconds, and what the backend says of itself."""
+        """Counts, waiting times in seconds, and the backend's own statistics."""
         waits, makes = sorted(self._waits), sorted(self._makes)
         of_backend = dict(self._backend.stats())
         return {
@@ -231,7 +232,7 @@ class SlotPool:
         }
 
     def get_status(self) -> Mapping[str, JSON]:
-        """The statistics, and who holds which slot for how long."""
+        """The statistics, and the holder of each slot with its time."""
         now = self._clock.monotonic()
         holders = [
             {
@@ -252,7 +253,7 @@ class SlotPool:
         self._waits.append(self._clock.monotonic() - asked)
 
     async def _wait(self, trajectory_id: str, timeout_s: float) -> None:
-        """Queue for a place; whoever gives one back hands it to the first in the queue."""
+        """Queue for a place; whoever frees one passes it to the first in the queue."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         try:
@@ -260,7 +261,7 @@ class SlotPool:
                 await waiter
         except BaseException as error:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._give_place()  # it came together with the timeout or the cancellation
+                self._give_place()  # it became free together with the timeout or the cancellation
             if isinstance(error, TimeoutError) and not isinstance(error, SandboxError):
                 self._timeouts += 1
                 raise AcquireTimeout(self._explain(trajectory_id, timeout_s)) from None
@@ -271,7 +272,7 @@ class SlotPool:
 
     def _give_place(self) -> None:
         self._free = min(self._free + 1, self._places)
-        while self._waiting and self._free > 0:  # there may be less than none, after `take_up`
+        while self._waiting and self._free > 0:  # below zero after `take_up`
             waiter = self._waiting.popleft()
             if not waiter.done():
                 self._free -= 1
@@ -282,7 +283,7 @@ class SlotPool:
         oldest = sorted(self._held.values(), key=lambda held: held.since)[:3]
         holders = ", ".join(f"{held.slot.trajectory_id} for {now - held.since:.0f}s" for held in oldest)
         return (
-            f"no slot came free for {trajectory_id} in {timeout_s:g}s: all {self.total_slots} are in use"
+            f"no slot became free for {trajectory_id} in {timeout_s:g}s: all {self.total_slots} are in use"
             f"{f' (longest by {holders})' if holders else ''}; "
             "raise max_slots or acquire_timeout, or lower the concurrency"
         )

@@ -1,39 +1,39 @@
 """Slots on this machine's own kernel, without a container runtime: the default backend.
 
 On the rungs `full` and `userns` a slot is a set of namespaces around a copy-on-write root. Creating one takes
-milliseconds, a command costs little more than the same command outside, and a prepared workspace is forked by stacking
-layers, whatever its size.
+milliseconds, a command costs little more than outside, and a prepared workspace is forked by stacking layers, whatever
+its size.
 
 Covered there: own processes, mounts, IPC, host name and (network off) network; a root that holds nothing of the host
 but an allow-list of system directories or the given image, writable only as a copy; no new privileges, a handful of
-capabilities that reach nothing outside, a system call filter; limits on disk, open files and output. When any process
-of ours is killed, the kernel ends all slots and takes their mounts with them. With a list of hosts, a slot's network is
-empty but for a proxy that keeps to the list; that needs root.
+capabilities that reach nothing outside, a system call filter; limits on disk, open files and output. If any process of
+ours is killed, the kernel ends all slots and removes their mounts. With a list of hosts, a slot's network is empty
+except for a proxy that enforces the list; that needs root.
 
 `full` needs root. The slot's root is a private uid outside, and owners of the system's files are mapped, so everything
-in the root can be changed in the slot; memory (files in the workspace and /tmp count too), processes and processor are
+in the root can be changed in the slot; memory (including files in the workspace and /tmp), processes and processor are
 limited by control groups. All slots of one backend share that uid range.
 
-`userns` needs no root. The slot's root is the user who started the run, and nobody else exists: system files belong to
-nobody and cannot be changed, `chown` to other users fails. Memory is limited per process, not per slot; processor time
-is not limited. (Root who asks for this rung by name gets a private uid range instead of its own uid.)
+`userns` needs no root. The slot's root is the user who started the run, and no other user exists: system files belong
+to nobody and cannot be changed, `chown` to other users fails. Memory is limited per process, not per slot; processor
+time is not limited. (If root asks for this rung by name, slots get a private uid range instead of root's own uid.)
 
 `confined` is for ordinary containers, which allow no namespaces. A slot is a directory, Landlock around it, a system
 call filter, limits per process and, for root, a user. Covered: files outside its own workspace, home and TMPDIR (the
 system's programs and settings can be read, nothing else), signals and tracing, TCP, UDP and abstract sockets while the
 network is off, System V objects. Not covered: names and command lines of all processes in the container, sockets that
-are files open to everybody (without root: to the same user), the amount of disk and of memory in all, processor time;
-before Linux 6.12 also abstract sockets while the network is on. What differs for commands: no list of hosts, no image,
-mounts only at their own path; the workspace lies elsewhere and `/workspace` is a link to it where root could make one
-(lost by programs that close all descriptors); TMPDIR and not /tmp; absolute paths into a workspace do not hold in its
-forks, which are copies. Without root there is one slot at a time, and a command in it can end it.
+are files open to all users (without root: to the same user), the amount of disk and of memory in all, processor time;
+before Linux 6.12 also abstract sockets while the network is on. Commands see these differences: no list of hosts, no
+image, mounts only at their own path; the workspace lies elsewhere and `/workspace` is a link to it if root could make
+one (lost by programs that close all descriptors); TMPDIR and not /tmp; absolute paths into a workspace do not hold in
+its forks, which are copies. Without root there is one slot at a time, and a command in it can end it.
 
 `none`, only by name, runs commands as the caller in a temporary directory. Nothing is isolated.
 
 Not covered on any rung: kernel bugs, and side channels between slots. A slot with the network on shares the host's
-network namespace, its loopback and abstract sockets included, and cloud metadata addresses but on `full`, where they
-are refused if control groups of version 2 are mounted; a list of hosts never leads to those. Files under the host's
-/usr can be read in a slot.
+network namespace, its loopback and abstract sockets included, and can reach cloud metadata addresses except on `full`,
+where they are refused if control groups of version 2 are mounted; a list of hosts never leads to those. Files under the
+host's /usr can be read in a slot.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ from palaestra.sandbox.slot import Change, Fork, Rung, Slot, SlotSpec, Snapshot,
 from palaestra.sandbox.slotd.network import allowlist
 
 BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)
-"""The rungs this backend has, best first. The last only for who asks for it by name."""
+"""The rungs of this backend, best first. The last is used only if it is asked for by name."""
 
-_WAY_OUT = "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
-_WAY_OUT += "user.max_user_namespaces > 0); `palaestra doctor` shows what this machine can do"
+_TO_FIX = "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+_TO_FIX += "user.max_user_namespaces > 0); `palaestra doctor` shows what this machine can do"
 
 
 _NARROWER = "give a list of hosts instead, or run as root"
@@ -74,9 +74,9 @@ _warned: set[str] = set()
 class LocalBackend:
     """One slot server and its slots. `rung` asks for exactly that rung, `require` for that one or better.
 
-    Without either, the best rung there is. With `service`, a name, the slots live in a process of their own: they stay
-    when this backend is closed or dies, and whoever starts a backend of that name next has them in `leases`. `start`
-    raises `IsolationUnavailable`, with the reason, before any slot.
+    Without either, the best available rung is used. With `service`, a name, the slots live in a process of their own:
+    they stay when this backend is closed or dies, and the next backend of that name has them in `leases`. `start`
+    raises `IsolationUnavailable`, with the reason, before any slot exists.
     """
 
     name = "local"
@@ -104,17 +104,17 @@ class LocalBackend:
 
     @classmethod
     def from_isolation(cls, isolation: str, *, require_sandbox: bool = False) -> LocalBackend:
-        """From the words of a configuration: `best`, or a rung by name. Raises `ConfigError` for another word."""
+        """From the value of a configuration: `best`, or a rung's name. Raises `ConfigError` for another value."""
         require = Rung.USERNS if require_sandbox else None
         if isolation == "best":
             return cls(require=require)
         names = {rung.label: rung for rung in Rung}
         if isolation not in names:
-            raise ConfigError(f"isolation {isolation!r} is none of best, {', '.join(reversed(names))}")
+            raise ConfigError(f"unknown isolation {isolation!r}; use best, {', '.join(reversed(names))}")
         return cls(rung=names[isolation], require=require)
 
     async def start(self) -> None:
-        """Start the server on the best rung allowed and prove it in a throw-away slot. Idempotent."""
+        """Start the server on the best allowed rung and prove it in a throw-away slot. Idempotent."""
         if self._server is not None:
             return
         reasons = []
@@ -123,7 +123,7 @@ class LocalBackend:
             if reason is None:
                 return
             reasons.append(f"{rung.label}: {reason}")
-        raise IsolationUnavailable(f"no isolation can be had here ({'; '.join(reasons)}). To mend it: {_WAY_OUT}.")
+        raise IsolationUnavailable(f"no isolation is available here ({'; '.join(reasons)}). To fix it: {_TO_FIX}.")
 
     def _candidates(self) -> list[Rung]:
         wanted = [rung for rung in BUILT if rung > Rung.NONE] if self._wanted is None else [self._wanted]
@@ -135,10 +135,10 @@ class LocalBackend:
         return allowed
 
     async def attempt(self, rung: Rung) -> str | None:
-        """Start on one rung and prove it; the reason where that cannot be done, and then nothing is left running."""
+        """Start on one rung and prove it; the reason if that fails, and then nothing is left running."""
         try:
             await self._start_server(rung)
-            if not self._running().hello.get("leases"):  # a service that holds some was proved when it was started
+            if not self._running().hello.get("leases"):  # a service with leases was proved when it was started
                 slot = await self.create(SlotSpec(), "proof")
                 await prove(slot)
                 await self.destroy(slot)
@@ -161,7 +161,7 @@ class LocalBackend:
             self._server = await service_client.attach(self._service, rung.label, settings, self._on_lost)
 
     async def aclose(self) -> None:
-        """End the server, every slot and every layer; leave a service, which keeps its slots. Idempotent."""
+        """End the server, every slot and every layer; detach from a service, which keeps its slots. Idempotent."""
         server, self._server = self._server, None
         for slot in self._slots.values():
             slot.release()
@@ -171,7 +171,7 @@ class LocalBackend:
         await self._images.aclose()
 
     async def end(self) -> None:
-        """Close, and end the service with all it holds, where this is one."""
+        """Close, and end the service with all its slots if there is one."""
         await self.aclose()
         if self._service is not None:
             await service_client.end(self._service)
@@ -200,12 +200,12 @@ class LocalBackend:
 
     @property
     def fork(self) -> Fork:
-        """Layers are stacked, but on the rungs without mounts they are copied."""
+        """Layers are stacked, except on the rungs without mounts, which copy."""
         return Fork.NATIVE if self.rung >= Rung.USERNS else Fork.COPY
 
     @property
     def rung(self) -> Rung:
-        """The rung in force. Before `start`, the best that was asked for."""
+        """The rung in force; before `start`, the best that was asked for."""
         chosen = self._wanted if self._rung is None else self._rung
         return Rung.FULL if chosen is None else chosen  # not `or`: the rung `none` is 0
 
@@ -246,7 +246,7 @@ class LocalBackend:
         return slot
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
-        """End the slot; its change becomes a layer, cut to `view` where one is given."""
+        """End the slot; its change becomes a layer, cut to `view` if given."""
         ours = self._own(slot)
         fields = {**ours.lease(), "view": _view(view)}
         ours.release()
@@ -254,7 +254,7 @@ class LocalBackend:
         return _snapshot(await ours.requests.make("seal", fields, _forget_topmost), ours.spec)
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
-        """What the slot's files are now; the slot goes on. Its processes are stopped meanwhile, and are not in it.
+        """The slot's present files; the slot continues. Its processes are stopped meanwhile, and are not in it.
 
         What has not changed since the slot's last checkpoint is shared with that one. Raises `SandboxError` for a
         process that does not stop, and on a rung without layers.
@@ -275,15 +275,15 @@ class LocalBackend:
             await self.forget(snapshot)
 
     async def save(self, snapshot: Snapshot, folder: str) -> int:
-        """Copy a snapshot to an empty folder of this machine, whiteouts and owners included; the bytes of its files."""
+        """Copy a snapshot to an empty folder of this machine, with whiteouts and owners; the bytes of its files."""
         fields: dict[str, JSON] = {"layers": list(snapshot.layers), "folder": os.path.realpath(folder)}
         reply = await self._running().call("save", fields)
         return int(reply.fields["bytes"])
 
     async def load(self, folder: str, spec: SlotSpec) -> Snapshot:
-        """A snapshot that was saved, used where it lies. Raises FileNotFoundError where it is gone.
+        """A saved snapshot, used in place. Raises FileNotFoundError if it is gone.
 
-        The server locks the folder (flock, shared) for as long as a slot or snapshot stands on it.
+        The server locks the folder (flock, shared) for as long as a slot or snapshot uses it.
         """
         image = None if spec.image is None else await self._images.directory(spec.image)
         server = await self._living()
@@ -303,7 +303,7 @@ class LocalBackend:
         return [Change(**change) for change in found]
 
     async def destroy(self, slot: Slot) -> None:
-        """End the slot and drop its files. One that is gone already is fine."""
+        """End the slot and drop its files. Does nothing if it is gone already."""
         ours = self._own(slot)
         if ours.released:
             return
@@ -314,17 +314,17 @@ class LocalBackend:
             await ours.requests.call("destroy", fields)
 
     async def forget(self, snapshot: Snapshot) -> None:
-        """Drop the snapshot's topmost layer, once nothing stands on it. One that is gone already is fine."""
+        """Drop the snapshot's topmost layer once nothing uses it. Does nothing if it is gone already."""
         layers = self._loaded.pop(snapshot.snapshot_id, snapshot.layers[:1])
         if self._server is not None:
             await self._running().call("forget", {"layers": list(layers)})
 
     def stats(self) -> Mapping[str, JSON]:
-        """What there is at the moment."""
+        """The present counts."""
         return {"backend": self.name, "rung": self.rung.label, "slots": len(self._slots), "lost": self._lost}
 
     async def _living(self) -> SlotClient:
-        """The server, started anew where it has died: its slots and snapshots are lost, but not the run."""
+        """The server, started again if it has died: its slots and snapshots are lost, but not the run."""
         async with self._restarting:
             server, rung = self._running(), self.rung
             if server.ended:
@@ -344,7 +344,7 @@ class LocalBackend:
         return slot
 
     def _on_lost(self, name: str, epoch: int) -> None:
-        if not name:  # it is the whole server, which every call reports
+        if not name:  # the whole server, which every call will report
             for slot in self._slots.values():
                 slot.requests.slot_ended()
             return
@@ -364,7 +364,7 @@ def _name(rung: Rung | None) -> str:
 
 
 def _interpreter_prefix() -> str:
-    """Where the running interpreter is installed, unless it is where slots see it anyway."""
+    """Where the running interpreter is installed, unless slots see it anyway."""
     prefix = os.path.realpath(sys.base_prefix)
     return "" if f"{prefix}/".startswith("/usr/") else prefix
 
@@ -414,7 +414,7 @@ def _view(view: View | None) -> JSON:
 
 
 def _forget_topmost(made: dict[str, JSON]) -> tuple[str, dict[str, JSON]]:
-    """What undoes the making of a snapshot: those below its topmost layer are others'."""
+    """Undoes the making of a snapshot; the layers below its topmost one belong to others."""
     return "forget", {"layers": made["layers"][:1]}
 
 

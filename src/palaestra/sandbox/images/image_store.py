@@ -1,12 +1,12 @@
 """Images unpacked once, by content, for all runs on a machine.
 
-    DIGEST/          the root file system          DIGEST.json   its size and where it came from; its time: last use
+    DIGEST/          the root file system          DIGEST.json   its size and source; its time is the last use
     DIGEST.lock      shared while it is in use, exclusive while it is made or removed
-    known/KEY        the digest of a file as it was (path, inode, size, times), so that it is not read again
+    known/KEY        the digest of a file by path, inode, size and times, so that it is not read again
     partial/         what is being unpacked or removed
 
-A directory appears under its digest when it is complete, by a rename. What a killed process leaves in `partial/` is
-removed by the next that takes the lock. The folder is its owner's alone, since images hold set-up files of all users.
+A directory gets its name by a rename once it is complete. What a killed process leaves in `partial/` is removed by the
+next that takes the lock. The folder is open to its owner only, since images hold set-uid files of all users.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Held:
 
 
 class ImageStore:
-    """Turns what a spec calls an image into a directory. What it has handed out is kept until `aclose`."""
+    """Turns the image of a spec into a directory. What it has handed out is kept until `aclose`."""
 
     def __init__(
         self,
@@ -68,19 +68,19 @@ class ImageStore:
         self._asking: dict[str, asyncio.Lock] = {}
 
     async def directory(self, image: str) -> str:
-        """The root file system of an image: itself where it is one, else unpacked. Raises `ImageError` naming it."""
+        """The root file system of an image: itself if it is one, otherwise unpacked. Raises `ImageError`."""
         path = os.path.realpath(image)
         if not image or path == "/":
             raise ImageError(
-                f"the image {image!r} would be this machine itself, secrets and all; leave it out for its system "
+                f"the image {image!r} would be this machine itself with its secrets; leave it out for its system "
                 "directories, or give a root directory, a tar file or an OCI layout"
             )
         if os.path.isdir(path) and not unpack.is_layout(path):
             if not any(os.path.isdir(os.path.join(path, name)) for name in ("bin", "usr")):
-                raise ImageError(f"the image {image!r} is no root file system: there is neither bin nor usr in {path}")
+                raise ImageError(f"the image {image!r} is not a root file system: {path} has neither bin nor usr")
             return path  # its owner has made it for this
         if not os.path.exists(path):
-            raise ImageError(f"the image {image!r} is not there; give a root directory, a tar file or an OCI layout")
+            raise ImageError(f"the image {image!r} does not exist; give a root directory, a tar file or an OCI layout")
         async with self._asking.setdefault(path, asyncio.Lock()):
             self._threads = self._threads or ThreadPoolExecutor(2, thread_name_prefix="images")
             try:
@@ -89,7 +89,7 @@ class ImageStore:
                 raise ImageError(f"the image {image!r} cannot be unpacked to {self._folder}: {error}") from error
 
     async def aclose(self) -> None:
-        """Let go of all images, and give up what is being unpacked. Idempotent."""
+        """Release all images, and cancel unpacking. Idempotent."""
         self._stop.set()
         threads, self._threads = self._threads, None
         if threads is not None:
@@ -100,7 +100,7 @@ class ImageStore:
         self._stop.clear()
 
     def _unpacked(self, path: str) -> str:
-        """In a thread."""
+        """Find or unpack an image, in a thread."""
         os.makedirs(f"{self._folder}/known", mode=0o700, exist_ok=True)
         os.makedirs(f"{self._folder}/partial", mode=0o700, exist_ok=True)
         os.chmod(self._folder, 0o700)
@@ -123,7 +123,7 @@ class ImageStore:
         return digest
 
     def _take(self, digest: str, path: str) -> _Held:
-        """The directory under a shared lock, unpacked under an exclusive one where it is missing."""
+        """The directory under a shared lock, unpacked under an exclusive one if it is missing."""
         final = f"{self._folder}/{digest}"
         lock = os.open(f"{final}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -132,7 +132,7 @@ class ImageStore:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not os.path.isdir(final):
                     self._unpack(digest, path, final)
-                fcntl.flock(lock, fcntl.LOCK_SH)  # not in one step with the above, hence the loop
+                fcntl.flock(lock, fcntl.LOCK_SH)  # not atomic with the line above, hence the loop
             with contextlib.suppress(FileNotFoundError):
                 os.utime(f"{final}.json")
             return _Held(final, lock)
@@ -154,7 +154,7 @@ class ImageStore:
             raise
 
     def _evict(self) -> None:
-        """Remove what has not been used for longest, and is not used now, until the rest fits."""
+        """Remove the least recently used images that are not in use until the rest fits."""
         records = sorted(self._records(), key=lambda record: record[1])
         total = sum(size for _, _, size in records)
         for digest, _, size in records:
@@ -194,7 +194,7 @@ class ImageStore:
 
 
 def _write(path: str, text: str) -> None:
-    """At once, so that nobody reads half of it."""
+    """Write atomically, so that nobody reads half of it."""
     temporary = f"{path}.{os.getpid()}.{threading.get_ident()}"
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)

@@ -43,7 +43,7 @@ _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 _MAX_JSON_BYTES, _PIECE_BYTES = 16 << 20, 1 << 20
 
 OpenBlob = Callable[[str], AbstractContextManager[BinaryIO]]
-"""Opens a file of the image by its name inside it; raises KeyError or FileNotFoundError where there is none."""
+"""Opens a file of the image by its name inside it; raises KeyError or FileNotFoundError if it is missing."""
 
 MAX_DEPTH = 256
 MAX_ENTRIES = 5_000_000
@@ -76,7 +76,7 @@ def layers(path: str) -> Iterator[tarfile.TarFile]:
 
 
 def identity(path: str) -> str:
-    """What tells an image from every other, so that it is unpacked once: a SHA-256 in hexadecimal.
+    """The SHA-256 of an image in hexadecimal, so that it is unpacked once.
 
     Of an OCI layout, the digest of its manifest; of a file, that of its bytes.
     """
@@ -115,7 +115,7 @@ def _of_saved(path: str, open_blob: OpenBlob) -> Iterator[tarfile.TarFile]:
     with open_blob("manifest.json") as file:
         images = json.loads(file.read(_MAX_JSON_BYTES))
     if len(images) != 1:
-        raise ImageError(f"{path} holds {len(images)} images; save the one that is meant")
+        raise ImageError(f"{path} holds {len(images)} images; save only one")
     for name in images[0]["Layers"]:
         with open_blob(name) as file:
             yield from _layer(file, path)
@@ -131,7 +131,7 @@ def _layer(file: BinaryIO, path: str) -> Iterator[tarfile.TarFile]:
 
 
 def _choose(index: dict[str, JSON]) -> dict[str, JSON]:
-    """The entry for this machine; the only one, where there is only one."""
+    """The entry for this machine, or the only one."""
     entries: list[dict[str, JSON]] = index["manifests"]
     wanted = _MACHINES.get(platform.machine(), platform.machine())
     fitting = [entry for entry in entries if (entry.get("platform") or {}).get("architecture") == wanted]
@@ -149,10 +149,10 @@ def _load(file: BinaryIO) -> dict[str, JSON]:
 
 @contextmanager
 def _checked(open_blob: OpenBlob, digest: str, path: str) -> Iterator[BinaryIO]:
-    """A blob, after its bytes have been held against its digest."""
+    """A blob, after its bytes have been checked against its digest."""
     kind, _, value = digest.partition(":")
     if kind not in ("sha256", "sha512") or not value.isalnum():
-        raise ImageError(f"{path} names a blob by {digest!r}, which is no digest")
+        raise ImageError(f"{path} names a blob by {digest!r}, which is not a digest")
     with open_blob(f"blobs/{kind}/{value}") as file:
         digested = hashlib.new(kind)
         while data := file.read(_PIECE_BYTES):
@@ -186,7 +186,7 @@ def _member_opener(archive: tarfile.TarFile) -> OpenBlob:
 
 
 def _first_names(archive: tarfile.TarFile) -> Iterator[str]:
-    """Of a root, its first entries are enough to see that it is one."""
+    """The first entries are enough to recognise a root."""
     for count, member in enumerate(archive):
         yield member.name
         top = member.name.removeprefix("./").partition("/")[0]
@@ -199,7 +199,7 @@ def _compression_hint(start: bytes) -> str:
 
 
 class Unpacking:
-    """One image on its way into an empty directory. `add` each layer, lowest first, then `finish`."""
+    """Unpacks one image into an empty directory: `add` each layer, lowest first, then `finish`."""
 
     def __init__(self, directory: str, image: str, max_bytes: int, stop: threading.Event) -> None:
         self.bytes = 0
@@ -211,12 +211,12 @@ class Unpacking:
         self._parent: tuple[str, int] | None = None
 
     def add(self, layer: tarfile.TarFile) -> None:
-        """One layer. Raises `ImageError` for what cannot be an image's."""
+        """Unpack one layer. Raises `ImageError` for one that is invalid."""
         self._made.clear()
         while (member := layer.next()) is not None:
             layer.members.clear()  # type: ignore[attr-defined]  # it would keep them all
             if self._stop.is_set():
-                raise ImageError(f"{self._image}: unpacking was given up")
+                raise ImageError(f"{self._image}: unpacking was cancelled")
             self._entries += 1
             path = self._clean(member.name)
             if self._entries > MAX_ENTRIES:
@@ -230,24 +230,24 @@ class Unpacking:
                 self._directories[""] = member
 
     def finish(self) -> None:
-        """Give the directories their modes and times, now that nothing is put into them any more."""
+        """Give the directories their modes and times, now that they are complete."""
         self._leave_parent()
         for path, member in sorted(self._directories.items(), reverse=True):
             with contextlib.suppress(OSError), self._opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
                 self._adopt(fd, member)
         names = set(os.listdir(self._root))
         if not names & {"bin", "usr"}:
-            raise ImageError(f"{self._image} holds no root file system: there is no /bin and no /usr in it")
+            raise ImageError(f"{self._image} is not a root file system: it has neither /bin nor /usr")
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Close the directory."""
         self._leave_parent()
         os.close(self._root)
 
     def _clean(self, name: str) -> str:
         parts = [part for part in name.split("/") if part not in ("", ".")]
         if ".." in parts or "\0" in name or len(parts) > MAX_DEPTH:
-            raise ImageError(f"{self._image} is no image: it names {name[:200]!r}")
+            raise ImageError(f"{self._image} is not an image: it names {name[:200]!r}")
         return "/".join(parts)
 
     def _put(self, layer: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
@@ -267,7 +267,7 @@ class Unpacking:
         status = _status(parent, name)
         if status is not None and stat.S_ISLNK(status.st_mode):
             with contextlib.suppress(OSError), self._opened(path, os.O_PATH | os.O_DIRECTORY):
-                return  # as with `bin -> usr/bin`: what comes is for the directory it leads to
+                return  # as with `bin -> usr/bin`: entries go to the directory behind it
         if status is None or not stat.S_ISDIR(status.st_mode):
             _remove(parent, name)
             os.mkdir(name, 0o700, dir_fd=parent)
@@ -289,7 +289,7 @@ class Unpacking:
         elif member.isreg():
             self._put_file(layer, member, parent, name)
         else:
-            raise ImageError(f"{self._image}: {member.name!r} is of a kind that no image has")
+            raise ImageError(f"{self._image}: {member.name!r} has a type that images cannot have")
 
     def _put_file(self, layer: tarfile.TarFile, member: tarfile.TarInfo, parent: int, name: str) -> None:
         self.bytes += member.size
@@ -312,7 +312,7 @@ class Unpacking:
         os.utime(fd, (member.mtime, member.mtime))
 
     def _clear(self, parent: int, folder: str) -> None:
-        """Take away what is not of this layer."""
+        """Remove what is not of this layer."""
         for name in os.listdir(parent):
             path = f"{folder}/{name}" if folder else name
             if path not in self._made:
@@ -327,7 +327,7 @@ class Unpacking:
             path = path.rpartition("/")[0]
 
     def _enter(self, folder: str) -> int:
-        """The directory that the next entries go into, made where it is missing."""
+        """The directory of the next entries, made if it is missing."""
         if self._parent is None or self._parent[0] != folder:
             self._leave_parent()
             self._parent = (folder, self._open_folder(folder))
@@ -361,7 +361,7 @@ class Unpacking:
 
 
 def unpack(layers: Iterable[tarfile.TarFile], directory: str, image: str, max_bytes: int, stop: threading.Event) -> int:
-    """All layers, lowest first, into an empty directory; the bytes of its files."""
+    """Unpack all layers, lowest first, into an empty directory; the bytes of its files."""
     unpacking = Unpacking(directory, image, max_bytes, stop)
     try:
         for layer in layers:
@@ -375,7 +375,7 @@ def unpack(layers: Iterable[tarfile.TarFile], directory: str, image: str, max_by
 
 
 def _remove(parent: int, name: str) -> None:
-    """Remove what a layer below has at a name. Nothing there is fine."""
+    """Remove what a layer below has at a name, if anything."""
     status = _status(parent, name)
     if status is not None and stat.S_ISDIR(status.st_mode):
         shutil.rmtree(name, dir_fd=parent)
@@ -391,5 +391,5 @@ def _status(parent: int, name: str) -> os.stat_result | None:
 
 
 def _id(number: int) -> int:
-    """Owners beyond a slot's range are nobody there."""
+    """Owners beyond a slot's range become nobody."""
     return number if 0 <= number < _IDS else _NOBODY

@@ -1,4 +1,4 @@
-"""What this machine can isolate, found out by making a throw-away slot on every rung and looking at what it shows."""
+"""Which isolation levels this machine has: tries each with a throw-away slot."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _COVERS = {
 
 
 def warning(rung: Rung) -> str | None:
-    """What whoever runs on this rung has to be told; None where slots are isolated."""
+    """What to warn about on this rung; None if slots are isolated."""
     if rung is Rung.CONFINED:
         return "slots share this container's kernel view: they are kept apart by users and Landlock, not by namespaces"
     return "commands run as you, unprotected" if rung is Rung.NONE else None
 
 
 async def probe() -> list[RungStatus]:
-    """Every rung, best first, with the reason where it cannot be had. Takes a fraction of a second."""
+    """Every rung, best first, with the reason if it is not available. Takes a fraction of a second."""
     return [await _try(rung) for rung in BUILT]
 
 

@@ -96,7 +96,7 @@ async def prove(slot: Slot) -> None:
 
 
 async def _prove_files(slot: Slot) -> None:
-    """That the server reaches the slot's files, and nothing but them. Commands do not need what this needs."""
+    """Check that the server reaches the slot's files, which needs other system calls than commands do."""
     await slot.read_bytes(".proof", max_bytes=0)
 
 
@@ -133,10 +133,10 @@ def _claims(facts: dict[str, str], rung: Rung) -> dict[str, bool]:
 
 
 def confined_claims(facts: dict[str, list[str]], server_is_root: bool) -> dict[str, bool]:
-    """What must hold, named by what it is when it does not. `facts` are the words that the script wrote, by the first.
+    """What must hold, named by its failure. `facts` are the words that the script wrote, by the first one.
 
-    Where the server is not root, a command can signal its own init, and a process keeps the bounding set it came with,
-    from which `no new privileges` lets nothing be taken.
+    If the server is not root, a command can signal its own init, and a process keeps its bounding set, from which `no
+    new privileges` removes nothing.
     """
     uid = facts.get("uid", [""])[0]
     bounding = facts.get("CapBnd:", ["1"]) if server_is_root else ["0"]
@@ -156,7 +156,7 @@ def confined_claims(facts: dict[str, list[str]], server_is_root: bool) -> dict[s
 
 
 def explain(message: str) -> str:
-    """The message, and what is usually behind it."""
+    """The message, with what usually causes it."""
     for pattern, hint in _HINTS:
         if re.search(pattern, message):
             return f"{message} ({hint})"

@@ -1,13 +1,13 @@
-"""The process that holds slots for clients that come and go: one slot server below, one client at a time above.
+"""The process of a service: holds slots for clients that come and go, one client at a time.
 
-It is the slot server's client, and passes frames on between that server and whoever is attached to its unix socket.
-When a client goes, its running commands are cancelled, its snapshots are dropped, since nobody knows them any more, and
-its slots stay, under leases that the next client gets anew: with a new epoch, so that a late call of the former one is
-refused. When this process is killed, the slot server sees the end of its stream and everything ends with it, as with
-any client.
+It is the slot server's client, and passes frames between that server and the client that is attached to its unix
+socket. When a client goes, its running commands are cancelled and its snapshots dropped, since nobody knows them any
+more. Its slots stay; the next client gets their leases with a new epoch, so that late calls of the former one are
+refused. If this process is killed, the slot server sees the end of its stream and everything ends with it, as with any
+client.
 
-Run by `palaestra.sandbox.service.service_client`, which makes the socket (in a directory of the user's alone, mode
-0600). It ends when it is told to, when the slot server has died, or when it has held nothing and nobody for a minute.
+`service_client.py` runs it and makes the socket (in a directory of the user's alone, mode 0600). It ends when it is
+told to, when the slot server has died, or after a minute without client and slots.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from palaestra.core.types import JSON
@@ -30,26 +29,24 @@ from palaestra.sandbox.slotd.protocol.frames import RECEIVE_BYTES, Frame, FrameD
 
 IDLE_S = 60.0
 
-OnAnswer = Callable[[Frame], None]
-
 
 @dataclass
 class Visitor:
-    """One connection. `numbers` maps its requests to those below."""
+    """One connection. `numbers` maps its requests to those sent to the slot server."""
 
     writer: asyncio.StreamWriter
     client: bool = False
     numbers: dict[int, int] = field(default_factory=dict)
 
     def send(self, kind: FrameKind, request: int, fields: dict[str, JSON] | None = None, data: bytes = b"") -> None:
-        """Pass one frame up. A connection that is gone takes nothing."""
+        """Send one frame, unless the connection is gone."""
         if not self.writer.is_closing():
             self.writer.write(frames.encode(kind, request, fields, data))
 
 
 @dataclass
 class _Request:
-    """One request below, and for whom."""
+    """One request to the slot server, and the visitor it is for."""
 
     visitor: Visitor
     number: int
@@ -84,7 +81,7 @@ class Broker:
                     await self._on_visitor(visitor, frame)
                 await self._below.drain()
         except (OSError, ValueError, frames.ProtocolError):
-            pass  # a visitor that breaks off, or talks nonsense
+            pass  # the visitor is gone, or does not follow the protocol
         finally:
             self._leave(visitor)
             writer.close()
@@ -109,12 +106,10 @@ class Broker:
             about |= {"attached": self._client is not None, "leases": list(self._leases.values())}
             visitor.send(FrameKind.HELLO, frame.request, about)
         elif frame.fields["version"] != frames.VERSION:
-            message = (
-                f"the service speaks version {frames.VERSION} of the protocol; end it: palaestra slots clean --all"
-            )
+            message = f"the service uses version {frames.VERSION} of the protocol; end it: palaestra slots clean --all"
             visitor.send(FrameKind.ERROR, frame.request, {"error": "isolation", "message": message})
         elif self._client is not None:
-            message = "another process is attached to this service; wait for its end, or name another service"
+            message = "another process is attached to this service; wait for its end, or use another service"
             visitor.send(FrameKind.ERROR, frame.request, {"error": "sandbox", "message": message})
         else:
             self._client, visitor.client = visitor, True
@@ -123,7 +118,7 @@ class Broker:
             visitor.send(FrameKind.HELLO, frame.request, about | {"leases": list(self._leases.values())})
 
     async def _renew(self, name: str) -> None:
-        """A lease's new epoch: whoever held it before is refused from now on."""
+        """Give a lease a new epoch: its former holder is refused from now on."""
         lease = self._leases[name]
         answer = await self._ask({"op": "renew", "slot": name, "epoch": lease["epoch"]})
         if answer.kind is FrameKind.RESULT:
@@ -132,7 +127,7 @@ class Broker:
             self._leases.pop(name, None)
 
     def _leave(self, visitor: Visitor) -> None:
-        """Its commands are killed, its snapshots dropped, its slots stay."""
+        """Cancel a visitor's commands and drop its snapshots; its slots stay."""
         for number in visitor.numbers.values():
             self._below.write(frames.encode(FrameKind.CANCEL, number))
         if self._client is visitor:
@@ -140,7 +135,7 @@ class Broker:
             self._drop(self._layers)
 
     def _drop(self, layers: set[str]) -> None:
-        """Forget snapshots; what slots stand on stays until they end."""
+        """Forget snapshots; slots keep the layers that they use."""
         fields: dict[str, JSON] = {"op": "forget", "layers": sorted(layers)}
         self._below.write(frames.encode(FrameKind.REQUEST, next(self._numbers), fields))
         layers.clear()
@@ -154,7 +149,7 @@ class Broker:
         return await self._own[number]
 
     async def listen_below(self, reader: asyncio.StreamReader, decoder: FrameDecoder) -> None:
-        """Until the slot server ends."""
+        """Take frames until the slot server ends."""
         while data := await reader.read(RECEIVE_BYTES):
             for frame in decoder.feed(data):
                 self._on_below(frame)
@@ -197,7 +192,7 @@ class Broker:
                 self._drop(made)
 
     async def watch_idleness(self) -> None:
-        """End when nobody is attached and nothing is held for so long."""
+        """End after a while without client and slots."""
         idle_s = 0.0
         while idle_s < IDLE_S:
             await asyncio.sleep(1.0)
@@ -206,13 +201,13 @@ class Broker:
 
 
 def _is_same_user(writer: asyncio.StreamWriter) -> bool:
-    """Besides the permissions of the socket: what the kernel says about the other side."""
+    """Check the user on the other side, in addition to the permissions of the socket."""
     credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return struct.unpack("3i", credentials)[1] in (0, os.geteuid())
 
 
 def _say(fields: dict[str, JSON]) -> None:
-    """Tell whoever has started this process how it went, once."""
+    """Report to the starting process, once, how the start went."""
     os.write(1, json.dumps(fields).encode() + b"\n")
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 1)
@@ -247,7 +242,7 @@ def main() -> None:
     """`broker FD PATH RUNG SETTINGS`: serve the listening socket FD, whose name is PATH."""
     number, path, rung, settings = sys.argv[1:]
     if os.fork():
-        os._exit(0)  # nobody's child, so that nobody has to wait for its end
+        os._exit(0)  # so that no process has to wait for its end
     try:
         asyncio.run(_serve(socket.socket(fileno=int(number)), path, rung, json.loads(settings)))
     except BaseException:
@@ -256,7 +251,7 @@ def main() -> None:
 
 
 def _unlink(path: str) -> None:
-    """Before anybody is told of the end: the name may be somebody else's after it."""
+    """Remove the socket before its end is noticed: afterwards the name may belong to another service."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 

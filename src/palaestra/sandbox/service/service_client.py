@@ -1,7 +1,7 @@
-"""Services: slots that outlive their client, by name. Starting, finding, attaching to and ending them.
+"""Services: named processes whose slots outlive their client. Starting, finding, attaching to and ending them.
 
-A service is a process (`broker.py`) with a unix socket `NAME.sock` in a directory of this user's alone. Only one starts
-it, under a lock; a socket that nobody listens on is what a killed one has left, and is removed by the next.
+A service is a process (`broker.py`) with a unix socket `NAME.sock` in a directory of this user's alone. Starts are
+serialised by a lock. A socket on which nothing listens was left by a killed service, and the next start removes it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOOK_PATIENCE_S, _END_PATIENCE_S, _TURN_S = 5.0, 20.0, 0.02
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One service that runs: `leases` are objects with slot, epoch and about; `attached` says whether by anybody."""
+    """One running service: `leases` are objects with slot, epoch and about; `attached` is whether it has a client."""
 
     name: str
     pid: int
@@ -39,13 +39,13 @@ class Service:
 
 
 def default_directory() -> Path:
-    """Where this user's services are: not on a disk, and in no slot's view."""
+    """Where this user's services are: not on a disk, and not visible in slots."""
     run = Path("/run") if os.geteuid() == 0 else Path(f"/run/user/{os.geteuid()}")
     return (run if os.access(run, os.W_OK) else Path("/var/tmp")) / f"palaestra-{os.geteuid()}"  # noqa: S108
 
 
 def socket_path(name: str, directory: Path | None = None) -> Path:
-    """The socket of a service. Raises `ConfigError` for what is no name, and for a directory that is not ours alone."""
+    """The socket of a service. Raises `ConfigError` for an invalid name, and if others have access to the directory."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} cannot be the name of a service; use letters, digits, dots and dashes")
     folder = directory or default_directory()
@@ -57,7 +57,8 @@ def socket_path(name: str, directory: Path | None = None) -> Path:
 
 
 async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLost) -> SlotClient:
-    """Attach to a service, started where it does not run. Raises `SandboxError` while another process is attached."""
+    """Attach to a service, which is started if it does not run. Raises `SandboxError` while another process is
+    attached."""
     async with _turn(path):
         if not _listens(path):
             await _start(path, rung, settings)
@@ -70,7 +71,7 @@ async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLo
 
 
 async def look(path: Path) -> Service | None:
-    """What a service holds, without attaching; None where none listens."""
+    """What a service holds, without attaching; None if it does not run."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(path))
     except OSError:
@@ -92,7 +93,7 @@ async def look(path: Path) -> Service | None:
 
 
 async def end(path: Path) -> None:
-    """End a service and every slot it holds, whoever is attached. One that does not run is fine."""
+    """End a service and every slot it holds, whoever is attached. Does nothing if it does not run."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(path))
     except OSError:
@@ -145,7 +146,7 @@ async def _start(path: Path, rung: str, settings: dict[str, JSON]) -> None:
 
 
 def _turn(path: Path) -> contextlib.AbstractAsyncContextManager[None]:
-    """One process at a time decides whether a service runs."""
+    """Serialise decisions whether a service runs."""
     return turn(path.with_suffix(".lock"), asyncio.sleep, _TURN_S)
 
 

@@ -1,7 +1,7 @@
-"""What tells one state of something from another: of an image, a directory, this machine, this project's own code.
+"""Cache fingerprints of images, directories, the host and this package.
 
-Not for the content of files: reading it would cost more than preparing again. Invariant: whoever changes something
-through the file system changes its identity; who copies it elsewhere may change it too, which only costs a preparation.
+File contents are not read: that would cost more than preparing again. Invariant: a change through the file system
+changes the fingerprint; a copy elsewhere may change it too, which only costs a preparation.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 from palaestra.core.types import JSON
 
 _PACKAGES = ("/var/lib/dpkg/status", "/var/lib/rpm", "/lib/apk/db/installed", "/var/lib/pacman/local")
-"""Where distributions keep what is installed: changed by every package that comes, goes or is upgraded."""
+"""Where distributions record installed packages; every installation, removal or upgrade changes them."""
 
 _HOST = ("/usr/bin", "/usr/lib", "/usr/local/bin", "/usr/local/lib")
 
 
 def of_tree(folder: str) -> tuple[str, int]:
-    """A digest of all that lies under a folder, and the bytes that it takes on the disk.
+    """A digest of everything under a folder, and the bytes that it takes on disk.
 
-    Names, kinds, owners, modes, sizes and times of change (which no program can set) are in it.
+    It covers names, kinds, owners, modes, sizes and times of change (which no program can set).
     """
     digest, taken, waiting = hashlib.sha256(), 0, [folder]
     while waiting:
@@ -37,7 +37,7 @@ def of_tree(folder: str) -> tuple[str, int]:
             try:
                 status = os.lstat(below)
             except FileNotFoundError:
-                continue  # somebody is at work there
+                continue  # removed meanwhile
             facts = (status.st_mode, status.st_uid, status.st_gid, status.st_size, status.st_ctime_ns, status.st_rdev)
             digest.update(f"{below[len(folder) :]}\0{facts}\0".encode("utf-8", "surrogateescape"))
             taken += status.st_blocks * 512 // (1 if stat.S_ISDIR(status.st_mode) else status.st_nlink)
@@ -47,17 +47,18 @@ def of_tree(folder: str) -> tuple[str, int]:
 
 
 def _names(folder: str) -> list[str]:
-    """Sorted; none of a folder that is gone, or refuses its owner: its own time of change tells what came or went."""
+    """Sorted entries; empty if the folder is gone or unreadable, since its own time of change shows what came or
+    went."""
     with contextlib.suppress(OSError):
         return sorted(os.listdir(folder))
     return []
 
 
 def of_image(image: str | None) -> JSON:
-    """Of an image: a directory by all that is in it, a file by its inode, size and times.
+    """Of a directory by everything in it, of a file by its inode, size and times.
 
-    Without an image, of the host's system: its release, and when packages last came or went. A file of it that is
-    edited by hand is not noticed.
+    Without an image, of the host's system: its release, and when packages last changed. A system file that is edited by
+    hand is not noticed.
     """
     if image is None:
         release = Path("/etc/os-release")
@@ -77,7 +78,7 @@ def _site_packages(prefix: str) -> list[str]:
 
 
 def _of_file(path: str) -> JSON:
-    """Of a file or of a directory's own entries; None where there is nothing."""
+    """Of a file or of a directory's own entries; None if nothing is there."""
     try:
         status = os.stat(path)
     except OSError:
@@ -86,13 +87,13 @@ def _of_file(path: str) -> JSON:
 
 
 def of_directory(path: str) -> JSON:
-    """Of a host directory that slots see: its own entries and its place, not what lies deeper."""
+    """Of a host directory that slots see: its path and its own entries, not what lies deeper."""
     return _of_file(os.path.realpath(path))
 
 
 @functools.cache
 def of_machine() -> JSON:
-    """Of what programs that are compiled for the machine at hand depend on."""
+    """Of what programs that are compiled for this machine depend on."""
     cpu: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()

@@ -1,8 +1,8 @@
 """Typing into a terminal of a slot and looking at its screen, as a person (or tmux) would.
 
-Over any `Slot`: the program runs as a background process with a terminal of its own; the screen is emulated here, from
-the bytes it has sent, whenever somebody looks. So answers to a program's questions (where is the cursor?) are given
-then, too. Programs whose command line and output are enough need none of this.
+Works with any `Slot`: the program runs as a background process with a terminal of its own. The screen is emulated here,
+from the bytes it has sent, whenever it is looked at; that is also when questions of the program (where is the cursor?)
+are answered. Programs that need only a command line and output do not need this.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _CONTROL = {"Space": 0, "@": 0, "[": 27, "\\": 28, "]": 29, "^": 30, "_": 31, "?
 
 @dataclass(frozen=True, slots=True)
 class ScreenShot:
-    """A terminal as it was. `cursor` is row and column from 0.
+    """A terminal at one time. `cursor` is row and column from 0.
 
-    `emulated` is False when no emulator is installed: then `text` is the last lines without control sequences.
-    `lost` is how many bytes had been dropped before anybody looked; the screen was begun anew after them.
+    `emulated` is False without an emulator: then `text` is the last lines without control sequences. `lost` is how many
+    bytes were dropped before anybody looked; the screen was cleared after them.
     """
 
     text: str
@@ -50,7 +50,7 @@ class ScreenShot:
 
 
 class Terminal:
-    """One terminal. Made by `open`; `async with` ends what runs in it."""
+    """One terminal. Made by `open`; `async with` ends the program in it."""
 
     def __init__(self, process: Process, size: TerminalSize, screen: Screen) -> None:
         self.process = process
@@ -68,7 +68,7 @@ class Terminal:
         env: Mapping[str, str] | None = None,
         emulator: str = "best",
     ) -> Terminal:
-        """Start a program in a terminal of the slot; `emulator` as `open_screen` has it."""
+        """Start a program in a terminal of the slot; `emulator` as for `open_screen`."""
         window = size or TerminalSize()
         screen = open_screen(window, emulator)
         process = await slot.spawn(command, cwd=cwd, env=env, terminal=window)
@@ -81,35 +81,35 @@ class Terminal:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Kill what runs in it and forget it. Idempotent."""
+        """Kill the program and forget it. Idempotent."""
         with contextlib.suppress(ProcessLookupError):
             await self.process.forget()
 
     async def send_keys(self, *keys: str) -> None:
-        """Press keys by their names (`Enter`, `C-c`, `Up`; see `key_code`); what is no key's name is typed as text."""
+        """Press keys by name (`Enter`, `C-c`, `Up`; see `key_code`); anything else is typed as text."""
         pressed = [key_code(key, application_cursor=self._screen.application_cursor) for key in keys]
         typed = [key.encode() if sent is None else sent for key, sent in zip(keys, pressed, strict=True)]
         await self.process.write(b"".join(typed))
 
     async def send_text(self, text: str) -> None:
-        """Type text as it is, also where it is the name of a key."""
+        """Type text as it is, even if it is the name of a key."""
         await self.process.write(text.encode(errors="surrogateescape"))
 
     async def resize(self, size: TerminalSize) -> None:
-        """Another window size, for the program and the screen."""
+        """Resize the window, for the program and the screen."""
         await self.process.resize(size)
         self._screen.resize(size)
         self._size = size
 
     async def capture(self, *, quiet_s: float = 0.05, timeout_s: float = 1.0) -> ScreenShot:
-        """The screen, as soon as nothing has been written for `quiet_s`, or after `timeout_s` in any case."""
+        """The screen, once nothing has been written for `quiet_s`, or after `timeout_s` in any case."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while await self._take(quiet_s) and asyncio.get_running_loop().time() < deadline:
             pass
         return await self._shot()
 
     async def wait_for(self, pattern: str | re.Pattern[str], *, timeout_s: float = 10.0) -> ScreenShot:
-        """The screen when its text matches. Raises TimeoutError, with the screen, when it does not in time."""
+        """The screen when its text matches. Raises TimeoutError, with the screen, if it does not in time."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             shot = await self._shot()
@@ -120,7 +120,7 @@ class Terminal:
                 raise TimeoutError(f"the terminal does not show {pattern!r} within {timeout_s:g}s:\n{shot.text}")
 
     async def _take(self, wait_s: float) -> bool:
-        """Feed the screen with what is new; whether there was any."""
+        """Feed the screen with new output; whether there was any."""
         piece = await self.process.read(self._cursor, max_bytes=_PIECE_BYTES, wait_s=wait_s)
         if piece.lost:
             self._lost += piece.lost
@@ -150,7 +150,7 @@ class Terminal:
 
 
 def key_code(key: str, *, application_cursor: bool = False) -> bytes | None:
-    """What the key of that name sends: `Enter`, `Up`, `F5`, `C-c`, `M-x`, `M-Up`. None for what is no key's name.
+    """The bytes that a key sends: `Enter`, `Up`, `F5`, `C-c`, `M-x`, `M-Up`. None for a name that is not a key's.
 
     `application_cursor` is the mode that full-screen programs ask for; cursor keys send other codes in it.
     """
