@@ -132,26 +132,22 @@ class ProcessRegistry:
         session = self._sessions.get(session_id)
         return session if session is not None and task_id in (None, session.task_id) else None
 
-    # The contract's actions; the reply has status `not_found` if the task has no such session.
+    # The contract's actions, which `ProcessSession` describes; `not_found` if the task has no such session.
 
     async def poll(self, session_id: str, since: int | None = None, *, task_id: str | None = None) -> Reply:
-        """Its status and output; see `ProcessSession.poll`."""
         return await self._do(session_id, task_id, lambda session: session.poll(since))
 
     async def read_log(
         self, session_id: str, offset: int = 0, limit: int = 200, *, task_id: str | None = None
     ) -> Reply:
-        """Lines of its output; see `ProcessSession.log`."""
         return await self._do(session_id, task_id, lambda session: session.log(offset, limit))
 
     async def wait(
         self, session_id: str, timeout_s: float | None = None, *, limit_s: float = 180.0, task_id: str | None = None
     ) -> Reply:
-        """Wait for its end; see `ProcessSession.wait`."""
         return await self._do(session_id, task_id, lambda session: session.wait(timeout_s, limit_s))
 
     async def kill_process(self, session_id: str, *, task_id: str | None = None) -> Reply:
-        """End it and all that it has started; see `ProcessSession.kill`."""
         return await self._do(session_id, task_id, ProcessSession.kill)
 
     async def write_stdin(self, session_id: str, data: str, *, end: bool = False, task_id: str | None = None) -> Reply:

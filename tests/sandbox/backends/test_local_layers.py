@@ -434,7 +434,7 @@ def test_a_former_holder_is_refused(ground: Ground) -> None:
     async def body() -> None:
         slot = await ground.fork(ground.base)
         await ground.backend.destroy(slot)
-        slot._lease.released = False  # a client that does not know it
+        slot.released = False  # as in a client that does not know of the end
         for call in (slot.execute("true"), slot.read_bytes("f"), slot.write_bytes("f", b""), slot.changes()):
             with pytest.raises(StaleLease):
                 await call

@@ -51,9 +51,9 @@ from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxErro
 from palaestra.core.types import JSON, AllowList, Network
 from palaestra.sandbox.images.image_store import ImageStore
 from palaestra.sandbox.isolation.self_test import explain, prove
-from palaestra.sandbox.local.client import SlotClient
+from palaestra.sandbox.local.client import Requests, SlotClient
 from palaestra.sandbox.local.direct.direct_slot import DirectClient
-from palaestra.sandbox.local.local_slot import LocalSlot, SlotLease
+from palaestra.sandbox.local.local_slot import LocalSlot
 from palaestra.sandbox.service import service_client
 from palaestra.sandbox.slot import Change, Fork, Rung, Slot, SlotSpec, Snapshot, View, decode_lease, encode_lease
 from palaestra.sandbox.slotd.network import allowlist
@@ -186,9 +186,7 @@ class LocalBackend:
         server, found = self._running(), []
         for lease in server.hello.get("leases", ()):
             trajectory_id, spec = decode_lease(lease["about"])
-            held = SlotLease(server, lease["slot"], lease["epoch"], self.rung)
-            slot = LocalSlot(held, spec, trajectory_id, self._forked, server.loop)
-            found.append(self._slots.setdefault(slot.epoch, slot))
+            found.append(self._add(server, server, lease, spec, trajectory_id))
         return list(found)
 
     async def __aenter__(self) -> LocalBackend:
@@ -239,11 +237,15 @@ class LocalBackend:
         made, requests = await server.create(fields)
         if made["exposed"]:
             _warn_once(f"slots with the network on reach cloud metadata addresses here: {made['exposed']}; {_NARROWER}")
-        lease = SlotLease(requests, made["slot"], made["epoch"], self.rung)
-        slot = LocalSlot(lease, spec, trajectory_id, self._forked, server.loop)
-        self._slots[slot.epoch] = slot
-        self._last_epoch = max(self._last_epoch, slot.epoch)
-        return slot
+        return self._add(server, requests, made, spec, trajectory_id)
+
+    def _add(
+        self, server: SlotClient, requests: Requests, lease: Mapping[str, JSON], spec: SlotSpec, trajectory_id: str
+    ) -> LocalSlot:
+        name, epoch = lease["slot"], lease["epoch"]
+        slot = LocalSlot(requests, name, epoch, self.rung, spec, trajectory_id, self._forked, server.loop)
+        self._last_epoch = max(self._last_epoch, epoch)
+        return self._slots.setdefault(epoch, slot)
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
         """End the slot; its change becomes a layer, cut to `view` if given."""

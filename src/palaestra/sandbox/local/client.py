@@ -337,7 +337,6 @@ class SlotClient(Requests):
     async def call(
         self, op: str, fields: Fields, data: bytes = b"", on_data: OnData | None = None, on_hole: OnHole | None = None
     ) -> Frame:
-        """Send a request and wait for its answer; see `Requests.call`."""
         fields["op"] = op
         pending = self._begin(on_data, on_hole)
         try:
@@ -350,7 +349,6 @@ class SlotClient(Requests):
             del self._pending[pending.number]
 
     async def make(self, op: str, fields: Fields, undo: Undo) -> Fields:
-        """A request that makes something; see `Requests.make`."""
         pending = self._begin()
         try:
             self._send(FrameKind.REQUEST, pending.number, {"op": op, **fields})
@@ -365,7 +363,6 @@ class SlotClient(Requests):
             del self._pending[pending.number]
 
     async def send_file(self, fields: Fields, pieces: AsyncIterator[bytes]) -> None:
-        """Write a file whose pieces follow the request; see `Requests.send_file`."""
         pending = self._begin()
         try:
             self._send(FrameKind.REQUEST, pending.number, {"op": "write", **fields, "follows": True})

@@ -88,20 +88,172 @@ class TextFiles(ABC):
         await self.write_bytes(path, data, mode=mode)
 
 
-class SlotLease:
-    """The lease of one slot: names it in requests and turns answers into results."""
+class LocalSlot(TextFiles):
+    """Implements `Slot`, for as long as its lease lasts. Made by `LocalBackend.create`; `fork` forks it."""
 
-    def __init__(self, requests: Requests, slot_id: str, epoch: int, rung: Rung) -> None:
+    def __init__(
+        self, requests: Requests, slot_id: str, epoch: int, rung: Rung, spec: SlotSpec, trajectory_id: str,
+        fork: Callable[[LocalSlot], AbstractAsyncContextManager[Slot]], loop: asyncio.AbstractEventLoop,
+    ) -> None:  # fmt: skip
         self.requests, self.slot_id, self.epoch, self.rung = requests, slot_id, epoch, rung
+        self.spec, self.trajectory_id, self.loop, self._fork = spec, trajectory_id, loop, fork
         self.released = False
+        """Whether the lease has ended; then no request is sent any more."""
         self._rung = rung.label
-        self._numbers = itertools.count(1)
+        self._results = itertools.count(1)
 
-    def fields(self) -> dict[str, JSON]:
+    def lease(self) -> dict[str, JSON]:
         """The fields that name this lease in a request. Raises `StaleLease` after release."""
         if self.released:
             raise StaleLease(f"the lease of {self.slot_id} (epoch {self.epoch}) has ended")
         return {"slot": self.slot_id, "epoch": self.epoch}
+
+    def release(self) -> None:
+        """End the lease on this side."""
+        self.released = True
+        self.requests.slot_ended()
+
+    def __repr__(self) -> str:
+        return f"<LocalSlot {self.slot_id} of {self.trajectory_id!r}{' (released)' if self.released else ''}>"
+
+    async def execute(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str = WORKSPACE,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        timeout_s: float = 60.0,
+        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
+        on_output: Callable[[bytes], None] | None = None,
+        verdict: bool = False,
+        spill: bool = True,
+    ) -> ExecutionResult:
+        """Run a command; see `Slot.execute`. A missing `cwd` raises FileNotFoundError; a missing program is exit
+        127."""
+        fields = self.lease()
+        _add_command(fields, command)
+        _add_bounds(fields, timeout_s, max_output_bytes, stdin)
+        if cwd != WORKSPACE:
+            fields["cwd"] = cwd
+        if env:
+            fields["env"] = dict(env)
+        if on_output is not None:
+            fields["stream"] = True
+        if verdict:
+            fields["verdict"] = True
+        if not spill:
+            fields["no_spill"] = True
+        try:
+            reply = await self.requests.call("exec", fields, stdin, on_output)
+        except CommandNotStarted as error:
+            return self.not_started(command, error)
+        return self.result(reply, timeout_s)
+
+    async def shell(
+        self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b""
+    ) -> LocalShell:
+        """A stateful shell; see `Slot.shell`. Raises `TaskError` if the task's limits allow too few open files."""
+        files = self.spec.limits.open_files
+        if files is not None and files < SHELL_FILES:
+            raise TaskError(
+                f"{self!r} may have {files} open files, and a stateful shell needs {SHELL_FILES} to start: "
+                f"set limits.open_files of the task to that or more"
+            )
+        reply = await self.requests.call("shell", {**self.lease(), "cwd": cwd, "env": dict(env or {})})
+        return LocalShell(self, reply.fields["shell"], state)
+
+    async def spawn(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str = WORKSPACE,
+        env: Mapping[str, str] | None = None,
+        stdin: bool = True,
+        terminal: TerminalSize | None = None,
+    ) -> LocalProcess:
+        size = None if terminal is None else [terminal.rows, terminal.columns]
+        extra = {} if terminal is None else {"TERM": "xterm-256color"}
+        fields = {**self.lease(), "cwd": cwd, "stdin": stdin, "terminal": size, "env": {**extra, **(env or {})}}
+        _add_command(fields, command)
+        try:
+            reply = await self.requests.call("spawn", fields)
+        except CommandNotStarted as error:
+            name = command if isinstance(command, str) else command[0]
+            raise OSError(error.errno, str(error), name[:200]) from None
+        return LocalProcess(self, reply.fields)
+
+    async def processes(self) -> list[LocalProcess]:
+        reply = await self.requests.call("processes", self.lease())
+        return [LocalProcess(self, fields) for fields in reply.fields["processes"]]
+
+    async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes:
+        """The file from `offset` to its end. Raises OSError (EFBIG) if that is more than `max_bytes`."""
+        _require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")
+        fields = {**self.lease(), "path": path, "offset": offset, "max_bytes": max_bytes}
+        return await self.requests.read("read", fields)
+
+    async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
+        """Write atomically, creating parent directories. Links are followed inside the slot."""
+        fields = {**self.lease(), "path": path}
+        if mode is not None:
+            fields["mode"] = mode
+        await self.requests.upload(fields, data)
+
+    async def list_dir(self, path: str = ".") -> list[FileInfo]:
+        """The entries of a directory, sorted by name; their paths are absolute."""
+        found = await self.requests.listing("list", {**self.lease(), "path": path})
+        return [FileInfo(**entry) for entry in found]
+
+    async def stat(self, path: str) -> FileInfo | None:
+        entry = (await self.requests.call("stat", {**self.lease(), "path": path})).fields["entry"]
+        return None if entry is None else FileInfo(**entry)
+
+    async def make_dir(self, path: str) -> None:
+        await self.requests.call("mkdir", {**self.lease(), "path": path})
+
+    async def make_link(self, path: str, target: str) -> None:
+        await self.requests.call("link", {**self.lease(), "path": path, "target": target})
+
+    async def upload(self, local: Path, path: str) -> int:
+        with await asyncio.to_thread(local.open, "rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            return await self.requests.upload_file({**self.lease(), "path": path, "mode": mode}, file)
+
+    async def download(self, path: str, local: Path) -> int:
+        part = local.with_name(f".{secrets.token_hex(12)}")  # without the name, which may be as long as names can be
+        fields = {**self.lease(), "path": path, "offset": 0, "max_bytes": sys.maxsize}
+        try:
+            with await asyncio.to_thread(part.open, "xb") as file:
+                await self.requests.download(fields, file)
+                size = file.tell()
+            part.rename(local)
+        finally:
+            part.unlink(missing_ok=True)
+        return size
+
+    async def remove(self, path: str) -> None:
+        await self.requests.call("remove", {**self.lease(), "path": path})
+
+    async def freeze(self) -> int:
+        return int((await self.requests.call("freeze", self.lease())).fields["processes"])
+
+    async def arguments(self, pid: int) -> list[str] | None:
+        reply = await self.requests.call("arguments", {**self.lease(), "pid": pid})
+        found: list[str] | None = reply.fields["arguments"]
+        return found
+
+    async def ask(self, port: int, request: bytes, *, timeout_s: float = 10.0, max_bytes: int = 1 << 20) -> bytes:
+        _require(0 < port < 1 << 16, "a port is a number from 1 to 65535")
+        fields = {**self.lease(), "port": port, "timeout_s": timeout_s, "max_bytes": max_bytes}
+        return (await self.requests.call("ask", fields, request)).data
+
+    async def changes(self) -> list[Change]:
+        """What differs from the slot's start, as the walk sees it: commands may be running."""
+        return [Change(**change) for change in await self.requests.listing("changes", self.lease())]
+
+    def fork(self) -> AbstractAsyncContextManager[Slot]:
+        return self._fork(self)
 
     def result(self, reply: Frame, timeout_s: float) -> ExecutionResult:
         """The result of a command from its RESULT, under the next id."""
@@ -125,7 +277,7 @@ class SlotLease:
         error = ""
         if code:
             error = f"Command timed out after {timeout_s:g}s" if flags & frames.TIMEOUT else f"Exit code: {code}"
-        name = f"{self.slot_id}.{next(self._numbers)}"
+        name = f"{self.slot_id}.{next(self._results)}"
         return ExecutionResult(code == 0, output, error, name, self.slot_id, metadata, data[head + tail :])
 
     def not_started(self, command: str | Sequence[str], error: CommandNotStarted) -> ExecutionResult:
@@ -135,205 +287,6 @@ class SlotLease:
         text = f"{program[:200]}: {error}\n".encode(errors="backslashreplace")
         result = frames.encode_result(code, 0, len(text), 0, len(text), 0.0, 0.0, 0)
         return self.result(Frame(frames.FrameKind.RESULT, 0, {}, result + text), 0)
-
-
-Fork = Callable[["LocalSlot"], AbstractAsyncContextManager[Slot]]
-"""Forks a slot of its backend."""
-
-
-class LocalSlot(TextFiles):
-    """One slot, for as long as its lease lasts. Made by `LocalBackend.create`."""
-
-    def __init__(
-        self, lease: SlotLease, spec: SlotSpec, trajectory_id: str, fork: Fork, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self.spec, self.loop = spec, loop
-        self._lease, self._requests, self._trajectory_id, self._fork = lease, lease.requests, trajectory_id, fork
-
-    @property
-    def slot_id(self) -> str:
-        return self._lease.slot_id
-
-    @property
-    def epoch(self) -> int:
-        return self._lease.epoch
-
-    @property
-    def trajectory_id(self) -> str:
-        return self._trajectory_id
-
-    @property
-    def rung(self) -> Rung:
-        return self._lease.rung
-
-    @property
-    def requests(self) -> Requests:
-        """Where requests about it go."""
-        return self._requests
-
-    @property
-    def released(self) -> bool:
-        """Whether the lease has ended; then no request is sent any more."""
-        return self._lease.released
-
-    def release(self) -> None:
-        """End the lease on this side."""
-        self._lease.released = True
-        self._requests.slot_ended()
-
-    def lease(self) -> dict[str, JSON]:
-        """The fields that name this lease in a request. Raises `StaleLease` after release."""
-        return self._lease.fields()
-
-    def __repr__(self) -> str:
-        return f"<LocalSlot {self.slot_id} of {self._trajectory_id!r}{' (released)' if self.released else ''}>"
-
-    async def execute(
-        self,
-        command: str | Sequence[str],
-        *,
-        cwd: str = WORKSPACE,
-        env: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
-        timeout_s: float = 60.0,
-        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
-        on_output: Callable[[bytes], None] | None = None,
-        verdict: bool = False,
-        spill: bool = True,
-    ) -> ExecutionResult:
-        """Run a command; see `Slot.execute`. A missing `cwd` raises FileNotFoundError; a missing program is exit
-        127."""
-        fields = self._lease.fields()
-        _add_command(fields, command)
-        _add_bounds(fields, timeout_s, max_output_bytes, stdin)
-        if cwd != WORKSPACE:
-            fields["cwd"] = cwd
-        if env:
-            fields["env"] = dict(env)
-        if on_output is not None:
-            fields["stream"] = True
-        if verdict:
-            fields["verdict"] = True
-        if not spill:
-            fields["no_spill"] = True
-        try:
-            reply = await self._requests.call("exec", fields, stdin, on_output)
-        except CommandNotStarted as error:
-            return self._lease.not_started(command, error)
-        return self._lease.result(reply, timeout_s)
-
-    async def shell(
-        self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b""
-    ) -> LocalShell:
-        """A stateful shell; see `Slot.shell`. Raises `TaskError` if the task's limits allow too few open files."""
-        files = self.spec.limits.open_files
-        if files is not None and files < SHELL_FILES:
-            raise TaskError(
-                f"{self!r} may have {files} open files, and a stateful shell needs {SHELL_FILES} to start: "
-                f"set limits.open_files of the task to that or more"
-            )
-        reply = await self._requests.call("shell", {**self.lease(), "cwd": cwd, "env": dict(env or {})})
-        return LocalShell(self._lease, reply.fields["shell"], state)
-
-    async def spawn(
-        self,
-        command: str | Sequence[str],
-        *,
-        cwd: str = WORKSPACE,
-        env: Mapping[str, str] | None = None,
-        stdin: bool = True,
-        terminal: TerminalSize | None = None,
-    ) -> LocalProcess:
-        """Start a background process; see `Slot.spawn`."""
-        size = None if terminal is None else [terminal.rows, terminal.columns]
-        extra = {} if terminal is None else {"TERM": "xterm-256color"}
-        fields = {**self.lease(), "cwd": cwd, "stdin": stdin, "terminal": size, "env": {**extra, **(env or {})}}
-        _add_command(fields, command)
-        try:
-            reply = await self._requests.call("spawn", fields)
-        except CommandNotStarted as error:
-            name = command if isinstance(command, str) else command[0]
-            raise OSError(error.errno, str(error), name[:200]) from None
-        return LocalProcess(self._lease, reply.fields)
-
-    async def processes(self) -> list[LocalProcess]:
-        """The background processes of this slot, oldest first."""
-        reply = await self._requests.call("processes", self.lease())
-        return [LocalProcess(self._lease, fields) for fields in reply.fields["processes"]]
-
-    async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes:
-        """The file from `offset` to its end. Raises OSError (EFBIG) if that is more than `max_bytes`."""
-        _require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")
-        fields = {**self._lease.fields(), "path": path, "offset": offset, "max_bytes": max_bytes}
-        return await self._requests.read("read", fields)
-
-    async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
-        """Write atomically, creating parent directories. Links are followed inside the slot."""
-        fields = {**self._lease.fields(), "path": path}
-        if mode is not None:
-            fields["mode"] = mode
-        await self._requests.upload(fields, data)
-
-    async def list_dir(self, path: str = ".") -> list[FileInfo]:
-        """The entries of a directory, sorted by name; their paths are absolute."""
-        found = await self._requests.listing("list", {**self.lease(), "path": path})
-        return [FileInfo(**entry) for entry in found]
-
-    async def stat(self, path: str) -> FileInfo | None:
-        """The entry at a path, links not followed; None if nothing is there."""
-        entry = (await self._requests.call("stat", {**self.lease(), "path": path})).fields["entry"]
-        return None if entry is None else FileInfo(**entry)
-
-    async def make_dir(self, path: str) -> None:
-        await self._requests.call("mkdir", {**self.lease(), "path": path})
-
-    async def make_link(self, path: str, target: str) -> None:
-        await self._requests.call("link", {**self.lease(), "path": path, "target": target})
-
-    async def upload(self, local: Path, path: str) -> int:
-        with await asyncio.to_thread(local.open, "rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            return await self._requests.upload_file({**self.lease(), "path": path, "mode": mode}, file)
-
-    async def download(self, path: str, local: Path) -> int:
-        part = local.with_name(f".{secrets.token_hex(12)}")  # without the name, which may be as long as names can be
-        fields = {**self.lease(), "path": path, "offset": 0, "max_bytes": sys.maxsize}
-        try:
-            with await asyncio.to_thread(part.open, "xb") as file:
-                await self._requests.download(fields, file)
-                size = file.tell()
-            part.rename(local)
-        finally:
-            part.unlink(missing_ok=True)
-        return size
-
-    async def remove(self, path: str) -> None:
-        """Remove a file or a whole directory, if it exists."""
-        await self._requests.call("remove", {**self.lease(), "path": path})
-
-    async def freeze(self) -> int:
-        """Stop every process of the slot until the next call to it; how many."""
-        return int((await self._requests.call("freeze", self.lease())).fields["processes"])
-
-    async def arguments(self, pid: int) -> list[str] | None:
-        """The arguments of a process of the slot; see `Slot.arguments`."""
-        reply = await self._requests.call("arguments", {**self.lease(), "pid": pid})
-        found: list[str] | None = reply.fields["arguments"]
-        return found
-
-    async def ask(self, port: int, request: bytes, *, timeout_s: float = 10.0, max_bytes: int = 1 << 20) -> bytes:
-        """The answer of a service of the slot; see `Slot.ask`."""
-        _require(0 < port < 1 << 16, "a port is a number from 1 to 65535")
-        fields = {**self.lease(), "port": port, "timeout_s": timeout_s, "max_bytes": max_bytes}
-        return (await self._requests.call("ask", fields, request)).data
-
-    async def changes(self) -> list[Change]:
-        """What differs from the slot's start, as the walk sees it: commands may be running."""
-        return [Change(**change) for change in await self._requests.listing("changes", self.lease())]
-
-    def fork(self) -> AbstractAsyncContextManager[Slot]:
-        """Another slot with this one's present files; see `Slot.fork`."""
-        return self._fork(self)
 
 
 # Options come last when they are restored, since some of them would end the restoring. Variables of bash itself and
@@ -354,8 +307,8 @@ _STATE_TIMEOUT_S = 30.0
 class LocalShell:
     """Implements `Shell`. Made by `LocalSlot.shell`."""
 
-    def __init__(self, lease: SlotLease, name: int, state: bytes) -> None:
-        self._lease, self._requests, self._name, self._state = lease, lease.requests, name, state
+    def __init__(self, slot: LocalSlot, name: int, state: bytes) -> None:
+        self._slot, self._name, self._state = slot, name, state
         self._turn = asyncio.Lock()
         self._closed = False
 
@@ -369,7 +322,7 @@ class LocalShell:
         on_output: Callable[[bytes], None] | None = None,
     ) -> ExecutionResult:
         """Run a command; see `Shell.run`. Its time begins when the commands before it are over."""
-        fields = {**self._lease.fields(), "shell": self._name, "command": command}
+        fields = {**self._slot.lease(), "shell": self._name, "command": command}
         _add_bounds(fields, timeout_s, max_output_bytes, stdin)
         if on_output is not None:
             fields["stream"] = True
@@ -377,33 +330,32 @@ class LocalShell:
         try:
             if self._state:
                 await self._restore()
-            reply = await self._requests.call("run", fields, stdin, on_output)
+            reply = await self._slot.requests.call("run", fields, stdin, on_output)
         except CommandNotStarted as error:
-            return self._lease.not_started(command, error)
+            return self._slot.not_started(command, error)
         finally:
             self._turn.release()
-        return self._lease.result(reply, timeout_s)
+        return self._slot.result(reply, timeout_s)
 
     async def _restore(self) -> None:
         state, self._state = self._state.decode(errors="surrogateescape"), b""
-        fields = {**self._lease.fields(), "shell": self._name, "command": state}
+        fields = {**self._slot.lease(), "shell": self._name, "command": state}
         _add_bounds(fields, _STATE_TIMEOUT_S, 0, b"")
         with contextlib.suppress(CommandNotStarted):
-            await self._requests.call("run", fields)
+            await self._slot.requests.call("run", fields)
 
     async def state(self) -> bytes:
         """The state for another shell; see `Shell.state`. Raises `SandboxError` if it is too large."""
         result = await self.run(_SAVE, timeout_s=_STATE_TIMEOUT_S, max_output_bytes=MAX_OUTPUT_BYTES)
         if result.metadata["truncated"] or result.metadata["timeout"]:
-            raise SandboxError(f"the state of the shell in {self._lease.slot_id} cannot be saved: it is too large")
+            raise SandboxError(f"the state of the shell in {self._slot.slot_id} cannot be saved: it is too large")
         return result.output.encode(errors="surrogateescape")
 
     async def aclose(self) -> None:
-        """End the shell. Idempotent."""
         if not self._closed:
             self._closed = True
             with contextlib.suppress(StaleLease, SlotLost):  # then it has ended with its slot
-                await self._requests.call("close_shell", {**self._lease.fields(), "shell": self._name})
+                await self._slot.requests.call("close_shell", {**self._slot.lease(), "shell": self._name})
 
     async def __aenter__(self) -> LocalShell:
         return self
@@ -415,32 +367,20 @@ class LocalShell:
 class LocalProcess:
     """Implements `Process`: a handle of a background process, which many readers may share. Made by `LocalSlot`."""
 
-    def __init__(self, lease: SlotLease, fields: Mapping[str, JSON]) -> None:
-        self._lease = lease
-        self._id, self._pid = int(fields["process"]), int(fields["pid"])
-
-    @property
-    def process_id(self) -> int:
-        return self._id
-
-    @property
-    def pid(self) -> int:
-        return self._pid
+    def __init__(self, slot: LocalSlot, fields: Mapping[str, JSON]) -> None:
+        self._slot, self.process_id, self.pid = slot, int(fields["process"]), int(fields["pid"])
 
     def __repr__(self) -> str:
-        return f"<LocalProcess {self._id} (pid {self._pid}) of {self._lease.slot_id}>"
+        return f"<LocalProcess {self.process_id} (pid {self.pid}) of {self._slot.slot_id}>"
 
     async def status(self) -> ProcessStatus:
-        """Its present status."""
         return _status(await self._call("wait", wait_s=0))
 
     async def read(self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0) -> OutputPiece:
-        """Output from a cursor on; see `Process.read`."""
         _require(max_bytes > 0, "max_bytes must be positive")
         return (await self._read(cursor, max_bytes, wait_s))[0]
 
     async def output(self, cursor: int = 0) -> AsyncIterator[OutputPiece]:
-        """Follow the output until the process has ended."""
         while True:
             piece, running = await self._read(cursor, _PIECE_BYTES, _LONGEST_WAIT_S)
             if piece.data:
@@ -464,11 +404,9 @@ class LocalProcess:
         await self._call("signal", signal=int(signal.Signals(number)))
 
     async def resize(self, size: TerminalSize) -> None:
-        """Resize its terminal."""
         await self._call("resize", rows=size.rows, columns=size.columns)
 
     async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
-        """Its status at its end, or after `timeout_s`."""
         left = math.inf if timeout_s is None else timeout_s
         while True:
             step = min(left, _LONGEST_WAIT_S)
@@ -478,11 +416,9 @@ class LocalProcess:
                 return status
 
     async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
-        """Kill it and all it has started; see `Process.kill`."""
         return _status(await self._call("kill", grace_s=grace_s))
 
     async def forget(self) -> None:
-        """Kill it, if it runs, and drop its output."""
         await self._call("dismiss")
 
     async def _read(self, cursor: int, max_bytes: int, wait_s: float) -> tuple[OutputPiece, bool]:
@@ -492,7 +428,7 @@ class LocalProcess:
         return OutputPiece(reply.data, start, lost), bool(reply.fields["running"])
 
     async def _call(self, op: str, data: bytes = b"", **fields: JSON) -> Frame:
-        return await self._lease.requests.call(op, {**self._lease.fields(), "process": self._id, **fields}, data)
+        return await self._slot.requests.call(op, {**self._slot.lease(), "process": self.process_id, **fields}, data)
 
 
 def _status(reply: Frame) -> ProcessStatus:

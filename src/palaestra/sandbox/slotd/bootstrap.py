@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from . import syscalls
 from .exec import pipes
@@ -89,27 +90,17 @@ def _fork_server(
         namespaces.enter_single_namespace(os.getuid(), os.getgid())
     syscalls.unshare(syscalls.CLONE_NEWPID)
     watcher_reader, watcher_writer = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(watcher_reader)
-        return child
-    os.close(watcher_writer)
-    status = 1
-    try:
-        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
-        make_ready()
+
+    def prepare() -> None:
         pipes.nothing()
         host.enter_own_root()
-        serve(stream, lambda settings: NamespaceDriver(full, group, settings), watcher_reader, handover)
-        status = 0
-    except OSError as error:
-        stream.setblocking(True)
-        stream.sendall(encode(FrameKind.ERROR, 0, refusal(error)))
-    except Exception:
-        logging.exception("the slot server has failed")  # the client reports it as the reason of the server's end
-    finally:
-        logging.shutdown()
-        os._exit(status)
+
+    child = os.fork()
+    if child == 0:
+        os.close(watcher_writer)
+        run_server(stream, prepare, lambda settings: NamespaceDriver(full, group, settings), watcher_reader, handover)
+    os.close(watcher_reader)
+    return child
 
 
 def require_files() -> None:
@@ -132,19 +123,38 @@ def make_ready() -> None:
     sys.setrecursionlimit(10_000)
 
 
-def serve(
+def run_server(
     stream: socket.socket,
+    prepare: Callable[[], None],
     open_driver: Callable[[Fields], AnyDriver],
     watcher: int,
     handover: socket.socket | None = None,
-) -> None:
-    """The life of the server, until the client or the watching process is gone."""
-    server = SlotServer(stream, open_driver, handover)
-    server.loop.watch(watcher, lambda: setattr(server.loop, "running", False))
-    # Forks of this process share its present objects as long as nobody touches them.
-    gc.collect()
-    gc.freeze()
-    server.loop.run()
+) -> NoReturn:
+    """The life of the server, in the child of a fork, until the client or the watching process is gone.
+
+    The client gets an OSError from before the server's start as the refusal, and later errors as the reason of its end.
+    """
+    status, started = 1, False
+    try:
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+        make_ready()
+        prepare()
+        server = SlotServer(stream, open_driver, handover)
+        server.loop.watch(watcher, lambda: setattr(server.loop, "running", False))
+        # Forks of this process share its present objects as long as nobody touches them.
+        gc.collect()
+        gc.freeze()
+        started = True
+        server.loop.run()
+        status = 0
+    except Exception as error:
+        if started or not isinstance(error, OSError):
+            logging.exception("the slot server has failed")  # the client reads the log when the server has ended
+        else:
+            stream.sendall(encode(FrameKind.ERROR, 0, refusal(error)))
+    finally:
+        logging.shutdown()
+        os._exit(status)
 
 
 def refusal(error: OSError) -> Fields:

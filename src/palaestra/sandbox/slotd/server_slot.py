@@ -110,7 +110,6 @@ class ServerSlot:
         return self.supervisor.open_line() if self._init.takes_lines else None
 
     def end_hung(self) -> None:
-        """End the slot: a command cannot be killed, or the init takes no orders."""
         if self.state is SlotState.LIVE:
             self._kill_init()
 

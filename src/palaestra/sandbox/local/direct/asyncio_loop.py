@@ -31,7 +31,6 @@ class AsyncioLoop(EpollLoop):
     close_in_child = EpollLoop.end  # asyncio's loop is still the parent's
 
     def watch(self, fd: int, call: Callable[[], object]) -> None:
-        """Call whenever `fd` is readable, instead of its former callback."""
         self._soon.pop(fd, None)
         super().watch(fd, call)
 
@@ -46,17 +45,14 @@ class AsyncioLoop(EpollLoop):
             self._asyncio.call_later(_MOMENT_S, self._watch_all)
 
     def unwatch(self, fd: int) -> None:
-        """Stop watching. Does nothing for a descriptor that is not watched."""
         self._soon.pop(fd, None)
         super().unwatch(fd)
 
     def close(self, fd: int) -> None:
-        """Stop watching a descriptor and close it."""
         self._soon.pop(fd, None)
         super().close(fd)
 
     def later(self, seconds: float, call: Callable[[], object]) -> Timer:
-        """Call once after so many seconds."""
         if not seconds:
             return self._asyncio.call_soon(call)
         if time.monotonic() + seconds < self._alarm_at:

@@ -62,7 +62,6 @@ class DirectClient(SlotClient):
         return (self._server_end,)
 
     async def create(self, fields: Fields) -> tuple[Fields, Requests]:
-        """Make a slot; see `SlotClient.create`."""
         made = await self.make("create", fields, self._undo_create)
         owner, fds = self._claim(made["epoch"])
         if fds and _is_low(max(fds)):
@@ -218,7 +217,6 @@ class DirectSlot(Requests):
         self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Close every descriptor in a forked child."""
         if self._supervisor is not None:
             self._supervisor.close_descriptors()
         pipes.close(self.root)

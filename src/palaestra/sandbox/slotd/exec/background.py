@@ -68,8 +68,20 @@ class BackgroundProcesses:
 
     def serve(self, frame: Frame) -> None:
         """Serve one request. Raises OSError."""
+        op, fields = frame.fields["op"], frame.fields
         try:
-            _OPERATIONS[frame.fields["op"]](self, frame)
+            if op == "spawn":
+                self._spawn(frame)
+            elif op == "processes":
+                found = {"processes": [process.fields() for process in self._processes.values()]}
+                self._supervisor.send(FrameKind.RESULT, frame.request, found)
+            else:
+                process = self._processes.get(fields["process"])
+                if process is None:
+                    raise OSError(errno.ESRCH, "no such process of this slot; it may have been forgotten after its end")
+                if op == "dismiss":
+                    del self._processes[process.name]
+                _OPERATIONS[op](process, frame.request, fields, frame.data)
         except ValueError as error:
             raise OSError(errno.EINVAL, str(error)) from None
 
@@ -81,7 +93,7 @@ class BackgroundProcesses:
         def started(error: Fields | None) -> None:
             if error is None:
                 self._processes[process.name] = process
-                self._reply(frame, process.fields())
+                supervisor.send(FrameKind.RESULT, frame.request, process.fields())
             else:
                 supervisor.send(FrameKind.ERROR, frame.request, error)
 
@@ -97,58 +109,6 @@ class BackgroundProcesses:
                 message = f"{MAX_PROCESSES} background processes run in the slot already; end one first"
                 raise OSError(errno.EAGAIN, message)
             del self._processes[ended]
-
-    def _output(self, frame: Frame) -> None:
-        fields = frame.fields
-        self._named(frame).read(frame.request, fields["cursor"], fields["max_bytes"], fields["wait_s"])
-
-    def _wait(self, frame: Frame) -> None:
-        self._named(frame).wait(frame.request, frame.fields["wait_s"])
-
-    def _input(self, frame: Frame) -> None:
-        self._named(frame).write(frame.request, frame.data, frame.fields["close"])
-
-    def _signal(self, frame: Frame) -> None:
-        self._named(frame).signal(frame.fields["signal"])
-        self._reply(frame)
-
-    def _resize(self, frame: Frame) -> None:
-        self._named(frame).resize(frame.fields["rows"], frame.fields["columns"])
-        self._reply(frame)
-
-    def _kill(self, frame: Frame) -> None:
-        self._named(frame).kill(frame.request, frame.fields["grace_s"])
-
-    def _dismiss(self, frame: Frame) -> None:
-        process = self._named(frame)
-        del self._processes[process.name]
-        process.kill(frame.request)
-
-    def _list(self, frame: Frame) -> None:
-        self._reply(frame, {"processes": [process.fields() for process in self._processes.values()]})
-
-    def _named(self, frame: Frame) -> BackgroundProcess:
-        process = self._processes.get(frame.fields["process"])
-        if process is None:
-            raise OSError(errno.ESRCH, "no such process of this slot; it may have been forgotten after its end")
-        return process
-
-    def _reply(self, frame: Frame, fields: Fields | None = None) -> None:
-        self._supervisor.send(FrameKind.RESULT, frame.request, fields)
-
-
-_OPERATIONS: dict[str, Callable[[BackgroundProcesses, Frame], None]] = {
-    "spawn": BackgroundProcesses._spawn,
-    "output": BackgroundProcesses._output,
-    "wait": BackgroundProcesses._wait,
-    "input": BackgroundProcesses._input,
-    "signal": BackgroundProcesses._signal,
-    "resize": BackgroundProcesses._resize,
-    "kill": BackgroundProcesses._kill,
-    "processes": BackgroundProcesses._list,
-    "dismiss": BackgroundProcesses._dismiss,
-}
-OPERATIONS = tuple(_OPERATIONS)
 
 
 @dataclass
@@ -228,17 +188,19 @@ class BackgroundProcess:
             raise BrokenPipeError(errno.EPIPE, "the process has ended")
         self._input.write(number, data, close, self)
 
-    def resize(self, rows: int, columns: int) -> None:
+    def resize(self, number: int, rows: int, columns: int) -> None:
         """Resize its terminal. Raises OSError without one."""
         if not self._terminal:
             raise OSError(errno.ENOTTY, "the process has no terminal")
         if self._output >= 0:
             _resize(self._output, rows, columns)
+        self._send(FrameKind.RESULT, number)
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int, signal_number: int) -> None:
         """Send a signal to its process group."""
         if not self.over:
-            self._supervisor.signal(self.name, number)
+            self._supervisor.signal(self.name, signal_number)
+        self._send(FrameKind.RESULT, number)
 
     def kill(self, number: int, grace_s: float = 0.0) -> None:
         """Answer when everything it has started is dead. With `grace_s`, SIGTERM and so much time come first.
@@ -301,7 +263,6 @@ class BackgroundProcess:
             self._on_end(report)
 
     def on_lost(self) -> None:
-        """The slot is dead."""
         lost = {"error": "lost", "message": f"{self._supervisor.name} ended while a process ran in it"}
         if not self.pid and not self.over:
             self._on_start(lost)
@@ -315,7 +276,6 @@ class BackgroundProcess:
         self._close()
 
     def descriptors(self) -> tuple[int, int]:
-        """The descriptors that it has open in this process."""
         return self._output, -1 if self._input is None else self._input.fd
 
     def _on_end(self, report: InitReport) -> None:
@@ -399,6 +359,18 @@ class BackgroundProcess:
             self._input.finish()
         if self._output >= 0:
             self._close_output()
+
+
+_OPERATIONS: dict[str, Callable[[BackgroundProcess, int, Fields, bytes], None]] = {
+    "output": lambda process, number, f, _: process.read(number, f["cursor"], f["max_bytes"], f["wait_s"]),
+    "wait": lambda process, number, f, _: process.wait(number, f["wait_s"]),
+    "input": lambda process, number, f, data: process.write(number, data, f["close"]),
+    "signal": lambda process, number, f, _: process.signal(number, f["signal"]),
+    "resize": lambda process, number, f, _: process.resize(number, f["rows"], f["columns"]),
+    "kill": lambda process, number, f, _: process.kill(number, f["grace_s"]),
+    "dismiss": lambda process, number, f, _: process.kill(number),
+}
+OPERATIONS = ("spawn", "processes", *_OPERATIONS)
 
 
 class _Input:

@@ -195,7 +195,6 @@ class ShellProcess:
             self._finish()
 
     def on_lost(self) -> None:
-        """The slot is dead."""
         self._discard()
         self._fail({"error": "lost", "message": f"{self._supervisor.name} ended while a command ran in its shell"})
 

@@ -104,12 +104,10 @@ class Supervisor:
 
     @property
     def name(self) -> str:
-        """The slot's name."""
         return self._owner.name
 
     @property
     def pid(self) -> int:
-        """The slot's first process, as this process numbers it."""
         return self._owner.pid
 
     @property

@@ -136,7 +136,6 @@ class OverlayLayer(SealedLayer):
         self.store, self.trees, self.image = store, trees, image
 
     def drop_files(self) -> None:
-        """Release the store."""
         self.store.release()
 
 

@@ -59,7 +59,6 @@ class NamespaceDriver:
         self._stores, self._layers, self._token = itertools.count(1), itertools.count(1), os.urandom(4).hex()
 
     def make(self, name: str, fields: Fields, layers: tuple[OverlayLayer, ...]) -> NewSlot:
-        """Lay out a slot; see `RungDriver.make`."""
         image, disk = fields["image"], fields["limits"]["disk_bytes"] or _DEFAULT_DISK_BYTES
         if layers and layers[0].image != image:
             raise CannotMake("a snapshot starts only slots of the image it was made from")
@@ -152,7 +151,6 @@ class NamespaceDriver:
         return layer
 
     def duplicate(self, layer: OverlayLayer) -> OverlayLayer:
-        """A second layer of the same files, to be cut; slots may use the first one."""
         layer.store.unlimit()
         name = self._layer_name()
         directory = f"{layer.store.path}/{name}"
@@ -163,7 +161,6 @@ class NamespaceDriver:
         return OverlayLayer(name, layer.store.keep(), trees, layer.below, layer.image)
 
     def cut(self, layer: OverlayLayer, view: Fields) -> None:
-        """Reduce a layer that nobody uses yet to a view of itself."""
         marks = self._host.marks
         layer.store.unlimit()
         stacks = {tree: Stack(tree.lowers, marks) for tree in self._trees_below(layer)}
@@ -179,11 +176,9 @@ class NamespaceDriver:
                 cut.leave_out(path)
 
     def slot_changes(self, files: OverlayFiles) -> Iterator[Fields | None]:
-        """What a slot has changed so far; None now and then, as a pause."""
         return self._changes((tree, files.upper(tree)) for tree in files.trees)
 
     def layer_changes(self, layer: OverlayLayer) -> Iterator[Fields | None]:
-        """What a layer changes; None now and then, as a pause."""
         return self._changes((tree, layer.trees[tree.name]) for tree in self._trees_below(layer))
 
     def _changes(self, uppers: Iterable[tuple[Tree, str]]) -> Iterator[Fields | None]:
@@ -235,7 +230,6 @@ class NamespaceInit:
 
     @property
     def takes_lines(self) -> bool:
-        """It does."""
         return True
 
     def gone(self) -> bool:
@@ -243,7 +237,6 @@ class NamespaceInit:
         return True
 
     def fork(self, control: socket.socket) -> int:
-        """Start the init with its end of `control`; its pid."""
         listed = memory_file(native_init.encode_steps([*self._enter(), *self._confine()]))
         fds = {CONTROL: control.fileno(), LIST: listed, **dict(zip(self.stores, self.stores, strict=True))}
         if self.user_namespace is not None:
@@ -388,7 +381,6 @@ class OverlayCheckpoints:
     def checkpoint(
         self, files: OverlayFiles, mapped: bool, begun_ns: int
     ) -> Generator[None, None, tuple[OverlayLayer, int]]:
-        """Copy a stopped slot's change, as a job; see `Checkpoints.checkpoint`."""
         last = self._last.get(files.store.path)
         number = next(self._numbers)
         store = self._make_store(number) if last is None else last.store
@@ -426,13 +418,11 @@ class OverlayCheckpoints:
         return find
 
     def slot_ended(self, files: OverlayFiles) -> None:
-        """Drop what only the slot's next checkpoint would have needed."""
         last = self._last.pop(files.store.path, None)
         if last is not None:
             last.store.release()
 
     def save(self, layer: OverlayLayer, folder: str) -> Generator[None, None, int]:
-        """Copy a layer and all below it to the host's empty `folder`, as a job: the bytes of the files."""
         copied = 0
         for number, each in enumerate((layer, *layer.below)):
             os.mkdir(f"{rootfs.HOST}{folder}/{number}", 0o755)
@@ -443,7 +433,6 @@ class OverlayCheckpoints:
         return copied
 
     def load(self, folder: str, image: str | None) -> tuple[OverlayLayer, ...]:
-        """The layers that were saved in a folder, topmost first. Raises OSError if they are gone."""
         store = DiskStore(folder, f"/lower/k{next(self._numbers)}")
         layers: tuple[OverlayLayer, ...] = ()
         try:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 import time
+from typing import NoReturn
 
 from .. import bootstrap, syscalls
 from ..namespaced import privileges
@@ -55,22 +55,13 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _serve(stream: socket.socket, place: ServerDirectory, confined: bool, watcher: int) -> None:
-    """The life of the server; never returns."""
-    status = 1
-    try:
-        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+def _serve(stream: socket.socket, place: ServerDirectory, confined: bool, watcher: int) -> NoReturn:
+    def prepare() -> None:
         syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
-        bootstrap.make_ready()
         with contextlib.suppress(OSError):
             syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
-        bootstrap.serve(stream, lambda settings: UnprivilegedDriver(place, confined, settings), watcher)
-        status = 0
-    except Exception:
-        logging.exception("the slot server has failed")  # the client reports it as the reason of the server's end
-    finally:
-        logging.shutdown()
-        os._exit(status)
+
+    bootstrap.run_server(stream, prepare, lambda settings: UnprivilegedDriver(place, confined, settings), watcher)
 
 
 def _require_means() -> None:

@@ -37,7 +37,6 @@ class CopiedLayer(SealedLayer):
         self.path, self._drop = path, drop
 
     def drop_files(self) -> None:
-        """Remove the trees."""
         self._drop(self.path)
 
 
@@ -82,11 +81,9 @@ class UnprivilegedInit:
 
     @property
     def takes_lines(self) -> bool:
-        """It does not."""
         return False
 
     def fork(self, control: socket.socket) -> int:
-        """Fork the init; its pid."""
         self.pid = os.fork()
         if self.pid == 0:
             unprivileged_init.run(self.plan, control)
@@ -94,7 +91,6 @@ class UnprivilegedInit:
         return self.pid
 
     def gone(self) -> bool:
-        """Whether no process was left; those that were are killed."""
         self.children.discard(self.pid)
         if not self.plan.user:
             return users.kill_orphans(self.children) == 0
@@ -174,13 +170,11 @@ class UnprivilegedDriver:
         return layer
 
     def duplicate(self, layer: CopiedLayer) -> CopiedLayer:
-        """A second layer of the same files, to be cut."""
         copy = self._new_layer(layer.below)
         copy_workspace.duplicate(layer.path, copy.path)
         return copy
 
     def cut(self, layer: CopiedLayer, view: Fields) -> None:
-        """Reduce a layer that nobody uses yet to a view of itself."""
         below = self._below(layer.below)
         stacks = [(path, Stack([f"{below}/{name}"], Marks(user_xattrs=True))) for path, name in _TREES.items()]
         chosen = Selection.resolved(view["only"], view["without"], StackedRoot(stacks))
@@ -195,11 +189,9 @@ class UnprivilegedDriver:
             self.drop(trash)
 
     def slot_changes(self, files: CopiedFiles) -> Iterator[Fields | None]:
-        """What a slot has changed so far; None now and then, as a pause."""
         return self._changes(files.path, files.layers)
 
     def layer_changes(self, layer: CopiedLayer) -> Iterator[Fields | None]:
-        """What a layer changes; None now and then, as a pause."""
         return self._changes(layer.path, layer.below)
 
     def _changes(self, directory: str, layers: tuple[CopiedLayer, ...]) -> Iterator[Fields | None]:
